@@ -180,9 +180,7 @@ def time_bundle(num_r_workers: int, directory: Path) -> dict[str, float]:
 
     def take_in() -> None:
         for part in socket.recv_multipart(copy=False)[1:]:
-            data = np.frombuffer(part.buffer, np.uint8)
-            head = codec.read_head(data.data)
-            head.message(data[head.body_at :])
+            codec.decode(np.frombuffer(part.buffer, np.uint8))
 
     found = timed(send, take_in)
     socket.send(b"")

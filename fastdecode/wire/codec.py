@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final, NamedTuple, get_type_hints
@@ -127,39 +127,36 @@ class Frame(NamedTuple):
 class Head:
     """A head that was found to be in order. ``message`` completes it once its body has arrived."""
 
-    __slots__ = ("_layout", "_others", "_start")
+    __slots__ = ("_layout", "_others", "_start", "kind")
 
     def __init__(self, layout: _Layout, start: _Start, others: tuple[Any, ...]) -> None:
+        self.kind = layout.kind
         self._layout = layout
         self._start = start
         self._others = others
         """All fields but the arrays."""
 
     @property
-    def kind(self) -> type[Message]:
-        return self._layout.kind
-
-    @property
     def epoch(self) -> int:
         return self._start.epoch
-
-    @property
-    def head_bytes(self) -> int:
-        return self._start.head_bytes
 
     @property
     def body_bytes(self) -> int:
         return self._start.body.num_bytes
 
-    @property
-    def body_at(self) -> int:
-        """Where the body starts in one piece."""
-        return self._start.body_at
+    def message_in(self, piece: Array) -> Message | None:
+        """The message that this head begins, if ``piece``, uint8 [num_bytes], is
+        all of it; None: it is the head alone, and its body follows.
 
-    @property
-    def num_bytes(self) -> int:
-        """Of head and body in one piece."""
-        return self._start.num_bytes
+        Raises:
+            ProtocolError: it is neither.
+        """
+        start, num_bytes = self._start, len(piece)
+        if num_bytes == start.num_bytes:
+            return self.message(piece[start.body_at :])
+        if num_bytes == start.head_bytes:
+            return None
+        raise self._layout.refuse(f"{num_bytes} bytes came, not {start.num_bytes}")
 
     def message(self, body: Array) -> Message:
         """The message. Its arrays are views of ``body``, uint8 [body_bytes],
@@ -178,7 +175,7 @@ class Head:
             for view in expected.views
         ]
         try:
-            return self._layout.make(*self._others, *arrays)
+            return self._layout.make((*self._others, *arrays))
         except ConfigError as error:
             raise self._layout.refuse(f"makes no sense: {error}") from None
         except ProtocolError as error:
@@ -201,7 +198,7 @@ class _Layout:
         as_json = json_fields(kind)
         self.get_arrays = _getter(arrays, as_json)
         self.get_numbers = _getter(numbers, {})
-        self.make = _maker(kind, names, [*numbers, *others, *arrays], as_json)
+        self.make = _maker(kind, [*numbers, *others, *arrays], as_json)
         letters = "".join("q" if hints[name] is int else "d" for name in numbers)
         self.start = Struct(f"{_HEADER_FORMAT}{self.arrays.num_words}I")
         self.numbers = Struct(f"<{letters}")
@@ -301,18 +298,25 @@ def _same(value: Any) -> Any:
 
 
 def _maker(
-    kind: type[Message], names: list[str], given: list[str], as_json: Mapping[str, AsJson]
-) -> Callable[..., Message]:
-    """``kind``, for arguments in the order ``given`` instead of its own, ``names``."""
-    if as_json:
-        read = [as_json[name].read if name in as_json else _same for name in given]
-        return lambda *values: kind(
-            **{name: of(x) for name, of, x in zip(given, read, values, strict=True)}
-        )
-    if names == given:
-        return kind
-    order = itemgetter(*[given.index(name) for name in names])
-    return lambda *values: kind(*order(values))
+    kind: type[Message], names: list[str], as_json: Mapping[str, AsJson]
+) -> Callable[[tuple[Any, ...]], Message]:
+    """Makes a message of all its fields, in the order of ``names``. Its own
+    ``__init__`` would set a frozen field a call, which takes half of a
+    receive; what it checks, ``__post_init__``, is called as there."""
+    read = [(name, each.read) for name, each in as_json.items()]
+    check: Callable[[Message], None] | None = getattr(kind, "__post_init__", None)
+
+    def make(values: tuple[Any, ...]) -> Message:
+        message = object.__new__(kind)
+        made = message.__dict__
+        made.update(zip(names, values))  # noqa: B905  (as many; checking takes time)
+        for name, value_of in read:
+            made[name] = value_of(made[name])
+        if check is not None:
+            check(message)
+        return message
+
+    return make
 
 
 _BY_KIND: Final = {kind: _Layout(kind, opcode) for kind, opcode in OPCODES.items()}
@@ -419,4 +423,7 @@ def decode(data: Array, *, max_body_bytes: int = MAX_BODY_BYTES) -> tuple[Messag
             its head says.
     """
     head = read_head(data.data, max_body_bytes=max_body_bytes)
-    return head.message(data[head.body_at :]), head.epoch
+    message = head.message_in(data)
+    if message is None:
+        raise ProtocolError(f"{head.kind.__name__}: its body of {head.body_bytes} bytes is missing")
+    return message, head.epoch

@@ -93,12 +93,14 @@ class Pump(threading.Thread):
         self._work = work
         self._interval_s = interval_s
         self._wanted = threading.Event()
+        self.is_wanted = False
+        """Whether it has been woken, and hasn't rested since."""
         self._stopped = False
         self._has_failed = False
 
     def wake(self) -> None:
-        if not self._wanted.is_set():
-            self._wanted.set()
+        self.is_wanted = True
+        self._wanted.set()
 
     def stop(self) -> None:
         """And wait until it has stopped."""
@@ -110,6 +112,7 @@ class Pump(threading.Thread):
         while not self._stopped:
             self._wanted.wait()
             self._wanted.clear()
+            self.is_wanted = False  # whoever woke it in between needn't: it works now
             while not self._stopped and self._works():
                 time.sleep(self._interval_s)
 

@@ -22,42 +22,40 @@ class Caller:
         self.waits_since: float | None = None
         self.left_s = 0.0
         """When it last went its way."""
-        self._num_looks = 0
+        self.num_looks = 0
+        """How often it has looked, which whatever looks for it counts."""
         self._is_in_mpi = False
 
     def __enter__(self) -> None:
-        self._num_looks += 1
+        self.num_looks += 1
         self._is_in_mpi = True
 
     def __exit__(self, *_: object) -> None:
         self._is_in_mpi = False
+        self._leave()
 
     def looks(self) -> int | None:
         """For the watchdog: how often it has looked; None while it needn't."""
-        return self._num_looks if self._is_in_mpi or self.waits_since is not None else None
+        return self.num_looks if self._is_in_mpi or self.waits_since is not None else None
 
     def wait(
         self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]
     ) -> T:
         """What ``look`` gives, as soon as it gives anything."""
-
-        def look_once() -> T | None:
-            self._num_looks += 1
-            return look()
-
         self.waits_since = time.monotonic()
         try:
-            found = look_until_found(look_once, timeout_s)
+            found = look_until_found(look, timeout_s)
         finally:
             self.waits_since = None
-            self.leave()
+            self._leave()
         if found is None:
             assert timeout_s is not None
             raise timeout_error(whom(), timeout_s)
         return found
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """The caller goes its way: have the pump look after what is under way."""
         if self.pump is not None:
             self.left_s = time.monotonic()
-            self.pump.wake()
+            if not self.pump.is_wanted:
+                self.pump.wake()

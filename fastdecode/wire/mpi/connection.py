@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Final, Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire import codec
@@ -25,7 +25,7 @@ from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.library import MPI
-from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, RankLink
+from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Incoming, Outgoing, RankLink
 from fastdecode.wire.transport import CLOSED, closed_error, unreadable
 
 SendT = TypeVar("SendT", bound=Message)
@@ -58,7 +58,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     ) -> None:
         self._job = job
         self._caller = caller
-        self._peer = peer
+        self.peer: Final = peer
         self._way = RankLink(job, rank, tag, BufferPool())
         self._incoming = Incoming(self._way, receives)
         self.outgoing: Final = Outgoing(self._way)
@@ -69,20 +69,12 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.heard_s: float | None = time.monotonic() if gives_signs else None
         self.takes_signs = True
         """Whether the peer listens for signs of life."""
-        self.told = False
-        """Whether the caller has been told the end."""
+        self.is_open = True
+        """Whether this side has not closed it, nor been told the end."""
         self._tidy()  # the rank may be dead already: MPI says so at the first receive
 
     is_reached = True
     """As far as MPI tells: a job's ranks are all there, or dead."""
-
-    @property
-    def peer(self) -> str:
-        return self._peer
-
-    @property
-    def is_open(self) -> bool:
-        return not (self._closed or self.told)
 
     @property
     def is_over(self) -> bool:
@@ -94,46 +86,37 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         frame = codec.encode(message)
         with self._caller, self._job.lock:
             if self._closed or self._gone:
-                raise closed_error(self._peer, by_peer=not self._closed)
+                raise closed_error(self.peer, by_peer=not self._closed)
             try:
+                self.outgoing.let_go()
                 self.outgoing.send(frame, is_lent=isinstance(message, Attend))
             except MPI.Exception as error:
                 self._lose(error)
-                raise closed_error(self._peer, by_peer=True) from None
-            self._tidy()
-        self._caller.leave()
+                raise closed_error(self.peer, by_peer=True) from None
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
-        return self._caller.wait(self._poll, timeout_s, lambda: self._peer)
+        return self._caller.wait(self._poll, timeout_s, lambda: self.peer)
 
     def poll(self) -> ReceiveT | None:
         with self._caller:
             return self._poll()
 
     def _poll(self) -> ReceiveT | None:
+        self._caller.num_looks += 1
         if self._closed:
-            raise closed_error(self._peer, by_peer=False)
+            raise closed_error(self.peer, by_peer=False)
         with self._job.lock:
-            arrived = self.look()
-        return None if arrived is None else self.read(arrived)
+            return self.look()
 
-    def read(self, arrived: Arrived) -> ReceiveT:
-        """A message that has arrived. Raises WorkerError: it can't be read."""
-        try:
-            return cast(ReceiveT, arrived.message())
-        except Exception as error:
-            self._end = unreadable(self._peer, error)
-            self.told = True
-            raise self._end from None
-
-    def look(self) -> Arrived | None:
+    def look(self) -> ReceiveT | None:
         """The next message if it is here. Raises WorkerError: nothing more will
         come. The job's lock is held."""
-        if self._incoming.arrived and (arrived := self._take()) is not None:
-            return arrived
-        if not self._take_in() and (self.outgoing.leaving or self._incoming.lacks_posts):
+        incoming = self._incoming
+        if incoming.arrived and (message := self._take()) is not None:
+            return message
+        if not self._take_in() and incoming.lacks_posts:
             self._tidy()  # else the caller wants to go on at once
-        return self._take() if self._incoming.arrived or self._end is not None else None
+        return self._take() if incoming.arrived or self._end is not None else None
 
     def close(self) -> None:
         """See ``Connection``. What was sent before still leaves; the hub's
@@ -141,14 +124,13 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         with self._caller, self._job.lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self.is_open = True, False
             if not self._gone:
                 with contextlib.suppress(MPI.Exception):
                     self.outgoing.say_goodbye()
             self.outgoing.see_off(self._incoming.take_back())
             self._tidy()
             self._way.pool.release()  # MPI's requests refer to the buffers that they still need
-        self._caller.leave()
 
     @property
     def buffer_bytes(self) -> int:
@@ -177,15 +159,16 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             pass
         self._tidy()
 
-    def _take(self) -> Arrived | None:
+    def _take(self) -> ReceiveT | None:
         """The next message if it has been taken in; lock held."""
         if self._incoming.arrived:
             try:
-                return self._incoming.take()
-            except MPI.Exception as error:
-                self._lose(error)
+                message: ReceiveT | None = self._incoming.take()
+                return message
+            except Exception as error:
+                self._fail(error)
         if self._end is not None:
-            self.told = True
+            self.is_open = False
             raise self._end
         return None
 
@@ -193,31 +176,38 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         """Note what came next, if anything did; lock held. Never raises."""
         if self._closed or self._end is not None:
             return False
+        incoming = self._incoming
         try:
-            piece = self._incoming.next_piece()
-            if piece is None:
+            if not incoming.posted:
+                incoming.post()
+            if not incoming.posted[0][0].Test(incoming.status):
                 return False
+            piece = incoming.next_piece()
             if len(piece) > len(SIGN_OF_LIFE):
-                self._incoming.note(piece)
+                incoming.note(piece)
             elif len(piece):
                 self.heard_s = time.monotonic()
             else:
                 self._gone = True
-                self._end = closed_error(self._peer, by_peer=True)
-        except MPI.Exception as error:
-            self._lose(error)
-        except ProtocolError as error:
-            self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
+                self._end = closed_error(self.peer, by_peer=True)
         except Exception as error:
-            self._end = unreadable(self._peer, error)
+            self._fail(error)
         return True
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing more is received, because of this."""
+        if isinstance(error, MPI.Exception):
+            self._lose(error)
+        elif isinstance(error, ProtocolError):
+            self._end = WorkerError(f"{self.peer} broke the protocol: {error}", code=error.code)
+        else:
+            self._end = unreadable(self.peer, error)
 
     def _tidy(self) -> None:
         """Let go of what has left, and see to it that receives are posted if
         more is wanted; lock held. Never raises."""
         try:
-            if self.outgoing.leaving:
-                self.outgoing.let_go()
+            self.outgoing.let_go()
             if self._incoming.lacks_posts and not self._closed and self._end is None:
                 self._incoming.post()
         except MPI.Exception as error:
@@ -230,6 +220,6 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         if has_died:
             self._job.dead.add(self._way.rank)
         reason = "its process has died" if has_died else error.Get_error_string()
-        self._end = WorkerError(f"{self._peer} is lost: {reason}", code=CLOSED)
+        self._end = WorkerError(f"{self.peer} is lost: {reason}", code=CLOSED)
         self.outgoing.see_off(self._incoming.take_back())
         self.outgoing.abandon()

@@ -91,7 +91,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._keeps_places = keeps_places
         self._receives = receives
         self._peers_give_signs = peers_give_signs and job.threads_may_take_turns
-        self._connections: tuple[MpiConnection[SendT, ReceiveT], ...] = ()
+        self.connections: tuple[MpiConnection[SendT, ReceiveT], ...] = ()
         for rank, peer in peers:
             self.add(rank, peer, tag=tag)
         self._first = 0
@@ -109,10 +109,6 @@ class MpiHub(Generic[SendT, ReceiveT]):
             self._pulse = Pump(self._give_sign, pulse_s)
             self._pulse.start()
             self._pulse.wake()
-
-    @property
-    def connections(self) -> tuple[MpiConnection[SendT, ReceiveT], ...]:
-        return self._connections
 
     def _note_stuck(self, num_ticks: int) -> bool:
         """Leave, unless MPI may still return."""
@@ -152,24 +148,24 @@ class MpiHub(Generic[SendT, ReceiveT]):
             )
             connection.takes_signs = takes_signs
             place = self._free_place()
-            for over in self._connections[place : place + 1]:
+            for over in self.connections[place : place + 1]:
                 over.outgoing.abandon()
-            self._connections = (
-                *self._connections[:place],
+            self.connections = (
+                *self.connections[:place],
                 connection,
-                *self._connections[place + 1 :],
+                *self.connections[place + 1 :],
             )
         return connection
 
     def _free_place(self) -> int:
         """Where the next connection goes; the job's lock is held."""
         if not self._keeps_places:
-            for index, connection in enumerate(self._connections):
+            for index, connection in enumerate(self.connections):
                 if not connection.is_open:
                     connection.advance()  # where nobody else does, what was sent leaves now
                 if connection.is_over:
                     return index
-        return len(self._connections)
+        return len(self.connections)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         return self._caller.wait(self._look_at_all, timeout_s, self._open_peers)
@@ -179,50 +175,47 @@ class MpiHub(Generic[SendT, ReceiveT]):
         few seconds at most."""
         if self._pulse is not None:
             self._pulse.stop()
-        for connection in self._connections:
+        for connection in self.connections:
             connection.close()
         look_until_found(self._all_left, _LINGER_S)
         if self._caller.pump is not None:
             self._caller.pump.stop()
         with self._job.lock:
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.outgoing.abandon()
         self._watchdog.stop()
 
     def _all_left(self) -> bool | None:
         with self._caller, self._job.lock:
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.advance()
         return None if self._is_sending else True
 
     @property
     def _is_sending(self) -> bool:
-        return any(connection.outgoing.leaving for connection in self._connections)
+        return any(connection.outgoing.leaving for connection in self.connections)
 
     def _open_peers(self) -> str:
-        return " or ".join(x.peer for x in self._connections if x.is_open)
+        return " or ".join(x.peer for x in self.connections if x.is_open)
 
     def _look_at_all(self) -> tuple[int, ReceiveT] | None:
         """Asks every open connection, each call starting behind the one that answered last."""
-        connections, arrived, any_open = self._connections, None, False
+        connections, any_open = self.connections, False
         num = len(connections)
+        self._caller.num_looks += 1
         with self._job.lock:
             for i in range(self._first, self._first + num):
                 index = i % num
-                if connections[index].is_open:
+                connection = connections[index]
+                if connection.is_open:
                     any_open = True
                     try:
-                        arrived = connections[index].look()
+                        message = connection.look()
                     except WorkerError as error:
                         raise PeerLostError(index, error) from None
-                    if arrived is not None:
-                        break
-        if arrived is not None:
-            self._first = index + 1
-            try:
-                return index, connections[index].read(arrived)
-            except WorkerError as error:
-                raise PeerLostError(index, error) from None
+                    if message is not None:
+                        self._first = index + 1
+                        return index, message
         if not any_open:
             raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
         return None
@@ -231,7 +224,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         with self._job.lock:
             if self._job.over.is_set():
                 return False
-            for connection in self._connections:
+            for connection in self.connections:
                 if connection.takes_signs:
                     connection.give_sign()
         return True
@@ -246,7 +239,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
             try:
                 if self._job.over.is_set():
                     return False
-                for connection in self._connections:
+                for connection in self.connections:
                     connection.advance()
             finally:
                 self._job.lock.release()

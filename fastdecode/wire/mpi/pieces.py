@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,9 @@ which are always posted, have that room."""
 _NUM_POSTED: Final = 4
 SIGN_OF_LIFE: Final = b"\0"
 
+InFlight: TypeAlias = "tuple[MPI.Request, Any]"
+"""What MPI isn't done with, and the memory that it needs for that."""
+
 
 class RankLink(NamedTuple):
     """From this rank to another and back."""
@@ -38,18 +41,11 @@ class RankLink(NamedTuple):
     """Of heads and small messages; the next one is of bodies."""
     pool: BufferPool
 
-    def isend(self, data: Any, tag: int) -> MPI.Request:
-        return self.job.comm.Isend([data, MPI.BYTE], self.rank, tag)
+    def isend(self, data: Any, tag: int) -> InFlight:
+        return self.job.comm.Isend([data, MPI.BYTE], self.rank, tag), data
 
-    def irecv(self, buffer: NDArray[np.uint8], tag: int) -> MPI.Request:
-        return self.job.comm.Irecv([buffer, MPI.BYTE], self.rank, tag)
-
-
-class InFlight(NamedTuple):
-    """What MPI isn't done with, and the memory that it needs for that."""
-
-    request: MPI.Request
-    memory: object
+    def irecv(self, buffer: NDArray[np.uint8], tag: int) -> InFlight:
+        return self.job.comm.Irecv([buffer, MPI.BYTE], self.rank, tag), buffer
 
 
 class Outgoing:
@@ -64,34 +60,34 @@ class Outgoing:
     def send(self, frame: codec.Frame, *, is_lent: bool = False) -> None:
         """A message. ``is_lent``: its arrays are left alone until it is
         answered, so that they may leave from where they lie."""
-        way = self._way
-        if frame.num_bytes <= INLINE_BYTES:
-            whole = way.pool.take(frame.num_bytes)
+        way, num_bytes = self._way, frame.num_bytes
+        if num_bytes <= INLINE_BYTES:
+            whole = way.pool.take(num_bytes)
             frame.write(whole.data)
-            self._send(whole, way.tag)
+            self.leaving.append(way.isend(whole, way.tag))
             return
-        self._send(frame.head, way.tag)
+        self.leaving.append(way.isend(frame.head, way.tag))
         body = frame.body_in_place() if is_lent else None
         if body is None:
             body = way.pool.take(frame.body_bytes)
             frame.write_body(body.data)
-        self._send(body, way.tag + 1)
+        self.leaving.append(way.isend(body, way.tag + 1))
 
     def say_goodbye(self) -> None:
-        self._send(b"", self._way.tag)
+        self.leaving.append(self._way.isend(b"", self._way.tag))
 
     def give_sign(self) -> None:
         """Unless the peer hasn't taken in the one before."""
         if self._sign is None or self._sign.Test():
-            self._sign = self._way.isend(SIGN_OF_LIFE, self._way.tag)
+            self._sign, _ = self._way.isend(SIGN_OF_LIFE, self._way.tag)
 
-    def see_off(self, pieces: Iterator[InFlight]) -> None:
+    def see_off(self, pieces: Iterable[InFlight]) -> None:
         """Keep the memory of what was cancelled, too, until MPI is done with it."""
         self.leaving.extend(pieces)
 
     def let_go(self) -> None:
         """Of what has left."""
-        while self.leaving and self.leaving[0].request.Test():
+        while self.leaving and self.leaving[0][0].Test():
             self.leaving.popleft()
 
     def abandon(self) -> None:
@@ -99,28 +95,12 @@ class Outgoing:
         self._way.job.abandoned.extend(self.leaving)
         self.leaving.clear()
 
-    def _send(self, data: Any, tag: int) -> None:
-        self.leaving.append(InFlight(self._way.isend(data, tag), data))
 
-
-class Arrived(NamedTuple):
-    """A message whose head is here."""
+class Coming(NamedTuple):
+    """A message whose head is here, and its body may not be yet."""
 
     head: codec.Head
-    body: NDArray[np.uint8]
-    request: MPI.Request | None
-    """The body's; None: it is here."""
-
-    def message(self) -> Message:
-        """Once the body is here."""
-        return self.head.message(self.body)
-
-
-class _Posted(NamedTuple):
-    """A receive."""
-
-    buffer: NDArray[np.uint8]
-    request: MPI.Request
+    body: InFlight
 
 
 class Incoming:
@@ -129,9 +109,11 @@ class Incoming:
     def __init__(self, way: RankLink, receives: frozenset[type[Message]]) -> None:
         self._way = way
         self._receives = receives
-        self._status = MPI.Status()
-        self._posted: deque[_Posted] = deque()  # in the order in which they are filled
-        self.arrived: Final[deque[Arrived]] = deque()
+        self.status: Final = MPI.Status()
+        """Of the first receive, once it is filled."""
+        self.posted: Final[deque[InFlight]] = deque()
+        """Receives, in the order in which they are filled."""
+        self.arrived: Final[deque[Message | Coming]] = deque()
         """Messages that have begun to come, in their order."""
         self.lacks_posts = True
         """Whether ``post`` has something to do."""
@@ -139,18 +121,15 @@ class Incoming:
     def post(self) -> None:
         """Receives, for the next few messages."""
         self.lacks_posts = False
-        while len(self._posted) < _NUM_POSTED:
+        while len(self.posted) < _NUM_POSTED:
             buffer = self._way.pool.take(INLINE_BYTES)
-            self._posted.append(_Posted(buffer, self._way.irecv(buffer, self._way.tag)))
+            self.posted.append(self._way.irecv(buffer, self._way.tag))
 
-    def next_piece(self) -> NDArray[np.uint8] | None:
-        """What came next, if anything did; of a message, all of it or its head."""
-        if not self._posted:
-            self.post()
-        if not self._posted[0].request.Test(self._status):
-            return None
+    def next_piece(self) -> NDArray[np.uint8]:
+        """What filled the first receive; of a message, all of it or its head."""
         self.lacks_posts = True
-        return self._posted.popleft().buffer[: self._status.Get_count(MPI.BYTE)]
+        buffer: NDArray[np.uint8] = self.posted.popleft()[1]
+        return buffer[: self.status.Get_count(MPI.BYTE)]
 
     def note(self, piece: NDArray[np.uint8]) -> None:
         """A message has begun to come.
@@ -161,29 +140,36 @@ class Incoming:
         head = codec.read_head(piece.data)
         if head.kind not in self._receives:
             raise ProtocolError(f"{head.kind.__name__} is not for this side")
-        if len(piece) == head.num_bytes:
-            self.arrived.append(Arrived(head, piece[head.body_at :], None))
-        elif len(piece) == head.head_bytes:
+        message = head.message_in(piece)
+        if message is None:
             body = self._way.pool.take(head.body_bytes)
-            self.arrived.append(Arrived(head, body, self._way.irecv(body, self._way.tag + 1)))
+            self.arrived.append(Coming(head, self._way.irecv(body, self._way.tag + 1)))
         else:
-            raise ProtocolError(
-                f"{head.kind.__name__}: {len(piece)} bytes came, not {head.num_bytes}"
-            )
+            self.arrived.append(message)
 
-    def take(self) -> Arrived | None:
-        """The first message, if all of it is here."""
-        request = self.arrived[0].request
-        return self.arrived.popleft() if request is None or request.Test() else None
+    def take(self) -> Any:
+        """The first message, if all of it is here; else None.
 
-    def take_back(self) -> Iterator[InFlight]:
+        Raises:
+            ProtocolError: it makes no sense.
+        """
+        first = self.arrived[0]
+        if not isinstance(first, Coming):
+            self.arrived.popleft()
+            return first
+        request, body = first.body
+        if not request.Test():
+            return None
+        self.arrived.popleft()
+        return first.head.message(body)
+
+    def take_back(self) -> list[InFlight]:
         """Nothing more is wanted: cancel what is posted. What has to be seen off then."""
-        for posted in self._posted:
+        for request, _ in self.posted:
             with contextlib.suppress(MPI.Exception):
-                posted.request.Cancel()
-            yield InFlight(posted.request, posted.buffer)
-        self._posted.clear()
-        for arrived in self.arrived:
-            if arrived.request is not None:
-                yield InFlight(arrived.request, arrived.body)
+                request.Cancel()
+        bodies = [each.body for each in self.arrived if isinstance(each, Coming)]
+        pieces = [*self.posted, *bodies]
+        self.posted.clear()
         self.arrived.clear()
+        return pieces

@@ -212,14 +212,10 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             raise ProtocolError(
                 f"a message of another connection (epoch {head.epoch}, not {self._line.epoch})"
             )
-        if len(data) == head.num_bytes:
-            return cast(ReceiveT, head.message(data[head.body_at :]))
-        if len(data) != head.head_bytes:
-            raise ProtocolError(
-                f"{head.kind.__name__}: {len(data)} bytes came, not {head.num_bytes}"
-            )
-        self._partial = _Partial(head, self._pool.take(head.body_bytes))
-        return None
+        message = head.message_in(data)
+        if message is None:
+            self._partial = _Partial(head, self._pool.take(head.body_bytes))
+        return cast("ReceiveT | None", message)
 
     def _read_chunk(self, partial: _Partial, data: Array) -> ReceiveT | None:
         end = partial.num_filled + len(data)
