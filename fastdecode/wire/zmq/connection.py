@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import zmq
@@ -65,7 +65,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         on_close: Callable[[ZmqConnection[SendT, ReceiveT]], None] = lambda connection: None,
     ) -> None:
         self._line = line
-        self._peer = peer
+        self.peer: Final = peer
         self._receives = receives
         self._lock = lock
         self._on_close = on_close
@@ -74,19 +74,11 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         self._closed = False
         self._gone = False
         self._end: WorkerError | None = None
-        self.told = False
-        """Whether the caller has been told the end."""
-
-    @property
-    def peer(self) -> str:
-        return self._peer
+        self.is_open = True
+        """Whether this side has not closed it, nor been told the end."""
 
     heard_s = None
     """ZeroMQ's threads look after silent peers."""
-
-    @property
-    def is_open(self) -> bool:
-        return not (self._closed or self.told)
 
     @property
     def is_closed(self) -> bool:
@@ -119,7 +111,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
 
     def send(self, message: SendT) -> None:
         if self._closed:
-            raise closed_error(self._peer, by_peer=False)
+            raise closed_error(self.peer, by_peer=False)
         frame = codec.encode(message, epoch=self._line.epoch)
         num_bytes = frame.num_bytes
         if num_bytes <= MAX_FRAME_BYTES:
@@ -135,7 +127,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             pieces = [np.frombuffer(frame.head, np.uint8), *chunks]
         with self._lock:
             if self._closed or self._gone:
-                raise closed_error(self._peer, by_peer=not self._closed)
+                raise closed_error(self.peer, by_peer=not self._closed)
             try:
                 for piece in pieces:
                     self._line.send(piece, copy=len(piece) <= _COPIED_BYTES)
@@ -147,36 +139,37 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         received = wait_for(self.poll, lambda: self.sockets, self._lock, timeout_s)
         if received is None:
             assert timeout_s is not None
-            raise timeout_error(self._peer, timeout_s)
+            raise timeout_error(self.peer, timeout_s)
         return received
 
     def poll(self) -> ReceiveT | None:
         with self._lock:
             if self._closed:
-                raise closed_error(self._peer, by_peer=False)
+                raise closed_error(self.peer, by_peer=False)
             while self._end is None:
                 try:
                     frame = self._line.receive()
                     if frame is None:
                         return None
-                    message = self._read(frame)
+                    message: ReceiveT | None = self._read(frame)
                 except LostError as lost:
                     self._gone = True
                     self._end = self._lost(lost)
                 except ProtocolError as error:
                     self._end = WorkerError(
-                        f"{self._peer} broke the protocol: {error}", code=error.code
+                        f"{self.peer} broke the protocol: {error}", code=error.code
                     )
                 except Exception as error:
-                    self._end = unreadable(self._peer, error)
+                    self._end = unreadable(self.peer, error)
                 else:
                     if message is not None:
                         return message
-            self.told = True
+            self.is_open = False
             raise self._end
 
     def close(self) -> None:
         """See ``Connection``. Its buffers are given back, and its hub forgets it."""
+        self.is_open = False
         self._closed = True  # before the lock is asked for: a thread that waits lets it go then
         with self._lock:
             if not isinstance(self._line, NoLine):
@@ -189,14 +182,14 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             self._pool.release()
         self._on_close(self)
 
-    def _read(self, frame: zmq.Frame) -> ReceiveT | None:
-        """None: it was a sign of life, or a chunk that isn't the last."""
+    def _read(self, frame: zmq.Frame) -> Any:
+        """A message; None: it was a sign of life, or a chunk that isn't the last."""
         data: Array = np.frombuffer(frame, np.uint8)
         if self._partial is not None:
             return self._read_chunk(self._partial, data)
         if not len(data):
             self._gone = True
-            self._end = closed_error(self._peer, by_peer=True)
+            self._end = closed_error(self.peer, by_peer=True)
             return None
         if len(data) == 1:
             return None
@@ -212,12 +205,12 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             raise ProtocolError(
                 f"a message of another connection (epoch {head.epoch}, not {self._line.epoch})"
             )
-        message = head.message_in(data)
+        message: Any = head.message_in(data)
         if message is None:
             self._partial = _Partial(head, self._pool.take(head.body_bytes))
-        return cast("ReceiveT | None", message)
+        return message
 
-    def _read_chunk(self, partial: _Partial, data: Array) -> ReceiveT | None:
+    def _read_chunk(self, partial: _Partial, data: Array) -> Message | None:
         end = partial.num_filled + len(data)
         if not len(data) or end > len(partial.body):
             raise ProtocolError(
@@ -228,7 +221,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         if end < len(partial.body):
             return None
         self._partial = None
-        return cast(ReceiveT, partial.head.message(partial.body))
+        return partial.head.message(partial.body)
 
     def _lost(self, lost: LostError) -> WorkerError:
-        return WorkerError(f"{self._peer} is lost: {lost}", code=CLOSED)
+        return WorkerError(f"{self.peer} is lost: {lost}", code=CLOSED)

@@ -152,7 +152,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
                     try:
                         connection.check()
                     except WorkerError as error:
-                        connection.told = True
+                        connection.is_open = False
                         raise PeerLostError(index, error) from None
             return None
 
@@ -244,7 +244,7 @@ def _polled(index: int, peer: ListenerPeer[SendT, ReceiveT]) -> ReceiveT | None:
     try:
         return connection.poll()
     except WorkerError as error:
-        connection.told = True
+        connection.is_open = False
         raise PeerLostError(index, error) from None
 
 
