@@ -263,7 +263,14 @@ def between_stages() -> list[StageMessage | FromStage]:
         ColumnReady(1),
         ColumnVacant(1),
         ColumnWelcome(
-            1, 2, 100, 16, has_tier=True, members=np.eye(7, dtype=np.int32), address="r1"
+            1,
+            2,
+            100,
+            16,
+            has_tier=True,
+            members=np.eye(7, dtype=np.int32),
+            address="r1",
+            newcomers=("r2",),
         ),
     ]
 

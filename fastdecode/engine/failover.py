@@ -59,9 +59,7 @@ class ReplicaRecovery(Recovery):
     def take(self, holder: HolderId, answer: TakenOver) -> Iterable[Event]:
         """The neighbour reports what it has. It may be asked once more."""
         taken = self._replicas.taken_over(holder, answer)
-        if taken is not None:
-            self._state.stats.num_rejoined += taken.is_home
-            yield taken
+        return () if taken is None else (taken,)
 
     def news(self) -> Iterable[Event]:
         """Takeovers of which nothing is left, caches that are given back, and
@@ -70,6 +68,7 @@ class ReplicaRecovery(Recovery):
         yield from self._emptied()
         yield from map(Reopened, self._reopened())
         yield from self._returned()
+        self._count_newcomers()
         self._replicas.mend(super()._vacant, may_return=self._replacements is not None)
 
     @property

@@ -64,6 +64,7 @@ class Recovery(Extension):
         """Replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and (vacant := self._vacant):
             yield from self._joined(vacant)
+        self._count_newcomers()
 
     @property
     def _vacant(self) -> list[HolderId]:
@@ -110,8 +111,10 @@ class Recovery(Extension):
             if (holder := HolderId(index)) in vacant:
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)
-                self._state.stats.num_rejoined += 1
-                logger.warning(
-                    "%s has replaced an R-worker that was lost", self._fleet.peer(holder)
-                )
                 yield Joined(holder, welcome.num_blocks)
+
+    def _count_newcomers(self) -> None:
+        """Count the R-workers that have replaced lost ones since the last call."""
+        for name in self._fleet.members.take_newcomers():
+            self._state.stats.num_rejoined += 1
+            logger.warning("%s has replaced an R-worker that was lost", name)

@@ -214,7 +214,7 @@ class ColumnVacant(OfColumns):
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnWelcome(OfColumns):
+class ColumnWelcome(Worded, OfColumns):
     """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
 
     column: int
@@ -228,6 +228,8 @@ class ColumnWelcome(OfColumns):
     address: str = ""
     """What other R-workers call the one that keeps it; empty: several do, or they do not
     reach each other."""
+    newcomers: tuple[str, ...] = ()
+    """The names of the stage's R-workers that have replaced lost ones since its last report."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ EVENTS = {"compiling": "greeting", "copying": "prompts"}
 """With which phases begin that have no beginning of their own."""
 TOLD = {
     "failovers": "with the replica that it has kept",
-    "returns": "goes on in the place of one that was lost",
+    "returns": "goes on with the cache that",
     "recomputed": "no replica of",
 }
 

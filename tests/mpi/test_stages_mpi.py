@@ -186,18 +186,23 @@ def test_a_lost_s_worker_of_a_stage_ends_the_job(
     assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
 
 
+STANDBY = "--spare-r-workers 1"
 ONE_OF_EACH_STAGE = [
     ("16", ""),
     ("16", "--replicas 1"),
     ("2", "--replicas 1"),
     ("16", "--r-partition heads"),
-    ("16", "--spare-r-workers 1"),
+    ("16", STANDBY),
 ]
 
 
 @pytest.mark.parametrize(
     ("victim", "chunk", "option"),
-    [(3, "2", ""), *[(n, *how) for how in ONE_OF_EACH_STAGE for n in (0, 2)] * TRIES_ALL],
+    [
+        (3, "2", ""),
+        (2, "16", STANDBY),
+        *[(n, *how) for how in ONE_OF_EACH_STAGE for n in (0, 2)] * TRIES_ALL,
+    ],
 )
 def test_a_lost_r_worker_of_a_stage_changes_no_token(
     victim: int, chunk: str, option: str, job: Job, limit: StepLimit
@@ -216,6 +221,10 @@ def test_a_lost_r_worker_of_a_stage_changes_no_token(
     assert output.read_text() == expected(), outcome.output
     says = "goes on for R-worker rank" if "replicas" in option else "is lost"
     assert says in outcome.output, outcome.output
+    replaced = re.findall("(.*) has replaced an R-worker", outcome.output)
+    assert len(replaced) == (option == STANDBY), outcome.output
+    if replaced and victim == 2:
+        assert replaced[0].endswith("stage 1: R-worker rank 5"), outcome.output
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 

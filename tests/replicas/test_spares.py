@@ -55,14 +55,20 @@ def test_a_column_goes_on_with_a_spare_one_of_the_stage_that_lost_one(
     lost: str,
     monkeypatch: pytest.MonkeyPatch,
     tiny_checkpoint: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also where that was the only column, and nobody else can go on."""
+    """Also where that was the only column, and nobody else can go on. The log names the
+    one that came."""
     path = tiny_checkpoint("llama")
     expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {lost: 20})
     tokens, stats = run(path, replicas=0, r_workers=r_workers, pp=2, spare_r_workers=1)
     assert tokens == expected
     assert stats.num_recomputed > 0 and stats.num_rejoined == 1
+    came = (
+        f"stage 1: R-worker s1-r{r_workers}" if lost.startswith("s1") else f"R-worker r{r_workers}"
+    )
+    assert f"\n{came} has replaced an R-worker" in "\n".join(["", *caplog.messages])
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ class WorkerPool:
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a replacement of a lost worker is sent first."""
         self._untold = list(self.gone)
+        self._newcomers: list[str] = []
         self._early: deque[tuple[int, FromRWorker]] = deque()
 
     def __len__(self) -> int:
@@ -268,6 +269,11 @@ class WorkerPool:
         for holder, _ in losses:
             self.placement.give_back(holder)  # a replacement may come in its first worker's place
         return losses
+
+    def take_newcomers(self) -> list[str]:
+        """The names of R-workers that have replaced lost ones. Each is taken once."""
+        taken, self._newcomers = self._newcomers, []
+        return taken
 
     @property
     def holders(self) -> list[HolderId]:
@@ -379,6 +385,8 @@ class WorkerPool:
         self.placement.give_back(holder)
         index = self.placement[holder]
         self._forget_loss(index)
+        if self.is_here(holder):
+            self._newcomers.append(self._name(index))
         for message in self.told_first:
             self.send(holder, message)
 

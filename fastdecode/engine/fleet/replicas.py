@@ -273,7 +273,7 @@ class Failovers:
         now = self._clock()
         spans = copy_s, drain_s, now - handover.asked_s
         self.figures.returns.append(Return(*names, *spans, now))
-        logger.warning("%s goes on in the place of one that was lost, in place of %s", *names)
+        logger.warning("%s goes on with the cache that %s had taken over", *names)
 
     def give_up(self, holder: HolderId) -> None:
         """Nothing is left of a holder, lost or not: nobody need take it over."""

@@ -203,6 +203,7 @@ class Resharing:
         self._end_greeting()
         self._welcome = None
         self._limit()
+        logger.warning("%s: the KV heads are shared anew", self._fleet.peer(GROUP))
 
     def _limit(self) -> None:
         """The replacement of a member has its heads, and as much room."""

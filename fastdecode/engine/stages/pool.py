@@ -327,6 +327,8 @@ class StagePool(WorkerPool):
             case ColumnWelcome():
                 self.note_kept(stage, said.members)
                 self.addresses[member] = said.address
+                name = stage_name(stage, self._stages.first_prompt_stage)
+                self._newcomers += [f"{name}: {each}" for each in said.newcomers]
                 return Welcome(
                     self._name(member), said.num_blocks, said.block_size, 1, said.has_tier
                 )

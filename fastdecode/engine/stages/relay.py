@@ -310,7 +310,10 @@ class Relay:
             what = answer.num_blocks, answer.block_size, answer.has_tier
             members = member_rows(self._pool, [column])
             address = self._addresses[column] if self._addresses else ""
-            welcome = ColumnWelcome(column, self._numbers[column], *what, members, address)
+            newcomers = tuple(self._members.take_newcomers())
+            welcome = ColumnWelcome(
+                column, self._numbers[column], *what, members, address, newcomers
+            )
             self._links.tell(FIRST_STAGE, welcome)
 
     def _checked(self, column: int) -> HolderId:
