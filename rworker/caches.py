@@ -146,14 +146,17 @@ class Caches:
             raise ProtocolError(why if owned else "the first message must be Hello")
         return owned[0]
 
-    def fed(self, holder: int, session: int) -> HolderCache:
-        """The cache into which prompts come that others have run.
+    def fed(self, holder: int, session: int) -> HolderCache | None:
+        """The cache into which prompts come that others have run. None: there is none of
+        that session.
 
         Raises:
-            ProtocolError: there is none, or it is of another session.
+            ProtocolError: no prompts may come into it.
         """
         cache = self._caches.get(HolderId(holder))
-        if cache is None or not cache.is_of(session) or not cache.books.hello.feeders:
+        if cache is None or not cache.is_of(session):
+            return None
+        if not cache.books.hello.feeders:
             raise ProtocolError(f"holder {holder!r} has no cache that prompts may come into")
         return cache
 

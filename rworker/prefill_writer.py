@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
+from fastdecode.wire.kv.chunks import FetchedChunk
 from fastdecode.wire.messages import (
     MAX_ID,
     MAX_LANES,
     MAX_STEP_TOKENS,
+    AttendResult,
     FetchPast,
     StorePrompt,
 )
@@ -75,6 +77,14 @@ def fetch_past(number: int, cache: HolderCache, message: FetchPast) -> ReadChunk
         check_integer(name, getattr(message, name), 0, MAX_SEQUENCE_TOKENS)
     chunk = replace(message.chunk, num_heads=cache.books.hello.kv.num_kv_heads)
     return ReadChunk(number, cache.holder, chunk, fetch_chunk(cache.books, chunk))
+
+
+def answer_of_dropped(message: StorePrompt | FetchPast) -> AttendResult | FetchedChunk:
+    """What a peer is told of a cache that was dropped: nothing is stored, or read."""
+    if isinstance(message, FetchPast):
+        return FetchedChunk(np.empty(0, np.uint8))
+    o = np.empty((0, *message.k.shape[1:]), message.k.dtype)
+    return AttendResult(message.step, message.lane, message.layer, o, None, 0.0)
 
 
 def _begins(books: CacheState, message: StorePrompt) -> NDArray[np.bool_]:

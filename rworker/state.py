@@ -75,7 +75,7 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.prefill_writer import fetch_past, store_prompt
+from rworker.prefill_writer import answer_of_dropped, fetch_past, store_prompt
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
@@ -254,14 +254,8 @@ class RWorkerState:
                 return _answered(number, cache, message, cache.books.reserve(message))
             case StoreChunk() | FetchChunk() | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case StorePrompt():
-                cache = self._caches.fed(message.holder, message.session)
-                peer.role = Role.FEEDER
-                return store_prompt(number, cache, message)
-            case FetchPast():
-                cache = self._caches.fed(message.holder, message.session)
-                peer.role = Role.FEEDER
-                return (fetch_past(number, cache, message),)
+            case StorePrompt() | FetchPast():
+                return self._feed(number, peer, message)
             case TruncateSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
@@ -295,6 +289,22 @@ class RWorkerState:
                 return (self._leave(number, peer),)
             case _:
                 raise _unknown(message)
+
+    def _feed(
+        self, number: int, peer: _Peer, message: StorePrompt | FetchPast
+    ) -> tuple[Instruction, ...]:
+        """A prompt stage may say this of a cache that its S-worker has dropped meanwhile."""
+        cache = self._caches.fed(message.holder, message.session)
+        if cache is None and not self._has_session(message.session):
+            raise ProtocolError(
+                f"holder {message.holder!r} has no cache that prompts may come into"
+            )
+        peer.role = Role.FEEDER
+        if cache is None:
+            return (Send(number, answer_of_dropped(message)),)
+        if isinstance(message, StorePrompt):
+            return store_prompt(number, cache, message)
+        return (fetch_past(number, cache, message),)
 
     def _inspect(self, number: int, peer: _Peer) -> Instruction:
         if peer.role in (Role.S_WORKER, Role.NEIGHBOUR):

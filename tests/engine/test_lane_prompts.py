@@ -3,17 +3,21 @@ what is fetched."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.stages.prompts import LanePrompts
+from fastdecode.engine.stages.prompts import LanePrompts, PastStep, PromptPlan
 from fastdecode.engine.stages.stage_forward import LaterStageForward
 from fastdecode.engine.step.layout import StepBatch
+from fastdecode.wire.kv.attending import AttendResult, FetchPast
 from fastdecode.wire.kv.chunks import FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.buffers import Fetched
@@ -144,6 +148,25 @@ def test_a_layer_of_the_past_is_here_when_all_of_it_has_come(prompts: LanePrompt
     chunks.run(0, q[8:], k[8:], v[8:], o)
     whole, _ = local_causal_attention(q, k, v, (0,), SPEC, want_lse=False)
     torch.testing.assert_close(o, whole[8:])
+
+
+def test_a_step_whose_past_was_dropped_goes_on_without_it(prompts: LanePrompts) -> None:
+    """The first stage knows that its rows mean nothing."""
+    asked: list[Any] = []
+    fleet: Any = SimpleNamespace(send=lambda holder, message: asked.append(message))
+    holder = Holder(HolderKind.R_WORKER, False, False, KV.token_bytes)
+    cpu = torch.device("cpu")
+    plan = PromptPlan((SPEC,), DType.FLOAT32, fleet, cpu, (holder,) * 3, rooms=prompts)
+    step = plan.begin(batch((9, ENDS, 8, 4)))
+    assert isinstance(step, PastStep)
+    step.scatter(0, *(torch.randn(4, heads, 8) for heads in (4, 2, 2)))
+    assert not step.ready
+    (question,) = [message for message in asked if isinstance(message, FetchPast)]
+    step.deliver_past(HolderId(1), question.join([FetchedChunk(np.empty(0, np.uint8))]))
+    assert step.ready and not step.settled
+    o = np.empty((0, 2, 8), np.float32)
+    step.deliver(HolderId(1), AttendResult(0, FIRST_LANE, 0, o, None, 0.0))
+    assert step.settled
 
 
 def test_a_prompt_stage_reports_when_all_is_stored() -> None:

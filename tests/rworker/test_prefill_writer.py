@@ -15,8 +15,11 @@ from state_machine import HELLO, HKV, NUM_LAYERS, D, Worker, attend, step_of
 
 from examples import examples
 from fastdecode.wire.kv.attending import FEEDING_LINE
+from fastdecode.wire.kv.chunks import FetchedChunk
+from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import (
     Accepted,
+    AttendResult,
     CloseSequence,
     Failed,
     FetchPast,
@@ -108,7 +111,6 @@ def test_layers_come_in_any_order_and_once(chance: random.Random, counts: list[i
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"session": SESSION + 1}, "no cache that prompts may come into"),
     ({"session": 0}, "no cache that prompts may come into"),
-    ({"holder": 3}, "no cache that prompts may come into"),
     ({"layer": NUM_LAYERS}, "layer"),
     ({"layer": -1}, "layer"),
     ({"lane": 1 << 20}, "lane"),
@@ -191,6 +193,23 @@ def test_whoever_brings_prompts_has_no_other_rights_and_takes_nothing_along() ->
     assert worker.tell(Shutdown()) == (Stop(),)
 
 
+def test_what_comes_for_a_cache_that_was_dropped_is_answered() -> None:
+    """Its S-worker knows; and the prompt stage goes on with other caches."""
+    worker = settled()
+    worker.tell(DropCache(SESSION, 0, holder=1))
+    worker.tell(replace(FED, holder=1))
+    assert worker.answer(OpenSequence(1, 8, holder=1)) == Accepted(1)
+    (send,) = worker.by(1, stored((1, 5, 2), layer=2))
+    assert isinstance(send, Send) and isinstance(send.message, AttendResult)
+    stored_at = (send.message.step, send.message.lane, send.message.layer)
+    assert stored_at == (5, 1, 2) and not len(send.message.o)
+    (send,) = worker.by(2, fetched(1, 4))
+    assert isinstance(send, Send) and isinstance(send.message, FetchedChunk)
+    assert not len(send.message.data)
+    (compute,) = worker.by(1, stored((1, 0, 4), holder=1))
+    assert isinstance(compute, Compute)
+
+
 def test_a_cache_without_feeders_takes_no_prompts() -> None:
     worker = Worker()
     worker.tell(replace(HELLO, session=SESSION))
@@ -232,7 +251,6 @@ def test_what_is_cached_is_read_by_prompt_stages() -> None:
     ("wrong", "reason"),
     [
         ({"session": SESSION + 1}, "no cache that prompts may come into"),
-        ({"holder": 4}, "no cache that prompts may come into"),
         ({"layer": NUM_LAYERS}, "first_layer"),
         ({"layer": -1}, "first_layer"),
         ({"num_tokens": 5}, "5 are in every layer"),

@@ -315,7 +315,10 @@ class PastStep(MergingStep):
         """See ``ReadsPast``."""
         if holder not in self._past.holders:
             raise ProtocolError(f"holder {holder} sent tokens that another one was asked for")
-        self._past.place(past)
+        if past.is_dropped:
+            self._is_over = True
+        else:
+            self._past.place(past)
         self._go_on()
 
     def lose(self, holder: HolderId) -> None:

@@ -17,6 +17,10 @@ comes of a sequence's next tokens makes room for them, and the sequence is
 They come once in each, in any order of layers, and the tokens behind them only
 then. The sequence is open, with room for them, and nobody steps it meanwhile.
 
+The S-worker may drop a cache while a prompt stage has a step on it, whose rows mean
+nothing then. What comes for it is answered, and nothing is stored; a ``FetchPast`` is
+answered without data.
+
 A peer may say this that names the session of a cache whose S-worker has said
 that prompts come from elsewhere (``Hello.feeders``).
 """
@@ -148,6 +152,11 @@ class PastTokens(FetchedChunk):
     asked: FetchPast
     parts: tuple[NDArray[np.uint8], ...]
     """Of its members, in the order of heads."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a member's cache was dropped, and the tokens with it."""
+        return not all(map(len, self.parts))
 
 
 FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60, FetchPast: 61}
