@@ -54,6 +54,7 @@ class Recovery(Extension):
         self._looked_s = self._since_s = -math.inf
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
+        self._count_newcomers()  # that came before the engine was made
 
     def lose(self, holder: HolderId) -> Lost | Interrupted:
         """A holder is gone. What follows: ``Lost`` for good, or ``Interrupted``
@@ -64,7 +65,6 @@ class Recovery(Extension):
         """Replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and (vacant := self._vacant):
             yield from self._joined(vacant)
-        self._count_newcomers()
 
     @property
     def _vacant(self) -> list[HolderId]:
@@ -112,6 +112,7 @@ class Recovery(Extension):
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)
                 yield Joined(holder, welcome.num_blocks)
+        self._count_newcomers()
 
     def _count_newcomers(self) -> None:
         """Count the R-workers that have replaced lost ones since the last call."""
