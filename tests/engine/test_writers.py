@@ -74,7 +74,7 @@ class Peers:
         )  # fmt: skip
         members.sessions = (70, 71)
         self.pool = WriterPool(members, layers)
-        self.reports = WriterRelay(self.pool, self.links)
+        self.reports = WriterRelay(self.pool)
         if num_columns == NUM_COLUMNS:
             self.reports.regroup(rows(*AT_HOME))
 
@@ -100,7 +100,6 @@ class Peers:
 
     def reported(self) -> list[Any]:
         """What the first stage has heard."""
-        self.reports.pass_on(())
         return list(iter(self.stage.poll, None))
 
 

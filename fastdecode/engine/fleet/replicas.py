@@ -130,12 +130,16 @@ class Failovers:
         """The ring's holders, lost ones included."""
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can go on for, and don't yet."""
-        self.adopted: set[HolderId] = set()
-        """Lost holders that neighbours go on for."""
         self._handovers: Handovers | None = None
         self._counts_links = figures is None
         self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
         """What happened to replicas so far."""
+
+    @property
+    def adopted(self) -> set[HolderId]:
+        """Lost holders that neighbours go on for, or newcomers that have not answered yet."""
+        placement = self._fleet.placement
+        return {x for x in self.circle if placement[x] != x or self.is_leaving(x)}
 
     @property
     def is_beginning(self) -> bool:
@@ -190,24 +194,20 @@ class Failovers:
         """A holder is lost, which sequences are on, or not (``is_used``).
         Whether another R-worker can go on for it."""
         self.failing.pop(holder, None)
-        if holder in self.adopted:
-            name = self._fleet.peer(holder)
-            if self._handovers is not None and self._handovers.has_second_copy(holder):
-                self.failing[holder] = Failover(name, "", self._clock())
-                return True
-        was_adopted = holder in self.adopted
-        self.adopted.discard(holder)
+        name = self._fleet.peer(holder)
+        if self._handovers is not None and self._handovers.has_second_copy(holder):
+            self.failing[holder] = Failover(name, "", self._clock())
+            return True
         is_bare = holder in self._ring.protection.bare
         keeper = None if is_bare else self._ring.keeper_of(holder)
         self._ring.lose(holder)
-        if is_used and keeper is not None and not was_adopted:
-            names = self._fleet.peer(holder), self._fleet.peer(keeper)
-            self.failing[holder] = Failover(*names, self._clock())
+        if is_used and keeper is not None:
+            self.failing[holder] = Failover(name, self._fleet.peer(keeper), self._clock())
             return True
         self._ring.forget(holder)
         if is_used:
             self.figures.num_recomputed_holders += 1
-            logger.warning("no replica of %s: recomputed", self._fleet.peer(holder))
+            logger.warning("no replica of %s: recomputed", name)
         return False
 
     def go_on(self, holder: HolderId) -> bool:
@@ -220,11 +220,9 @@ class Failovers:
             self._handovers.let_in(holder)
         elif not self._stay(holder):
             self.failing.pop(holder, None)
-            self.adopted.discard(holder)
             self._ring.forget(holder)
             self.figures.num_recomputed_holders += 1
             return False
-        self.adopted.add(holder)
         return True
 
     def _stay(self, holder: HolderId) -> bool:
@@ -263,7 +261,6 @@ class Failovers:
         """A holder is in its own place again."""
         assert self._handovers is not None
         handover = self._handovers.end(holder)
-        self.adopted.discard(holder)
         if not is_planned:
             return
         assert handover.leaves_s is not None and handover.asked_s is not None
@@ -279,7 +276,6 @@ class Failovers:
         """Nothing is left of a holder, lost or not: nobody need take it over."""
         self.failing.pop(holder, None)
         if holder in self.adopted:
-            self.adopted.remove(holder)
             self._ring.forget(holder)
             self._fleet.placement.give_back(holder)
         elif self._fleet.is_lost(holder):
@@ -292,7 +288,6 @@ class Failovers:
             if self._handovers is not None:
                 self._handovers.cancel(holder)
             self._fleet.placement.give_back(holder)
-        self.adopted.clear()
         self.failing.clear()
         return self._ring.make_way(())
 

@@ -174,4 +174,4 @@ class PromptStageSetup(StageSetup):
                 f"the first stage named {len(asked.sessions)} sessions to {self.name}"
             )
         fleet.writers.sessions = asked.sessions
-        return WriterRelay(fleet, links)
+        return WriterRelay(fleet)

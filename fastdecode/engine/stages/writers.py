@@ -104,8 +104,15 @@ class WriterMembers(StagePool):
         # At the end of a job token stages let R-workers go before this one ends. What is
         # sent to one that has gone is owed, and so its loss is noticed then.
         is_idle = index < self._num_own and not self.pending.is_owed_by(index)
-        if not is_idle or isinstance(error, ProtocolError):
+        if index not in self.gone and (not is_idle or isinstance(error, ProtocolError)):
             super()._lose(index, error)
+            self.report_lost(index)
+
+    def report_lost(self, index: int) -> None:
+        """The first stage is to give up an R-worker that is lost here."""
+        (stage, number), error = self.origin(index), self.gone[index]
+        lost = ColumnLost(number, error.code, error.message, stage, self.num_replaced[index])
+        self._stages.tell(FIRST_STAGE, lost)
 
 
 class WriterPool(GroupPool):
@@ -194,19 +201,16 @@ class WriterRelay:
 
     Args:
         pool: they.
-        links: to the first stage.
     """
 
     forgets_answers = awaits_replacements = False
 
-    def __init__(self, pool: WriterPool, links: StageLinks) -> None:
+    def __init__(self, pool: WriterPool) -> None:
         self.regroup: Final = pool.regroup
         """See ``Relay``."""
         self._pool = pool
-        self._members = pool.writers
-        self._links = links
-        self._reported: set[tuple[int, int]] = set()
-        """R-workers, and how often each had been replaced when it was lost."""
+        for index in pool.writers.gone:  # since the beginning
+            pool.writers.report_lost(index)
 
     def is_stored(self, step: LaneAttention) -> bool:
         """Whether R-workers have stored all of a step. What is left of a lost group may
@@ -218,15 +222,7 @@ class WriterRelay:
         raise ProtocolError(f"the first stage sent {type(message).__name__}")
 
     def pass_on(self, news: object) -> None:
-        """Report the R-workers that are lost."""
-        members = self._members
-        for index, error in members.gone.items():
-            lost = index, members.num_replaced[index]
-            if lost not in self._reported:
-                self._reported.add(lost)
-                stage, number = members.origin(index)
-                report = ColumnLost(number, error.code, error.message, stage, lost[1])
-                self._links.tell(FIRST_STAGE, report)
+        """Nothing: losses were reported when they were noticed."""
 
 
 def _stored(attend: Attend, begin: BeginStep) -> StorePrompt:
