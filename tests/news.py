@@ -1,4 +1,4 @@
-"""Waiting for what a controller of instances at addresses comes to know."""
+"""Waiting for what a controller of instances comes to know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_S = 120.0
 
 
 class NewsLLM(LLM):
-    """An ``LLM`` of instances at addresses, of whose news others may wait."""
+    """An ``LLM`` of instances, of whose news others may wait."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

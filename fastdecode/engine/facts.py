@@ -10,7 +10,6 @@ from fastdecode.core.dtype import DType
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.cluster import RunningCluster
-    from fastdecode.engine.instances.running import RunningInstances
     from fastdecode.engine.setup.launch import RunningEngine
 
 
@@ -44,11 +43,12 @@ class Facts:
 
 def facts_of(config: EngineConfig, running: Any) -> Facts:
     """Of what runs by ``config``."""
-    is_cluster = config.instances.is_elsewhere
-    return _facts_of_cluster(running) if is_cluster else _facts_of_engine(running)
+    if config.instances.is_several:
+        return _facts_of_cluster(config, running)
+    return _facts_of_engine(running)
 
 
-def _facts_of_engine(running: RunningEngine | RunningInstances) -> Facts:
+def _facts_of_engine(running: RunningEngine) -> Facts:
     identity = running.resolved.identity
     return Facts(
         num_r_workers=running.num_r_workers,
@@ -65,7 +65,8 @@ def _facts_of_engine(running: RunningEngine | RunningInstances) -> Facts:
     )
 
 
-def _facts_of_cluster(running: RunningCluster) -> Facts:
+def _facts_of_cluster(config: EngineConfig, running: RunningCluster) -> Facts:
+    placement = config.r_part.kv_placement
     decoding = [x for x in running.welcomes if x.role.decodes] or list(running.welcomes)
     return Facts(
         num_r_workers=running.num_r_workers,
@@ -73,7 +74,7 @@ def _facts_of_cluster(running: RunningCluster) -> Facts:
         num_kv_blocks=sum(x.num_tokens // x.block_size for x in decoding),
         dtype=running.identity.dtype,
         kv_dtype=running.identity.kv_dtype,
-        kv_placement="r",
+        kv_placement="r" if placement == "auto" else placement,
         max_model_len=running.identity.max_model_len,
         vocab_size=running.spec.vocab_size,
         load_s=running.load_s,

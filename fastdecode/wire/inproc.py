@@ -123,7 +123,9 @@ class InprocHub(Generic[SendT, ReceiveT]):
         self._keeps_places = keeps_places
         self._adding = threading.Lock()
         self.connections: Final[list[InprocConnection[SendT, ReceiveT]]] = []
-        self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT]] = SimpleQueue()
+        self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT] | None] = SimpleQueue()
+        """None: ``wake`` was called."""
+        self._is_woken = False
         self._pending: deque[_Arrival[SendT, ReceiveT]] = deque()
         self._is_closed = False
 
@@ -159,6 +161,13 @@ class InprocHub(Generic[SendT, ReceiveT]):
         """Queue what comes for a connection; from any thread."""
         self._arrivals.put((connection, message))
 
+    def wake(self) -> None:
+        """Have whoever waits in ``receive_any`` look up, as if its time were over, or who
+        does so next; any thread. Of a hub that waits for one connection alone, nobody may."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._arrivals.put(None)
+
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         deadline = self._deadline(timeout_s)
         while True:
@@ -173,8 +182,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
                 try:
                     connection, message = self._next_arrival(deadline)
                 except Empty:
-                    assert timeout_s is not None
-                    raise timeout_error(" or ".join(still_open), timeout_s) from None
+                    raise timeout_error(" or ".join(still_open), timeout_s or 0.0) from None
             if message is not _End.CLOSED_HERE and connection.is_open:
                 try:
                     return connection.index, connection.take(message)
@@ -202,7 +210,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
     def poll(self, wanted: InprocConnection[SendT, ReceiveT]) -> ReceiveT | None:
         """The next message of one connection, if it is here; see ``Connection.poll``."""
         while not self._arrivals.empty():  # nobody else takes from it: what is there stays there
-            self._pending.append(self._arrivals.get_nowait())
+            self._pending.append(self._next_arrival(None))
         pending = self._take_pending(wanted)
         return None if pending is None else wanted.take(pending[1])
 
@@ -220,10 +228,13 @@ class InprocHub(Generic[SendT, ReceiveT]):
         return None if timeout_s is None else self._clock() + timeout_s
 
     def _next_arrival(self, deadline: float | None) -> _Arrival[SendT, ReceiveT]:
-        """Raises queue.Empty when the deadline passes."""
-        if deadline is None:
-            return self._arrivals.get()
-        return self._arrivals.get(timeout=max(0.0, deadline - self._clock()))
+        """Raises queue.Empty when the deadline passes, or ``wake`` was called."""
+        left_s = None if deadline is None else max(0.0, deadline - self._clock())
+        arrival = self._arrivals.get(timeout=left_s)
+        if arrival is None:
+            self._is_woken = False
+            raise Empty
+        return arrival
 
 
 def connect(

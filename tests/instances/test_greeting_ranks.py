@@ -59,14 +59,14 @@ class Ranks(InprocHub[Any, Any]):
 
 @pytest.mark.parametrize("chatty", [False, True])
 def test_who_never_says_what_it_is_is_given_up(chatty: bool) -> None:
-    from fastdecode.engine.instances.ranks import greet_ranks
+    from fastdecode.engine.instances.connections import greet_together
 
     hub = Ranks()
     hub.ends[0].send(WELCOME)
     hub.ends[1].close()
     hub.ends[3].send(replace(WELCOME, model_hash="another"))
     hub.chatty = chatty
-    welcomes, failed = greet_ranks(hub, HELLO, 100.0, lambda: hub.now_s)
+    welcomes, failed = greet_together(hub, HELLO, 100.0, lambda: hub.now_s)
     assert welcomes == {0: WELCOME} and hub.given_up == [2]
     assert {i: error.code for i, error in failed.items()} == {
         1: CLOSED, 2: TIMEOUT, 3: "other_model"
@@ -76,11 +76,11 @@ def test_who_never_says_what_it_is_is_given_up(chatty: bool) -> None:
 
 
 def test_nobody_is_waited_for_who_has_answered() -> None:
-    from fastdecode.engine.instances.ranks import greet_ranks
+    from fastdecode.engine.instances.connections import greet_together
 
     hub = Ranks()
     for end in hub.ends:
         end.send(WELCOME)
-    welcomes, failed = greet_ranks(hub, HELLO, 100.0, lambda: hub.now_s)
+    welcomes, failed = greet_together(hub, HELLO, 100.0, lambda: hub.now_s)
     assert (welcomes, failed) == (dict.fromkeys(range(4), WELCOME), {})
     assert hub.now_s == 0.0 and not hub.given_up

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from instance_runs import OPTIONS, assert_alike, params, prompts, requests_of, tokens
+from news import NewsLLM
 
 from examples import examples
 from fastdecode import LLM, SamplingParams
@@ -18,7 +20,9 @@ from fastdecode.cli.main import main
 from fastdecode.core.delta import DeltaQueue, OutputFold
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.engine.instances.running import RunningInstances
+from fastdecode.engine.instances.local_instances import LocalHub
+from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.schedule.life.lifecycle import Lifecycle
 
 BOTH = {"prefill_instances": 1, "decode_instances": 1}
@@ -26,15 +30,16 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def four(model: str) -> Iterator[LLM]:
-    with LLM(model, prefill_instances=2, decode_instances=2, r_workers=2, **OPTIONS) as llm:
+def four(model: str) -> Iterator[NewsLLM]:
+    with NewsLLM(model, prefill_instances=2, decode_instances=2, r_workers=2, **OPTIONS) as llm:
         yield llm
 
 
-def engines(llm: LLM) -> list[Any]:
-    running = llm._running
-    assert isinstance(running, RunningInstances)
-    return [each.running.engine for each in running.engines]
+def services(llm: LLM) -> Sequence[EngineService[RunningEngine]]:
+    """Of its instances; those that run prompts come first."""
+    hub = llm._running._hub
+    assert isinstance(hub, LocalHub)
+    return hub.services
 
 
 def assert_nothing_is_left(llm: LLM) -> None:
@@ -45,14 +50,26 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert not dispatcher.num_waiting and not dispatcher.num_offered
     assert not any(queue.num_tokens for queue in dispatcher.prefill)
     assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
-    for each in llm._running.engines:
-        each.service.call(_check_empty)
+    end_s = time.monotonic() + WAIT_S
+    for each in services(llm):
+        while not _is_idle(each):  # what the controller has cancelled may be on its way
+            assert time.monotonic() < end_s
+        each.call(_check_empty)
+
+
+def _is_idle(service: EngineService[RunningEngine]) -> bool:
+    def look(running: RunningEngine) -> None:
+        lifecycle = running.engine._lifecycle
+        has_any = lifecycle.sequences.by_sequence or lifecycle.handing.has_exported
+        found.append(not (has_any or running.engine.has_work))
+
+    found: list[bool] = []
+    service.call(look)
+    return found == [True]
 
 
 def _check_empty(running: Any) -> None:
     lifecycle: Lifecycle = running.engine._lifecycle
-    while running.engine.has_work:
-        running.engine.step()
     lifecycle.check_invariants()
     assert not lifecycle.sequences.by_sequence and not lifecycle.handing.has_exported
     ledger = lifecycle.scheduler.ledger
@@ -61,14 +78,14 @@ def _check_empty(running: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_tokens_are_those_of_one_engine(one: LLM, four: LLM, n: int) -> None:
+def test_tokens_are_those_of_one_engine(one: LLM, four: NewsLLM, n: int) -> None:
     asked, how = prompts(24), params(24, n=n)
     assert_alike(four.generate(asked, how), one.generate(asked, how))
     assert four.stats.num_recomputed == 0
     assert_nothing_is_left(four)
-    figures = four._running.engine.figures()
     names = [f"R-worker {name}-r{i}" for name in ("d0", "d1", "p0", "p1") for i in range(2)]
-    assert [each.name for each in figures.r_workers] == names
+    figures = four._running.engine.figures
+    assert four.until(lambda: [each.name for each in figures().r_workers] == names)
 
 
 def test_deltas_come_once_and_in_order(one: LLM, four: LLM) -> None:
@@ -128,15 +145,15 @@ def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None
 
         def break_one() -> None:
             if next(ticks) == 0:
-                llm._running._services[lost].look(_fail)
+                services(llm)[lost].look(_fail)
 
         outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), break_one)}
         # Those of tokens that were run again are rounded otherwise, too.
         assert tokens([outputs[str(i)] for i in range(20)]) == tokens(one.generate(asked, how))
         assert not any(output.error for output in outputs.values())
-        for service in llm._running._services:
+        for service in services(llm):
             service._loop.when_drained().get(timeout=WAIT_S)  # all that was asked before is done
-        broken = [service.snapshot().error is not None for service in llm._running._services]
+        broken = [service.snapshot().error is not None for service in services(llm)]
         assert broken == [index == lost for index in range(3)]
 
 
@@ -204,7 +221,7 @@ def test_kv_may_be_on_both_sides_of_each(model: str, one: LLM) -> None:
         assert_alike(llm.generate(asked, how), one.generate(asked, how))
         assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
         assert llm.stats.fetched_bytes > 0
-        sides = [each.stats.hybrid.steps for each in llm._running.engines]
+        sides = [each._loop.owned.served.engine.stats.hybrid.steps for each in services(llm)]
         assert any(set(steps) - {"gpu-only"} for steps in sides), sides
         assert_nothing_is_left(llm)
 

@@ -17,15 +17,16 @@ from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL, examples
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.instances.running import RunningInstances
+from fastdecode.engine.instances.local_instances import LocalHub
 
 FEW = {"dtype": "float32", "block_size": 16, "kv_memory_gb": 0.02}
 
 
 def each_stats(llm: LLM, number: int):  # type: ignore[no-untyped-def]
     """Of one instance; prefill instances come first."""
-    assert isinstance(llm._running, RunningInstances)
-    return llm._running.engines[number].running.engine.stats
+    hub = llm._running._hub
+    assert isinstance(hub, LocalHub)
+    return hub.services[number]._loop.owned.served.engine.stats
 
 
 @pytest.mark.parametrize("seed", range(examples(6, share=2)))

@@ -11,7 +11,7 @@ import pytest
 from instance_runs import OPTIONS
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.instances.running import RunningInstances
+from fastdecode.engine.instances.local_instances import LocalHub
 
 KEPT: dict[str, Any] = {**OPTIONS, "prefix_cache": "on"}
 NUM_TURNS, NUM_NEW, NUM_DRAWN = 3, 40, 80
@@ -62,12 +62,12 @@ def test_turns_are_reused_where_the_next_prompt_runs(one: LLM, two: LLM) -> None
 def test_what_is_not_kept_any_more_runs_again(one: LLM, two: LLM) -> None:
     """The instance that had it says so, and isn't asked for it again."""
     expected = talk(one, "b")
-    running = two._running
-    assert isinstance(running, RunningInstances)
+    hub = two._running._hub
+    assert isinstance(hub, LocalHub)
     prompt = prompts()[0]
     first = two.generate([prompt], PARAMS[:1], conversation_id=["b"])[0]
-    for each in running.engines:
-        each.service.call(lambda run: _forget_kept(run.engine))
+    for each in hub.services:
+        each.call(lambda run: _forget_kept(run.engine))
     second = two.generate([prompts()[1]], PARAMS[:1], conversation_id=["b"])[0]
     said = [output.completions[0].token_ids for output in (first, second)]
     assert said == expected[0:4:2]

@@ -54,6 +54,9 @@ class InstanceHub(DealerHub[ToInstance, FromInstance]):
             self.close()
             raise
 
+    has_hung_r_workers = False
+    """Other processes' R-workers keep nobody here from ending."""
+
     def give_up(self, number: int) -> None:
         """See ``InstanceConnectionHub``. It is somebody else's to end."""
         self.connections[number].close()

@@ -1,5 +1,6 @@
-"""Instances at addresses, or ranks of this MPI job, each a process of its own, as
-one engine. Needs no torch: the model is theirs."""
+"""Instances, wherever they are, as one engine: at addresses, ranks of this MPI job, or
+threads of this process. Where they are processes of their own, it needs no torch: the
+model is theirs."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.remote_engine import RemoteEngine
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
+from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances.messages import (
     Deltas,
@@ -60,6 +62,7 @@ class RunningCluster:
     Args:
         config: what the user chose.
         progress: told what is being done, one line at a time.
+        times: what is known of step times before the first one.
         post: has what instances say told to the controller.
 
     Raises:
@@ -69,7 +72,11 @@ class RunningCluster:
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[str], None] | None, post: Post
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None,
+        times: MeasuredTimes | None,
+        post: Post,
     ) -> None:
         started, tell = time.perf_counter(), progress or logger.info
         self._post = post
@@ -79,17 +86,22 @@ class RunningCluster:
         self._lines: InstanceConnections | None = None
         self._replanning = contextlib.ExitStack()
         try:
-            self._open(config, InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash), tell)
+            hello = InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash)
+            self._open(config, hello, tell, times)
         except BaseException:
             self.close()
             raise
         self.load_s = time.perf_counter() - started
 
     def _open(
-        self, config: EngineConfig, hello: InstanceHello, tell: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        hello: InstanceHello,
+        tell: Callable[[str], None],
+        times: MeasuredTimes | None,
     ) -> None:
         cluster = config.cluster
-        self._hub, addresses, finder = _open_hub(config)
+        self._hub, addresses, finder = _open_hub(config, tell, times)
         try:
             welcomes = self._greet_all(hello, min(_REACH_S, cluster.worker_timeout_s))
             self.identity = _common(config, self.spec, welcomes)
@@ -158,11 +170,16 @@ class RunningCluster:
 
     @property
     def has_hung_r_workers(self) -> bool:
-        """Other processes' R-workers keep nobody here from ending."""
-        return False
+        """Whether any of this process is, and keeps it from ending."""
+        return self._hub.has_hung_r_workers
 
     def close(self) -> None:
-        """Say goodbye to the instances, which go on without. Safe to call twice."""
+        """Say goodbye to the instances, which go on without, or end with this process. Safe
+        to call twice.
+
+        Raises:
+            WorkerError: an R-worker of this process did not stop in time.
+        """
         self._replanning.close()
         if self._lines is not None:
             self._lines.close()
@@ -170,7 +187,7 @@ class RunningCluster:
 
 
 class ClusterEngine(Controller):
-    """The controller of instances elsewhere, as ``LLM`` asks an engine.
+    """The controller of instances, as ``LLM`` asks an engine.
 
     Args:
         config: what the user chose.
@@ -279,24 +296,28 @@ class ClusterEngine(Controller):
 
 
 def service_of_cluster(
-    config: EngineConfig, progress: Callable[[str], None] | None
+    config: EngineConfig, progress: Callable[[str], None] | None, times: MeasuredTimes | None
 ) -> EngineService[RunningCluster]:
-    """Of instances at addresses. What each says is posted to the one that
-    controls them."""
+    """Of instances. What each says is posted to the one that controls them."""
 
     def make() -> RunningCluster:
-        return RunningCluster(config, progress, service.look)
+        return RunningCluster(config, progress, times, service.look)
 
     service: EngineService[RunningCluster] = EngineService(make)
     return service
 
 
 def _open_hub(
-    config: EngineConfig,
+    config: EngineConfig, tell: Callable[[str], None], times: MeasuredTimes | None
 ) -> tuple[InstanceConnectionHub, Sequence[str], Reconnector[Any] | None]:
     """Lines to all instances; what they are called; and where lost ones are looked
     for. Raises ConfigError: there can be no such lines."""
     cluster, instances = config.cluster, config.instances
+    if instances.number:
+        with imports_for("an S-worker"):
+            from fastdecode.engine.instances.local_instances import LocalHub
+        local = LocalHub(config, tell, times)
+        return local, local.names, None
     if instances.instance_ranks:
         from fastdecode.engine.instances.ranks import RankHub
         from fastdecode.wire.mpi import joining

@@ -1,4 +1,4 @@
-"""The controller's connections to instances that are processes of their own.
+"""The controller's connections to instances.
 
 A thread owns them: it sends what it is given, passes on what comes, and looks
 for those that are gone, who may come back at their addresses.
@@ -42,6 +42,10 @@ class InstanceConnectionHub(Hub[ToInstance, FromInstance], Protocol):
     def wake(self) -> None:
         """Have whoever waits in ``receive_any`` look up, or who does so next; any
         thread."""
+
+    @property
+    def has_hung_r_workers(self) -> bool:
+        """Whether any of this process is, and keeps it from ending."""
 
     def close(self) -> None: ...
 
@@ -99,6 +103,66 @@ def welcome_of(
             code="other_model",
         )
     return answer
+
+
+def greet_together(
+    hub: InstanceConnectionHub,
+    hello: InstanceHello,
+    patience_s: float,
+    clock: Clock = time.monotonic,
+) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
+    """What those say within ``patience_s`` who live, all at a time; why others aren't
+    there."""
+    welcomes: dict[int, InstanceWelcome] = {}
+    failed: dict[int, WorkerError] = {}
+    end_s = clock() + patience_s
+    for number, line in enumerate(hub.connections):
+        try:
+            line.send(hello)
+        except WorkerError as error:
+            failed[number] = error
+    while missing := [i for i in range(len(hub.connections)) if i not in {**welcomes, **failed}]:
+        left_s = end_s - clock()
+        if left_s <= 0:
+            _give_up(hub, missing, patience_s, failed)
+            break
+        try:
+            number, answer = hub.receive_any(left_s)
+        except PeerLostError as lost:
+            welcomes.pop(lost.index, None)
+            failed[lost.index] = lost
+            continue
+        except WorkerError as error:
+            if error.code != TIMEOUT:
+                raise
+            continue
+        if number in welcomes and not isinstance(answer, Failed):
+            continue  # how it is, while others load their models
+        welcomes.pop(number, None)
+        try:
+            welcome = welcome_of(hub.connections[number], hello, answer)
+            if welcome is None:
+                raise ProtocolError("serves another controller, which can't be")
+            welcomes[number] = welcome
+        except (WorkerError, ProtocolError) as error:
+            failed[number] = WorkerError(error.message, code=error.code)
+    return welcomes, failed
+
+
+def _give_up(
+    hub: InstanceConnectionHub,
+    missing: list[int],
+    patience_s: float,
+    failed: dict[int, WorkerError],
+) -> None:
+    """These live, and haven't said in time what they are."""
+    for number in missing:
+        why = (
+            f"{hub.connections[number].peer} lives, but hasn't loaded its model in "
+            f"{patience_s:g} s: see its own output for what it waits for"
+        )
+        failed[number] = WorkerError(why, code=TIMEOUT)
+        hub.give_up(number)
 
 
 class ConnectionListener(Protocol):

@@ -1,5 +1,5 @@
-"""From a configuration to the service that runs it: one engine, several in this
-process, or instances elsewhere, for which no torch is needed here."""
+"""From a configuration to the service that runs it: one engine, or instances, for which
+no torch is needed here where they are elsewhere."""
 
 from __future__ import annotations
 
@@ -40,14 +40,10 @@ def make_service(
         slo_of(config.instances)
     if config.instances.is_several and not isinstance(trace, (NoTrace, type(None))):
         raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
-    if config.instances.is_elsewhere:
-        with imports_for("instances elsewhere"):
+    if config.instances.is_several:
+        with imports_for("instances"):
             from fastdecode.engine.instances.cluster import service_of_cluster
-        return service_of_cluster(config, progress)
-    if config.instances.number:
-        with imports_for("an S-worker"):
-            from fastdecode.engine.instances.running import service_of_instances
-        return service_of_instances(config, progress, times)
+        return service_of_cluster(config, progress, times)
     computes_alone = shares_thread(config)
     if computes_alone:
         spin_longer(os.environ, sys.modules)

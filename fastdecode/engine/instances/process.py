@@ -15,12 +15,11 @@ import torch
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
+from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.instances.instance_server import InstanceServer
-from fastdecode.engine.instances.local_engine import num_tokens_of
-from fastdecode.engine.instances.running import batch_tokens, for_batches, with_r_workers_here
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
@@ -100,7 +99,7 @@ def serve_instance(
         listener = InstanceListener(place.bind, place.name, key=key, silence_s=silence_s)
         stack.callback(listener.close)
         welcome = welcome_of(running, place.name, place.role)
-        serving = InstanceServer(listener, service, running, welcome, _limits(running))
+        serving = InstanceServer(listener, service, running, welcome, limits_of(running))
         listening(listener.address, serving)
         return serving.run()
 
@@ -183,7 +182,7 @@ def _serve_controller(
     with contextlib.closing(service):
         running = service.open()
         welcome = welcome_of(running, colocation.name, colocation.role)
-        limits = _limits(running)
+        limits = limits_of(running)
         return InstanceServer(hub, service, running, welcome, limits, only_once=True).run()
 
 
@@ -266,13 +265,15 @@ def _with_role(config: EngineConfig, role: InstanceRole) -> EngineConfig:
     return for_batches(config) if role is InstanceRole.PREFILL else config
 
 
-def _limits(running: RunningEngine) -> RequestLimits:
+def limits_of(running: RunningEngine) -> RequestLimits:
+    """Of any request to an engine."""
     return RequestLimits(running.spec.vocab_size, running.resolved.identity.max_model_len)
 
 
 def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:
     """What an instance says of itself."""
     identity, config = running.resolved.identity, running.resolved.config
+    num_blocks = sum(each.num_blocks for each in running.welcomes)
     return InstanceWelcome(
         name,
         role,
@@ -280,10 +281,33 @@ def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> Instanc
         identity.dtype,
         identity.kv_dtype,
         identity.max_model_len,
-        num_tokens_of(running),
+        num_blocks * config.r_part.block_size,
         config.r_part.block_size,
         config.batching.max_num_sequences,
         batch_tokens(config),
         running.num_r_workers,
         max(welcome.num_threads for welcome in running.welcomes),
     )
+
+
+def with_r_workers_here(config: EngineConfig, num_engines: int) -> EngineConfig:
+    """With KV on R-workers that are threads of this process, which ``num_engines`` share
+    evenly."""
+    r_part = config.r_part
+    of_all = num_engines * r_part.r_workers * config.s_part.pp
+    r_threads = r_part.r_threads or max(1, available_cores() // of_all)
+    placement = "hybrid" if r_part.kv_placement == "hybrid" else "r"
+    return replace(config, r_part=replace(r_part, r_threads=r_threads, kv_placement=placement))
+
+
+def for_batches(config: EngineConfig) -> EngineConfig:
+    """With steps that have room for a batch of prompts, whole."""
+    tokens, batching = batch_tokens(config), config.batching
+    room = batching.max_num_sequences + tokens
+    return replace(config, batching=replace(batching, prefill_chunk=tokens, max_step_tokens=room))
+
+
+def batch_tokens(config: EngineConfig) -> int:
+    """Of prompts that a prefill instance runs at once."""
+    batching = config.batching
+    return batching.step_tokens - batching.max_num_sequences

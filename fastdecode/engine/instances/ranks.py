@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import get_args
 
-from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import Instances
-from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
-from fastdecode.engine.instances.connections import FromInstance, InstanceConnectionHub, welcome_of
+from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.engine.instances.connections import FromInstance, greet_together
 from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.wire.instances.messages import (
     InstanceHello,
@@ -21,7 +19,6 @@ from fastdecode.wire.mpi.control import ControlHub
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.roles import InstanceRanks
 from fastdecode.wire.mpi.siblings import end_ranks
-from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 
 def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
@@ -56,6 +53,9 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
         hears = frozenset([*get_args(InstanceSays), Failed])
         super().__init__(job, peers, hears, silence_s=silence_s)
 
+    has_hung_r_workers = False
+    """Other processes' R-workers keep nobody here from ending."""
+
     def give_up(self, number: int) -> None:
         """See ``InstanceConnectionHub``."""
         self.connections[number].give_up()
@@ -71,63 +71,4 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
     ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
         """See ``InstanceConnectionHub``. They have as long to load their models as stages
         have."""
-        return greet_ranks(self, hello, max(timeout_s, LOADING_TIMEOUT_S))
-
-
-def greet_ranks(
-    hub: InstanceConnectionHub,
-    hello: InstanceHello,
-    patience_s: float,
-    clock: Clock = time.monotonic,
-) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
-    """What those say within ``patience_s`` who live; why others aren't there."""
-    welcomes: dict[int, InstanceWelcome] = {}
-    failed: dict[int, WorkerError] = {}
-    end_s = clock() + patience_s
-    for number, line in enumerate(hub.connections):
-        try:
-            line.send(hello)
-        except WorkerError as error:
-            failed[number] = error
-    while missing := [i for i in range(len(hub.connections)) if i not in {**welcomes, **failed}]:
-        left_s = end_s - clock()
-        if left_s <= 0:
-            _give_up(hub, missing, patience_s, failed)
-            break
-        try:
-            number, answer = hub.receive_any(left_s)
-        except PeerLostError as lost:
-            welcomes.pop(lost.index, None)
-            failed[lost.index] = lost
-            continue
-        except WorkerError as error:
-            if error.code != TIMEOUT:
-                raise
-            continue
-        if number in welcomes and not isinstance(answer, Failed):
-            continue  # how it is, while others load their models
-        welcomes.pop(number, None)
-        try:
-            welcome = welcome_of(hub.connections[number], hello, answer)
-            if welcome is None:
-                raise ProtocolError("serves another controller, which can't be")
-            welcomes[number] = welcome
-        except (WorkerError, ProtocolError) as error:
-            failed[number] = WorkerError(error.message, code=error.code)
-    return welcomes, failed
-
-
-def _give_up(
-    hub: InstanceConnectionHub,
-    missing: list[int],
-    patience_s: float,
-    failed: dict[int, WorkerError],
-) -> None:
-    """These live, and haven't said in time what they are."""
-    for number in missing:
-        why = (
-            f"{hub.connections[number].peer} lives, but hasn't loaded its model in "
-            f"{patience_s:g} s: see its own output for what it waits for"
-        )
-        failed[number] = WorkerError(why, code=TIMEOUT)
-        hub.give_up(number)
+        return greet_together(self, hello, max(timeout_s, LOADING_TIMEOUT_S))

@@ -80,7 +80,7 @@ def _figures(said: Mapping[str, Any] | None) -> EngineFigures | None:
     if said is None:
         return None
     holders = said["r_workers"]
-    if not isinstance(holders, list) or len(holders) > _MOST_R_WORKERS:
+    if not isinstance(holders, (list, tuple)) or len(holders) > _MOST_R_WORKERS:
         raise ValueError("its R-workers are no list of that length")
     numbers = {
         field.name: _CHECKS[str(field.type)](said[field.name])
