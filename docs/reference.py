@@ -36,7 +36,7 @@ MADE = "<!-- Made by `python docs/reference.py`. Do not edit. -->"
 _FIGURES = {
     "r_workers": [{"name": "r0", "kv_blocks": 1, "kv_blocks_used": 0, "load_tokens": 0}],
     **dict.fromkeys(
-        ("lanes", "num_suspended", "num_steps", "s_busy_s", "s_wait_s", "r_busy_s",
+        ("lanes", "num_suspended", "num_steps", "s_compute_s", "wait_s", "r_busy_s",
          "num_recomputed"), 0,
     ),
 }  # fmt: skip

@@ -71,7 +71,7 @@ def _of_status(change: Callable[[dict[str, Any]], None]) -> Lie:
         if not isinstance(message, StatusReport):
             return None
         said = copy.deepcopy(dict(message.figures))
-        if said.get("figures") is None:
+        if "r_workers" not in said:
             return None
         change(said)
         return [raw_report(message, bytes(packed(said)).replace(b"Infinity", b"1e999"))]
@@ -193,14 +193,14 @@ def _falls_silent(message: Any, heard: Heard) -> list[Any] | None:
 
 
 LIES: Mapping[str, Lie] = {
-    "steps 1e999": _of_status(lambda said: said["totals"].update(num_steps=float("inf"))),
-    "seconds 1e999": _of_status(lambda said: said["totals"].update(prefill_s=float("inf"))),
-    "seconds as text": _of_status(lambda said: said["totals"].update(wait_s="3")),
-    "steps below 0": _of_status(lambda said: said["totals"].update(num_steps=-1)),
+    "steps 1e999": _of_status(lambda said: said.update(num_steps=float("inf"))),
+    "seconds 1e999": _of_status(lambda said: said.update(prefill_s=float("inf"))),
+    "seconds as text": _of_status(lambda said: said.update(wait_s="3")),
+    "steps below 0": _of_status(lambda said: said.update(num_steps=-1)),
     "histogram": _of_status(lambda said: said["times"].update(ttft=[[3, float("inf")]])),
-    "figures as text": _of_status(lambda said: said["figures"].update(num_steps="many")),
-    "figures without R-workers": _of_status(lambda said: said["figures"].update(r_workers=7)),
-    "R-workers of nothing": _of_status(lambda said: said["figures"].update(r_workers=[None])),
+    "figures as text": _of_status(lambda said: said.update(lanes="many")),
+    "figures without R-workers": _of_status(lambda said: said.update(r_workers=7)),
+    "R-workers of nothing": _of_status(lambda said: said.update(r_workers=[None])),
     "no status": _raw(StatusReport, b"[]"),
     "no R-worker": _live(0),
     "R-workers below 0": _live(-1),

@@ -125,7 +125,7 @@ def figures(served: Any) -> dict[str, Any]:
         "busy_s": engine.num_steps * 0.001,
     }
     zeros = dict.fromkeys(
-        ("num_recomputed", "num_suspended", "s_wait_s", "s_busy_s", "r_busy_s"), 0
+        ("num_recomputed", "num_suspended", "wait_s", "s_compute_s", "r_busy_s"), 0
     )
     return {"num_steps": engine.num_steps, "lanes": 1, "r_workers": [worker], **zeros}
 

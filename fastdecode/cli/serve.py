@@ -270,7 +270,9 @@ def _activity(llm: LLM) -> Activity:
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:
-    return asdict(running.engine.figures())
+    from fastdecode.engine.instances.status_report import status_to_json
+
+    return status_to_json(running.engine.stats, running.engine.figures())
 
 
 def _expect_lengths(args: argparse.Namespace) -> None:

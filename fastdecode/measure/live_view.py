@@ -95,7 +95,7 @@ class LiveView:
         """Of the engine, once it has made a step."""
         if not now.get("figures"):
             return []
-        busy, waited = self._grown("s_busy_s"), self._grown("s_wait_s")
+        busy, waited = self._grown("s_compute_s"), self._grown("wait_s")
         share = busy / (busy + waited) if busy + waited else 0.0
         num = max(1, now["num_live_r_workers"])
         r_share = min(1.0, self._grown("r_busy_s") / ((busy + waited) * num or 1.0))

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -100,7 +99,9 @@ class RunningEngineStatus:
 
     def _look(self, running: Any) -> None:
         """In the engine's thread, between two steps."""
-        self._figures = asdict(running.engine.figures())
+        from fastdecode.engine.instances.status_report import status_to_json
+
+        self._figures = status_to_json(running.engine.stats, running.engine.figures())
 
     def fields(self) -> Mapping[str, Any]:
         stats = self._stats()

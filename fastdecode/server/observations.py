@@ -167,9 +167,9 @@ def _of_figures(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
         ),
         "fastdecode:lanes": Gauge("Parts of the batch that take turns.", ({}, figures["lanes"])),
         "fastdecode:steps_total": counter("Steps made.", "num_steps"),
-        "fastdecode:s_busy_seconds_total": counter("Seconds the S-worker computed.", "s_busy_s"),
+        "fastdecode:s_busy_seconds_total": counter("Seconds the S-worker computed.", "s_compute_s"),
         "fastdecode:s_wait_seconds_total": counter(
-            "Seconds the S-worker waited for R-workers.", "s_wait_s"
+            "Seconds the S-worker waited for R-workers.", "wait_s"
         ),
         "fastdecode:r_busy_seconds_total": counter(
             "Seconds the R-workers computed, all together.", "r_busy_s"

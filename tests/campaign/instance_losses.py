@@ -226,7 +226,7 @@ class Campaign:
         def used() -> list[int]:
             return [
                 -1 if x is None else sum(r.kv_blocks_used for r in x.r_workers)
-                for x in (seen.figures for seen in running._seen)
+                for x in (each.figures() for each in running.engine.remote)
             ]
 
         if llm.until(lambda: not lost() and not any(used()), max(0.0, end_s - time.monotonic())):

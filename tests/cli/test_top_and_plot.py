@@ -25,7 +25,7 @@ STATUS: dict[str, Any] = {
     "unit": "lines", "done": 25, "total": 100, "num_failed": 1, "eta_s": 150.0,
     "num_running": 8, "num_waiting": 16, "num_r_workers": 1, "num_live_r_workers": 1,
     "generation_tokens": 1000, "prompt_tokens": 800, "cached_tokens": 200, "kv_used": 0.5,
-    "figures": {"s_busy_s": 30.0, "s_wait_s": 10.0, "r_busy_s": 20.0, "lanes": 2,
+    "figures": {"s_compute_s": 30.0, "wait_s": 10.0, "r_busy_s": 20.0, "lanes": 2,
                 "num_prompt_tokens": 600,
                 "r_workers": [WORKER]},
 }  # fmt: skip
@@ -61,7 +61,7 @@ def test_a_view_tells_rates_and_shares_of_the_last_minute() -> None:
     view = LiveView()
     view.add(STATUS)
     assert "tokens/s 20 generated, 12 of prompts; 1000 generated in all" in view.lines()
-    figures = {**STATUS["figures"], "s_busy_s": 75.0, "s_wait_s": 15.0, "r_busy_s": 45.0}
+    figures = {**STATUS["figures"], "s_compute_s": 75.0, "wait_s": 15.0, "r_busy_s": 45.0}
     later = {**STATUS, "time_s": 150.0, "generation_tokens": 6000, "figures": figures}
     view.add(later)
     lines = view.lines()

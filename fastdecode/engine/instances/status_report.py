@@ -33,33 +33,27 @@ def sum_stats(each: Sequence[EngineStats]) -> EngineStats:
 
 def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
     """Figures of several engines."""
-    numbers = {
-        field.name: sum(getattr(figures, field.name) for figures in each)
-        for field in fields(EngineFigures)
-        if field.name != "r_workers"
-    }
     holders = tuple(holder for figures in each for holder in figures.r_workers)
-    return EngineFigures(**numbers, r_workers=holders)
+    return EngineFigures(sum(figures.lanes for figures in each), holders)
 
 
 def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
-    """Totals, and figures if they are told this time."""
+    """Totals by their names, and figures if they are told this time: the one form of status
+    files, ``/status.json``, metrics and instances' reports."""
     values = {field.name: getattr(stats, field.name) for field in fields(EngineStats)}
-    said: dict[str, Any] = {
-        "totals": {name: x for name, x in values.items() if isinstance(x, (int, float))},
-        "times": {
-            name: list(x.counts.items())
-            for name, x in values.items()
-            if isinstance(x, LatencyHistogram)
-        },
+    histograms = {name: x for name, x in values.items() if isinstance(x, LatencyHistogram)}
+    return {
+        **{name: x for name, x in values.items() if isinstance(x, (int, float))},
+        "s_compute_s": stats.s_compute_s,
+        "times": {name: list(x.counts.items()) for name, x in histograms.items()},
+        **({} if figures is None else asdict(figures)),
     }
-    return said if figures is None else {**said, "figures": asdict(figures)}
 
 
 def status_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
     """Raises ProtocolError: no instance can have seen that."""
     try:
-        return _stats(said["totals"], said["times"]), _figures(said.get("figures"))
+        return _stats(said, said["times"]), _figures(said)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ProtocolError(f"what should be an instance's totals is none: {error}") from None
 
@@ -76,18 +70,13 @@ def _stats(totals: Mapping[str, Any], times: Mapping[str, Any]) -> EngineStats:
     return stats
 
 
-def _figures(said: Mapping[str, Any] | None) -> EngineFigures | None:
-    if said is None:
+def _figures(said: Mapping[str, Any]) -> EngineFigures | None:
+    if "r_workers" not in said:
         return None
     holders = said["r_workers"]
     if not isinstance(holders, (list, tuple)) or len(holders) > _MOST_R_WORKERS:
         raise ValueError("its R-workers are no list of that length")
-    numbers = {
-        field.name: _CHECKS[str(field.type)](said[field.name])
-        for field in fields(EngineFigures)
-        if field.name != "r_workers"
-    }
-    return EngineFigures(**numbers, r_workers=tuple(map(_holder, holders)))
+    return EngineFigures(_whole(said["lanes"]), tuple(map(_holder, holders)))
 
 
 def _holder(said: Mapping[str, Any]) -> HolderFigures:

@@ -162,8 +162,8 @@ function showWorkers(status) {
 function showSWorker(status) {
   const figures = status.figures;
   if (figures.lanes === undefined) return;
-  const busy = rate(status, (s) => s.figures.s_busy_s || 0);
-  const waits = rate(status, (s) => s.figures.s_wait_s || 0);
+  const busy = rate(status, (s) => s.figures.s_compute_s || 0);
+  const waits = rate(status, (s) => s.figures.wait_s || 0);
   show("lanes", figures.lanes === 1 ? "1 lane" : `${figures.lanes} lanes`);
   element("s-bar").firstElementChild.style.width = percent(Math.min(1, busy));
   show("s-text", `computes ${percent(Math.min(1, busy))} of the time, waits for R-workers ${percent(Math.min(1, waits))}`);
