@@ -26,48 +26,66 @@ class _Block:
     tails: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-class KeptPrefixes:
-    """See the module.
+@dataclass(frozen=True)
+class BlockChain:
+    """Tokens, and the keys of the full blocks among them, which are hashed once.
 
     Args:
-        block_size: tokens in a block.
+        root: the parent of the first block.
+        size: tokens in a block.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    root: bytes
+    size: int
+    token_ids: tuple[int, ...] = ()
+    keys: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], salt: str, block_size: int) -> BlockChain:
+        """Those of a salt."""
+        return cls(root_key("", salt), block_size).then(token_ids)
+
+    def then(self, token_ids: Sequence[int]) -> BlockChain:
+        """These, and more behind them."""
+        every = (*self.token_ids, *token_ids)
+        parent = self.keys[-1] if self.keys else self.root
+        more = block_keys(parent, every[len(self.keys) * self.size :], self.size)
+        return BlockChain(self.root, self.size, every, (*self.keys, *more))
+
+
+class KeptPrefixes:
+    """See the module."""
+
+    def __init__(self) -> None:
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()
 
-    def note(self, token_ids: Sequence[int], salt: str, instance: int) -> None:
+    def note(self, run: BlockChain, instance: int) -> None:
         """An instance has run these tokens."""
-        keys = self._keys(token_ids, salt)
-        for key in keys:
+        for key in run.keys:
             block = self._blocks.setdefault(key, _Block())
             block.tails.setdefault(instance, ())
             self._blocks.move_to_end(key)
-        if keys:
-            tail = tuple(token_ids[len(keys) * self._block_size :])
-            self._blocks[keys[-1]].tails[instance] = tail
+        if run.keys:
+            tail = run.token_ids[len(run.keys) * run.size :]
+            self._blocks[run.keys[-1]].tails[instance] = tail
         while len(self._blocks) > _MOST_BLOCKS:
             self._blocks.popitem(last=False)
 
-    def forget(self, token_ids: Sequence[int], salt: str, instance: int) -> None:
+    def forget(self, run: BlockChain, instance: int) -> None:
         """An instance does not keep these tokens any more."""
-        for key in self._keys(token_ids, salt):
+        for key in run.keys:
             if (block := self._blocks.get(key)) is not None:
                 block.tails.pop(instance, None)
 
-    def kept(self, token_ids: Sequence[int], salt: str) -> dict[int, int]:
-        """Of a prompt: how many of its first tokens each instance may keep, but for the last
+    def kept(self, prompt: BlockChain) -> dict[int, int]:
+        """How many of a prompt's first tokens each instance may keep, but for the last
         token, which has to run."""
-        keys, found = self._keys(token_ids, salt), dict[int, int]()
-        for place in reversed(range(len(keys))):
-            block = self._blocks.get(keys[place])
+        found = dict[int, int]()
+        for place in reversed(range(len(prompt.keys))):
+            block = self._blocks.get(prompt.keys[place])
             for instance, tail in block.tails.items() if block is not None else ():
-                end = (place + 1) * self._block_size
-                if tail and tuple(token_ids[end : end + len(tail)]) == tail:
+                end = (place + 1) * prompt.size
+                if tail and prompt.token_ids[end : end + len(tail)] == tail:
                     end += len(tail)
-                found.setdefault(instance, min(end, len(token_ids) - 1))
+                found.setdefault(instance, min(end, len(prompt.token_ids) - 1))
         return found
-
-    def _keys(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        return block_keys(root_key("", salt), token_ids, self._block_size)

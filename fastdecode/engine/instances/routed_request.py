@@ -13,6 +13,7 @@ from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.instances.claims import Claims
 from fastdecode.schedule.dispatch import AssignDecode, AssignPrefill, DispatchJob
+from fastdecode.schedule.kept_prefixes import BlockChain
 
 
 class RequestStage(Enum):
@@ -106,6 +107,8 @@ class RoutedRequest:
     failure: FastDecodeError | None = None
     """Why the first instance that failed it did; None: none has."""
     said: list[_Reported] = field(init=False)
+    prompt_blocks: BlockChain | None = None
+    """Of its prompt; None: nobody has asked yet what is kept of it."""
     is_observed: bool = False
     """Whether it is told what it says after every step, whoever reads it."""
     arrived_s: float | None = None

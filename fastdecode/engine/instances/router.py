@@ -28,7 +28,7 @@ from fastdecode.schedule.dispatch import (
     DispatchJob,
     PrefillQueue,
 )
-from fastdecode.schedule.kept_prefixes import KeptPrefixes
+from fastdecode.schedule.kept_prefixes import BlockChain, KeptPrefixes
 
 _LEAST_BORROWED: Final = 4
 """Blocks: fewer are run again, since two instances would have to take a turn each."""
@@ -176,7 +176,7 @@ class Router:
         self.instances, self.roles = self.registry.all, self.registry.roles
         self._failed = failed
         self._block_size = routed_requests.block_size
-        self._prefixes = KeptPrefixes(self._block_size)
+        self._prefixes = KeptPrefixes()
         self._decided: deque[AssignPrefill | AssignDecode] = deque()
         """What is to be carried out, its room booked already."""
         self._is_at_work = False
@@ -270,7 +270,7 @@ class Router:
         needs_all = routed.sources or request.params.prompt_logprobs is not None
         if needs_all or request.cache.is_off or not others:
             return None
-        kept = self._prefixes.kept(request.prompt_token_ids, request.cache.salt)
+        kept = self._prefixes.kept(self._prompt_blocks(routed))
         keeper = max(others, key=lambda other: kept.get(other, 0))
         num_tokens = kept.get(keeper, 0)
         least = kept.get(instance, 0) + _LEAST_BORROWED * self._block_size
@@ -286,16 +286,20 @@ class Router:
         elif delta.error is None and delta.finish_reason is None:
             return  # it has drawn a token, which nobody wants
         else:
-            self._forget(routed, borrowing.run)
+            # It doesn't keep what it was asked for.
+            self._prefixes.forget(self._prompt_blocks(routed), borrowing.run.instance)
             self.give_back(routed)
         waiting, borrowing.waiting = borrowing.waiting, None
         if waiting is not None:
             self._begin(routed, waiting)
 
-    def _forget(self, routed: RoutedRequest, run: InstanceRun) -> None:
-        """An instance doesn't keep what it was asked for."""
+    def _prompt_blocks(self, routed: RoutedRequest) -> BlockChain:
+        """Of its prompt, hashed once."""
         request = routed.request
-        self._prefixes.forget(request.prompt_token_ids, request.cache.salt, run.instance)
+        if routed.prompt_blocks is None:
+            prompt, salt = request.prompt_token_ids, request.cache.salt
+            routed.prompt_blocks = BlockChain.of(prompt, salt, self._block_size)
+        return routed.prompt_blocks
 
     def give_back(self, routed: RoutedRequest) -> None:
         """The tokens that another instance exports aren't needed any more."""
@@ -306,12 +310,12 @@ class Router:
 
     def note_kept(self, routed: RoutedRequest) -> None:
         """The instance that has a request keeps its tokens from now on."""
-        run, request = routed.decoding or routed.offering, routed.request
-        if run is None or request.cache.is_off:
+        run = routed.decoding or routed.offering
+        if run is None or routed.request.cache.is_off:
             return
+        prompt = self._prompt_blocks(routed)
         for said in routed.said:
-            tokens = (*request.prompt_token_ids, *said.token_ids)
-            self._prefixes.note(tokens, request.cache.salt, run.instance)
+            self._prefixes.note(prompt.then(said.token_ids), run.instance)
 
     def _kept(self, bound: AssignPrefill) -> AssignPrefill | AssignDecode:
         """Whether the instance goes on with the prompt itself. It waits for no
