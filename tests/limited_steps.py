@@ -19,6 +19,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_STEPS: Final = 20
 """Enough for the answer to a request of three tokens."""
+_FEW_STEPS: Final = 8
 UNLIMITED: Final = 1 << 60
 _LOOK_EVERY_S: Final = 0.01
 
@@ -47,6 +48,11 @@ class StepLimit:
         fresh = self._path.with_suffix(".new")
         fresh.write_text(f"{self._serial} {number}")
         fresh.replace(self._path)
+
+    def extend(self) -> bool:
+        """A few steps more, while something is waited for that hasn't come: False."""
+        self.allow(_FEW_STEPS)
+        return False
 
     def lift(self) -> None:
         """The job goes on to its end."""

@@ -96,6 +96,13 @@ def running(command: Sequence[str], **environ: str) -> Iterator[Running]:
         yield job
 
 
+def has_text(path: Path) -> bool:
+    """Whether something has been written to a file, which may not be there."""
+    with contextlib.suppress(FileNotFoundError):
+        return bool(path.read_text())
+    return False
+
+
 class Running:
     """A command under way."""
 
@@ -147,13 +154,7 @@ class Running:
     def wait_for_text(self, path: Path) -> None:
         """Until something has been written to a file. It may come and go
         before: commands try if they can write."""
-
-        def has_text() -> bool:
-            with contextlib.suppress(FileNotFoundError):
-                return bool(path.read_text())
-            return False
-
-        self.wait_until(has_text)
+        self.wait_until(lambda: has_text(path))
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
         """Until something has come true while the command runs."""

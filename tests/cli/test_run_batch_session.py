@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from limited_steps import StepLimit
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import has_text, mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE
 from zmq_r_workers import PATHS, at, r_workers
 
@@ -27,7 +27,7 @@ def _write(path: Path) -> None:
         {
             "id": str(i),
             "prompt_token_ids": [(7 * i + 3 * j) % 90 + 5 for j in range(20 + 9 * i)],
-            "max_tokens": 60 if i else 10,
+            "max_tokens": 120 if i else 10,
             "ignore_eos": True,
             "n": 2 if i == 3 else 1,
             **({**sampled, "seed": i} if i % 2 else {"temperature": 0}),
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 """By name: R-workers, and options."""
 RUN = [
     pytest.param(*CASES[name], "ranks" in name, id=name, marks=[needs_mpi] * ("ranks" in name))
-    for name in list(CASES)[: len(CASES) if TRIES_ALL else 1]
+    for name in list(CASES)[: len(CASES) if TRIES_ALL else 2]
 ]
 
 
@@ -94,11 +94,10 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     places = r_workers(*"*" * num_r_workers, options=("--log-level", "info"))
     with places as (jobs, addresses):
         command = ["run-batch", *model, str(output), *at(addresses), *more]
-        # Of two lanes, and one of prompts: the first line is done then, and no other.
-        limit.allow(90 if "--prompt-pp" in more else 50)
         launched = TWO_RANKS if as_ranks else []
         with running([*launched, *limit.fastdecode, *command], **PATHS) as s_workers:
-            s_workers.wait_for_text(output)
+            # When the first line begins, and in how many lanes, is a matter of time.
+            s_workers.wait_until(lambda: has_text(output) or limit.extend())
             s_workers.kill()
         assert session.stat().st_mode & 0o777 == 0o600
         for job in jobs:  # until then it serves the one that was killed
