@@ -191,6 +191,12 @@ class Caches:
             del self._caches[cache.holder]
         return cache
 
+    def drop_replicas(self, session: int) -> list[HolderCache]:
+        """Forget the replicas of a session that neighbours have opened. Which they were."""
+        replicas = [x for x in self if x.is_of(session) and x.books.hello.role is Role.NEIGHBOUR]
+        self._forget(replicas)
+        return replicas
+
     def leave(self, peer: int) -> None:
         """A peer is gone that nothing should go with: its caches may be taken over."""
         for cache in self:

@@ -340,6 +340,7 @@ class RWorkerState:
             raise ConfigError(f"the KV cache asked for can't be laid out: {error}") from None
         resumed = self._caches.resume(number, hello) if hello.resumes else None
         block_bytes = layout.block_bytes * kv.num_layers if self._is_padded else kv.block_bytes
+        late = self._drop_late(hello)
         cache = self._caches.open(number, hello, block_bytes) if resumed is None else resumed[0]
         peer.role = hello.role
         peer.session = hello.session
@@ -353,7 +354,17 @@ class RWorkerState:
             fence = _fence(self.name, number, resumed[1])
             return (Unlink(cache.holder, resumed[2]), welcome, *admit, *fence)
         specs = (hello.attention, hello.activation_dtype)
-        return (Prepare(cache.holder, layout, num_blocks, *specs), welcome, *admit)
+        return (*late, Prepare(cache.holder, layout, num_blocks, *specs), welcome, *admit)
+
+    def _drop_late(self, hello: Hello) -> list[Instruction]:
+        """An S-worker that greets its R-worker wants it to keep no replica yet. One that is
+        there came from a neighbour that was given up and didn't know, after it was to be
+        dropped: it would take memory for good."""
+        if hello.role is not Role.S_WORKER or hello.resumes:
+            return []
+        replicas = self._caches.drop_replicas(hello.session)
+        owners = dict.fromkeys(x.owner for x in replicas if x.owner != NOBODY)
+        return [*(Drop(x.holder) for x in replicas), *map(HangUp, owners)]
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
         """The peer that had the cache before has none any more: it is hung up on."""

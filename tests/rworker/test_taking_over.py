@@ -119,6 +119,21 @@ def test_whoever_had_it_changes_nothing_any_more(peers: Peers) -> None:
     assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_replica_that_came_too_late_takes_no_memory(peers: Peers, is_lost: bool) -> None:
+    """Its neighbour was given up, and opened it after it was dropped."""
+    peers.say(S_WORKER, DropCache(SESSION, 0, holder=1))
+    assert isinstance(peers.from_peer(NEIGHBOUR, REPLICA), Welcome)
+    if is_lost:
+        peers.gone(NEIGHBOUR)
+    whole = replace(OWN, max_blocks=0)
+    told = peers.say(S_WORKER, whole)
+    assert Drop(HolderId(0)) in told and (HangUp(NEIGHBOUR) in told) == (not is_lost)
+    (cache,) = peers.state._caches
+    assert cache.holder == 1
+    assert KV_BYTES - cache.num_bytes < cache.num_bytes // cache.books.store.num_blocks
+
+
 @pytest.mark.parametrize("session", [0, 5])
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> None:
