@@ -15,6 +15,10 @@ The R-worker greets the neighbour itself, as a peer of the role ``neighbour``
 under the same session, and tells it every change of its cache; K and V follow
 behind the answers to the S-worker, never before them. A replica that can't be
 kept costs protection, and nothing else.
+
+An R-worker that is given up may live, and open its replica after the neighbour was
+to drop it. So an S-worker's ``Hello`` that doesn't resume drops the replicas of its
+session that neighbours have opened there.
 """
 
 from __future__ import annotations
