@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
-from cost_model.numbers import at_most, smallest, whole
+from cost_model.numbers import at_most, largest, smallest, whole
 from cost_model.plans.constraints import fastest
 from cost_model.plans.gpu_only import GpuOnly
 from cost_model.predict import System
@@ -57,7 +58,7 @@ def best_hybrid(
     part: float = MOST_OF_GAIN,
 ) -> Hybrid:
     """As few sequences on R-workers, in whatever lanes, as give nearly all that
-    any number of them would, beside up to as many on the GPU as it runs alone.
+    any number of them would, beside the number on the GPU that gives the most.
 
     Args:
         alone: what the GPU does alone.
@@ -71,19 +72,17 @@ def best_hybrid(
     )
     plans = [
         plan
-        for plan in _plans(system, alone, sockets, step_limit_s)
-        if (most_sequences is None or plan.batch <= most_sequences)
-        and at_most(plan.tpot_s, step_limit_s)
-        and plan.tokens_per_s > alone.tokens_per_s
+        for plan in _plans(system, alone, sockets, step_limit_s, most_sequences or sys.maxsize)
+        if plan.tokens_per_s > alone.tokens_per_s
     ]
     most = max((plan.tokens_per_s for plan in plans), default=0.0) - alone.tokens_per_s
     enough = (p for p in plans if p.tokens_per_s - alone.tokens_per_s >= part * most)
-    return min(
-        enough, key=lambda plan: (-plan.home, plan.away, -plan.tokens_per_s), default=nothing
-    )
+    return min(enough, key=lambda plan: (plan.away, -plan.tokens_per_s), default=nothing)
 
 
-def _plans(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) -> Iterator[Hybrid]:
+def _plans(
+    system: System, alone: GpuOnly, sockets: int, step_limit_s: float, most_sequences: int
+) -> Iterator[Hybrid]:
     load = system.attended_tokens
     sequence_bytes = system.workload.mean_context_tokens * system.costs.kv_bytes
     most = int(sockets * system.r.capacity_bytes / sequence_bytes)
@@ -95,13 +94,20 @@ def _plans(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) ->
             if away < lanes:
                 continue
             for used in _sockets(system, -(-away // lanes), lanes, room, sockets):
-                costs = _costs(system, s_part, -(-away // lanes), used)
-                for home in _homes(costs, layout, alone.batch, away, load, step_limit_s):
-                    pace = paces(costs, layout, (home, home * load), (away, away * load))
-                    tokens_per_s = home / pace.home_s + away / pace.away_s
-                    yield Hybrid(
-                        layout.value, home, away, used, pace.home_s, pace.away_s, tokens_per_s
-                    )
+                costs = costs_of(system, s_part, -(-away // lanes), used)
+                beside = cache(partial(_beside, costs, layout, used, away, load))
+                home = _home(beside, min(alone.batch, most_sequences - away), step_limit_s)
+                if home:
+                    yield beside(home)
+
+
+def _beside(
+    costs: Costs, layout: Layout, sockets: int, away: int, load: float, home: int
+) -> Hybrid:
+    """``load``: cached tokens of one sequence."""
+    pace = paces(costs, layout, (home, home * load), (away, away * load))
+    rate = home / pace.home_s + away / pace.away_s
+    return Hybrid(layout.value, home, away, sockets, pace.home_s, pace.away_s, rate)
 
 
 def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int) -> set[int]:
@@ -117,20 +123,23 @@ def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int
     return {max(fewest, fastest(partial(away_s, num), most)) for num in (1, lanes)}
 
 
-def _homes(
-    costs: Costs, layout: Layout, most: int, away: int, load: float, step_limit_s: float
-) -> Iterator[int]:
-    """Sequences on the device that are looked at. Their KV takes its time, too: it need not be
-    full, and where all of it breaks the promise, as much is taken as keeps it."""
+def _home(beside: Callable[[int], Hybrid], most: int, step_limit_s: float) -> int:
+    """Sequences on the device that give the most tokens/s and keep the promise; 0: none does.
+    Their KV takes its time, too: the device need not be full.
 
-    def holds(home: int) -> bool:
-        pace = paces(costs, layout, (home, home * load), (away, away * load))
-        return at_most(max(pace.home_s, pace.away_s), step_limit_s)
+    Where steps grow as a line or faster, tokens/s rise up to one number and fall after it.
+    """
 
-    yield from _numbers(most - 1, _HOME_STEP)
-    yield most
-    if not holds(most) and holds(1):
-        yield smallest(lambda home: not holds(home), most, above=1) - 1
+    def rate(home: int) -> float:
+        return beside(home).tokens_per_s
+
+    most = largest(lambda home: at_most(beside(home).tpot_s, step_limit_s), most)
+    if most < 2:
+        return most
+    few = [*_numbers(most - 1, _HOME_STEP), most]
+    best = few.index(max(few, key=rate))
+    low, high = few[max(0, best - 1)], few[min(best + 1, len(few) - 1)]
+    return smallest(lambda home: rate(home + 1) <= rate(home), high, above=low - 1)
 
 
 def _numbers(most: int, step: float) -> Iterator[int]:
@@ -141,7 +150,9 @@ def _numbers(most: int, step: float) -> Iterator[int]:
         number = max(number + 1, number * step)
 
 
-def _costs(system: System, s_part: Callable[[int], float], lane_batch: int, sockets: int) -> Costs:
+def costs_of(
+    system: System, s_part: Callable[[int], float], lane_batch: int, sockets: int
+) -> Costs:
     """Of steps, with so many sequences of a lane on R-workers."""
     times, device = SystemTime(system, sockets), SystemTime(system.on_device(), 1)
 

@@ -205,7 +205,7 @@ def _both_sides(search: Search, plan: Plan | None, alone: GpuOnly | None) -> Hyb
     goal, limit_s = search.goal, search.promises.step_limit_s
     sockets, part = plan.sockets, MOST_OF_GAIN
     if goal.max_sockets is not None:
-        sockets, part = search.most_sockets, 1.0 - goal.gain
+        sockets, part = search.most_sockets, 1.0 / (1.0 + goal.gain)
     return best_hybrid(search.system, alone, sockets, limit_s, most_sequences=goal.batch, part=part)
 
 
