@@ -10,7 +10,8 @@ or nothing would ever arrive.
 Where this R-worker attends, what is imported without a pace of its own takes a part of
 its time, ``SHARE``, and no more: a chunk costs about as much at the other end, and in the
 threads that carry it, and an R-worker that attends meanwhile has that many fewer cores
-and bytes a second. As soon as nothing is attended, all of the time is for imports.
+and bytes a second. So a unit is one chunk then, and the next one is asked for behind it.
+As soon as nothing is attended, all of the time is for imports.
 
 What breaks ends the transfers that need it, and nothing else: a peer that asked for one
 gets a report, with the reason.

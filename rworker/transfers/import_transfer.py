@@ -128,9 +128,10 @@ class ImportTransfer:
         plan = self._plan
         if plan is None:
             return 0
+        most = self._throttle.most_owed(self.order.message.bytes_per_s)
         if not self._num_due:
             plan.begin_turn()
-        taken = plan.take(lambda source: self._link(source).has_credit)
+        taken = plan.take(lambda source: self._link(source).num_owed < most)
         if taken is None:
             return 0
         (index, _), cut = taken

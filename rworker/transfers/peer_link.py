@@ -17,8 +17,6 @@ Take: TypeAlias = Callable[[FromRWorker], None]
 
 REACH_S: Final = 20.0
 """How long it may take to reach another R-worker. To answer, it may take longer."""
-MOST_AHEAD: Final = 4
-"""Reads that are asked for before the first of them is answered."""
 
 
 class PeerLink:
@@ -49,9 +47,9 @@ class PeerLink:
         return bool(self._due)
 
     @property
-    def has_credit(self) -> bool:
-        """Whether it may be asked to read more."""
-        return len(self._due) < MOST_AHEAD
+    def num_owed(self) -> int:
+        """Answers that it owes."""
+        return len(self._due)
 
     def send(self, message: ToRWorker) -> None:
         """Send what has no answer.

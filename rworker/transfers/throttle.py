@@ -11,6 +11,8 @@ SHARE: Final = 0.05
 """Of the time, that fetching may take beside what is attended."""
 ATTENDING_S: Final = 0.1
 """So long after it was asked for a layer, an R-worker expects the next one."""
+_MOST_OWED: Final = 4
+"""Chunks of a link that are asked for before the first of them is answered."""
 _MOST_LATE_S: Final = 0.05
 """What a pace may catch up."""
 
@@ -48,6 +50,11 @@ class Throttle:
     def may_ask(self) -> bool:
         """Whether the pace allows another chunk."""
         return self._clock() >= self._may_ask_s
+
+    def most_owed(self, bytes_per_s: float) -> int:
+        """Chunks that a link may owe. Without a pace, beside what is attended, they come one
+        by one: many at once take the time of a step, whoever writes them when."""
+        return 1 if self.is_attending and not bytes_per_s else _MOST_OWED
 
     def attended(self) -> None:
         """A layer has been."""

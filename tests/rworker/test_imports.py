@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from fastdecode.wire.kv.exporting import (
     ReadExport,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
+from rworker.stream.transfer_plan import TransferPlan
+from rworker.transfers import import_transfer
 from rworker.transfers.peer_link import REACH_S
 from rworker.transfers.throttle import ATTENDING_S, SHARE, Throttle
 
@@ -314,6 +317,31 @@ def test_what_is_fetched_gives_way_to_what_is_attended(monkeypatch: pytest.Monke
     assert 0 < share["attending"] <= SHARE < min(share["alone"], share["paced"])
     assert spent["alone"] == pytest.approx(spent["paced"], rel=0.3)
     assert spent["attending"] > 2 * spent["alone"]
+
+
+@pytest.mark.parametrize("is_attending", [False, True])
+def test_chunks_come_one_by_one_beside_what_is_attended(
+    monkeypatch: pytest.MonkeyPatch, is_attending: bool
+) -> None:
+    """A layer that comes meanwhile waits for one chunk at most; else many are under way."""
+    small = partial(TransferPlan, most_bytes=KV.token_bytes)
+    monkeypatch.setattr(import_transfer, "TransferPlan", small)
+    hosts = Hosts()
+    one, other = hosts.add("p", KV), hosts.add("d", KV)
+    one.fill(3, 40, seed=1)
+    one.offer(3, given := ticket())
+    other.open(3, 40)
+    other.pull(3, 40, one.source(given, 40))
+    owed = set[int]()
+    while not (told := other.news()):
+        one.turn()
+        if is_attending:
+            other.behind.attended()
+        other.turn()
+        owed |= {link.num_owed for link in other.behind._links.values()}
+        hosts.now_s += 1e-2
+    assert not told[0].reason and other.holds(3, 40, seed=1)
+    assert max(owed) == (1 if is_attending else 4)
 
 
 def test_what_was_attended_long_ago_holds_nothing_up() -> None:
