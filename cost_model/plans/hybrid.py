@@ -85,18 +85,21 @@ def _plans(
 ) -> Iterator[Hybrid]:
     load = system.attended_tokens
     sequence_bytes = system.workload.mean_context_tokens * system.costs.kv_bytes
-    most = int(sockets * system.r.capacity_bytes / sequence_bytes)
+    most_bytes, measured = sockets * system.r.capacity_bytes, system.s.max_batch or sys.maxsize
     s_part = cache(lambda num: system.costs.num_layers * system.s_s(num))
-    for away in _numbers(most, _STEP):
+    for away in _numbers(int(most_bytes / sequence_bytes), _STEP):
         room = whole(away * sequence_bytes / system.r.capacity_bytes)
         for layout in Layout:
             lanes = max(1, layout.num_away_lanes)
-            if away < lanes:
+            if away < lanes or -(-away // lanes) > measured:
                 continue
+            most_home = min(alone.batch, most_sequences - away)
+            if layout is Layout.MIXED:
+                most_home = min(most_home, measured - away)
             for used in _sockets(system, -(-away // lanes), lanes, room, sockets):
                 costs = costs_of(system, s_part, -(-away // lanes), used)
                 beside = cache(partial(_beside, costs, layout, used, away, load))
-                home = _home(beside, min(alone.batch, most_sequences - away), step_limit_s)
+                home = _home(beside, most_home, step_limit_s)
                 if home:
                     yield beside(home)
 

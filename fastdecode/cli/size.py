@@ -54,7 +54,9 @@ def add_size(commands: Any) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
     what.add_argument(
-        "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
+        "--dtype",
+        default="auto",
+        help="weights and activations; auto is a measured --gpu's, else the checkpoint's",
     )
     what.add_argument(
         "--weights",
@@ -66,7 +68,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--kv-dtype",
         default="auto",
-        help="KV cache: float32, float16, bfloat16, int8, int4; auto is --dtype",
+        help="KV cache: float32, float16, bfloat16, int8, int4; auto is a measured --cpu's, else "
+        "--dtype",
     )
     what.add_argument(
         "--seq-len", type=int, metavar="S", help="tokens a sequence, without a prompt"
@@ -373,15 +376,19 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
     from cost_model.plans.question import Setup
     from cost_model.shapes import read_model
     from cost_model.workload import parse_kv_dtype
+    from fastdecode.core.measurement import RProfile, SProfile
 
     spec = read_model(args.model)
-    dtype = spec.choose_dtype(args.dtype)
+    gpu, cpu = _gpu(args.gpu, hardware), _cpu(args.cpu, hardware)
+    measured = gpu.dtype if isinstance(gpu, SProfile) else "auto"
+    dtype = spec.choose_dtype(measured if args.dtype == "auto" else args.dtype)
+    kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
     return Setup(
         spec=spec,
         dtype=dtype,
-        kv_dtype=dtype.value if args.kv_dtype == "auto" else parse_kv_dtype(args.kv_dtype),
-        gpu=_gpu(args.gpu, hardware),
-        cpu=_cpu(args.cpu, hardware),
+        kv_dtype=kv_dtype if args.kv_dtype == "auto" else parse_kv_dtype(args.kv_dtype),
+        gpu=gpu,
+        cpu=cpu,
         nic=_nic(args.nic, hardware),
         workload=_workload(args),
         num_gpus=args.gpus,

@@ -101,6 +101,21 @@ def test_plans_say_that_they_were_measured(
     assert sources["network"] == "datasheet"
 
 
+def test_dtypes_are_those_that_were_measured(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless they are given. The model's own is float32."""
+    s, r = tmp_path / "s.json", tmp_path / "r.json"
+    s.write_text(json.dumps({**json.loads(made.s.read_text()), "dtype": "float16"}))
+    r.write_text(json.dumps({**json.loads(made.r.read_text()), "kv_dtype": "int8"}))
+    profiles = ["--gpu", str(s), "--cpu", str(r), "--seq-len", "64"]
+    assert main(["size", made.model, *profiles, "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)["question"]
+    assert (asked["dtype"], asked["kv_dtype"]) == ("float16", "int8")
+    assert main(["size", made.model, *profiles, "--dtype", "float32"]) == 2
+    assert "was measured in float16" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("tolerance", "code"), [("1e6", 0), ("1e-9", 1)])
 def test_bench_judges_by_the_tolerance(
     made: SimpleNamespace, tolerance: str, code: int, capsys: pytest.CaptureFixture[str]

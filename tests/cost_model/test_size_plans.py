@@ -243,6 +243,21 @@ def test_both_sides_have_the_best_number_on_the_gpu(
     assert both.tokens_per_s == pytest.approx(max(rates))
 
 
+def test_both_sides_end_at_the_largest_batch_that_was_measured() -> None:
+    """No step of any lane has more sequences."""
+    system = ask("Llama-3 8B", "H20", "EPYC 9354").system()
+    measured = replace(system, s=replace(system.s, max_batch=64))
+    for known, most in ((system, math.inf), (measured, 64)):
+        alone = best_gpu_only(known, math.inf)
+        assert alone is not None
+        both = best_hybrid(known, alone, 8, math.inf, part=1.0)
+        layout = Layout(both.layout)
+        in_a_lane = -(-both.away // max(1, layout.num_away_lanes))
+        steps = [both.batch] if layout is Layout.MIXED else [both.home, in_a_lane]
+        assert both.away and max(steps) <= most
+        assert known is measured or max(steps) > 64
+
+
 def test_the_gpu_alone_uses_its_memory_up() -> None:
     sizing = size(ask(), Goal())
     alone, system = sizing.gpu_only, sizing.system

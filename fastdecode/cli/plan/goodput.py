@@ -51,7 +51,11 @@ def add_goodput(questions: Any) -> None:
 
 def _add_workload(group: Any) -> None:
     add = group.add_argument
-    add("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
+    add(
+        "--dtype",
+        default="auto",
+        help="weights and activations; auto is a measured --gpu's, else the checkpoint's",
+    )
     add("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
     add("--rate", type=float, metavar="R", help="requests a second; default: the trace's")
     add("--trace", type=Path, metavar="FILE", help="own JSONL, a server's log, Azure, Mooncake, "

@@ -25,7 +25,11 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--profile", type=Path, metavar="FILE", help="one machine's times, JSON")
     add("--model", metavar="MODEL", help="a name, a config.json, or a model directory")
     add("--gpu", metavar="G", help="of a machine: name, or profile.json of `calibrate s`")
-    add("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
+    add(
+        "--dtype",
+        default="auto",
+        help="weights and activations; auto is a measured --gpu's, else the checkpoint's",
+    )
     add("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
     add_hardware_file(group)
 

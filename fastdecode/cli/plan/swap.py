@@ -79,4 +79,5 @@ def _fill(args: argparse.Namespace) -> None:
     for name in ("token_time", "kv_kb", "bandwidth_gb"):
         if getattr(args, name) is None:
             option = name.replace("_", "-")
-            raise ConfigError(f"--{option} is missing: give it, or --model and --gpu")
+            other = "a profile does not say it" if args.gpu else "or --model and --gpu"
+            raise ConfigError(f"--{option} is missing: give it, {other}")
