@@ -41,6 +41,8 @@ if not TRIES_ALL:
 # compiles all of them anew, which is a fifth of the time that a job takes to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# As ``fastdecode`` has it: collecting tests and compiling kernels make hardly any garbage.
+gc.set_threshold(10_000)
 
 
 # They take longest, and begin first, so that none of them is left for the end: some wait for jobs

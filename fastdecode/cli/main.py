@@ -9,6 +9,8 @@ server's HTTP process was; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from fastdecode import __version__
 from fastdecode.cli.commands import COMMANDS
@@ -27,11 +30,15 @@ from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import joining, launcher, leaving
 
+_NEW_OBJECTS: Final = 10_000
+"""Between two looks for garbage among them."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code; in an MPI job, leaves the job
     with it and doesn't return."""
     _keep_standard_files()
+    _collect_seldom()
     launcher.stop_on_request()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["help"]:  # as other programs have it
@@ -71,6 +78,15 @@ def _keep_standard_files() -> None:
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+
+
+def _collect_seldom() -> None:
+    """Modules and compilers make a million objects, hardly any of them garbage. Python looks for
+    it at every 700th, and twice among all of them at its end: what is left then ends with the
+    process."""
+    gc.set_threshold(_NEW_OBJECTS)
+    atexit.unregister(gc.freeze)  # of an earlier command of this process
+    atexit.register(gc.freeze)
 
 
 def _note(code: int, path: Path) -> None:

@@ -45,6 +45,17 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     assert not any(m.startswith(("fastdecode.core.config", "cost_model")) for m in modules)
 
 
+def test_the_end_of_a_command_looks_for_no_garbage() -> None:
+    counts = "print(gc.get_freeze_count(), len(gc.get_objects()))"
+    before = f"import atexit, gc\natexit.register(lambda: {counts})"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\n{SCRIPT}", json.dumps(["--help"])],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    frozen, left = map(int, done.stdout.splitlines()[-1].split())
+    assert frozen > 1000 > left
+
+
 def test_the_help_of_size_imports_neither_numpy_nor_plans() -> None:
     modules = imported("size", "--help")
     assert commands_of(modules) == {"fastdecode.cli.size"}
