@@ -1,4 +1,4 @@
-"""What a ZeroMQ I/O thread carries, as ``--link-security`` has it: an S-worker's
+"""What a ZeroMQ I/O thread carries, as the key has it: an S-worker's
 hub and an R-worker's listener in two processes, messages of a decode step there
 and back on loopback.
 
@@ -33,9 +33,9 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Of an 8B Llama."""
 
 
-def answer(path: str | None, mode: str, told: Any) -> None:
+def answer(path: str | None, told: Any) -> None:
     """An R-worker that sends back what it is sent."""
-    key = None if path is None else ClusterKey.read(Path(path), mode)
+    key = None if path is None else ClusterKey.read(Path(path))
     with contextlib.closing(ZmqListener("tcp://127.0.0.1:*", "r", key=key)) as listener:
         told.send(listener.address)
         while not told.poll(0):
@@ -55,11 +55,11 @@ def measure(mode: str, num_messages: int, directory: Path) -> dict[str, Any]:
     path = None
     if mode != "no key":
         path = str(directory / f"key {mode}")
-        ClusterKey.create(Path(path))
+        ClusterKey.create(Path(path), mode)
     ours, theirs = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(target=answer, args=(path, mode, theirs))
+    process = mp.get_context("spawn").Process(target=answer, args=(path, theirs))
     process.start()
-    key = None if path is None else ClusterKey.read(Path(path), mode)
+    key = None if path is None else ClusterKey.read(Path(path))
     with contextlib.closing(ZmqHub(key)) as hub:
         connection = hub.add(ours.recv())
         assert hub.reach(30) == {}

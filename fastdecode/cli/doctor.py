@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from fastdecode.cli.options import add_exit_code_option, add_link_security, add_log_level_option
+from fastdecode.cli.options import add_exit_code_option, add_log_level_option
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
@@ -57,7 +57,6 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts"
     )
-    add_link_security(parser)
     parser.add_argument(
         "--conversations", type=Path, metavar="DIR",
         help="where conversations are to be kept: whether they can be, and are whole",
@@ -276,7 +275,6 @@ def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> 
         transport="zmq",
         r_worker_addresses=addresses,
         key=args.key,
-        link_security=args.link_security,
     )
     from fastdecode.engine.setup.workers import reach_addresses
     from fastdecode.measure.doctor import WorkerFacts
@@ -284,7 +282,6 @@ def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> 
     workers = reach_addresses(
         addresses,
         key_file=args.key,
-        link_security=args.link_security,
         silence_s=Cluster.worker_silence_s,
         min_workers=0,
         reach_timeout_s=_REACH_TIMEOUT_S,

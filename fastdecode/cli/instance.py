@@ -22,7 +22,6 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_writable
@@ -78,9 +77,9 @@ def add_instance(commands: Any) -> None:
 @stop_signals(interrupt)  # until it serves
 def _instance(args: argparse.Namespace) -> int:
     options = engine_options(args)
-    key, security = options["key"], options["link_security"]
-    if not options["r_worker_addresses"]:  # both are for R-workers that connect to this process
-        options["key"], options["link_security"] = None, Cluster.link_security
+    key = options["key"]
+    if not options["r_worker_addresses"]:  # it is for R-workers that connect to this process
+        options["key"] = None
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
@@ -88,7 +87,7 @@ def _instance(args: argparse.Namespace) -> int:
     if args.status is not None:
         check_writable(args.status, "status")
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
-    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name, security)
+    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name)
 
     def listening(address: str, serving: InstanceServer) -> None:
         def end(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,6 @@ from fastdecode.cli.common import duration as duration
 from fastdecode.cli.common import tell as tell
 from fastdecode.cli.parser import Rare
 from fastdecode.core.config.engine import GROUPS, EngineConfig
-from fastdecode.core.config.groups import LINK_SECURITIES, LINK_SECURITY_HELP
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
@@ -96,17 +95,6 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
 def lanes(text: str) -> int | None:
     """A whole number, or auto, which is None."""
     return None if text == "auto" else int(text)
-
-
-def add_link_security(arguments: argparse._ActionsContainer) -> None:
-    """The engine's option, for commands that are no engine."""
-    arguments.add_argument(
-        "--link-security",
-        choices=LINK_SECURITIES,
-        default=LINK_SECURITIES[0],
-        metavar="HOW",
-        help=LINK_SECURITY_HELP,
-    )
 
 
 def add_exit_code_option(parser: argparse.ArgumentParser) -> None:

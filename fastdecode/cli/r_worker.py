@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.options import (
-    add_link_security,
     add_log_level_option,
     tell,
 )
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.host.parents import end_with
@@ -36,6 +34,13 @@ logger = logging.getLogger(__name__)
 MOST_FILES = 256
 """That an R-worker at an address opens. It needs 50 or so: the others are the
 connections that there may be at a time, of whomever."""
+
+
+LINK_SECURITY_HELP = (
+    "with --new-key, what the key does between hosts: encrypt, or authenticate "
+    "(much faster; for a trusted network: its members can read and change KV, queries, and the "
+    "prompts and texts of instances)"
+)
 
 
 def add_r_worker(commands: Any) -> None:
@@ -107,7 +112,6 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
     address.add_argument(
         "--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host"
     )
-    add_link_security(address)
     address.add_argument(
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )
@@ -146,6 +150,13 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="write a new key to this file, and do nothing else",
     )
+    address.add_argument(
+        "--link-security",
+        choices=("encrypt", "authenticate"),
+        default="encrypt",
+        metavar="HOW",
+        help=LINK_SECURITY_HELP,
+    )
 
 
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
@@ -155,8 +166,13 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
 
 def _r_worker(args: argparse.Namespace) -> int:
     if args.new_key is not None:
-        _zmq_access().ClusterKey.create(args.new_key)
+        _zmq_access().ClusterKey.create(args.new_key, args.link_security)
         return 0
+    if args.link_security != "encrypt":
+        raise ConfigError(
+            f"--link-security {args.link_security} is written into a key's file: make one with "
+            f"--new-key FILE --link-security {args.link_security}, and copy it to every host"
+        )
     from rworker.host import bind_cpus, serve_rank
 
     if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
@@ -199,11 +215,7 @@ def _serve_at(args: argparse.Namespace) -> int:
     from rworker.tiers.disk import disk_of
     from rworker.worker import serve
 
-    if args.link_security != Cluster.link_security and args.key is None:
-        raise ConfigError(f"--link-security {args.link_security} needs --key")
-    key = None
-    if args.key is not None:
-        key = access.ClusterKey.read(args.key, args.link_security)
+    key = None if args.key is None else access.ClusterKey.read(args.key)
     serving = ServingTerms(args.model_hash, args.keep_serving, args.return_s, args.session_keep_s)
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     state, executor = make_worker(

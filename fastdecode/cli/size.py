@@ -189,8 +189,8 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         choices=("mpi", "zmq-encrypted", "zmq-authenticated"),
         default="mpi",
         metavar="HOW",
-        help="mpi (default); zmq-encrypted, zmq-authenticated: ZeroMQ between hosts, with that "
-        "--link-security, whose I/O threads may be what limits a plan",
+        help="mpi (default); zmq-encrypted, zmq-authenticated: ZeroMQ between hosts, with such a "
+        "key, whose I/O threads may be what limits a plan",
     )
     group.add_argument(
         "--io-threads",

@@ -54,7 +54,6 @@ class LLMOptions(TypedDict, total=False):
     transport: str
     r_worker_addresses: Sequence[str]
     key: str | None
-    link_security: str
     worker_silence_s: float
     worker_timeout_s: float
     min_r_workers: int

@@ -78,13 +78,17 @@ def test_ends_that_prove_the_key_and_encrypt_nothing(asked: Asked, tmp_path: Pat
     """R-workers reach each other like that, too: a replica is kept."""
     options, output, expected = asked(6)
     key = tmp_path / "key"
-    assert main(["r-worker", "--new-key", str(key)]) == 0
-    proving = ["--key", str(key), "--link-security", "authenticate"]
+    how = "--link-security", "authenticate"
+    assert main(["r-worker", "--new-key", str(key), *how]) == 0
+    proving = ["--key", str(key)]
+    encrypting = tmp_path / "encrypting"
+    encrypting.write_bytes(key.read_bytes().splitlines()[0])
+    encrypting.chmod(0o600)
     with r_workers("*", "*", options=("--keep-serving", *proving)) as (_, addresses):
         assert main([*options, *at(addresses), *proving, "--replicas", "1"]) == 0
         assert output.read_text() == expected()
         assert main(["doctor", *proving, *at(addresses)]) == 0
-        assert main(["doctor", "--key", str(key), *at(addresses)]) == 1  # these want to encrypt
+        assert main(["doctor", "--key", str(encrypting), *at(addresses)]) == 1
 
 
 def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -310,7 +314,6 @@ def test_too_few_that_are_there_are_refused(
         (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
         (["--r-worker", "tcp://127.0.0.1:1", "--key", "/nonexistent"], "/nonexistent"),
         (["--key", "/nonexistent"], "for R-workers and instances at addresses"),
-        (["--link-security", "authenticate"], "--link-security authenticate needs --key"),
         (
             ["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"],
             "give --kv-memory-gb to each `fastdecode r-worker`",

@@ -11,8 +11,6 @@ import pytest
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, Triple, features_on
-from fastdecode.core.config.groups import Cluster
-from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +81,6 @@ def test_three_features_are_refused_of_which_any_two_work(triple: Triple) -> Non
         EngineConfig.of("dir", **options_of(*triple.names))
     for pair in itertools.combinations(triple.names, 2):
         EngineConfig.of("dir", **options_of(*pair))
-
-
-def test_the_help_of_a_key_that_only_authenticates_says_what_others_can_read() -> None:
-    (help,) = [each.option.help for each in declared(Cluster) if each.name == "link_security"]
-    assert "can read" in help and "prompts and texts of instances" in help
 
 
 def test_pairs_that_are_not_built_do_not_grow_in_number() -> None:

@@ -1,5 +1,5 @@
 """Connections over real ZeroMQ sockets whose ends prove the cluster's key and
-encrypt nothing (``--link-security authenticate``)."""
+encrypt nothing (``LinkSecurity.AUTHENTICATE``)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from fastdecode.wire.zmq.line import MAX_FRAME_BYTES  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 from fastdecode.wire.zmq.proof import (  # noqa: E402
     Challenge,
+    LinkSecurity,
     ProvenSession,
     answer_challenge,
 )
@@ -40,7 +41,7 @@ def a_key(directory: Path, name: str, security: str = "authenticate") -> Cluster
     path = directory / name
     if not path.exists():
         ClusterKey.create(path)
-    return ClusterKey.read(path, security)
+    return replace(ClusterKey.read(path), security=LinkSecurity(security))
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_peer_that_proves_nothing_hears_why(listener: ZmqListener, key: Cluste
     with raw(zmq.DEALER, key, listener.address) as stranger:
         stranger.send(codec.encode(HELLO, epoch=5).head)
         told, _ = codec.decode(np.frombuffer(stranger.recv(), np.uint8))
-        assert isinstance(told, Failed) and "--link-security authenticate" in told.message
+        assert isinstance(told, Failed) and "same --key file" in told.message
         stranger.send(Challenge(key.for_proofs).message)
         assert not stranger.poll(200), "a refused peer gets no second answer"
 

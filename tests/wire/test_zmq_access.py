@@ -51,6 +51,13 @@ def test_wildcards_are_refused_even_with_a_key(tmp_path: Path) -> None:
         check_address("tcp://*:5555", ClusterKey.read(tmp_path / "key"), parameter="bind")
 
 
+@pytest.mark.parametrize("security", ["encrypt", "authenticate"])
+def test_a_key_file_says_what_the_key_does(tmp_path: Path, security: str) -> None:
+    ClusterKey.create(tmp_path / "key", security)
+    key = ClusterKey.read(tmp_path / "key")
+    assert (key.encrypts, key.security.value) == (security == "encrypt", security)
+
+
 def test_key_files_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"
     with pytest.raises(ConfigError, match="No such file"):
@@ -64,6 +71,11 @@ def test_key_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         ClusterKey.read(path)
     path.chmod(0o600)
+    secret = path.read_text()
+    for more in ("encrypt", secret):
+        path.write_text(secret + more)
+        with pytest.raises(ConfigError, match="line 1: it has more than one line"):
+            ClusterKey.read(path)
     path.write_text("short")
     with pytest.raises(ConfigError, match=f"{path}, line 1: it is no key.*--new-key"):
         ClusterKey.read(path)

@@ -40,8 +40,8 @@ READY = b"\x05READY" + b"\x0bSocket-Type\0\0\0\x06DEALER"
 
 
 def a_key(directory: Path, security: str) -> ClusterKey:
-    ClusterKey.create(directory / "key")
-    return ClusterKey.read(directory / "key", security)
+    ClusterKey.create(directory / "key", security)
+    return ClusterKey.read(directory / "key")
 
 
 def check_it_serves(listener: ZmqListener, key: ClusterKey | None) -> None:

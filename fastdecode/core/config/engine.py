@@ -27,7 +27,7 @@ LEAST_SWAPPED = 3
 
 _OF_A_CONTROLLER = frozenset(
     (
-        "instance_addresses", "key", "link_security", "worker_silence_s", "worker_timeout_s",
+        "instance_addresses", "key", "worker_silence_s", "worker_timeout_s",
         "max_model_len", "load_format", "max_num_sequences",
         "length_quantile", "expected_output_tokens", "dtype", "kv_dtype",
         "replan", "replan_slo",

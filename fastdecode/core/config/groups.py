@@ -12,12 +12,6 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
-LINK_SECURITIES = ("encrypt", "authenticate")
-LINK_SECURITY_HELP = (
-    "with --key, between hosts: encrypt, or authenticate (much faster; for a trusted network: its "
-    "members can read and change KV, queries, and the prompts and texts of instances). The same on "
-    "both sides"
-)
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
@@ -255,12 +249,6 @@ class Cluster:
         "file with the cluster's key, for R-workers on other hosts over ZeroMQ",
         metavar="FILE",
     )
-    link_security: str = option(
-        "encrypt",
-        LINK_SECURITY_HELP,
-        choices=LINK_SECURITIES,
-        metavar="HOW",
-    )
     worker_silence_s: float = option(
         5.0,
         "give up an R-worker (mpi, zmq) whose heartbeat is missing for this long",
@@ -297,13 +285,6 @@ class Cluster:
         addresses = tuple(self.r_worker_addresses)
         object.__setattr__(self, "r_worker_addresses", addresses)
         listed = Given("r_worker_addresses")
-        if self.link_security != "encrypt" and self.key is None:
-            raise ConfigError(
-                Given("link_security", self.link_security),
-                " needs ",
-                Given("key"),
-                ": without a key nobody proves anything",
-            )
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
             raise ConfigError(listed, f": give each address once, and {MAX_R_WORKERS} at most")
         # What an address looks like is the transport's business; here, only

@@ -328,7 +328,7 @@ def _open_hub(
         from fastdecode.engine.instances.addresses import InstanceHub
         from fastdecode.wire.zmq.access import ClusterKey
 
-    key = None if cluster.key is None else ClusterKey.read(Path(cluster.key), cluster.link_security)
+    key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
     hub = InstanceHub(instances.instance_addresses, key, cluster.worker_silence_s)
     return hub, instances.instance_addresses, hub
 

@@ -53,8 +53,6 @@ class InstancePlace:
     key: str | None
     """File with the cluster's key."""
     name: str
-    link_security: str = "encrypt"
-    """What the key does; see ``LinkSecurity``."""
 
 
 def serve_instance(
@@ -80,7 +78,7 @@ def serve_instance(
         from fastdecode.wire.zmq.access import ClusterKey, check_address
         from rworker.transfers.export_server import ExportServers
 
-    key = None if place.key is None else ClusterKey.read(Path(place.key), place.link_security)
+    key = None if place.key is None else ClusterKey.read(Path(place.key))
     silence_s = config.cluster.worker_silence_s
     host = place.bind.rpartition(":")[0]
     check_address(place.bind, key, parameter="bind")

@@ -303,7 +303,6 @@ def reach_addresses(
     silence_s: float,
     min_workers: int = 1,
     reach_timeout_s: float = REACH_TIMEOUT_S,
-    link_security: str = "encrypt",
     ends_them: bool = True,
 ) -> Reached:
     """R-workers at addresses. Each decides its own memory and threads. Waits
@@ -312,7 +311,6 @@ def reach_addresses(
     Args:
         addresses: tcp://HOST:PORT, one a worker.
         key_file: with the cluster's key; None: R-workers of this host only.
-        link_security: what the key does; see ``LinkSecurity``.
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
@@ -330,7 +328,7 @@ def reach_addresses(
         from fastdecode.wire.zmq.access import ClusterKey
         from fastdecode.wire.zmq.hub import ZmqHub
         from fastdecode.wire.zmq.io_threads import io_threads_for
-    key = None if key_file is None else ClusterKey.read(Path(key_file), link_security)
+    key = None if key_file is None else ClusterKey.read(Path(key_file))
     num_threads = io_threads_for(len(addresses), available_cores())
     hub = ZmqHub(key, silence_s=silence_s, num_io_threads=num_threads)
     try:

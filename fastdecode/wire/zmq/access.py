@@ -3,7 +3,7 @@ the key that a cluster's members share.
 
 A key file holds one secret, which S-workers and R-workers all have; with it
 each proves to the other that it belongs to the cluster. Everything between them
-is encrypted (CURVE), unless both ends ask for ``LinkSecurity.AUTHENTICATE``.
+is encrypted (CURVE), unless the file's second line says ``authenticate`` (``LinkSecurity``).
 Without a key only the loopback interface may be used.
 """
 
@@ -27,6 +27,7 @@ from fastdecode.wire.zmq.proof import LinkSecurity, door_password, link_key
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
 MEMBER: Final = "member"
+_AUTHENTICATE: Final = LinkSecurity.AUTHENTICATE.value.encode()
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -50,40 +51,42 @@ class ClusterKey:
         return link_key(self.secret)
 
     @classmethod
-    def read(cls, path: Path, security: str = LinkSecurity.ENCRYPT.value) -> ClusterKey:
+    def read(cls, path: Path) -> ClusterKey:
         """
-        Args:
-            security: see ``LinkSecurity``; the same at both ends of a connection.
-
         Raises:
             ConfigError: the file can't be read, isn't a key, or others may read
                 it.
         """
         try:
-            found, text = path.stat(), path.read_bytes().strip()
+            found, (text, *more) = path.stat(), path.read_bytes().strip().splitlines() or [b""]
         except OSError as error:
             raise ConfigError(f"key file {path}: {explained(error)}") from None
         if why := exposure(found, path):
             raise ConfigError(f"key file {path}: {why}")
-        if not _SECRET.fullmatch(text):
-            has_more = len(text.splitlines()) > 1
-            why = "has more than one line" if has_more else "is no key of 40 characters"
+        if not _SECRET.fullmatch(text) or more not in ([], [_AUTHENTICATE]):
+            why = "has more than one line" if more else "is no key of 40 characters"
             raise ConfigError(
                 f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
                 "--new-key FILE, and copy that file unchanged"
             )
-        return cls(zmq.curve_public(text), text, LinkSecurity(security))
+        security = LinkSecurity.AUTHENTICATE if more else LinkSecurity.ENCRYPT
+        return cls(zmq.curve_public(text), text, security)
 
     @staticmethod
-    def create(path: Path) -> None:
+    def create(path: Path, security: str = LinkSecurity.ENCRYPT.value) -> None:
         """Write a new key to a file that doesn't exist yet, for its owner only.
+
+        Args:
+            security: what the key does, for all who have it; see ``LinkSecurity``.
 
         Raises:
             ConfigError: the file exists, or can't be written.
         """
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(zmq.curve_keypair()[1] + b"\n")
+                is_encrypting = LinkSecurity(security) is LinkSecurity.ENCRYPT
+                lines = [zmq.curve_keypair()[1], *([] if is_encrypting else [_AUTHENTICATE])]
+                file.write(b"\n".join(lines) + b"\n")
         except FileExistsError:
             raise ConfigError(
                 f"the key file {path} exists and was not changed: use it (--key {path}), or name "

@@ -133,8 +133,8 @@ class ProvingDoor(Door):
     def _say_what_is_needed(self, identity: bytes, frame: zmq.Frame) -> None:
         epoch = codec.read_epoch(frame.buffer)
         if epoch is not None:
-            text = "it takes only peers that prove the key: give both sides the same --key and "
-            failed = Failed("", "unauthenticated", text + "--link-security authenticate")
+            text = "it takes only peers that prove the key: give both sides the same --key file"
+            failed = Failed("", "unauthenticated", text)
             with contextlib.suppress(zmq.ZMQError):
                 super().send(identity, codec.encode(failed, epoch=epoch).head, copy=True)
 

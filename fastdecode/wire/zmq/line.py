@@ -45,7 +45,7 @@ MORE_FOLLOWS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 _REFUSED: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a "
-    "--key, or have both another --link-security?",
+    "--key, or have both another key file?",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on "
     "both sides?",
 }

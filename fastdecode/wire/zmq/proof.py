@@ -1,5 +1,5 @@
 """How both ends of a ZeroMQ connection prove that they have the cluster's key,
-where what they send isn't encrypted (``--link-security authenticate``).
+where what they send isn't encrypted (``LinkSecurity.AUTHENTICATE``).
 
 Before either end takes a message, ZeroMQ asks the end that connects for a password
 that is made of the key (``door_password``). So a peer without the key can't have

@@ -14,10 +14,7 @@ from fastdecode.wire.zmq.line import HANDSHAKE_MS, MORE_FOLLOWS, DealerLine, Los
 from fastdecode.wire.zmq.proof import Challenge, ProvenSession
 
 _MOST_PARTS = 2
-_NO_PROOF = (
-    "it didn't prove the key: do both sides have the same --key, and both --link-security "
-    "authenticate?"
-)
+_NO_PROOF = "it didn't prove the key: is --key the same file on both sides?"
 
 
 class ProvenDealerLine(DealerLine):
