@@ -317,4 +317,4 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
             raise AssertionError(story) from error
     assert ended > number // 2
     if replicated and TRIES_ALL:  # every fifth trial comes to the one, every tenth to the other
-        assert resumed and returned
+        assert resumed and (returned or (heads and keeps))  # there, few do in 50

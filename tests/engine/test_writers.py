@@ -4,6 +4,7 @@ a group is lost with any of its members."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,13 @@ class Peers:
     """A prompt stage with layers 1, 2 and 3, and the other ends of its connections:
     R-workers of two token stages in two columns, and the first stage."""
 
-    def __init__(self, num_columns: int = NUM_COLUMNS, *, at_addresses: bool = False) -> None:
+    def __init__(
+        self,
+        num_columns: int = NUM_COLUMNS,
+        *,
+        at_addresses: bool = False,
+        absent: Mapping[int, WorkerError] | None = None,
+    ) -> None:
         hub: InprocHub[Any, Any] = InprocHub()
         self.hub: Any = hub
         self.r_workers: dict[tuple[int, int], InprocConnection[Any, Any]] = {}
@@ -70,7 +77,7 @@ class Peers:
         layers = members_of(range(1, 4), STAGES)
         members = WriterMembers(
             hub, 60.0, 60.0, stages=self.links, written=layers, num_columns=num_columns,
-            at_addresses=Addresses(self) if at_addresses else None,
+            at_addresses=Addresses(self) if at_addresses else None, absent=absent,
         )  # fmt: skip
         members.sessions = (70, 71)
         self.pool = WriterPool(members, layers)
@@ -178,6 +185,13 @@ def test_a_member_that_answers_for_another_layer_is_lost(wrong: dict[str, int]) 
     assert peers.receive() is None
     ((column, error),) = peers.pool.take_losses()
     assert column == V and "was due" in str(error)
+
+
+def test_one_that_was_not_there_to_begin_with_is_reported() -> None:
+    peers = Peers(absent={1: WorkerError("can't reach it", code="worker_lost")})
+    ((stage, lost),) = [(told.stage, told) for told in peers.reported()]
+    assert (stage, lost.column, lost.code, lost.num_replaced) == (0, 1, "worker_lost", 0)
+    assert not peers.reported()
 
 
 def test_last_words_are_passed_on() -> None:
