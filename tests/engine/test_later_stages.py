@@ -207,8 +207,9 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     assert heard == [OpenSequence(7, 100, W), GreetColumn(W, 1), GreetColumn(W, 2)]
     room = HELLO.kv.block_size, False
     stages.say(2, answer(7))
-    stages.say(1, ColumnWelcome(W, 1, 3, *room))
+    stages.say(1, ColumnWelcome(W, 1, 3, *room, newcomers=("r7",)))
     stages.say(1, ColumnWelcome(W, 2, 4, *room))
+    assert stages.members.take_newcomers() == ["stage 1: r7"], "it has come whatever is void"
     stages.own(W, Accepted(7))
     for num_blocks in (9, 8):
         stages.own(W, Welcome("r1", num_blocks, HELLO.kv.block_size, 1))

@@ -303,6 +303,9 @@ class StagePool(WorkerPool):
             raise self._stages.loss(stage, ProtocolError(f"it sent {type(said).__name__}"))
         column = said.holder if hasattr(said, "holder") else said.column
         member = self._member_of(stage, column)
+        if isinstance(said, ColumnWelcome):
+            name = stage_name(stage, self._stages.first_prompt_stage)
+            self._newcomers += [f"{name}: {each}" for each in said.newcomers]
         if member in self._void:
             if not isinstance(said, ColumnWelcome) or said.number != self._greetings[member]:
                 return None
@@ -327,8 +330,6 @@ class StagePool(WorkerPool):
             case ColumnWelcome():
                 self.note_kept(stage, said.members)
                 self.addresses[member] = said.address
-                name = stage_name(stage, self._stages.first_prompt_stage)
-                self._newcomers += [f"{name}: {each}" for each in said.newcomers]
                 return Welcome(
                     self._name(member), said.num_blocks, said.block_size, 1, said.has_tier
                 )
