@@ -248,7 +248,7 @@ def test_a_prompt_goes_on_behind_kept_blocks(
 
 
 LOSSES = [("r1", 3), ("s1-r1", 0)]
-MORE_LOSSES = [("r1", 0), ("r1", 17), ("r1", 40), ("s1-r1", 3), ("s1-r1", 17), ("s1-r1", 40)]
+MORE_LOSSES = [("r1", 0), ("r1", 17), ("r1", 24), ("s1-r1", 3), ("s1-r1", 17), ("s1-r1", 40)]
 
 
 @pytest.mark.parametrize(("lost", "after"), LOSSES + MORE_LOSSES * TRIES_ALL)
