@@ -25,6 +25,9 @@ from sworker.sampling.sampler import SamplingState
 from sworker.worker import SWorker
 
 WARM_UP = 2
+COLD = 16
+"""Steps of the first size that are run before it is measured: some of them choose kernels and
+start threads, and take up to 20 times as long."""
 POSITION = 128
 """Of every decoded token; any one will do."""
 
@@ -52,10 +55,12 @@ def measure_s_part(
         batches: tokens of a decode step.
         prompts: tokens of a prompt that the S-worker attends; those beyond the
             model's limit are left out.
-        repeats: of each size, after ``WARM_UP``.
+        repeats: of each size, after ``WARM_UP``, and ``COLD`` steps before the first.
     """
     rng = np.random.default_rng(0)
     layer, head = [], []
+    for _ in range(COLD):
+        _time_step(worker, batches[0], rng, clock)
     for batch in batches:
         per_layer, rest = [], []
         for _ in range(WARM_UP + repeats):

@@ -20,7 +20,7 @@ from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.measure.steady import time_prompt, time_steady_steps
 from sworker.dtypes import torch_dtype
 from sworker.load.weights import load_model
-from sworker.measure import WARM_UP, measure_s_part
+from sworker.measure import COLD, WARM_UP, measure_s_part
 
 # Whole steps are measured with short contexts, so that the R-workers, which
 # aren't counted, take little of them.
@@ -108,6 +108,7 @@ def _measure_in_engine(
     running = RunningEngine(one_lane)
     try:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
+        time_steady_steps(running, effort.batches[0], context, COLD)
         steps = [
             time_steady_steps(running, batch, context, effort.repeats) for batch in effort.batches
         ]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from fastdecode.core.measurement import (
     Timing,
     read_profile,
 )
+from sworker.measure import COLD, WARM_UP, measure_s_part
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,20 @@ def test_profiles_hold_what_was_asked(made: SimpleNamespace) -> None:
     assert s.prompt_attention == "r", "on a CPU R-workers attend prompts, and so they did"
     assert s.shape.num_layers == 3 and s.dtype == "float32" and "torch" in s.machine.software
     assert len(r.decode) == 4 and r.memory_bytes == 50_000_000 and "torch" not in r.machine.software
+
+
+def test_the_first_steps_of_a_cold_worker_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def time_step(worker: Any, batch: int, *_: Any) -> tuple[float, float]:
+        ran.append(batch)
+        return (20.0 if len(ran) <= COLD else 1.0) * worker.spec.num_layers, 1.0
+
+    monkeypatch.setattr("sworker.measure._time_step", time_step)
+    worker: Any = SimpleNamespace(spec=SimpleNamespace(num_layers=2))
+    times = measure_s_part(worker, (4, 8), (), repeats=3)
+    assert [point.timing.seconds for point in times.layer] == [(1.0,) * 3] * 2
+    assert ran == [4] * (COLD + WARM_UP + 3) + [8] * (WARM_UP + 3)
 
 
 def test_plans_say_that_they_were_measured(
