@@ -219,7 +219,7 @@ def test_a_lost_r_worker_of_a_stage_changes_no_token(
         limit.lose(workers[victim], signal.SIGKILL)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
-    says = "goes on for R-worker rank" if "replicas" in option else "is lost"
+    says = ", with the replica that it has kept" if "replicas" in option else "is lost"
     assert says in outcome.output, outcome.output
     replaced = re.findall("(.*) has replaced an R-worker", outcome.output)
     assert len(replaced) == (option == STANDBY), outcome.output
