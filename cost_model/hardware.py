@@ -271,6 +271,16 @@ class Hardware:
             for own, row in self._tables[kind].items()
             for alias in (own, *row.get("aliases", ()))
         }
+        of_family = [
+            own for own, row in self._tables[kind].items()
+            if _plain(str(row.get("family", ""))) == _plain(name) != ""
+        ]  # fmt: skip
+        if of_family and _plain(name) not in map(_plain, names):
+            raise ConfigError(
+                f"--{kind} {name} names a family, whose parts differ: give one of "
+                f"{', '.join(of_family)}",
+                code=f"unknown_{kind}",
+            )
         return find_name(name, names, option=kind)
 
 

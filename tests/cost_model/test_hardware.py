@@ -260,3 +260,9 @@ def test_faster_nics_are_of_the_same_kind() -> None:
     assert names == ["10GbE", "25GbE", "50GbE", "100GbE", "200GbE", "400GbE", "800GbE"]
     faster = HARDWARE.faster_nic(HARDWARE.nic("HDR100"))
     assert faster is not None and faster.name == "HDR"
+
+
+def test_a_family_is_answered_with_its_parts() -> None:
+    with pytest.raises(ConfigError, match=r"names a family.* EPYC 9755, EPYC 9965") as refused:
+        Hardware.load().cpu("turin")
+    assert "EPYC 9654" not in str(refused.value)
