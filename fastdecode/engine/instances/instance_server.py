@@ -1,4 +1,4 @@
-"""An instance as a process of its own: serves a controller, and then the next."""
+"""An instance, a process or a thread: serves a controller, and then the next."""
 
 from __future__ import annotations
 

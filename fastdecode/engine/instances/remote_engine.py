@@ -1,4 +1,4 @@
-"""An instance that is a process of its own, as its controller sees it."""
+"""An instance, as its controller sees it."""
 
 from __future__ import annotations
 
