@@ -30,7 +30,7 @@ class AsJson:
         """For a sequence of such values."""
         return cls(
             lambda values: [to_json(each) for each in values],
-            lambda said: tuple([from_json(each) for each in said]),
+            lambda said: tuple([from_json(each) for each in _list(said)]),
         )
 
     def value(self, said: Any) -> Any:
@@ -47,6 +47,12 @@ class AsJson:
     def read(self, raw: Array) -> Any:
         """What came. Raises ProtocolError: it is no JSON, or can't be such a value."""
         return self.value(unpacked(raw))
+
+
+def _list(said: Any) -> list[Any]:
+    if not isinstance(said, list):
+        raise TypeError("it is no list")
+    return said
 
 
 def json_fields(kind: type[Any]) -> dict[str, AsJson]:

@@ -26,6 +26,7 @@ from fastdecode.wire.instances.request_json import (
     request_from_json,
     request_to_json,
 )
+from fastdecode.wire.json_fields import AsJson
 
 SOURCE = KVSource("tcp://127.0.0.1:7000", 0, "ab" * 16, 0, 9, 0, 2)
 REQUEST = Request("a", (5, 6), SamplingParams(), 8, seed=1, sources=(SOURCE,))
@@ -106,3 +107,9 @@ def test_what_is_no_delta_is_refused(place: int, value: Any) -> None:
     said[place] = value
     with pytest.raises(ProtocolError):
         delta_from_json(said)
+
+
+@pytest.mark.parametrize("said", [{}, "", {"a": 1}, None, 7])
+def test_what_is_no_list_is_no_sequence_of_requests(said: object) -> None:
+    with pytest.raises(ProtocolError, match="not what belongs there"):
+        AsJson.listed(request_to_json, request_from_json).value(said)
