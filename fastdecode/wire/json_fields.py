@@ -7,6 +7,7 @@ and comes too seldom for a layout of its own.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -38,7 +39,9 @@ class AsJson:
         try:
             return self.from_json(said)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise ProtocolError(f"{said!r:.80} is not what belongs there: {error}") from None
+            raise ProtocolError(
+                f"{reprlib.repr(said)} is not what belongs there: {error}"
+            ) from None
 
     def write(self, value: Any) -> Array:
         """As it travels, uint8 [N]."""

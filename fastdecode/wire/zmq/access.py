@@ -64,7 +64,9 @@ class ClusterKey:
         if why := exposure(found, path):
             raise ConfigError(f"key file {path}: {why}")
         if not _SECRET.fullmatch(text) or more not in ([], [_AUTHENTICATE]):
-            why = "has more than one line" if more else "is no key of 40 characters"
+            why = "is no key of 40 characters"
+            if more:
+                why = f"has other lines behind it than {_AUTHENTICATE.decode()}"
             raise ConfigError(
                 f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
                 "--new-key FILE, and copy that file unchanged"
