@@ -130,8 +130,8 @@ def decode_ways(
     rows = torch.stack((torch.arange(len(lens)), torch.tensor(lens) - 1))
     token_ids, positions = rows.to(device)
 
-    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-        return cache.attend(layer, q, k, v, step)
+    def attend(layer: int, q: Any, k: Any, v: Any, place: Any = None) -> Any:
+        return cache.attend(layer, q, k, v, step, place)
 
     layer_by_layer = partial(forward, model, token_ids, positions, attend)
     yield "gathered", partial(_without_kernels, cache, layer_by_layer)
@@ -140,20 +140,11 @@ def decode_ways(
         graphs = StepGraphs(model, device, capture=capture)
         buckets = [graphs.buckets.of(len(lens))]
         graphs.prepare(buckets)
-        yield (
-            "unit by unit",
-            partial(_by_units, SWorker(model.spec, model, device, graphs), rows, attend),
-        )
+        worker = SWorker(model.spec, model, device, graphs)
+        yield "unit by unit", lambda: worker.begin(rows).run(attend).output
         whole = WholeSteps(graphs, cache, max(lens))
         whole.prepare(buckets)
         yield "one graph", partial(whole.run, 0, rows, step)
-
-
-def _by_units(worker: SWorker, rows: torch.Tensor, attend: Any) -> torch.Tensor:
-    forward = worker.begin(rows)
-    while forward.advance(attend(forward.layer, forward.q, forward.k, forward.v)):
-        pass
-    return forward.output
 
 
 def _without_kernels(cache: PagedKV, run: Any) -> Any:

@@ -271,14 +271,12 @@ class Hardware:
             for own, row in self._tables[kind].items()
             for alias in (own, *row.get("aliases", ()))
         }
-        of_family = [
-            own for own, row in self._tables[kind].items()
-            if _plain(str(row.get("family", ""))) == _plain(name) != ""
-        ]  # fmt: skip
-        if of_family and _plain(name) not in map(_plain, names):
+        rows = self._tables[kind].items()
+        family = [own for own, row in rows if _plain(row.get("family", "")) == _plain(name)]
+        if family:
             raise ConfigError(
                 f"--{kind} {name} names a family, whose parts differ: give one of "
-                f"{', '.join(of_family)}",
+                f"{', '.join(family)}",
                 code=f"unknown_{kind}",
             )
         return find_name(name, names, option=kind)

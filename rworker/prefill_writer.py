@@ -80,7 +80,7 @@ def fetch_past(number: int, cache: HolderCache, message: FetchPast) -> ReadChunk
 
 
 def answer_of_dropped(message: StorePrompt | FetchPast) -> AttendResult | FetchedChunk:
-    """What a peer is told of a cache that was dropped: nothing is stored, or read."""
+    """The answer to a peer about a cache that was dropped: nothing is stored, or read."""
     if isinstance(message, FetchPast):
         return FetchedChunk(np.empty(0, np.uint8))
     o = np.empty((0, *message.k.shape[1:]), message.k.dtype)

@@ -224,8 +224,8 @@ class CudaStream:
         self._passed = torch.cuda.Event()
 
     def wait_stream(self, stream: CudaStream) -> None:
-        # What was told to wait for an event waits for the point that it was recorded at,
-        # however often it is recorded again.
+        # A wait is for the point at which the event was recorded by then: it may be
+        # recorded again at once.
         passed = stream._passed
         passed.record(stream.raw)
         self.raw.wait_event(passed)

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from sworker.graphs import StepGraphs
 from sworker.kv_splits import Splits
 from sworker.paged import NOWHERE, PagedKV, PagedStep, Window
 from sworker.step_tables import StepInputs
-from sworker.worker import Pass, SWorker
+from sworker.worker import AttendLayer, Pass, SWorker
 
 _WHOLE, _FIRST_SLICE = -1, -2
 """A step, or its first slice, in place of a unit; other slices are behind, downwards."""
@@ -210,14 +209,6 @@ class WholeSteps:
             graphs.unit(lane, layer + 1, bucket)
 
 
-class AttendLayer(Protocol):
-    """See ``sworker.model.skeleton.Attend``. ``place``: where o [T, Hq, D] may be put."""
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> Tensor: ...
-
-
 class SlicedPass(Pass):
     """A decode step slice by slice, attention included: ``advance`` runs the next
     one, whatever o it is given."""
@@ -280,9 +271,4 @@ def run_step(
     rows, lane = inputs.rows, inputs.lane
     if whole is not None and whole.takes(step):
         return whole.run(lane, rows, step, feed, inputs.x)
-    forward = worker.layers(rows, lane, feed, inputs.x)
-    goes_on = True
-    while goes_on:
-        q, k, v, place = forward.q, forward.k, forward.v, forward.place
-        goes_on = forward.advance(attend(forward.layer, q, k, v, place))
-    return forward.output
+    return worker.begin_alone(rows, lane, feed, inputs.x).run(attend).output

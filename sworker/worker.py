@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -94,12 +95,12 @@ class SWorker:
                 count then.
         """
         self.look_at_cores()
-        return self.layers(rows, lane, feed, x)
+        return self.begin_alone(rows, lane, feed, x)
 
-    def layers(
+    def begin_alone(
         self, rows: Tensor, lane: int, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
-        """``begin`` of this one alone, whoever it acts as one with."""
+        """``begin``, without the S-workers that this one acts as one with."""
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
         return Pass(self, rows, feed, x, self._rooms_of(lane, rows.shape[1]))
@@ -209,6 +210,14 @@ class SWorker:
         return self._fetches[lane]
 
 
+class AttendLayer(Protocol):
+    """See ``sworker.model.skeleton.Attend``. ``place``: where o [T, Hq, D] may be put."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class Pass:
     """One step between two layers: ``q``, ``k``, ``v`` of ``layer`` wait for their attention."""
 
@@ -259,6 +268,13 @@ class Pass:
             else:
                 self._advance(o, is_last)
         return not is_last
+
+    def run(self, attend: AttendLayer) -> Pass:
+        """All layers that are left, with their attention."""
+        goes_on = True
+        while goes_on:
+            goes_on = self.advance(attend(self.layer, self.q, self.k, self.v, self.place))
+        return self
 
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:

@@ -1,5 +1,5 @@
 """Messages whose JSON fields are any bytes: as an instance or a controller would send them
-that means harm. On the wire they are those that they are named after."""
+that means harm. On the wire they look like the messages that they are named after."""
 
 from __future__ import annotations
 

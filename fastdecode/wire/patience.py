@@ -112,7 +112,7 @@ class Pump(threading.Thread):
         while not self._stopped:
             self._wanted.wait()
             self._wanted.clear()
-            self.is_wanted = False  # whoever woke it in between needn't: it works now
+            self.is_wanted = False  # calls of `wake` until here are served: it works now
             while not self._stopped and self._works():
                 time.sleep(self._interval_s)
 

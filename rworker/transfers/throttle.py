@@ -52,8 +52,8 @@ class Throttle:
         return self._clock() >= self._may_ask_s
 
     def most_owed(self, bytes_per_s: float) -> int:
-        """Chunks that a link may owe. Without a pace, beside what is attended, they come one
-        by one: many at once take the time of a step, whoever writes them when."""
+        """Chunks that a link may owe. Without a pace, and while this R-worker attends, they
+        come one by one: many at once take the time of a step."""
         return 1 if self.is_attending and not bytes_per_s else _MOST_OWED
 
     def attended(self) -> None:

@@ -48,7 +48,7 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
-from sworker.model.skeleton import Attend, Model
+from sworker.model.skeleton import Model
 from sworker.paged import PagedKV
 from sworker.ranks.group import (
     ADVANCE,
@@ -358,18 +358,11 @@ class _Follower:
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
         ) -> Tensor:
+            if lanes is not None:
+                lanes.wait(layer)  # for its copies
             return cache.attend(layer, q, k, v, step, place)
 
         inputs = StepInputs(lane, rows, tables, x)
         if lanes is not None:
-            return _run_layers(worker.begin_here(inputs), lanes, attend)
+            return worker.begin_here(inputs).run(attend)
         return worker.run_through(partial(run_step, worker, self._whole, inputs, step, attend))
-
-
-def _run_layers(forward: Pass, lanes: SwappedKV, attend: Attend) -> Pass:
-    """All layers of a step of a lane that is swapped: each waits for its own copies."""
-    goes_on = True
-    while goes_on:
-        lanes.wait(forward.layer)
-        goes_on = forward.advance(attend(forward.layer, forward.q, forward.k, forward.v))
-    return forward

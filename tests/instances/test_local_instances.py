@@ -36,7 +36,7 @@ def four(model: str) -> Iterator[NewsLLM]:
 
 
 def services(llm: LLM) -> Sequence[EngineService[RunningEngine]]:
-    """Of its instances; those that run prompts come first."""
+    """Of its instances; prefill instances come first."""
     hub = llm._running._hub
     assert isinstance(hub, LocalHub)
     return hub.services

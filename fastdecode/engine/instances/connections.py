@@ -40,8 +40,7 @@ class InstanceConnectionHub(Hub[ToInstance, FromInstance], Protocol):
     """A controller's connections, one an instance."""
 
     def wake(self) -> None:
-        """Have whoever waits in ``receive_any`` look up, or who does so next; any
-        thread."""
+        """End the present or the next wait in ``receive_any``. From any thread."""
 
     @property
     def has_hung_r_workers(self) -> bool:

@@ -31,8 +31,7 @@ class ControllerHub(Protocol):
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToInstance]: ...
 
     def wake(self) -> None:
-        """Have whoever waits in ``receive_any`` look up, or who does so next; any
-        thread."""
+        """End the present or the next wait in ``receive_any``. From any thread."""
 
 
 class InstanceServer:

@@ -56,7 +56,7 @@ class LocalHub(InprocHub[ToInstance, FromInstance]):
                 "without mpirun",
             )
         self.services: list[EngineService[RunningEngine]] = []
-        """Of the instances; those that run prompts come first."""
+        """Of the instances; prefill instances come first."""
         self._threads: list[threading.Thread] = []
         configs = _each(config)
         self.names = tuple(configs)

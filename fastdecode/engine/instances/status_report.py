@@ -38,7 +38,7 @@ def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
 
 
 def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
-    """Totals by their names, and figures if they are told this time: the one form of status
+    """Totals by their names, and figures if they are reported this time: the one form of status
     files, ``/status.json``, metrics and instances' reports."""
     values = {field.name: getattr(stats, field.name) for field in fields(EngineStats)}
     histograms = {name: x for name, x in values.items() if isinstance(x, LatencyHistogram)}

@@ -35,8 +35,8 @@ from rworker.state import RWorkerState
 from sworker.device import Gpu
 from sworker.paged import PagedKV
 from sworker.step_tables import StepInputs, StepTables
-from sworker.whole import AttendLayer, WholeSteps, run_step
-from sworker.worker import Pass, SWorker
+from sworker.whole import WholeSteps, run_step
+from sworker.worker import AttendLayer, Pass, SWorker
 
 
 class DeviceWorker(InlineConnection):

@@ -180,11 +180,7 @@ class SwappedStep(LocalStep):
     def run_through(self, s_worker: SWorker) -> Pass:
         """See ``LaneAttention``."""
         with s_worker.together():
-            forward = s_worker.begin_here(self._inputs(), self.batch.feed)
-            goes_on = True
-            while goes_on:
-                o = self.attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
-                goes_on = forward.advance(o)
+            forward = s_worker.begin_here(self._inputs(), self.batch.feed).run(self.attend)
         forward.is_over = True
         if not self.lost:
             self._swap.end_step(self._holder)
