@@ -272,7 +272,8 @@ class Hardware:
             for alias in (own, *row.get("aliases", ()))
         }
         rows = self._tables[kind].items()
-        family = [own for own, row in rows if _plain(row.get("family", "")) == _plain(name)]
+        named = [(own, row["family"]) for own, row in rows if "family" in row]
+        family = [own for own, its_family in named if _plain(its_family) == _plain(name)]
         if family:
             raise ConfigError(
                 f"--{kind} {name} names a family, whose parts differ: give one of "
