@@ -101,7 +101,7 @@ class StageRanks:
                 Given("pp", self.num_stages),
                 f" takes {num_s_ranks} of the {job.size} MPI ranks, and as many R-workers for "
                 f"each stage: {max(0, num_r_workers)} are left, which isn't a multiple of "
-                f"{self.num_stages}",
+                f"{self.num_stages}, one or more times",
                 code="too_few_ranks",
             )
         each = num_r_workers // self.num_stages
