@@ -23,6 +23,7 @@ import time
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from time import sleep
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
@@ -92,7 +93,7 @@ class Turn:
         with contextlib.suppress(OSError):
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
             while not self._is_locked() and time.monotonic() < end_s:
-                time.sleep(_LOOK_EVERY_S)
+                sleep(_LOOK_EVERY_S)
 
     def _is_locked(self) -> bool:
         try:

@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import Any, TypeAlias
 
 from fastdecode.cli.options import add_log_level_option
@@ -78,7 +79,7 @@ def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
             if not has_said:
                 print(f"waiting: {error} (ctrl-C ends this)", flush=True)
             has_said = True
-        time.sleep(every_s)
+        sleep(every_s)
 
 
 def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None) -> None:
@@ -92,7 +93,7 @@ def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None
         if every_s is None or str(status["state"]).startswith("ended"):
             return
         is_first = False
-        time.sleep(every_s)
+        sleep(every_s)
         try:
             status = look()
         except ConfigError:

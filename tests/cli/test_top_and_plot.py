@@ -154,7 +154,7 @@ def test_a_file_that_is_not_there_yet_is_waited_for(
         if len(slept) == 5:
             path.write_text(json.dumps({**STATUS, "state": "ended", "time_s": 101.0}))
 
-    monkeypatch.setattr("fastdecode.cli.top.time.sleep", sleep)
+    monkeypatch.setattr("fastdecode.cli.top.sleep", sleep)
     assert main(["top", str(path), "--every", "2"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith(f"waiting: {path} is not there yet") and slept == [2.0] * 5
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_watching(
 
     if is_there:
         (tmp_path / "status.json").write_text(json.dumps(STATUS))
-    monkeypatch.setattr("fastdecode.cli.top.time.sleep", interrupt)
+    monkeypatch.setattr("fastdecode.cli.top.sleep", interrupt)
     assert main(["top", str(tmp_path / "status.json")]) == 0
     assert capsys.readouterr().err == "", "watching has no output to speak of"
 
@@ -189,7 +189,7 @@ def test_a_server_that_does_not_listen_yet_is_waited_for(
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("fastdecode.cli.top.time.sleep", sleep)
+    monkeypatch.setattr("fastdecode.cli.top.sleep", sleep)
     assert main(["top", f"http://127.0.0.1:{port}"]) == 0
     assert f"no server listens at http://127.0.0.1:{port}" in capsys.readouterr().out
     assert main(["top", f"http://127.0.0.1:{port}", "--once"]) == 2

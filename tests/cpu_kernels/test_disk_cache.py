@@ -143,7 +143,7 @@ def test_what_another_process_compiles_is_waited_for(
             file.write_bytes(content)
             os.close(lock)
 
-    monkeypatch.setattr(kept.time, "sleep", wait)
+    monkeypatch.setattr(kept, "sleep", wait)
     second = _dispatcher()
     second.compile((int64,))
     assert len(waited) == 3 and second.stats.cache_hits and second(5) == 10
