@@ -17,7 +17,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.exporting import DescribeExport, ExportSequence, Pull, ReadExport
+from fastdecode.wire.kv.exporting import DescribeExport, ExportSequence, Pull
 from fastdecode.wire.kv.kept import (
     EndSequence,
     ForgetBlocks,
@@ -57,7 +57,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.traits import ANYBODY, THE_ONLY, Role
+from fastdecode.wire.traits import ANYBODY, OWNERS, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
 from rworker.checks import check_hello, check_integer
@@ -100,6 +100,13 @@ class _Peer:
     @property
     def has_job(self) -> bool:
         return self.role is Role.S_WORKER and not self.only_looks
+
+    def look(self, message: Inspect | DescribeExport | FetchChunk) -> None:
+        """It reads what isn't its own. Raises ProtocolError: it has a cache here."""
+        if self.role in OWNERS:
+            name = type(message).__name__
+            raise ProtocolError(f"{name} came in the middle of a job: it has to come before Hello")
+        self.role, self.only_looks = Role.READER, True
 
 
 class RWorkerState:
@@ -252,7 +259,7 @@ class RWorkerState:
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
-            case StoreChunk() | FetchChunk() | ExpectTokens():
+            case StoreChunk() | FetchChunk(ticket="") | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
             case StorePrompt() | FetchPast():
                 return self._feed(number, peer, message)
@@ -271,8 +278,8 @@ class RWorkerState:
                 return (*after_close(cache, message.sequence_id), *_followed(cache, message))
             case ExportSequence() | Pull():
                 return about_handing(number, self._caches.of(number, message.holder), message)
-            case DescribeExport() | ReadExport():
-                peer.role, peer.only_looks = Role.READER, True
+            case DescribeExport() | FetchChunk():
+                peer.look(message)
                 return about_offer(number, self._caches, message)
             case KeepBlocks() | ForgetBlocks():
                 cache = self._caches.of(number, message.holder)
@@ -284,7 +291,9 @@ class RWorkerState:
             case Hello():
                 return self._hello(number, peer, message)
             case Inspect():
-                return (self._inspect(number, peer),)
+                peer.look(message)
+                info = self._num_threads, self._kv_bytes, self._serving.model_hash or ""
+                return (TellAboutHost(number, *info),)
             case Shutdown():
                 return (self._leave(number, peer),)
             case _:
@@ -305,14 +314,6 @@ class RWorkerState:
         if isinstance(message, StorePrompt):
             return store_prompt(number, cache, message)
         return (fetch_past(number, cache, message),)
-
-    def _inspect(self, number: int, peer: _Peer) -> Instruction:
-        if peer.role in (Role.S_WORKER, Role.NEIGHBOUR):
-            raise ProtocolError("Inspect came in the middle of a job: it has to come before Hello")
-        peer.role, peer.only_looks = Role.READER, True
-        return TellAboutHost(
-            number, self._num_threads, self._kv_bytes, self._serving.model_hash or ""
-        )
 
     def _leave(self, number: int, peer: _Peer) -> Instruction:
         """A peer that leaves takes only its own with it; the last S-worker ends the R-worker."""

@@ -43,7 +43,6 @@ from fastdecode.wire.kv.exporting import (
     KVSource,
     Pull,
     Pulled,
-    ReadExport,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
@@ -198,7 +197,7 @@ def to_r_worker() -> list[ToRWorker]:
         ExportSequence(4, _TICKET, 2),
         Pull(5, 0, 100, (KVSource("rank 3", 1, _TICKET, 0, 100, 2, 2),) * 2, 60.0, 1e9, 2),
         DescribeExport(PROTOCOL_VERSION, _TICKET),
-        ReadExport(_TICKET, ChunkForm.TOKENS, 0, 2, 1, 2, 32, 17),
+        FetchChunk(ChunkForm.TOKENS, 0, 2, 1, 2, *pieces, ticket=_TICKET),
         Inspect(),
         Shutdown(),
     ]

@@ -40,7 +40,6 @@ from fastdecode.wire.kv.exporting import (
     KVSource,
     Pull,
     Pulled,
-    ReadExport,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
@@ -165,7 +164,8 @@ def fetch_chunks(draw: st.DrawFn) -> FetchChunk:
     ids = draw(arrays_of(np.int64, (count,)))
     counts = [draw(arrays_of(np.int32, (count,))) for _ in range(2)]
     numbers = [draw(INTS) for _ in range(4)]
-    return FetchChunk(draw(st.sampled_from(ChunkForm)), *numbers, ids, *counts, draw(INTS))
+    what = draw(st.sampled_from(ChunkForm)), *numbers, ids, *counts, draw(INTS)
+    return FetchChunk(*what, ticket=draw(TEXTS))
 
 
 @st.composite
@@ -174,7 +174,7 @@ def store_chunks(draw: st.DrawFn) -> StoreChunk:
     fields = [getattr(what, field.name) for field in dataclasses.fields(what)]
     data = draw(arrays_of(np.uint8, (draw(st.integers(0, 200)),)))
     kv = KVSpec(2, 3, 4, draw(st.sampled_from(DType)))
-    return StoreChunk(draw(TEXTS), kv, *fields[:-1], data, fields[-1])
+    return StoreChunk(draw(TEXTS), kv, *fields[:-2], data, what.holder)
 
 
 @st.composite
@@ -251,7 +251,6 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Pull: st.builds(Pull, INTS, INTS, INTS, SOURCES, FLOATS, FLOATS, INTS, INTS),
     Pulled: st.builds(Pulled, INTS, INTS, INTS, FLOATS, TEXTS),
     DescribeExport: st.builds(DescribeExport, INTS, TEXTS),
-    ReadExport: st.builds(ReadExport, TEXTS, st.sampled_from(ChunkForm), *[INTS] * 6),
     ExportDescription: st.builds(
         ExportDescription, TEXTS, st.just(KVSpec(2, 4, 64, DType.INT8)), INTS
     ),

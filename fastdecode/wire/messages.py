@@ -129,7 +129,12 @@ from fastdecode.wire.kv.attending import AttendResult as AttendResult
 from fastdecode.wire.kv.attending import FetchPast as FetchPast
 from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
-from fastdecode.wire.kv.exporting import DescribeExport, HandingAnswer, HandingToRWorker, MoveNews
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportDescription,
+    HandingToRWorker,
+    MoveNews,
+)
 from fastdecode.wire.kv.kept import KeptToRWorker
 from fastdecode.wire.kv.replicating import Replicate, ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS as MAX_BLOCKS
@@ -193,7 +198,14 @@ class Report(Worded):
 
 
 Answer: TypeAlias = (
-    Welcome | Report | Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | HandingAnswer
+    Welcome
+    | Report
+    | Accepted
+    | Refused
+    | AttendResult
+    | ChunkAnswer
+    | TakenOver
+    | ExportDescription
 )
 """What is said because somebody asked."""
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
-from fastdecode.wire.kv.chunks import FetchedChunk
+from fastdecode.wire.kv.chunks import ExportExpired, FetchChunk, FetchedChunk
 from fastdecode.wire.kv.exporting import (
     DescribeExport,
     ExportDescription,
-    ExportExpired,
     KVSource,
     Pull,
     Pulled,
-    ReadExport,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import BeginPull
@@ -135,7 +134,8 @@ class ImportTransfer:
         if taken is None:
             return 0
         (index, _), cut = taken
-        self._ask(index, self._request(index, cut), partial(self._came, cut))
+        request = replace(cut.request, ticket=self._sources[index].ticket)
+        self._ask(index, request, partial(self._came, cut))
         return ChunkShape.of(layout_of(self._kinds[index].kv), cut.request).num_bytes
 
     def _ask_again(self) -> None:
@@ -144,7 +144,7 @@ class ImportTransfer:
             view = DescribeExport(PROTOCOL_VERSION, self._sources[index].ticket)
             self._ask(index, view, partial(self._described, index))
 
-    def _ask(self, index: int, message: DescribeExport | ReadExport, take: Take) -> None:
+    def _ask(self, index: int, message: DescribeExport | FetchChunk, take: Take) -> None:
         self._link(index).ask(message, partial(self._answered, take))
         self._num_due += 1
 
@@ -175,20 +175,6 @@ class ImportTransfer:
         self._kinds[index] = kind
         if len(self._kinds) == len(self._sources):
             self._plan = _plan_import(self.order.message, self._sink.kind, self._kinds)
-
-    def _request(self, index: int, cut: ChunkCut) -> ReadExport:
-        """A chunk of one sequence, by its ticket."""
-        asked = cut.request
-        return ReadExport(
-            self._sources[index].ticket,
-            asked.form,
-            asked.first_layer,
-            asked.num_layers,
-            asked.first_head,
-            asked.num_heads,
-            int(asked.first_tokens[0]),
-            int(asked.num_tokens[0]),
-        )
 
     def _came(self, cut: ChunkCut, answer: FromRWorker) -> None:
         """A chunk is here. What the cache doesn't expect isn't written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,6 @@ from fastdecode.wire.kv.exporting import (
     ExportSequence,
     KVSource,
     Pull,
-    ReadExport,
     check_ticket,
 )
 from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate
@@ -68,7 +68,7 @@ def after_close(cache: HolderCache, sequence: int) -> tuple[Instruction, ...]:
 
 
 def about_offer(
-    number: int, caches: Iterable[HolderCache], message: DescribeExport | ReadExport
+    number: int, caches: Iterable[HolderCache], message: DescribeExport | FetchChunk
 ) -> tuple[Instruction, ...]:
     """What a reader's message comes to, whose the cache may be.
 
@@ -90,24 +90,16 @@ def about_offer(
 
 
 def _told(
-    number: int, cache: HolderCache, offered: ExportedSequence, message: DescribeExport | ReadExport
+    number: int, cache: HolderCache, offered: ExportedSequence, message: DescribeExport | FetchChunk
 ) -> Instruction:
     hello = cache.books.hello
     if isinstance(message, DescribeExport):
         return Send(number, ExportDescription(hello.model_hash, hello.kv, offered.num_tokens))
-    first = check_integer("first_token", message.first_token, 0, offered.num_tokens - 1)
-    count = check_integer("num_tokens", message.num_tokens, 1, offered.num_tokens - first)
-    request = FetchChunk(
-        message.form,
-        check_integer("first_layer", message.first_layer, 0, MAX_LAYERS),
-        check_integer("num_layers", message.num_layers, 1, MAX_LAYERS),
-        check_integer("first_head", message.first_head, 0, MAX_HEADS),
-        check_integer("num_heads", message.num_heads, 1, MAX_HEADS),
-        np.array([offered.sequence], np.int64),
-        np.array([first], np.int32),
-        np.array([count], np.int32),
-    )
-    return ReadChunk(number, cache.holder, request, fetch_chunk(cache.books, request))
+    request = replace(message, sequence_ids=np.array([offered.sequence], np.int64))
+    slots = fetch_chunk(cache.books, request)
+    if message.first_tokens[0] + len(slots) > offered.num_tokens:
+        raise ProtocolError(f"{offered.num_tokens} tokens are on offer, and not what is behind")
+    return ReadChunk(number, cache.holder, request, slots)
 
 
 def _offer(books: CacheState, message: ExportSequence) -> None:

@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,13 +26,12 @@ from examples import examples
 from fastdecode.core.clock import Clock
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
 from fastdecode.wire.kv.exporting import (
     DescribeExport,
     ExportDescription,
     ExportExpired,
     ExportSequence,
-    ReadExport,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
 from rworker.stream.transfer_plan import TransferPlan
@@ -39,9 +39,18 @@ from rworker.transfers import import_transfer
 from rworker.transfers.peer_link import REACH_S
 from rworker.transfers.throttle import ATTENDING_S, SHARE, Throttle
 
+Pair: TypeAlias = tuple[int, int]
+
 
 def ticket() -> str:
     return secrets.token_hex(16)
+
+
+def read_by(ticket: str, layers: Pair, heads: Pair, tokens: Pair) -> FetchChunk:
+    """What a reader asks for; of layers, heads and tokens the first, and how many."""
+    first, count = (np.array([number], np.int32) for number in tokens)
+    ids = np.zeros(1, np.int64)
+    return FetchChunk(ChunkForm.TOKENS, *layers, *heads, ids, first, count, ticket=ticket)
 
 
 @pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
@@ -161,15 +170,15 @@ def test_a_ticket_that_was_released_or_never_given_is_refused() -> None:
     one.fill(3, 20, seed=1)
     one.offer(3, given := ticket())
     reader, _ = connect(InprocHub(), "p", one.hub, "a reader")
-    asked = (given, ChunkForm.TOKENS, 0, KV.num_layers, 0, KV.num_kv_heads, 0, 20)
+    asked = read_by(given, (0, KV.num_layers), (0, KV.num_kv_heads), (0, 20))
     reader.send(DescribeExport(PROTOCOL_VERSION, given))
-    reader.send(ReadExport(*asked))
+    reader.send(asked)
     hosts.run()
     assert reader.poll() == ExportDescription("a model", KV, 20)
     assert isinstance(reader.poll(), FetchedChunk)
     one.close(3)
     one.fill(4, 20, seed=7)  # in the same blocks
-    for message in (ReadExport(*asked), ReadExport(ticket(), *asked[1:])):
+    for message in (asked, replace(asked, ticket=ticket())):
         reader.send(message)
         hosts.run()
         assert isinstance(reader.poll(), ExportExpired)
@@ -213,7 +222,7 @@ def test_nobody_reads_beyond_what_was_offered() -> None:
     ]
     for layers, heads, tokens in beyond:
         reader, _ = connect(InprocHub(), "p", one.hub, "a reader")
-        reader.send(ReadExport(given, ChunkForm.TOKENS, *layers, *heads, *tokens))
+        reader.send(read_by(given, layers, heads, tokens))
         hosts.run()
         assert isinstance(reader.poll(), Failed)
     assert one.holds(3, 20, seed=1)

@@ -53,7 +53,7 @@ def chunk(*pieces: tuple[int, int, int], **changes: Any) -> StoreChunk:
         "model_hash": HELLO.model_hash,
         "kv": KV,
         "data": np.zeros(shape.num_bytes, np.uint8),
-        **{name: getattr(asked, name) for name in asked.__dataclass_fields__},
+        **{name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "ticket"},
     }
     return StoreChunk(**{**fields, **changes})
 
@@ -151,10 +151,15 @@ def test_tokens_of_an_open_step_are_not_read(worker: Worker) -> None:
     assert worker.tell(expectation({1: 1}))[1] == HangUp(0), "it has been hung up on"
 
 
-def test_readers_neither_store_nor_read(worker: Worker) -> None:
-    reader = Worker()
-    reader.tell(Inspect())
-    reader.fails(request((1, 0, 1)), "a reader may not say that")
+def test_readers_store_nothing_and_read_by_ticket_alone(worker: Worker) -> None:
+    for message, reason in (
+        (request((1, 0, 1)), "Hello"),
+        (chunk((1, 0, 1)), "a reader may not say that"),
+    ):
+        reader = Worker()
+        reader.tell(Inspect())
+        reader.fails(message, reason)
+    worker.fails(request((1, 0, 1), ticket="ab" * 16), "in the middle of a job")
 
 
 def test_copies_come_before_what_arrives(worker: Worker) -> None:

@@ -6,7 +6,8 @@ message            direction  meaning, and the answer
 ``ExpectTokens``   S/R → R    sequences have so many tokens more from now on, whose
                               K and V come as chunks; no answer
 ``StoreChunk``     S/R → R    K and V of tokens that are expected → ``ChunkStored``
-``FetchChunk``     S/R → R    read K and V of cached tokens → ``FetchedChunk``
+``FetchChunk``     S/R → R    read K and V of cached tokens → ``FetchedChunk``, or
+                              ``ExportExpired`` to a ticket
 =================  =========  =======================================================
 
 A **chunk** is one contiguous transfer of at most ``MAX_CHUNK_BYTES``: K and V of
@@ -43,7 +44,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.traits import THE_ONLY, ForHolder
+from fastdecode.wire.traits import OWNERS, THE_ONLY, ForHolder, Role, Worded
 
 MAX_CHUNK_BYTES: Final = 4 << 20
 """No loop is kept from other messages for longer than such a one takes."""
@@ -68,6 +69,13 @@ class ChunkStored:
 @dataclass(frozen=True, eq=False)
 class FetchedChunk:
     data: Annotated[NDArray[np.uint8], "B"]
+
+
+@dataclass(frozen=True)
+class ExportExpired(Worded):
+    """Nobody may read that by this ticket, or any more."""
+
+    reason: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +125,16 @@ class FetchChunk(ForHolder):
     first_tokens: Annotated[NDArray[np.int32], "N"]
     num_tokens: Annotated[NDArray[np.int32], "N"]
     holder: int = THE_ONLY
+    ticket: str = ""
+    """Reads the sequence that it stands for (``fastdecode.wire.kv.exporting``), whatever
+    ``sequence_ids`` [1] says; empty: sequences of the peer's own cache."""
 
-    answers = (FetchedChunk,)
+    answers = (FetchedChunk, ExportExpired)
+    said_by = OWNERS | {Role.READER}
 
 
 ChunkToRWorker: TypeAlias = ExpectTokens | StoreChunk | FetchChunk
-ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk
+ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk | ExportExpired
 
 CHUNK_OPCODES: Final[Mapping[type[Any], int]] = {
     ExpectTokens: 10,
@@ -130,5 +142,6 @@ CHUNK_OPCODES: Final[Mapping[type[Any], int]] = {
     FetchChunk: 12,
     ChunkStored: 71,
     FetchedChunk: 72,
+    ExportExpired: 118,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``."""

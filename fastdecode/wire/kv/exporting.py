@@ -11,12 +11,10 @@ message             direction  meaning, and the answer
 ``Pulled``          R → S      that is over, and why if it failed; out of order
 ``DescribeExport``  R → R      what does this ticket stand for?
                                → ``ExportDescription`` or ``ExportExpired``
-``ReadExport``      R → R      K and V of such tokens
-                               → ``FetchedChunk`` or ``ExportExpired``
 ==================  =========  ===================================================
 
 A **ticket** is 128 random bits, and the right to read one sequence's tokens as
-they are when it is offered. It ends when the sequence is closed, truncated, or
+they are when it is offered (``FetchChunk``). It ends when the sequence is closed, truncated, or
 taken over, and never by time: from then on the answer to it is ``ExportExpired``,
 and given no other data. Readers change nothing. An ``ExportSequence`` may come behind
 whoever reads it, since they come over different connections: a reader that is
@@ -43,7 +41,7 @@ from typing import Any, Final, TypeAlias
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import KVSource as KVSource
 from fastdecode.core.spec import KVSpec, Shard
-from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
+from fastdecode.wire.kv.chunks import ExportExpired as ExportExpired
 from fastdecode.wire.kv.tiers import TierNews
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, Asking, ForHolder, Role, Worded
 
@@ -58,13 +56,6 @@ def check_ticket(ticket: str) -> str:
     if not _TICKET.fullmatch(ticket):
         raise ProtocolError("a ticket is 32 digits of hex")
     return ticket
-
-
-@dataclass(frozen=True)
-class ExportExpired(Worded):
-    """Nobody may read that by this ticket, or any more."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -145,25 +136,7 @@ class DescribeExport(Asking):
     said_by = frozenset({Role.READER})
 
 
-@dataclass(frozen=True)
-class ReadExport(Asking):
-    """As ``FetchChunk``, of the sequence that the ticket stands for."""
-
-    ticket: str
-    form: ChunkForm
-    first_layer: int
-    num_layers: int
-    first_head: int
-    num_heads: int
-    first_token: int
-    num_tokens: int
-
-    answers = (FetchedChunk, ExportExpired)
-    said_by = frozenset({Role.READER})
-
-
-HandingToRWorker: TypeAlias = ExportSequence | Pull | DescribeExport | ReadExport
-HandingAnswer: TypeAlias = ExportDescription | ExportExpired
+HandingToRWorker: TypeAlias = ExportSequence | Pull | DescribeExport
 MoveNews: TypeAlias = TierNews | Pulled
 """What is said of K and V that were moved in the background."""
 
@@ -171,9 +144,7 @@ HANDING_OPCODES: Final[Mapping[type[Any], int]] = {
     ExportSequence: 56,
     Pull: 57,
     DescribeExport: 58,
-    ReadExport: 59,
     Pulled: 116,
     ExportDescription: 117,
-    ExportExpired: 118,
 }
 """See ``fastdecode.wire.messages.OPCODES``."""
