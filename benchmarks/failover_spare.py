@@ -65,7 +65,6 @@ def run_as_rank_0(options: argparse.Namespace) -> dict[str, Any]:
     killed_s = None
     with LLM(
         options.model,
-        transport="mpi",
         dtype="float32",
         lanes=1,
         prefill_chunk=options.context,

@@ -11,7 +11,7 @@ decode instance; each with short and with longer prompts.
 
 Instances are **observed** first: other requests than those that count run at about
 ``OBSERVED_AT`` of what is carried. The simulator is given lines fitted to the instances'
-own totals, as ``--replan`` does it (``cost_model/goodput/replanning``), but to the CPU
+own totals, as ``--replan-slo`` does it (``cost_model/goodput/replanning``), but to the CPU
 time of each instance's process in place of the time of its steps: an instance has a core,
 which also sends and receives KV between steps. The controller and the clients (this
 process) take the cores that no instance has, and then an equal part of each instance's
@@ -319,7 +319,7 @@ def main() -> int:
             each = [name for name, count in named for _ in range(count)]
             with (
                 pinned_instances(model, each, *engine) as processes,
-                LLM(model, instance_addresses=list(processes)) as llm,
+                LLM(model, instances=list(processes)) as llm,
             ):
                 driver = Driver(llm, processes)
                 driver.run([(0.1 * i, 100 + 40 * i, 8) for i in range(16)])  # compiles

@@ -119,7 +119,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
         with contextlib.suppress(PermissionError):
             os.nice(-10)
         llms = {
-            way: stack.enter_context(LLM(model, instance_addresses=list(addresses)))
+            way: stack.enter_context(LLM(model, instances=list(addresses)))
             for way, addresses in processes.items()
         }
         found: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}

@@ -138,7 +138,7 @@ def s_worker(options: argparse.Namespace) -> None:
 
     sums = Sums()
     config = EngineConfig.of(
-        str(options.model), dtype="bfloat16", transport="mpi", schedule="greedy",
+        str(options.model), dtype="bfloat16", schedule="greedy",
         max_num_sequences=BATCH, lanes=None if options.delay_s else 1, prefill_chunk=1024,
         max_step_tokens=BATCH + 2048, prefix_cache="off",
     )  # fmt: skip

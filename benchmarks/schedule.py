@@ -221,7 +221,6 @@ def simulate(job: Job, times: TabledTimes) -> dict[str, float]:
         lanes=NUM_LANES,
         load_limit=job.limit,
         expected_output_tokens=job.length,
-        interval=job.interval,
     )
     scheduler = make_scheduler(ScheduleOptions(batching), blocks, BLOCK_SIZE, times)
     trace = RequestTrace((TracedRequest(1, job.length, job.length),) * job.num_requests)

@@ -42,8 +42,8 @@ class Job:
 
     @property
     def interval(self) -> int:
-        """F: with one sequence every F steps, a lane's are spread evenly over their S steps."""
-        return max(1, self.length * NUM_LANES // self.batch)
+        """F: sixteen micro-batches of a lane are spread evenly over S steps."""
+        return -(-self.length // min(16, self.batch // NUM_LANES))
 
     @property
     def limit(self) -> int:
@@ -120,9 +120,9 @@ def run_job(job: Job) -> dict[str, Any]:
     os.sched_setaffinity(0, {job.s_core})
     records = Records()
     options: dict[str, Any] = {
-        "dtype": "float32", "transport": "mpi", "lanes": NUM_LANES, "max_num_sequences": job.batch,
+        "dtype": "float32", "lanes": NUM_LANES, "max_num_sequences": job.batch,
         "schedule": job.mode, "load_limit": job.limit, "expected_output_tokens": job.length,
-        "interval": job.interval, "block_size": BLOCK_SIZE,
+        "block_size": BLOCK_SIZE,
     }  # fmt: skip
     with LLM(job.model, trace=records, times=Times(records), prefix_cache="off", **options) as llm:
         # compiles

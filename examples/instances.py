@@ -18,7 +18,7 @@ PARAMS = SamplingParams(temperature=0.7, seed=1, max_tokens=30)
 
 
 def main() -> None:
-    with LLM(MODEL, prefill_instances=1, decode_instances=1) as llm:
+    with LLM(MODEL, instances=["prefill", "decode"]) as llm:
         for output in llm.generate(PROMPTS, PARAMS):
             print(f"{output.prompt}{output.text}")
         print(f"prompts fetched by the decode instance: {llm.stats.num_handed_over}")

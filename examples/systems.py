@@ -9,7 +9,7 @@ R-workers round that differently. Two systems are MPI jobs, as tensor parallelis
 
 * Pensieve on two devices: ``mpirun -n 2 fastdecode generate --tp 2 --kv-placement
   gpu --prefix-cache on --cache-memory-gb 8 ...``
-* DistServe: ``mpirun -n 7 fastdecode generate --instance-ranks
+* DistServe: ``mpirun -n 7 fastdecode generate --instances
   prefill:1:tp=2,decode:1:tp=2 ...``
 """
 

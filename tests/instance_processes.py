@@ -68,9 +68,7 @@ def instances(model: str, *roles: str, options: tuple[str, ...] = ()) -> Iterato
 
 def controller(model: str, processes: list[Process], **options: Any) -> NewsLLM:
     addresses = [each.address for each in processes]
-    return NewsLLM(
-        model, instance_addresses=addresses, **{"worker_silence_s": SILENCE_S, **options}
-    )
+    return NewsLLM(model, instances=addresses, **{"worker_silence_s": SILENCE_S, **options})
 
 
 def engine(llm: LLM) -> ClusterEngine:

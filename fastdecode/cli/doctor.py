@@ -272,7 +272,6 @@ def _reach_all(
 def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> _Reached:
     addresses = args.r_worker_addresses
     Cluster(
-        transport="zmq",
         r_worker_addresses=addresses,
         key=args.key,
     )

@@ -14,7 +14,6 @@ from fastdecode.core.errors import FastDecodeError, Given
 # Those that aren't called what sets them.
 _OPTIONS = {
     "r_worker_addresses": "--r-worker",
-    "instance_addresses": "--instances",
     "num_lanes": "--lanes",
 }
 

@@ -89,9 +89,9 @@ def _generate(args: argparse.Namespace) -> int:
     check_paths(
         args.input, output=args.output, summary=args.summary, trace=args.trace, status=args.status
     )
-    if not args.instance_addresses:
-        check_model(args.model)
     config = EngineConfig.of(args.model, **engine_options(args))
+    if not config.instances.addresses:
+        check_model(args.model)
     if args.conversations is not None and (why := why_no_kv(config)):
         tell(f"warning: every turn computes its whole conversation again: {why}")
     options = JobOptions(

@@ -337,7 +337,7 @@ def _instances(args: argparse.Namespace, command: list[str]) -> tuple[PlacedInst
 
 
 def _instance_ranks(instances: tuple[PlacedInstance, ...]) -> list[str]:
-    return ["--instance-ranks", ",".join(map(str, instances))] if instances else []
+    return ["--instances", ",".join(map(str, instances))] if instances else []
 
 
 def _hosts(args: argparse.Namespace, instances: tuple[PlacedInstance, ...]) -> tuple[JobHost, ...]:

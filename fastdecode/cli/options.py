@@ -18,6 +18,7 @@ from fastdecode.cli.common import duration as duration
 from fastdecode.cli.common import tell as tell
 from fastdecode.cli.parser import Rare
 from fastdecode.core.config.engine import GROUPS, EngineConfig
+from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
@@ -208,7 +209,7 @@ def _name_of(flag: str) -> str:
 def load_engine(args: argparse.Namespace) -> None:
     """Import what runs a model, unless instances elsewhere do. Raises
     ModuleNotFoundError: a package is missing."""
-    if not (args.instance_addresses or args.instance_ranks):
+    if not Instances(tuple(args.instances)).is_elsewhere:
         import fastdecode.engine.setup.launch  # noqa: F401
 
 

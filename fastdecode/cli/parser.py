@@ -29,8 +29,16 @@ ELSEWHERE = {
     "--swap-space": "--cache-memory-gb",
     "--trust-remote-code": None,
     "--quantization": None,
+    "--transport": None,
+    "--interval": None,
+    "--min-r-workers": None,
+    "--replan": "--replan-slo",
+    **dict.fromkeys(
+        ("--prefill-instances", "--decode-instances", "--instance-ranks"), "--instances"
+    ),
 }
-"""Options of vLLM: what they are called here; None: there is no such thing."""
+"""Options of vLLM, and of earlier versions: what they are called here; None: there is no such
+thing."""
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
 _WORDED = (
     (r"argument (\S+): invalid int value: '(.*)'", r"\1 \2 is not a whole number"),

@@ -49,18 +49,18 @@ def add_r_worker(commands: Any) -> None:
         help="serve as an R-worker, in an MPI job or at an address",
         description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : "
         "-n 3 fastdecode r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, "
-        "and on the S-worker's host fastdecode generate --transport zmq --r-worker "
+        "and on the S-worker's host fastdecode generate --r-worker "
         "tcp://HOST:PORT ...",
     )
     parser.set_defaults(run=_r_worker)
     _add_resources(parser.add_argument_group("resources"))
     _add_address(parser.add_argument_group("at an address"))
     parser.add_argument(
-        "--instance-ranks",
+        "--instances",
         action="append",
         default=[],
         metavar="RANKS",
-        help="the same as the S-workers' --instance-ranks; fastdecode launch --placement sets it",
+        help="the same as the S-workers' --instances; fastdecode launch --placement sets it",
     )
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the parent process ends"
@@ -179,7 +179,7 @@ def _r_worker(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
         )
-    placed = Instances(instance_ranks=tuple(args.instance_ranks)).placed
+    placed = Instances(tuple(args.instances)).placed
     num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
         end_with(os.getppid(), "this R-worker")

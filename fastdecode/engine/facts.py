@@ -43,7 +43,7 @@ class Facts:
 
 def facts_of(config: EngineConfig, running: Any) -> Facts:
     """Of what runs by ``config``."""
-    if config.instances.is_several:
+    if config.instances.instances:
         return _facts_of_cluster(config, running)
     return _facts_of_engine(running)
 

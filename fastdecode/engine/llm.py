@@ -102,7 +102,7 @@ class LLM:
 
     In a script that ``mpirun`` starts, the first rank goes on; in the others this
     serves as an R-worker, or as a further S-worker, until the first is done, and
-    then ends the process (``transport="inproc"`` prevents that).
+    then ends the process.
 
     An engine runs in a thread of its own; it may be used from any thread, by
     one reading at a time, and an interrupt (Ctrl-C) leaves it usable. A fork of
@@ -382,9 +382,7 @@ class LLM:
     def _checked_params(self, params: object, count: int) -> list[SamplingParams]:
         """One for each of so many requests. Raises RequestError."""
         every = as_params(params, count, self._default_params)
-        instances = self.config.instances
-        is_elsewhere = instances.is_elsewhere or instances.prefill_instances
-        if is_elsewhere and any(its.logits_processors for its in every):
+        if self.config.instances.instances and any(its.logits_processors for its in every):
             raise RequestError(
                 Given("logits_processors"),
                 " need the sampler in this process, and instances have their own: use "

@@ -42,7 +42,6 @@ class LLMOptions(TypedDict, total=False):
     lanes: int | None
     schedule: str
     load_limit: int | None
-    interval: int | None
     length_quantile: float | None
     expected_output_tokens: int | None
     prefix_cache: str
@@ -51,19 +50,13 @@ class LLMOptions(TypedDict, total=False):
     cache_disk_gb: float | None
     cache_memory_gb: float | None
     swap_threshold: float
-    transport: str
     r_worker_addresses: Sequence[str]
     key: str | None
     worker_silence_s: float
     worker_timeout_s: float
-    min_r_workers: int
     spare_r_workers: int
-    prefill_instances: int
-    decode_instances: int
-    instance_addresses: Sequence[str]
-    instance_ranks: Sequence[str]
+    instances: Sequence[str]
     fetch_gbps: float | None
-    replan: str
     replan_slo: str | None
     conversations: str | None
     conversation_ttl_s: float | None

@@ -24,7 +24,7 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
     Raises:
         ConfigError: there are ranks for which there is no role.
     """
-    if config.instances.instance_ranks:
+    if config.instances.placed:
         _serve_if_placed(config, tell)
         return
     s_part = config.s_part
@@ -53,9 +53,7 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
 
 def _has_r_ranks(config: EngineConfig) -> bool:
     """Whether R-workers are ranks of this process's job."""
-    is_launched = launcher.launched_size() is not None
-    cluster = config.cluster
-    return is_launched and cluster.transport in ("auto", "mpi") and not cluster.r_worker_addresses
+    return launcher.launched_size() is not None and not config.cluster.r_worker_addresses
 
 
 def _serve_if_r_worker(config: EngineConfig) -> None:

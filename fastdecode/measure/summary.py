@@ -104,13 +104,10 @@ def _session(stats: EngineStats) -> dict[str, Any] | None:
 def _instances(llm: LLM) -> dict[str, Any] | None:
     """What has come of several instances; None: there is one engine."""
     chosen, stats = llm.config.instances, llm.stats
-    if not chosen.is_several:
+    if not chosen.instances:
         return None
     return {
-        "prefill": chosen.prefill_instances,
-        "decode": chosen.decode_instances,
-        "addresses": list(chosen.instance_addresses),
-        "ranks": list(chosen.instance_ranks),
+        "instances": list(chosen.instances),
         "handed_over": stats.num_handed_over,
         "failed_fetches": stats.num_failed_fetches,
         "moved": stats.num_moved,

@@ -78,6 +78,6 @@ class ScheduleOptions:
         """
         length, limit = self.batching.expected_output_tokens, self.batching.load_limit
         assert length is not None
-        interval = self.batching.interval or -(-length // min(_MICRO_BATCHES, self.lane_size))
+        interval = -(-length // min(_MICRO_BATCHES, self.lane_size))
         a_lanes = None if limit is None else limit // self.num_lanes
         return FixedInterval.of(self.lane_size, length, interval, a_lanes)

@@ -58,8 +58,8 @@ INTERRUPTED: dict[str, dict[str, Any]] = {
     "one thread": {"r_workers": 1},
     "threads": {"r_workers": 2},
     "lanes": {"r_workers": 2, "lanes": 2},
-    "zmq": {"transport": "zmq"},
-    "mpi": {"transport": "mpi"},
+    "zmq": {},
+    "mpi": {},
 }
 FRAMES = {
     "codec": (damaged_frames.to_codec, 5),

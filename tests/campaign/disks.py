@@ -147,7 +147,6 @@ class Rack:
         with LLM(
             str(model),
             **OPTIONS,
-            transport="zmq",
             r_worker_addresses=tuple(self._addresses),
             swap_threshold=0.9,
             worker_silence_s=SILENCE_S,

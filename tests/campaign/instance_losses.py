@@ -247,7 +247,7 @@ def blows(each: int, chance: random.Random, kinds: tuple[str, ...]) -> list[Blow
 def be_controller(what: dict[str, Any]) -> None:
     """Run all requests, and say when the moment has come."""
     addresses = what["addresses"]
-    with LLM(what["model"], instance_addresses=addresses, worker_silence_s=SILENCE_S) as llm:
+    with LLM(what["model"], instances=addresses, worker_silence_s=SILENCE_S) as llm:
         Watch(llm, Blow(**what["blow"]), lambda: print("now", flush=True)).run()
 
 

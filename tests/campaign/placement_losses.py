@@ -38,7 +38,7 @@ SHAPES = {
     "two prefill": ("prefill:1", "prefill:1", "decode:1"),
     "several S-workers": ("prefill:1:tp=2", "decode:2:pp=2", "decode:1"),
 }
-"""Instances, as ``--instance-ranks`` has them."""
+"""Instances, as ``--instances`` has them."""
 SLOW = ("--fetch-gbps", "0.01")
 """A prompt takes some tenths of a second to fetch."""
 SERVED = PHASES[PHASES.index("greeting") :]
@@ -97,7 +97,7 @@ def placement_losses(number: int, chance: random.Random) -> list[PlacementLoss]:
 
 
 def _placed(shape: str) -> tuple[PlacedInstance, ...]:
-    return Instances(instance_ranks=SHAPES[shape]).placed
+    return Instances(instances=SHAPES[shape]).placed
 
 
 def _blows(
@@ -154,7 +154,7 @@ class PlacementLosses:
         else:
             ranks, size = ",".join(map(str, placed)), InstanceRanks(placed).size
             line = [mpirun(), *open_mpi_options(), "-n", str(size), *FASTDECODE]
-            line += [*words, "--instance-ranks", ranks, *share]
+            line += [*words, "--instances", ranks, *share]
         with running(line, **PATHS) as job:
             yield Job(job, ())
 

@@ -100,7 +100,7 @@ class Cluster:
     def controller(self) -> NewsLLM:
         return NewsLLM(
             self.model,
-            instance_addresses=self.addresses,
+            instances=self.addresses,
             worker_silence_s=SILENCE_S,
             worker_timeout_s=30.0,
         )

@@ -271,7 +271,7 @@ class Systems:
     def _engine(self, system: System, rack: Rack) -> LLM:
         options = {**COMMON, **system.options, "worker_silence_s": SILENCE_S}
         if rack.addresses:
-            options |= {"transport": "zmq", "r_worker_addresses": tuple(rack.addresses)}
+            options |= {"r_worker_addresses": tuple(rack.addresses)}
         if options.get("kv_placement") != "hybrid":
             return LLM(str(self._model), **options)
         llm = LLM(str(self._model), times=MeasuredTimes(min_observed=1), **options)

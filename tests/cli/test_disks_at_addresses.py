@@ -32,7 +32,7 @@ def test_a_replacement_offers_the_disk_of_one_that_was_killed(
     with (
         r_workers("*", "*", options=few) as (jobs, addresses),
         LLM(
-            path, **OPTIONS, transport="zmq", r_worker_addresses=addresses, swap_threshold=0.9,
+            path, **OPTIONS, r_worker_addresses=addresses, swap_threshold=0.9,
             worker_silence_s=5.0,
         ) as llm,
     ):  # fmt: skip

@@ -74,7 +74,6 @@ def test_parameters_become_options(
         ),
         (["--kv-memory-gb", "0.0000001"], "--kv-memory-gb 1e-07 is not a number of GB"),
         (["--lanes", "0"], "--lanes 0 is not a whole number from 1 to 64"),
-        (["--transport", "zmq"], "--transport zmq needs --r-worker"),
         (["--schedule", "fixed-f"], "fixed intervals need --expected-output-tokens"),
         (
             ["--kv-placement", "gpu", "--r-workers", "2"],

@@ -248,7 +248,7 @@ def test_the_way_back_is_a_command_line() -> None:
     assert resume_command(argv) == "fastdecode run-batch -i 'a b' --n 2 --resume"
     assert resume_command([*argv, "--resume", "--retry-errors"]) == resume_command(argv)
     launched = {LAUNCH_LINE: json.dumps(["launch", "--placement", "p.json", "--", *argv])}
-    ours = [*argv, "--instance-ranks", "prefill:1,decode:1", "--exit-code-file", "/tmp/x"]
+    ours = [*argv, "--instances", "prefill:1,decode:1", "--exit-code-file", "/tmp/x"]
     assert resume_command(ours, launched) == (
         "fastdecode launch --placement p.json -- run-batch -i 'a b' --n 2 --resume"
     )

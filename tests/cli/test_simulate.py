@@ -100,7 +100,6 @@ def test_plots(trace: str, tmp_path: Path, ending: str) -> None:
         (["--lanes", "0"], "lanes=0"),
         (["--max-step-tokens", "8"], "max_step_tokens=8 must exceed"),
         (["--length-quantile", "1.5"], "length_quantile=1.5"),
-        (["--interval", "999", "--schedule", "fixed-f"], "interval=999"),
         (["--plot", "load.docx"], r"load\.docx"),
     ],
 )

@@ -40,7 +40,7 @@ def test_a_placement(tmp_path: Path) -> None:
         PlacedInstance(InstanceRole.PREFILL, 1),
         PlacedInstance(InstanceRole.DECODE, 3),
     )
-    config = EngineConfig.of("m", instance_ranks=(",".join(map(str, instances)),))
+    config = EngineConfig.of("m", instances=(",".join(map(str, instances)),))
     assert config.instances.placed == instances and config.instances.is_elsewhere
 
 
@@ -70,25 +70,28 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"instance_ranks": ("prefill",)}, "not of the form ROLE:R_WORKERS"),
-        ({"instance_ranks": ("decode:0",)}, "not of the form"),
-        ({"instance_ranks": ("decode:1025",)}, "not of the form"),
-        ({"instance_ranks": ("decode:1",)}, "none of these instances runs prompts"),
-        ({"instance_ranks": ("prefill:1",)}, "none of these instances decodes"),
-        ({"instance_ranks": ("both:1",) * 65}, "more than 64"),
-        ({"instance_ranks": ("both:1",), "instance_addresses": ("tcp://127.0.0.1:1",)}, "Remove"),
-        ({"instance_ranks": ("both:1",), "tp": 2}, "tp=2 contradicts instance_ranks="),
-        ({"instance_ranks": ("both:1:tp=0",)}, "not of the form"),
-        ({"instance_ranks": ("both:1:pp=2:tp=2",)}, "not of the form"),
-        ({"instance_ranks": ("both:3:pp=2",)}, "3 are no multiple of 2"),
-        ({"instance_ranks": ("both:1:tp=65",)}, "tp=65"),
+        ({"instances": ("10.0.0.1:7000",)}, "neither an address tcp://HOST:PORT"),
+        ({"instances": ("prefil",)}, "nor of the form ROLE:R_WORKERS"),
+        ({"instances": ("prefill",)}, "none of these instances decodes"),
+        ({"instances": ("decode:0",)}, "nor of the form"),
+        ({"instances": ("decode:1025",)}, "nor of the form"),
+        ({"instances": ("decode:1",)}, "none of these instances runs prompts"),
+        ({"instances": ("prefill:1",)}, "none of these instances decodes"),
+        ({"instances": ("both:1",) * 65}, "more than 64"),
+        ({"instances": ("both:1", "tcp://127.0.0.1:1")}, "Remove the others"),
+        ({"instances": ("prefill", "decode:1")}, "Remove the others"),
+        ({"instances": ("both:1",), "tp": 2}, "tp=2 contradicts instances="),
+        ({"instances": ("both:1:tp=0",)}, "nor of the form"),
+        ({"instances": ("both:1:pp=2:tp=2",)}, "nor of the form"),
+        ({"instances": ("both:3:pp=2",)}, "3 are no multiple of 2"),
+        ({"instances": ("both:1:tp=65",)}, "tp=65"),
         (
-            {"instance_ranks": ("both:2:tp=2:pp=2",), "r_partition": "heads"},
+            {"instances": ("both:2:tp=2:pp=2",), "r_partition": "heads"},
             "not supported by an instance of 2 stages yet",
         ),
         (
-            {"instance_ranks": ("both:1",), "kv_placement": "gpu"},
-            "kv_placement='gpu' is not supported with instance_ranks=",
+            {"instances": ("both:1",), "kv_placement": "gpu"},
+            "kv_placement='gpu' is not supported with instances=",
         ),
     ],
 )
@@ -135,7 +138,7 @@ def test_a_placement_with_several_s_workers(tmp_path: Path) -> None:
         PlacedInstance(InstanceRole.PREFILL, 2, tp=2, pp=2),  # an R-worker for each stage
         PlacedInstance(InstanceRole.DECODE, 3, pp=3),
     )
-    config = EngineConfig.of("m", instance_ranks=tuple(map(str, instances)))
+    config = EngineConfig.of("m", instances=tuple(map(str, instances)))
     assert config.instances.placed == instances
     own = config.of_instance(0)
-    assert (own.s_part.tp, own.s_part.pp, own.instances.is_several) == (2, 2, False)
+    assert (own.s_part.tp, own.s_part.pp, own.instances.instances) == (2, 2, ())

@@ -26,7 +26,6 @@ from fastdecode.core.config.features import FEATURES, REFUSALS
 
 NOT_RUN = {
     "tensor parallelism": "its S-workers are processes of an MPI job",
-    "MPI": "its R-workers are processes of an MPI job",
     "instance ranks": "instances are processes of an MPI job",
 }
 """Features that one process cannot have, and why. ``tests/mpi`` runs them as jobs."""

@@ -215,7 +215,7 @@ def test_a_processor_that_raises_fails_its_request_alone(llm: LLM) -> None:
 
 
 def test_processors_where_the_sampler_is_elsewhere_are_refused() -> None:
-    options: dict[str, Any] = {"prefill_instances": 1, "decode_instances": 1}
+    options: dict[str, Any] = {"instances": ["prefill", "decode"]}
     with LLM(str(DEMO), dtype="float32", kv_memory_gb=0.05, **options) as llm:
         params = SamplingParams(logits_processors=[lambda output, logits: logits])
         with pytest.raises(RequestError, match="logits_processors need the sampler"):

@@ -74,7 +74,7 @@ WAYS: list[dict[str, Any]] = [
         "block_size": 16,
     },
     {"r_workers": 2, "schedule": "synchronized"},
-    {"r_workers": 1, "schedule": "fixed-f", "expected_output_tokens": 64, "interval": 4},
+    {"r_workers": 1, "schedule": "fixed-f", "expected_output_tokens": 64},
     {"kv_placement": "gpu", "prefill_chunk": 7},
     {
         "kv_placement": "gpu",

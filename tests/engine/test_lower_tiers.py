@@ -55,7 +55,7 @@ WAYS: list[dict[str, Any]] = [
     },
 ]
 MORE_WAYS: list[dict[str, Any]] = [
-    {"lanes": 2, "max_num_sequences": 4, "transport": "inproc", "r_workers": 2,
+    {"lanes": 2, "max_num_sequences": 4, "r_workers": 2,
      "kv_memory_gb": 0.0001},
     {"r_workers": 3, "kv_memory_gb": 0.0001, "prefill_chunk": 16},
     {"r_workers": 2, "r_partition": "heads", "lanes": 2, "kv_memory_gb": 0.0001},

@@ -171,11 +171,13 @@ def test_what_a_user_meets() -> None:
         resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(12 * GB))
 
 
-def test_lanes_that_there_is_memory_for() -> None:
+def test_lanes_that_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes that may be added later are planned for; where memory is short there will be fewer."""
 
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+
     def resolved(device_gb: float, **options: object) -> ResolvedConfig:
-        config = EngineConfig.of("llama-8b", transport="mpi", **options)
+        config = EngineConfig.of("llama-8b", **options)
         free = FreeMemory(100 * GB, int(device_gb * GB), int(device_gb * GB))
         return resolve(config, LLAMA_8B, num_cores=8, free=free)
 

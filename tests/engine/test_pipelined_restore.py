@@ -43,7 +43,6 @@ OPTIONS: dict[str, Any] = {
     "kv_memory_gb": 0.00025,  # 10 blocks
     "r_workers": 2,
     "max_num_sequences": 4,
-    "transport": "inproc",
     "cache_disk_gb": 0.004,
     "swap_threshold": 0.6,
 }

@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "prompt stages": {"prompt_pp": 1, "prefix_cache": "auto"},
     "replicas": {"replicas": 1, "prefix_cache": "auto"},
     "heads": {"r_partition": "heads"},
-    "instances": {"prefill_instances": 1, "decode_instances": 1},
+    "instances": {"instances": ["prefill", "decode"]},
     "device KV": {"kv_placement": "gpu"},
     "hybrid KV": {"kv_placement": "hybrid", "device_kv_gb": 0.00006, "prefix_cache": "auto"},
 }

@@ -309,7 +309,7 @@ def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
     def transport(num_gpus: int, **options: Any) -> str:
         return resolved(num_gpus, **options).transport
 
-    assert transport(0) == transport(0, lanes=1) == transport(0, transport="inproc") == "inline"
+    assert transport(0) == transport(0, lanes=1) == "inline"
     # Whoever could overlap, or has several R-workers to tell apart, gets threads.
     assert (
         transport(0, lanes=2)

@@ -39,13 +39,13 @@ def expected(model: str) -> Any:
 PLACEMENTS: list[dict[str, Any]] = [
     {"r_workers": 2, "lanes": 2, "prefill_chunk": 8},
     {"pp": 2, "lanes": 2},
-    {"prefill_instances": 1, "decode_instances": 2},
+    {"instances": ["prefill", "decode", "decode"]},
 ]
 MORE_PLACEMENTS: list[dict[str, Any]] = [
     {"r_workers": 2, "pp": 3, "pp_layers": "1,1,1", "lanes": 4},
     {"kv_placement": "gpu"},
     {"kv_placement": "hybrid", "device_kv_gb": 0.004},
-    {"prefill_instances": 2, "decode_instances": 1, "r_workers": 2},
+    {"instances": ["prefill", "prefill", "decode"], "r_workers": 2},
     {"max_num_sequences": 5},
     {"kv_memory_gb": 0.002},
 ]

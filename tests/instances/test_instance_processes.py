@@ -111,9 +111,7 @@ def test_with_a_key_and_r_workers_at_addresses(model: str, one: LLM, tmp_path: P
             stack.enter_context(instance(model, "prefill", *at(addresses), engine=few)),
             stack.enter_context(instance(model, "decode", "--key", key)),
         ]
-        with NewsLLM(
-            model, instance_addresses=[ready(job, "").address for job in jobs], key=key
-        ) as llm:
+        with NewsLLM(model, instances=[ready(job, "").address for job in jobs], key=key) as llm:
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             assert llm.stats.num_handed_over > 0 and llm.stats.num_failed_fetches == 0
             assert_all_is_free(llm)
@@ -176,7 +174,7 @@ def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Pro
             drawn = sum(len(x.token_ids) for output in found for x in output.completions)
             assert llm.stats.num_output_tokens == drawn
             with pytest.raises(WorkerError, match="serves another"):
-                LLM(model, instance_addresses=[four[0].address], worker_timeout_s=1.0)
+                LLM(model, instances=[four[0].address], worker_timeout_s=1.0)
 
 
 def test_roles_change_while_they_run(model: str, one: LLM, four: list[Process]) -> None:
@@ -318,22 +316,22 @@ def test_what_does_not_fit_together_is_refused_by_name(
 ) -> None:
     addresses = [each.address for each in four]
     with pytest.raises(ConfigError, match="r_workers=2 cannot be set by the controller"):
-        LLM(model, instance_addresses=addresses, r_workers=2)
-    with pytest.raises(ConfigError, match="Remove one of them"):
-        LLM(model, instance_addresses=addresses, prefill_instances=1, decode_instances=1)
+        LLM(model, instances=addresses, r_workers=2)
+    with pytest.raises(ConfigError, match="Remove the others"):
+        LLM(model, instances=[*addresses, "prefill", "decode"])
     with pytest.raises(ConfigError, match="give each address once"):
-        LLM(model, instance_addresses=[addresses[0]] * 2)
+        LLM(model, instances=[addresses[0]] * 2)
     other = str(tiny_checkpoint("qwen2"))
     with pytest.raises(WorkerError, match="another model"):
-        LLM(other, instance_addresses=addresses)
+        LLM(other, instances=addresses)
     with pytest.raises(ConfigError, match="max_model_len"):
-        LLM(model, instance_addresses=addresses, max_model_len=64)
+        LLM(model, instances=addresses, max_model_len=64)
     with pytest.raises(ConfigError, match="kv_dtype='int8': the instances run with"):
-        LLM(model, instance_addresses=addresses, kv_dtype="int8")
+        LLM(model, instances=addresses, kv_dtype="int8")
     with pytest.raises(ConfigError, match="dtype='bfloat16': the instances run with float32"):
-        LLM(model, instance_addresses=addresses, dtype="bfloat16")
+        LLM(model, instances=addresses, dtype="bfloat16")
     with pytest.raises(ConfigError, match="needs a key"):
-        LLM(model, instance_addresses=["tcp://8.8.8.8:7000"])
+        LLM(model, instances=["tcp://8.8.8.8:7000"])
 
 
 def test_a_prompt_that_windows_see_in_part_is_fetched_whole(

@@ -25,13 +25,15 @@ from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.schedule.life.lifecycle import Lifecycle
 
-BOTH = {"prefill_instances": 1, "decode_instances": 1}
+BOTH = {"instances": ["prefill", "decode"]}
 WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def four(model: str) -> Iterator[NewsLLM]:
-    with NewsLLM(model, prefill_instances=2, decode_instances=2, r_workers=2, **OPTIONS) as llm:
+    with NewsLLM(
+        model, instances=["prefill", "prefill", "decode", "decode"], r_workers=2, **OPTIONS
+    ) as llm:
         yield llm
 
 
@@ -106,7 +108,7 @@ def test_a_burst_waits_and_nothing_is_recomputed(model: str, one: LLM) -> None:
     longest = 71  # tokens: five blocks
     block_bytes = one.facts.num_kv_blocks and 0.004e9 / one.facts.num_kv_blocks
     few = {**OPTIONS, "kv_memory_gb": 10 * -(-longest // 16) * block_bytes / 1e9}
-    with LLM(model, prefill_instances=1, decode_instances=1, **few) as llm:
+    with LLM(model, instances=["prefill", "decode"], **few) as llm:
         outputs = llm.generate(asked, how)
         assert_alike(outputs, one.generate(asked, how))
         assert llm.stats.num_recomputed == llm.stats.num_suspended == 0
@@ -140,7 +142,7 @@ def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: LLM) -> None:
 def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None:
     """0 prefills, 1 decodes."""
     asked, how = prompts(20, seed=12), params(20, seed=12, n=2)
-    with LLM(model, prefill_instances=1, decode_instances=2, **OPTIONS) as llm:
+    with LLM(model, instances=["prefill", "decode", "decode"], **OPTIONS) as llm:
         ticks = iter(range(1 << 20))
 
         def break_one() -> None:
@@ -204,7 +206,7 @@ def test_kv_may_be_on_the_device_of_each(model: str, one: LLM, more: dict[str, A
     asked, how = prompts(16, seed=7), params(16, seed=7, n=2)
     options = {**OPTIONS, "kv_placement": "gpu", "device": "cpu", **more}
     del options["r_threads"]
-    with LLM(model, prefill_instances=1, decode_instances=2, **options) as llm:
+    with LLM(model, instances=["prefill", "decode", "decode"], **options) as llm:
         assert_alike(llm.generate(asked, how), one.generate(asked, how))
         assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
         assert llm.facts.num_r_workers == 0
@@ -232,7 +234,7 @@ def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = [
         *("generate", "--model", model, "--input", str(asked), "--output", str(told)),
-        *("--summary", str(summary), "--prefill-instances", "1", "--decode-instances", "1"),
+        *("--summary", str(summary), "--instances", "prefill,decode"),
         *("--dtype", "float32", "--temperature", "0", "--max-tokens", "5", "--ignore-eos"),
         *("--kv-memory-gb", "0.004", "--r-threads", "1", "--block-size", "16"),
     ]
@@ -250,7 +252,7 @@ def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
 
 def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> None:
     for options, named in (
-        ({"prefill_instances": 1}, "decode_instances"),
+        ({"instances": ["prefill"]}, "none of these instances decodes"),
         ({**BOTH, "pp": 2, "r_partition": "heads"}, "r_partition"),
         ({**BOTH, "kv_placement": "gpu", "swap": True, "pp": 3}, "swap"),
     ):

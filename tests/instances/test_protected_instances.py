@@ -39,7 +39,7 @@ def test_a_replica_takes_over_inside_an_instance(
     asked, how = prompts(16, seed=81), params(16, seed=81, n=2)
     lost = chance.choice(["p0-r0", "p0-r1", "d0-r0", "d0-r1"])
     crash_after(monkeypatch, {lost: chance.randint(1, 60)})
-    with LLM(model, prefill_instances=1, decode_instances=1, r_workers=2, replicas=1, **FEW) as llm:
+    with LLM(model, instances=["prefill", "decode"], r_workers=2, replicas=1, **FEW) as llm:
         outputs = llm.generate(asked, how)
         assert not any(output.error for output in outputs)
         assert tokens(outputs) == tokens(one.generate(asked, how))
@@ -51,7 +51,7 @@ def test_what_was_fetched_is_not_run_again(
 ) -> None:
     asked, how = prompts(16, seed=82), params(16, seed=82)
     crash_after(monkeypatch, {"d0-r0": 40})
-    with LLM(model, prefill_instances=1, decode_instances=1, r_workers=2, replicas=1, **FEW) as llm:
+    with LLM(model, instances=["prefill", "decode"], r_workers=2, replicas=1, **FEW) as llm:
         assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
         decode = each_stats(llm, 1)
         assert len(decode.replicas.failovers) == 1
@@ -64,9 +64,7 @@ def test_a_standby_joins_inside_an_instance(
 ) -> None:
     asked, how = prompts(16, seed=83), params(16, seed=83)
     crash_after(monkeypatch, {"d0-r0": 30})
-    with LLM(
-        model, prefill_instances=1, decode_instances=1, r_workers=3, spare_r_workers=1, **FEW
-    ) as llm:
+    with LLM(model, instances=["prefill", "decode"], r_workers=3, spare_r_workers=1, **FEW) as llm:
         _run_until_joined(llm, 1, asked, how, tokens(one.generate(asked, how)))
 
 
@@ -88,7 +86,7 @@ def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
     asked, how = prompts(16, seed=86), params(16, seed=86)
     crash_after(monkeypatch, {"p0-s1-r0": 2})
     options = {**FEW, "r_workers": 1, "spare_r_workers": 1, "pp": 2}
-    with LLM(model, prefill_instances=1, decode_instances=1, **options) as llm:
+    with LLM(model, instances=["prefill", "decode"], **options) as llm:
         expected = tokens(one.generate(asked, how))
         _run_until_joined(llm, 0, asked, how, expected)
         before = llm._running.engine.num_failed_fetches
@@ -102,7 +100,7 @@ def test_blocks_of_an_instance_go_to_its_disk(model: str, one: LLM, tmp_path: Pa
     talks = [[chance.randrange(2, 200) for _ in range(96)] for _ in range(12)]
     how = [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)] * len(talks)
     few = {**FEW, "kv_memory_gb": 0.0008, "cache_disk": str(tmp_path), "cache_disk_gb": 0.05}
-    with LLM(model, prefill_instances=1, decode_instances=1, **few) as llm:
+    with LLM(model, instances=["prefill", "decode"], **few) as llm:
         for _ in range(5):
             assert tokens(llm.generate(talks, how)) == tokens(one.generate(talks, how))
         prefill, decode = each_stats(llm, 0), each_stats(llm, 1)

@@ -29,6 +29,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.engine.replanning import planner, replanner, starting
 
 SLO = "ttft=5s,tpot=1s"
+FOUR = ["prefill", "prefill", "decode", "decode"]
 WAIT_S = 120.0
 
 
@@ -48,7 +49,7 @@ def flipping(llm: LLM, names: list[str], every_s: float = 1.0) -> Callable[[], N
 
 def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
     """Until they have flipped five times, requests come; in this process."""
-    with LLM(model, prefill_instances=2, decode_instances=2, replan="apply", replan_slo=SLO,
+    with LLM(model, instances=FOUR, replan_slo=SLO,
              **OPTIONS) as llm:  # fmt: skip
         assert_flips(llm, one, ["p0", "d0", "p1", "d1"])
 
@@ -59,7 +60,7 @@ def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
 def test_roles_of_processes_flip_each_second_under_load(model: str, one: LLM) -> None:
     with instances(model, "prefill", "decode", "decode") as processes:
         addresses = [each.address for each in processes]
-        with LLM(model, instance_addresses=addresses) as llm:
+        with LLM(model, instances=addresses) as llm:
             assert_flips(llm, one, addresses)
 
 
@@ -102,7 +103,6 @@ def watched(
     model: str,
     monkeypatch: pytest.MonkeyPatch,
     planned: Planned,
-    replan: str,
     told: list[str],
     looks: int = 2,
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -113,7 +113,7 @@ def watched(
     monkeypatch.setattr(starting, "WatchRules", partial(WatchRules, window_s=1.0))
     asked, how = prompts(60, seed=5), params(60, seed=5)
     end_s = time.monotonic() + WAIT_S
-    with LLM(model, prefill_instances=2, decode_instances=2, replan=replan, replan_slo=SLO,
+    with LLM(model, instances=FOUR, replan_slo=SLO,
              progress=told.append, **OPTIONS) as llm:  # fmt: skip
         while sum("come, " in line for line in told) < looks:
             assert time.monotonic() < end_s, "nobody looks at roles"
@@ -128,7 +128,7 @@ def test_what_comes_is_judged_and_roles_are_changed(
 ) -> None:
     told: list[str] = []
     planned = Planned(Roles(3, 1), gain=0.5)
-    found, roles = watched(model, monkeypatch, planned, "apply", told)
+    found, roles = watched(model, monkeypatch, planned, told)
     assert_alike(found, one.generate(prompts(60, seed=5), params(60, seed=5)))
     asked = planned.asked[0]
     assert asked.present == Roles(2, 2) and asked.slo.ttft_s == 5.0
@@ -142,17 +142,11 @@ def test_what_comes_is_judged_and_roles_are_changed(
     assert any("from now on" in line for line in told)
 
 
-@pytest.mark.parametrize(("replan", "gain"), [("advise", 0.5), ("apply", 0.05)])
-def test_nothing_changes_without_leave_or_gain(
-    model: str, monkeypatch: pytest.MonkeyPatch, replan: str, gain: float
-) -> None:
+def test_nothing_changes_without_gain(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    looks = 2 if replan == "advise" else 1
-    planned = Planned(Roles(3, 1), gain)
-    _, roles = watched(model, monkeypatch, planned, replan, told, looks)
+    _, roles = watched(model, monkeypatch, Planned(Roles(3, 1), 0.05), told, looks=1)
     assert [role.value for role in roles.values()].count("prefill") == 2
-    assert any("better: 3 prefill + 1 decode" in line for line in told) == (replan == "advise")
-    assert not any("from now on" in line for line in told)
+    assert not any("better" in line or "from now on" in line for line in told)
 
 
 class Unable(Planned):
@@ -172,7 +166,7 @@ def test_what_goes_wrong_with_looking_ends_nothing(
     asked, how = prompts(60, seed=5), params(60, seed=5)
     expected = one.generate(asked, how)
     end_s = time.monotonic() + WAIT_S
-    with LLM(model, prefill_instances=2, decode_instances=2, replan="apply", replan_slo=SLO,
+    with LLM(model, instances=FOUR, replan_slo=SLO,
              **OPTIONS) as llm:  # fmt: skip
         while not planned.asked:
             assert time.monotonic() < end_s, "nobody looks at roles"
@@ -186,14 +180,13 @@ def test_options_come_from_the_command(
 ) -> None:
     asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text('{"id": "a", "prompt_token_ids": [5, 6, 7]}\n')
-    words = ["--model", model, "--input", str(asked), "--output", str(told), "--replan", "apply"]
+    words = ["--model", model, "--input", str(asked), "--output", str(told)]
+    words += ["--replan-slo", "ttft=1s,tpot=1s"]
     for command in ("generate", "run-batch"):
         assert main([command, *words]) == 2
-        assert "--replan apply changes roles of instances" in capsys.readouterr().err
-    both = ["--prefill-instances", "1", "--decode-instances", "1", "--kv-memory-gb", "0.004"]
-    assert main(["generate", *words, *both]) == 2
-    assert "give --replan-slo like ttft=400ms" in capsys.readouterr().err
-    assert main(["generate", *words, *both, "--replan-slo", "ttft=1s,tpot=1s"]) == 0
+        assert "--replan-slo ttft=1s,tpot=1s changes roles of instances" in capsys.readouterr().err
+    both = ["--instances", "prefill,decode", "--kv-memory-gb", "0.004"]
+    assert main(["generate", *words, *both]) == 0
     assert told.read_text().count("\n") == 1
 
 
@@ -263,14 +256,8 @@ def question() -> RoleQuestion:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"replan": "apply", "replan_slo": SLO}, "one engine"),
-        ({"replan": "advise", "prefill_instances": 1, "decode_instances": 1}, "replan_slo"),
-        ({"replan_slo": SLO, "prefill_instances": 1, "decode_instances": 1}, "replan_slo"),
-        (
-            {"replan": "apply", "replan_slo": "5", "prefill_instances": 1, "decode_instances": 1},
-            "ttft=400ms",
-        ),
-        ({"replan": "perhaps", "prefill_instances": 1, "decode_instances": 1}, "one of off"),
+        ({"replan_slo": SLO}, "one engine"),
+        ({"replan_slo": "5", "instances": ["prefill", "decode"]}, "ttft=400ms"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(

@@ -23,7 +23,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def two(model: str) -> Iterator[LLM]:
-    with LLM(model, prefill_instances=1, decode_instances=1, **KEPT) as llm:
+    with LLM(model, instances=["prefill", "decode"], **KEPT) as llm:
         yield llm
 
 

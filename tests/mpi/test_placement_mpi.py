@@ -222,7 +222,7 @@ def test_roles_of_ranks_flip_while_requests_run(model: str, tmp_path: Path) -> N
     job = Job(tmp_path, model, *THREE, silence_s=LOSES_NOBODY_S)
     write_prompts(job.source, 40, n=2)
     script = str(Path(__file__).parent / "ranks" / "flipping.py")
-    placed = ["--instance-ranks", "prefill:1,decode:1,decode:2", "--replan", "apply"]
+    placed = ["--instances", "prefill:1,decode:1,decode:2"]
     generate = job.command[job.command.index("generate") :]
     own = [*generate, *placed, "--replan-slo", "ttft=9s,tpot=9s", "--r-threads", "1"]
     line = [mpirun(), *open_mpi_options(), "-n", "8", sys.executable, script, *own]

@@ -134,7 +134,7 @@ def _measure_here(ways: LocalLinks, args: argparse.Namespace) -> None:
 
 def _measure_addresses(ways: LocalLinks, args: argparse.Namespace) -> None:
     """R-workers that somebody else has started, each with memory of its own."""
-    Cluster(transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
+    Cluster(r_worker_addresses=args.r_worker_addresses, key=args.key)
     from fastdecode.engine.setup.workers import reach_addresses
 
     addresses = args.r_worker_addresses

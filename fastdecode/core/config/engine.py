@@ -20,17 +20,15 @@ from fastdecode.core.config.options import declared, group_options
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 
-_OF_R_WORKERS = ("r_workers", "min_r_workers", "transport")
-"""Options that mean nothing where no R-worker is."""
 LEAST_SWAPPED = 3
 """Stages, and lanes: two lanes would find all their KV on the device."""
 
 _OF_A_CONTROLLER = frozenset(
     (
-        "instance_addresses", "key", "worker_silence_s", "worker_timeout_s",
+        "instances", "key", "worker_silence_s", "worker_timeout_s",
         "max_model_len", "load_format", "max_num_sequences",
         "length_quantile", "expected_output_tokens", "dtype", "kv_dtype",
-        "replan", "replan_slo",
+        "replan_slo",
     )
 )  # fmt: skip
 """Options that a controller of instances at addresses has."""
@@ -92,11 +90,12 @@ class EngineConfig:
         self._check_chunk()
         self._check_swap()
         self._check_key()
-        if self.instances.instance_ranks:
-            self._check_ranks()
-        if self.instances.number:
+        for number, placed in enumerate(self.instances.placed):
+            self.of_instance(number)
+            self.check_reached(placed.pp)
+        if self.instances.roles:
             self.check_reached(self.s_part.pp)
-        if self.instances.instance_addresses:
+        if self.instances.addresses:
             self._check_controller()
         if self.r_part.kv_placement == "gpu":
             self._check_none_of_r_workers()
@@ -133,14 +132,14 @@ class EngineConfig:
             )
 
     def _check_key(self) -> None:
-        has_addresses = self.cluster.r_worker_addresses or self.instances.instance_addresses
+        has_addresses = self.cluster.r_worker_addresses or self.instances.addresses
         if self.cluster.key is not None and not has_addresses:
             raise ConfigError(
                 Given("key", self.cluster.key),
                 " is for R-workers and instances at addresses: add ",
                 Given("r_worker_addresses"),
                 " or ",
-                Given("instance_addresses"),
+                Given("instances"),
             )
 
     def of_instance(self, number: int) -> EngineConfig:
@@ -153,21 +152,8 @@ class EngineConfig:
         return replace(
             self,
             s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp),
-            cluster=replace(self.cluster, transport="mpi"),
-            instances=replace(self.instances, instance_ranks=(), replan="off", replan_slo=None),
+            instances=replace(self.instances, instances=(), replan_slo=None),
         )
-
-    def _check_ranks(self) -> None:
-        if self.cluster.transport not in ("auto", "mpi"):
-            raise ConfigError(
-                Given("transport", self.cluster.transport),
-                " contradicts ",
-                Given("instance_ranks", self.instances.instance_ranks),
-                ": instances that are ranks of a job use MPI. Remove one of them",
-            )
-        for number, placed in enumerate(self.instances.placed):
-            self.of_instance(number)
-            self.check_reached(placed.pp)
 
     def check_reached(self, pp: int) -> None:
         """
@@ -188,7 +174,7 @@ class EngineConfig:
                 raise ConfigError(
                     Given(name, value),
                     " cannot be set by the controller of ",
-                    Given("instance_addresses"),
+                    Given("instances"),
                     ": set it on each `fastdecode instance`",
                 )
 
@@ -233,14 +219,13 @@ class EngineConfig:
 
     def _check_none_of_r_workers(self) -> None:
         """With the KV cache on the device there are no R-workers."""
-        for name, value in self._changed():
-            if name in _OF_R_WORKERS:
-                raise ConfigError(
-                    Given(name, value),
-                    " contradicts ",
-                    Given("kv_placement", "gpu"),
-                    ": KV on the device needs no R-workers. Remove one of them",
-                )
+        if self.r_part.r_workers > 1:
+            raise ConfigError(
+                Given("r_workers", self.r_part.r_workers),
+                " contradicts ",
+                Given("kv_placement", "gpu"),
+                ": KV on the device needs no R-workers. Remove one of them",
+            )
 
     def _check_one_side(self) -> None:
         if self.r_part.device_kv_gb is not None:

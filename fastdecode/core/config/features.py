@@ -47,6 +47,14 @@ def _is_given(value: Any) -> bool:
     return value is not None and value != ()
 
 
+def _are_threads(instances: Sequence[str]) -> bool:
+    return any(":" not in each for each in instances)
+
+
+def _are_ranks(instances: Sequence[str]) -> bool:
+    return any(":" in each and "://" not in each for each in instances)
+
+
 def _on_gpu(**more: Any) -> dict[str, Any]:
     return {"kv_placement": "gpu", **more}
 
@@ -70,20 +78,9 @@ FEATURES: Mapping[str, Feature] = {
         Feature("standby", "spare_r_workers", _above(0), {"spare_r_workers": 1}),
         Feature("prefix cache", "prefix_cache", _is("on"), {"prefix_cache": "on"}),
         Feature("disk tier", "cache_disk", _is_given, {"cache_disk": "DIR", "cache_disk_gb": 1.0}),
-        Feature(
-            "instances",
-            "prefill_instances",
-            _above(0),
-            {"prefill_instances": 1, "decode_instances": 1},
-        ),
-        Feature(
-            "instance ranks",
-            "instance_ranks",
-            _is_given,
-            {"instance_ranks": ("prefill:1", "decode:1")},
-        ),
+        Feature("instances", "instances", _are_threads, {"instances": ("prefill", "decode")}),
+        Feature("instance ranks", "instances", _are_ranks, {"instances": ("both:1", "both:1")}),
         Feature("addresses", "r_worker_addresses", _is_given, {"r_worker_addresses": _TWO}),
-        Feature("MPI", "transport", _is("mpi"), {"transport": "mpi"}),
         Feature("stabilized", "schedule", _is("stabilized", "fixed-f"), {"schedule": "stabilized"}),
         Feature("synchronized", "schedule", _is("synchronized"), {"schedule": "synchronized"}),
         Feature("load limit", "load_limit", _is_given, {"load_limit": 1000}),
@@ -123,7 +120,7 @@ _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself
 _ONE_DEVICE = "beside R-workers, only the first S-worker would keep KV on its device"
 _OWN_CACHE = "a lane's load is levelled over all caches, and with swap each lane has one of its own"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
-_OF_R_WORKERS = "addresses, MPI, R-workers attend prompts, shared heads, split sequences, standby"
+_OF_R_WORKERS = "addresses, R-workers attend prompts, shared heads, split sequences, standby"
 
 REFUSALS: Mapping[frozenset[str], Refusal] = dict(
     itertools.chain(
@@ -161,10 +158,9 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("disk tier", "addresses",
                "each `fastdecode r-worker` has a disk of its own: give it --cache-disk",
                is_contradiction=True),
-        _pairs("addresses", "MPI", "an R-worker has one transport", is_contradiction=True),
         _pairs("stabilized", "synchronized", "an engine has one schedule", is_contradiction=True),
         _pairs("instances", "instance ranks", "instances are of one kind", is_contradiction=True),
-        _pairs("instances", "addresses, MPI",
+        _pairs("instances", "addresses",
                "instances of this process have R-workers of this process", is_contradiction=True),
         _pairs("instance ranks", "addresses",
                "instances that are ranks have R-workers that are ranks", is_contradiction=True),

@@ -12,7 +12,6 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
-TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
@@ -170,14 +169,6 @@ class Batching:
         high=1 << 40,
         metavar="W",
     )
-    interval: int | None = option(
-        None,
-        "with --schedule fixed-f: steps between micro-batches, F; default: S/16, or S over a "
-        "lane's sequences if that is more",
-        low=1,
-        high=1 << 40,
-        metavar="F",
-    )
     length_quantile: float | None = option(
         None,
         "reserve KV blocks for this quantile of finished lengths; a sequence that outgrows them "
@@ -229,17 +220,10 @@ class Batching:
 class Cluster:
     """How R-workers are reached, and how long they may be silent."""
 
-    transport: str = option(
-        "auto",
-        "how R-workers are reached: inproc (this process), mpi (ranks of the job), zmq "
-        "(addresses); auto: zmq with addresses, mpi under a launcher, else inproc",
-        choices=TRANSPORTS,
-        metavar="HOW",
-    )
     r_worker_addresses: tuple[str, ...] = option(
         (),
         "address of an R-worker, tcp://HOST:PORT, as given to fastdecode r-worker --bind; "
-        "repeatable",
+        "repeatable; default: R-workers are the other ranks under mpirun, else threads",
         flag="--r-worker",
         metavar="ADDRESS",
         common=True,
@@ -265,13 +249,6 @@ class Cluster:
         unit="s",
         metavar="S",
     )
-    min_r_workers: int = option(
-        1,
-        "start when this many R-workers (mpi, zmq) are connected; over ZeroMQ the others may join"
-        " later",
-        low=1,
-        high=MAX_R_WORKERS,
-    )
     spare_r_workers: int = option(
         0,
         "standby R-workers, of each stage; one replaces an R-worker that is lost; under MPI the "
@@ -287,16 +264,3 @@ class Cluster:
         listed = Given("r_worker_addresses")
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
             raise ConfigError(listed, f": give each address once, and {MAX_R_WORKERS} at most")
-        # What an address looks like is the transport's business; here, only
-        # that there are some where there must.
-        if self.transport == "zmq" and not addresses:
-            raise ConfigError(
-                Given("transport", "zmq"), " needs ", listed, ": tcp://HOST:PORT of each R-worker"
-            )
-        if self.transport == "inproc" and addresses:
-            raise ConfigError(
-                Given("transport", "inproc"),
-                " contradicts ",
-                listed,
-                ": R-workers at addresses are reached over ZeroMQ. Remove one of them",
-            )

@@ -24,7 +24,7 @@ from fastdecode.wire.zmq.listener import PeerListener
 _INSTANCES: Final = Others(
     "instance",
     "fastdecode instance --bind",
-    "instance_addresses",
+    "instances",
     frozenset([*get_args(InstanceSays), Failed]),
 )
 _ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}

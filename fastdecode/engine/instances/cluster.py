@@ -313,12 +313,12 @@ def _open_hub(
     """Lines to all instances; what they are called; and where lost ones are looked
     for. Raises ConfigError: there can be no such lines."""
     cluster, instances = config.cluster, config.instances
-    if instances.number:
+    if instances.roles:
         with imports_for("an S-worker"):
             from fastdecode.engine.instances.local_instances import LocalHub
         local = LocalHub(config, tell, times)
         return local, local.names, None
-    if instances.instance_ranks:
+    if instances.placed:
         from fastdecode.engine.instances.ranks import RankHub
         from fastdecode.wire.mpi import joining
 
@@ -329,8 +329,8 @@ def _open_hub(
         from fastdecode.wire.zmq.access import ClusterKey
 
     key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
-    hub = InstanceHub(instances.instance_addresses, key, cluster.worker_silence_s)
-    return hub, instances.instance_addresses, hub
+    hub = InstanceHub(instances.addresses, key, cluster.worker_silence_s)
+    return hub, instances.addresses, hub
 
 
 def _identity(welcome: InstanceWelcome) -> Identity:
@@ -347,9 +347,7 @@ def _common(config: EngineConfig, spec: Any, welcomes: dict[int, InstanceWelcome
             for i, x in found.items()
         )
         raise ConfigError(
-            Given(
-                "instance_addresses" if config.instances.instance_addresses else "instance_ranks"
-            ),
+            Given("instances"),
             f" name instances that can't go on with each other's requests ({told}): start them "
             "with the same dtype, kv_dtype and max_model_len",
         )

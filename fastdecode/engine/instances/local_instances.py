@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.instances import InstanceRole, Instances
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.connections import FromInstance, greet_together
@@ -48,22 +48,21 @@ class LocalHub(InprocHub[ToInstance, FromInstance]):
         self, config: EngineConfig, tell: Callable[[str], None], times: MeasuredTimes | None
     ) -> None:
         super().__init__()
-        wanted = config.instances
         if launched_size() is not None:
             raise ConfigError(
-                Given("prefill_instances", wanted.prefill_instances),
+                Given("instances", config.instances.instances),
                 " starts instances in one process, and this is one of an MPI job's: start it "
                 "without mpirun",
             )
         self.services: list[EngineService[RunningEngine]] = []
-        """Of the instances; prefill instances come first."""
+        """Of the instances."""
         self._threads: list[threading.Thread] = []
         configs = _each(config)
         self.names = tuple(configs)
         neighbours = ThreadNeighbours()
         num_threads = max(1, torch.get_num_threads() // len(configs))
         try:
-            for (name, own), role in zip(configs.items(), _roles(wanted), strict=True):
+            for (name, own), role in zip(configs.items(), config.instances.roles, strict=True):
                 told = partial(_tell_of, tell, name)
                 colocation = Colocation(neighbours, name, len(configs), role)
                 self._start(partial(_make, own, told, times, colocation, num_threads), colocation)
@@ -145,25 +144,16 @@ def _tell_of(tell: Callable[[str], None], name: str, text: str) -> None:
     tell(f"instance {name}: {text}")
 
 
-def _names(wanted: Instances) -> Iterable[str]:
-    yield from (f"p{index}" for index in range(wanted.prefill_instances))
-    yield from (f"d{index}" for index in range(wanted.decode_instances))
-
-
-def _roles(wanted: Instances) -> list[InstanceRole]:
-    prefill = [InstanceRole.PREFILL] * wanted.prefill_instances
-    return [*prefill, *[InstanceRole.DECODE] * wanted.decode_instances]
-
-
 def _each(config: EngineConfig) -> dict[str, EngineConfig]:
-    """What each instance is made with: an even share of this host."""
-    wanted = config.instances
-    own = config
+    """What each instance is made with, by its name: an even share of this host."""
+    roles, own = config.instances.roles, config
     if config.r_part.kv_placement != "gpu":
-        own = with_r_workers_here(config, wanted.number)
-        own = replace(own, cluster=replace(config.cluster, transport="inproc"))
-    prefill, applies = for_batches(own), wanted.replan == "apply"
+        own = with_r_workers_here(config, len(roles))
+    prefill, changes = for_batches(own), config.instances.replan_slo is not None
+    numbers = {role: itertools.count() for role in InstanceRole}
     return {
-        name: prefill if applies or role is InstanceRole.PREFILL else own
-        for name, role in zip(_names(wanted), _roles(wanted), strict=True)
+        f"{role.value[0]}{next(numbers[role])}": prefill
+        if changes or role is InstanceRole.PREFILL
+        else own
+        for role in roles
     }

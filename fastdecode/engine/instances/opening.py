@@ -34,13 +34,13 @@ def make_service(
         ConfigError: some of them are of one engine only.
         MissingExtraError: a package is missing.
     """
-    if config.instances.replan != "off":
+    if config.instances.replan_slo is not None:
         from fastdecode.engine.replanning.starting import slo_of
 
         slo_of(config.instances)
-    if config.instances.is_several and not isinstance(trace, (NoTrace, type(None))):
+    if config.instances.instances and not isinstance(trace, (NoTrace, type(None))):
         raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
-    if config.instances.is_several:
+    if config.instances.instances:
         with imports_for("instances"):
             from fastdecode.engine.instances.cluster import service_of_cluster
         return service_of_cluster(config, progress, times)

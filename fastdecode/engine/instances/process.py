@@ -121,7 +121,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     job.peers.update(set(ranks.s_ranks(number)) - {job.rank}, ranks.r_ranks(number))
     role = config.instances.placed[number].role
     own = _own(config.of_instance(number), role, is_here=False)
-    if config.instances.replan == "apply":  # then any of them may come to run prompts
+    if config.instances.replan_slo is not None:  # then any of them may come to run prompts
         own = for_batches(own)
     colocation = _colocation(own, job, ranks, role)
     if ranks.role(job.rank) is RankRole.LEADER:
@@ -225,7 +225,7 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
     """Raises ConfigError: there is no such instance."""
     if launched_size() is not None:
         raise ConfigError("an instance is a process by itself: start it without mpirun")
-    if config.instances.is_several:
+    if config.instances.instances:
         raise ConfigError("an instance has no instances: leave out those options")
     config.check_reached(config.s_part.pp)
     usual = EngineConfig(config.model).options

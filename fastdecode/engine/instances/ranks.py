@@ -27,7 +27,7 @@ def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
     ranks.check(job)
     if not job.threads_may_take_turns:
         raise ConfigError(
-            Given("instance_ranks"),
+            Given("instances"),
             f" need an MPI that lets threads take turns, and {job.library} doesn't: use another, "
             "or instances at addresses",
         )

@@ -33,7 +33,6 @@ class Replanner:
     Args:
         controller: of the instances.
         watch: decides when to look.
-        applies: whether roles are changed, or only said.
         batch_tokens: of prompts that an instance runs at once.
         token_bytes: K and V of a token, all layers.
         tell: reports what was found, one line at a time.
@@ -45,7 +44,6 @@ class Replanner:
         controller: Controller,
         watch: TrafficWatch,
         *,
-        applies: bool,
         batch_tokens: int,
         token_bytes: int,
         tell: Callable[[str], None],
@@ -53,7 +51,6 @@ class Replanner:
     ) -> None:
         self._controller = controller
         self._watch = watch
-        self._applies = applies
         self._batch_tokens = batch_tokens
         self._token_bytes = token_bytes
         self._tell = tell
@@ -141,10 +138,8 @@ class Replanner:
             logger.warning("roles: what others would carry couldn't be found out")
             return
         end = "if another window says so, too, better:" if self._watch.better else ""
+        self._tell(_text(due, judged, "changing to" if changes else end))
         if changes:
-            end = "changing to" if self._applies else "better:"
-        self._tell(_text(due, judged, end))
-        if changes and self._applies:
             self._change(judged.best)
 
     def _change(self, best: Roles) -> None:

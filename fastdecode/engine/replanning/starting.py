@@ -40,12 +40,11 @@ def start_replanning(
         token_bytes: K and V of a token, all layers.
     """
     stack, wanted = contextlib.ExitStack(), config.instances
-    if wanted.replan == "off":
+    if wanted.replan_slo is None:
         return stack
     replanner = Replanner(
         controller,
         TrafficWatch(slo_of(wanted), WatchRules(), time.monotonic()),
-        applies=wanted.replan == "apply",
         batch_tokens=controller.router.dispatcher.prefill[0].batch_tokens,
         token_bytes=token_bytes,
         tell=tell,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, HolderKind
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
@@ -360,12 +360,8 @@ class RunningEngine:
         Raises:
             WorkerError: too few R-workers (of columns, with stages) are there.
         """
-        at_least = self.resolved.config.cluster.min_r_workers
-        if num_live < at_least:
-            too_few = ConfigError(
-                Given("min_r_workers", at_least), f": there are only {num_live} R-workers"
-            )
-            raise next(iter(lost), too_few)
+        if not num_live:
+            raise lost[0]
         if lost:
             missing = "; ".join(error.message for error in lost)
             logger.warning(

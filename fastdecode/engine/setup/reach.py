@@ -307,7 +307,6 @@ def reach_stage_addresses(
         [x for i in stages for x in cluster.r_worker_addresses[i * each : (i + 1) * each]],
         key_file=cluster.key,
         silence_s=cluster.worker_silence_s,
-        min_workers=cluster.min_r_workers,
         reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
         ends_them=ends_them,
     )

@@ -10,15 +10,9 @@ def transport_of(config: EngineConfig) -> str:
     """How R-workers are reached, before it is known whether a sole one needs a thread."""
     if config.r_part.kv_placement == "gpu":
         return "local"
-    if config.cluster.transport != "auto":
-        return config.cluster.transport
-    return (
-        "zmq"
-        if config.cluster.r_worker_addresses
-        else "inproc"
-        if launched_size() is None
-        else "mpi"
-    )
+    if config.cluster.r_worker_addresses:
+        return "zmq"
+    return "inproc" if launched_size() is None else "mpi"
 
 
 def has_one_worker(config: EngineConfig) -> bool:

@@ -201,7 +201,7 @@ class InstanceRanks:
         """Raises ConfigError: the job has others."""
         if job.size != self.size:
             raise ConfigError(
-                Given("instance_ranks"),
+                Given("instances"),
                 f" take {self.size} MPI ranks, and {job.size} were started: start them by "
                 "fastdecode launch --placement",
                 code="too_few_ranks",
