@@ -203,7 +203,7 @@ def metrics_page() -> Iterator[str]:
         "",
     )
     yield from ("| name | kind | |", "|---|---|---|")
-    seen = StatusReport("open", num_r_workers=1, num_live_r_workers=1, figures=_FIGURES)
+    seen = StatusReport(state="open", num_r_workers=1, num_live_r_workers=1, figures=_FIGURES)
     for name, family in Observations(4096).families(seen).items():
         yield f"| `{name}` | {family.kind} | {family.help} |"
 

@@ -288,7 +288,7 @@ def between_instances() -> list[ToInstance | InstanceSays]:
         SetRole(InstanceRole.BOTH),
         EndConversation((0, 1, 2), "salt"),
         Deltas((Delta("0.1", 0, text="é", token_ids=(7,)),)),
-        StatusReport("ready", 7, num_live_r_workers=2, figures={"é": [1]}),
+        StatusReport(7, state="ready", num_live_r_workers=2, figures={"é": [1]}),
     ]
 
 

@@ -29,14 +29,15 @@ class RawDeltas:
 
 @dataclass(frozen=True, eq=False)
 class RawReport:
-    state: str
     num_steps: int
     stepped_s: float | None
     longest_step_s: float
+    num_unfinished: int
     num_running: int
-    num_waiting: int
     num_r_workers: int
     num_live_r_workers: int
+    has_hung_r_workers: bool
+    state: str
     error: str | None
     figures: Raw
 

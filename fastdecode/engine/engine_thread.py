@@ -20,6 +20,7 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.sequence import Request
+from fastdecode.wire.instances.messages import EngineNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -62,41 +63,6 @@ class Served(Protocol):
 
 
 T = TypeVar("T", bound=Served)
-
-
-@dataclass(frozen=True)
-class EngineNumbers:
-    """How an engine is, as its thread saw it last."""
-
-    num_steps: int = 0
-    stepped_s: float | None = None
-    """``time.monotonic()`` at the end of the last step."""
-    longest_step_s: float = 0.0
-    """Of the last 256 steps."""
-    num_unfinished: int = 0
-    """Sequences, waiting or running."""
-    num_running: int = 0
-    """Sequences."""
-    num_r_workers: int = 0
-    """R-workers that it began with."""
-    num_live_r_workers: int = 0
-    """Those that aren't lost, or are in the place of one that was."""
-    has_hung_r_workers: bool = False
-    """Whether one was given up because it didn't answer: it may still be there, and hang."""
-
-    @property
-    def workers(self) -> tuple[int, int]:
-        """R-workers that aren't lost, and all."""
-        return self.num_live_r_workers, self.num_r_workers
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences of which nothing runs."""
-        return self.num_unfinished - self.num_running
-
-    def step_age_s(self) -> float | None:
-        """Seconds since the last step ended; None before the first."""
-        return None if self.stepped_s is None else time.monotonic() - self.stepped_s
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import threading
@@ -35,9 +36,11 @@ from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.host.interrupts import Interrupted
 from fastdecode.core.sequence import Request
-from fastdecode.engine.engine_thread import EngineNumbers, EngineThread, T
+from fastdecode.engine.engine_thread import EngineThread, T
 from fastdecode.engine.loop import EngineLoop
-from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.instances.messages import EngineNumbers, StatusReport
+
+logger = logging.getLogger(__name__)
 
 LEAVING_S = 10.0
 """How long a process that ends waits for the thread of an engine that nobody closed."""
@@ -57,19 +60,8 @@ class Snapshot:
 
     def report(self, figures: Mapping[str, Any]) -> StatusReport:
         """The same as others report it, with what the engine has said between two steps."""
-        numbers, error = self.engine, self.error
-        return StatusReport(
-            self.state,
-            numbers.num_steps,
-            numbers.stepped_s,
-            numbers.longest_step_s,
-            numbers.num_running,
-            numbers.num_waiting,
-            numbers.num_r_workers,
-            numbers.num_live_r_workers,
-            None if error is None else error.code,
-            figures,
-        )
+        code = None if self.error is None else self.error.code
+        return StatusReport(**vars(self.engine), state=self.state, error=code, figures=figures)
 
 
 class EngineService(Generic[T]):
@@ -223,9 +215,10 @@ class EngineService(Generic[T]):
         """Have the engine closed as soon as the step in flight is over; doesn't wait."""
         self._loop.ask_to_close()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Close the engine; requests that are open end with an error. Safe to
-        call twice.
+        call twice. A thread that doesn't end in time is left to the end of the process,
+        with a warning.
 
         Raises:
             WorkerError: an R-worker that wasn't lost did not stop in time.
@@ -236,7 +229,9 @@ class EngineService(Generic[T]):
         if self._thread is None:
             self._loop.run_to_end()
         elif self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.warning("an engine has not stopped within %.0f s: it hangs", timeout_s)
         failed, self._loop.closing_failed = self._loop.closing_failed, None
         _raise(failed)
 

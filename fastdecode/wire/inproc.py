@@ -209,8 +209,12 @@ class InprocHub(Generic[SendT, ReceiveT]):
 
     def poll(self, wanted: InprocConnection[SendT, ReceiveT]) -> ReceiveT | None:
         """The next message of one connection, if it is here; see ``Connection.poll``."""
-        while not self._arrivals.empty():  # nobody else takes from it: what is there stays there
-            self._pending.append(self._next_arrival(None))
+        for _ in range(self._arrivals.qsize()):  # nobody else takes from it
+            arrival = self._arrivals.get()
+            if arrival is None:  # for whoever waits in ``receive_any`` next
+                self._arrivals.put(None)
+            else:
+                self._pending.append(arrival)
         pending = self._take_pending(wanted)
         return None if pending is None else wanted.take(pending[1])
 

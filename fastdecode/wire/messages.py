@@ -159,7 +159,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""

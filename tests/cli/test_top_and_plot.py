@@ -82,7 +82,7 @@ def test_a_view_tells_rates_and_shares_of_the_last_minute() -> None:
 def test_a_lost_r_worker_has_no_room_for_kv() -> None:
     lost = {**WORKER, "lost": "it was killed", "kv_blocks_used": 0}
     for workers, used in (([WORKER, lost], 0.5), ([lost], 0.0)):
-        assert StatusReport("ready", figures={"r_workers": workers}).kv_used == used
+        assert StatusReport(state="ready", figures={"r_workers": workers}).kv_used == used
 
 
 def test_r_workers_of_one_host_differ_by_their_ports() -> None:

@@ -23,7 +23,7 @@ from fastdecode.wire.instances.messages import (
 from fastdecode.wire.transport import timeout_error
 
 WAIT_S = 60.0
-SEEN = StatusReport("ready", 1, num_live_r_workers=1)
+SEEN = StatusReport(1, state="ready", num_live_r_workers=1)
 
 
 class Line:

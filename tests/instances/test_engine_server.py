@@ -12,10 +12,15 @@ from counting_engine import Counting
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.engine.engine_thread import EngineNumbers
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.wire.instances.messages import Deltas, FromEngine, StatusReport, Submit
+from fastdecode.wire.instances.messages import (
+    Deltas,
+    EngineNumbers,
+    FromEngine,
+    StatusReport,
+    Submit,
+)
 
 WAIT_S = 60.0
 LIMITS = RequestLimits(vocab_size=100, max_model_len=50)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from fastdecode.cli.main import main
 from fastdecode.core.delta import DeltaQueue, OutputFold
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request, RequestOutput
+from fastdecode.engine.instances import local_instances
 from fastdecode.engine.instances.local_instances import LocalHub
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.launch import RunningEngine
@@ -258,3 +260,18 @@ def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> Non
     ):
         with pytest.raises(ConfigError, match=named):
             LLM(model, **options)
+
+
+def test_an_instance_that_hangs_is_left_with_a_warning(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local_instances, "CLOSING_S", 0.1)
+    llm, free = LLM(model, **BOTH, **OPTIONS), threading.Event()
+    hung, other = services(llm)
+    hung.look(lambda running: free.wait(WAIT_S) and None)
+    llm.close()
+    assert "has not stopped within" in caplog.text
+    free.set()
+    for service in (hung, other):
+        service.close()
+    assert {service.snapshot().state for service in (hung, other)} == {"closed"}

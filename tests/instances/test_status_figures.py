@@ -118,7 +118,7 @@ def test_what_is_left_out_or_elsewhere_is_refused(spoil: Callable[[Any], Any]) -
 def test_live_r_workers_are_at_most_those_it_began_with(
     steps: int, live: int, is_true: bool
 ) -> None:
-    seen = StatusReport("ready", steps, num_live_r_workers=live, figures=told())
+    seen = StatusReport(steps, state="ready", num_live_r_workers=live, figures=told())
     if is_true:
         seen.check(2)
     else:

@@ -52,7 +52,7 @@ def test_when_to_come_again_follows_from_how_fast_the_queue_moves() -> None:
 
 
 def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
-    seen = StatusReport("ready", 10, 100.0, 0.5, 1, 0, 2, 2)
+    seen = StatusReport(10, 100.0, 0.5, 1, 1, 2, 2, state="ready")
     good = Outlook(is_ready=True, seen=seen, seen_s=100.0)
 
     def of(

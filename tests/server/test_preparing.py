@@ -212,7 +212,9 @@ def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple
         return await asyncio.get_running_loop().create_future()  # he stays
 
     async def test(setting: Setting) -> None:
-        setting.front.outlook = Outlook(True, seen=StatusReport("ready"), seen_s=time.monotonic())
+        setting.front.outlook = Outlook(
+            True, seen=StatusReport(state="ready"), seen_s=time.monotonic()
+        )
         scope = {"headers": [(b"content-type", b"application/json")]}
         ping_s = 0.001 if num_pings else WITHIN_S
         exchange = Exchange(scope, receive, take)

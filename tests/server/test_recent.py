@@ -65,7 +65,8 @@ def test_two_browsers_see_the_same_and_a_reload_loses_nothing() -> None:
     for second in range(20):
         observed.generation_tokens.add(5)
         observed.see(
-            float(second), StatusReport("ready", num_running=3, figures={"r_workers": workers})
+            float(second),
+            StatusReport(state="ready", num_running=3, figures={"r_workers": workers}),
         )
     first, second_ = observed.history.columns(19.5), observed.history.columns(19.5)
     assert first == second_ and first["num_running"] == [3] * 10 and first["kv_used"] == [0.25] * 10

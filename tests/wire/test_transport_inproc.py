@@ -66,6 +66,18 @@ def test_deadline_names_the_peer_and_leaves_the_connection_usable() -> None:
     assert s.receive(0.0) == 7
 
 
+def test_a_poll_leaves_a_call_to_look_up_to_the_next_wait_for_any() -> None:
+    hub: InprocHub[str, int] = InprocHub()
+    here, there = connect(hub, "the S side", InprocHub[int, str](), "the R side")
+    hub.wake()
+    assert here.poll() is None
+    there.send(3)
+    assert here.poll() == 3
+    assert code_of(lambda: hub.receive_any(60.0)) == TIMEOUT  # woken, before its time
+    there.send(4)
+    assert hub.receive_any(60.0) == (0, 4)
+
+
 def test_receive_sleeps_until_a_message_comes() -> None:
     s, r = pair()
     thread = in_thread(lambda: r.send(len(r.receive(60.0))))

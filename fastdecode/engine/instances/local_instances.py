@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -30,6 +31,9 @@ from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.instances.messages import InstanceHello, InstanceWelcome, ToInstance
 from fastdecode.wire.mpi.launcher import launched_size
 from rworker.transfers.neighbours import ThreadNeighbours
+
+CLOSING_S = 60.0
+"""How long instances may take to stop, all together."""
 
 
 class LocalHub(InprocHub[ToInstance, FromInstance]):
@@ -100,20 +104,22 @@ class LocalHub(InprocHub[ToInstance, FromInstance]):
         return greet_together(self, hello, max(timeout_s, LOADING_TIMEOUT_S))
 
     def close(self) -> None:
-        """Stop all instances. Safe to call twice.
+        """Stop all instances, or leave those that hang to the end of the process. Safe to
+        call twice.
 
         Raises:
             WorkerError: an R-worker that wasn't lost did not stop in time.
         """
         super().close()
+        end_s = time.monotonic() + CLOSING_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, end_s - time.monotonic()))
         failed: list[FastDecodeError] = []
         for service in self.services:
             service.ask_to_close()
         for service in self.services:
             try:
-                service.close()
+                service.close(max(0.0, end_s - time.monotonic()))
             except FastDecodeError as error:
                 failed.append(error)
         if failed:

@@ -99,7 +99,7 @@ def _status(front: Front) -> dict[str, Any]:
         "num_tasks": len(asyncio.all_tasks()),
         "num_open": front.client.num_open,
         "num_queued": front.admission.num_requests,
-        **(seen or StatusReport("starting")).fields,
+        **(seen or StatusReport()).fields,
         "generation_tokens": observed.generation_tokens.total,
         "num_succeeded": observed.succeeded.total,
         "num_failed": observed.ended.of("error"),

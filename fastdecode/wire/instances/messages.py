@@ -37,6 +37,7 @@ a name that its controller gives to no other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
@@ -51,6 +52,9 @@ from fastdecode.wire.instances.request_json import DELTAS, FIGURES, NAMES, REQUE
 from fastdecode.wire.traits import Asking, Role, Worded
 
 _MOST: Final = 1 << 40
+_STATUS_FIELDS: Final = (
+    "num_running", "num_waiting", "num_r_workers", "num_live_r_workers", "kv_used", "figures",
+)  # fmt: skip
 _CONTROLLERS: Final = frozenset({Role.CONTROLLER})
 
 
@@ -147,23 +151,47 @@ class Deltas:
 
 
 @dataclass(frozen=True)
-class StatusReport:
-    """How an engine is. ``time.monotonic`` is the same for all processes of a host."""
+class EngineNumbers:
+    """How an engine is, as its thread saw it last."""
 
-    state: str
-    """That of a ``Snapshot``."""
     num_steps: int = 0
     stepped_s: float | None = None
-    """When the last step ended."""
+    """``time.monotonic()`` at the end of the last step: the same for all processes of a host."""
     longest_step_s: float = 0.0
-    """Of the latest steps."""
+    """Of the last 256 steps."""
+    num_unfinished: int = 0
+    """Sequences, waiting or running."""
     num_running: int = 0
     """Sequences."""
-    num_waiting: int = 0
     num_r_workers: int = 0
+    """R-workers that it began with."""
     num_live_r_workers: int = 0
-    """0, of one that began with some: it can run nothing until one is back, and an instance
-    gives up what it was asked."""
+    """Those that aren't lost, or are in the place of one that was."""
+    has_hung_r_workers: bool = False
+    """Whether one was given up because it didn't answer: it may still be there, and hang."""
+
+    @property
+    def workers(self) -> tuple[int, int]:
+        """R-workers that aren't lost, and all."""
+        return self.num_live_r_workers, self.num_r_workers
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences of which nothing runs."""
+        return self.num_unfinished - self.num_running
+
+    def step_age_s(self) -> float | None:
+        """Seconds since the last step ended; None before the first."""
+        return None if self.stepped_s is None else time.monotonic() - self.stepped_s
+
+
+@dataclass(frozen=True)
+class StatusReport(EngineNumbers):
+    """How an engine is. An instance without a live R-worker, of some, can run nothing until one
+    is back, and gives up what it was asked."""
+
+    state: str = "starting"
+    """That of a ``Snapshot``."""
     error: str | None = None
     """The code of what broke it."""
     figures: Annotated[Mapping[str, Any], FIGURES] = field(default_factory=dict)
@@ -179,14 +207,7 @@ class StatusReport:
     @property
     def fields(self) -> dict[str, Any]:
         """As ``/status.json``, status files and the page have it."""
-        return {
-            "num_running": self.num_running,
-            "num_waiting": self.num_waiting,
-            "num_r_workers": self.num_r_workers,
-            "num_live_r_workers": self.num_live_r_workers,
-            "kv_used": self.kv_used,
-            "figures": self.figures,
-        }
+        return {name: getattr(self, name) for name in _STATUS_FIELDS}
 
     def check(self, num_r_workers: int) -> None:
         """Raises ProtocolError: an instance with so many R-workers can't say that."""
