@@ -214,6 +214,7 @@ class WorkerPool:
         relayed = range(num_peers, num_peers + num_relayed)
         self.placement: Final = Placement([*range(self.num_workers), *relayed], keepers)
         """Which worker keeps which holder."""
+        self._unheard = [*map(int, self.placement)] if keepers and not num_others else []
         self.pending: Final = PendingReplies(
             num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
         )
@@ -252,7 +253,18 @@ class WorkerPool:
         return False
 
     def hear_reports(self) -> None:
-        """Take in reports of workers from which no answer is awaited."""
+        """Take in reports of devices that R-workers only keep replicas of: steps there
+        never receive. Answers are kept for ``receive``."""
+        for index in self._unheard:
+            connection = self._connection(index)
+            try:
+                while index not in self.gone and (message := connection.poll()) is not None:
+                    if isinstance(message, (Failed, ReplicationNews)):
+                        self._taken(index, message)
+                    else:
+                        self._early.append((index, message))
+            except WorkerError as error:
+                self._lose(index, error)
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """What a holder is sent to open its lower tier."""
@@ -475,11 +487,12 @@ _LOOK_S: Final = 1e-3
 
 
 class MixedPool(WorkerPool):
-    """R-workers, and the cache on the S-worker's device as the last; see ``WorkerPool``."""
+    """R-workers, and the cache on the S-worker's device as the last holder; see
+    ``WorkerPool``."""
 
     @property
     def _device_index(self) -> int:
-        return self.num_workers - 1
+        return len(self.placement) - 1
 
     def _connection(self, index: int) -> RConnection:
         if self._device is not None and index == self._device_index:
@@ -504,30 +517,6 @@ class MixedPool(WorkerPool):
                     return self._taken(index, report)
                 most_s = min(most_s, _LOOK_S)
         return super().receive(most_s=most_s)
-
-
-class ProtectedPool(MixedPool):
-    """The caches on the S-worker's device, which are the first workers, and R-workers that
-    only keep replicas. The device may be lost. See ``WorkerPool``."""
-
-    _device_index = 0
-
-    def hear_reports(self) -> None:
-        """See ``WorkerPool``. Steps on the device never receive."""
-        for index in map(int, self.placement):
-            device = self._connection(index)
-            try:
-                while index not in self.gone and (message := device.poll()) is not None:
-                    self._sort(index, message)
-            except WorkerError as error:
-                self._lose(index, error)
-
-    def _sort(self, index: int, message: FromRWorker) -> None:
-        """Take in a report of the device; keep an answer for ``receive``."""
-        if isinstance(message, (Failed, ReplicationNews)):
-            self._taken(index, message)
-        else:
-            self._early.append((index, message))
 
 
 def last_words(connection: Connection[Any, Any]) -> Failed | None:

@@ -357,13 +357,30 @@ class Replicas:
         self.figures: Final = first.figures
         """What happened to replicas so far; links are counted of the first ring."""
         self._session = options.session
+        self._begin_s = options.begin_s
         self._places: HubReplacements[Any] | None = None
         self._takeovers: dict[HolderId, _Takeover] = {}  # under way
 
     def begin(self) -> None:
-        """Have every member that is present keep its neighbour up to date."""
+        """Have every member that is present keep its neighbour up to date; and wait for the
+        replicas, if so asked (``LinkOptions.begin_s``).
+
+        Raises:
+            WorkerError: an R-worker that is to keep one does not answer.
+        """
         for ring in self.rings:
             ring.begin()
+        if self._begin_s and not look_until_found(lambda: self._has_begun or None, self._begin_s):
+            raise WorkerError(
+                f"no replica of the device's KV cache was there within {self._begin_s:g} s",
+                code=TIMEOUT,
+            )
+
+    @property
+    def _has_begun(self) -> bool:
+        self._fleet.look()
+        self.take_news(0)
+        return not any(ring.is_beginning for ring in self.rings)
 
     @property
     def adopted(self) -> set[HolderId]:
@@ -548,30 +565,6 @@ class HeadReplicas(Replicas):
             super().mend()
 
 
-class DeviceReplicas(Replicas):
-    """Of the cache on the S-worker's device."""
-
-    def begin(self) -> None:
-        """See ``Replicas``. Waits until the replica is there: no R-worker could take
-        over from a device that failed before that.
-
-        Raises:
-            WorkerError: the R-worker that is to keep it does not answer.
-        """
-        super().begin()
-        timeout_s = self._fleet.pending.deadlines.while_greeting().timeout_s
-        if not look_until_found(lambda: self._has_begun() or None, timeout_s):
-            raise WorkerError(
-                f"no replica of the device's KV cache was there within {timeout_s:g} s",
-                code=TIMEOUT,
-            )
-
-    def _has_begun(self) -> bool:
-        self._fleet.look()
-        self.take_news(0)
-        return not any(ring.is_beginning for ring in self.rings)
-
-
 def new_session() -> int:
     """Secret of a run."""
     return 1 + secrets.randbelow(MAX_ID)
@@ -606,17 +599,7 @@ def replicate(
         return again, HeadReplicas(fleet, [(circle, options)], clock)
     copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
     again = {**welcomes, **offer_for_replicas(fleet, hello, copied, options.keepers)}
-    return again, replicas_of(fleet, [(circle, options)], clock)
-
-
-def replicas_of(
-    fleet: HolderPool,
-    rings: Sequence[tuple[Sequence[HolderId], LinkOptions]],
-    clock: Clock = time.monotonic,
-) -> Replicas:
-    """Replicas of whole members, which have offered room for them; see ``Replicas``."""
-    kind = DeviceReplicas if rings[0][1].keepers else Replicas
-    return kind(fleet, rings, clock)
+    return again, Replicas(fleet, [(circle, options)], clock)
 
 
 def offer_for_replicas(

@@ -44,6 +44,8 @@ class LinkOptions:
     keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
     """The R-worker without a holder that keeps each holder's replica; empty: the holders'
     own R-workers keep the replicas, in a ring."""
+    begin_s: float = 0.0
+    """How long the start waits for all replicas; 0: they come while sequences run."""
 
 
 class Links:

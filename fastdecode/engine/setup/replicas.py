@@ -8,7 +8,8 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.fleet.replicas import Replicas, replicas_of, replicate
+from fastdecode.engine.fleet.pending import GREETING_TIMEOUT_S
+from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
@@ -53,7 +54,7 @@ def make_stage_replicas(
             members.addresses.update(named)
         names = members.addresses if stage else addresses
         rings.append((circle, _options(each, names, cluster, keepers)))
-    return replicas_of(fleet, rings)
+    return Replicas(fleet, rings)
 
 
 def about_replicas(welcomes: Welcomes, again: Welcomes, workers: Reached) -> str:
@@ -72,4 +73,7 @@ def _options(
     cluster: Cluster,
     keepers: Mapping[HolderId, HolderId],
 ) -> LinkOptions:
-    return LinkOptions(addresses, LINK_BYTES, cluster.worker_timeout_s, session, keepers)
+    timeout_s = cluster.worker_timeout_s
+    # A device that failed before its replica is there leaves nobody who could recompute.
+    begin_s = max(timeout_s, GREETING_TIMEOUT_S) if keepers else 0.0
+    return LinkOptions(addresses, LINK_BYTES, timeout_s, session, keepers, begin_s)

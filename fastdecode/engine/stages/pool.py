@@ -23,7 +23,7 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
-from fastdecode.engine.fleet.pool import MixedPool, ProtectedPool, RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
@@ -450,7 +450,7 @@ def pool_of(
     if num_keepers and stages is None:
         num_workers = len(hub.connections)
         keepers = range(num_workers - num_keepers, num_workers)
-        protected = ProtectedPool(hub, timeout_s, silence_s, absent=absent, keepers=keepers)
+        protected = MixedPool(hub, timeout_s, silence_s, absent=absent, keepers=keepers)
         return protected, protected
     if stages is None:
         make = WorkerPool if device is None else MixedPool
