@@ -104,11 +104,10 @@ class Caches:
         self._caches[holder] = HolderCache(holder, peer, books, num_blocks * block_bytes)
         return self._caches[holder]
 
-    def resume(self, peer: int, hello: Hello) -> tuple[HolderCache, int, bool] | None:
+    def resume(self, peer: int, hello: Hello) -> tuple[HolderCache, int] | None:
         """The cache that outlives the peer that used it is this peer's from now on:
-        the cache, whose it was, and whether blocks of it were on their way to
-        its lower tier, or from there. They, and what isn't a sequence's, are
-        forgotten. None: there is no such cache."""
+        the cache, and whose it was. What isn't a sequence's is forgotten. None: there is
+        no such cache."""
         cache = self._caches.get(HolderId(hello.holder))
         if cache is None or not cache.may_be_resumed(hello):
             return None
@@ -116,10 +115,9 @@ class Caches:
         cache.books.hello = replace(cache.books.hello, feeders=hello.feeders)
         cache.plans.clear()
         cache.is_replicated = False
-        were_moving = bool(cache.books.moving)
         cache.books.moving.give_up()
         cache.books.store.cached.forget_all()
-        return cache, before, were_moving
+        return cache, before
 
     def at(self, holder: int) -> HolderCache | None:
         """A holder's cache, any peer's."""
@@ -173,6 +171,8 @@ class Caches:
         if cache.is_replicated and cache.owner != peer:
             raise ProtocolError(f"holder {holder!r} has a replica: end that first (Replicate)")
         before, cache.owner = cache.owner, peer
+        if before != peer:
+            cache.books.moving.give_up()
         hello = cache.books.hello
         cache.books.hello = replace(hello, role=Role.S_WORKER)
         cache.plans.clear()
@@ -210,6 +210,7 @@ class Caches:
         for cache in deserted:
             cache.owner = NOBODY
             cache.is_replicated = False
+            cache.books.moving.give_up()
         return [cache.holder for cache in deserted]
 
     def drop(self, peer: int, session: int = 0) -> list[HolderId]:

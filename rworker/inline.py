@@ -62,12 +62,11 @@ class InlineConnection:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (answer := self.poll()) is None:
             assert self._worker is not None
-            tiers = self._worker.executor.tiers
             left_s = None if deadline is None else deadline - time.monotonic()
-            assert tiers.is_busy, f"{self.peer} owes no answer"
+            assert self._worker.behind.is_moving, f"{self.peer} owes no answer"
             if left_s is not None and left_s <= 0:
                 raise timeout_error(self.peer, timeout_s or 0.0)
-            tiers.wait(left_s)
+            self._worker.executor.tiers.wait(left_s)
         return answer
 
     def poll(self) -> FromRWorker | None:
@@ -76,8 +75,8 @@ class InlineConnection:
         answers = self._answers.queue
         while not answers and self._requests and self._worker is not None:
             self._handle(self._requests.popleft(), self._worker)
-        if self._worker is not None and self._worker.executor.tiers.is_busy:
-            self._worker.tell_moved()
+        if self._worker is not None:
+            self._worker.behind.report_moves()
         if answers:
             return answers.popleft()
         if self._worker is None:
@@ -117,7 +116,7 @@ class InlineConnection:
 
     def _end(self) -> None:
         if self._worker is not None:
-            self._worker.executor.tiers.close_all()
+            self._worker.behind.close()
         self._worker = None
         self._requests.clear()
 

@@ -19,8 +19,8 @@ from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
 from fastdecode.wire.kv.exporting import Pull
 from fastdecode.wire.messages import Activations, FromRWorker
-from rworker.blocks.moving import Move
 from rworker.stream.changes import Change
+from rworker.tiers.lower_tier import MoveJob
 
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
@@ -238,11 +238,12 @@ class OpenTier:
 
 @dataclass(frozen=True)
 class MoveBlocks:
-    """Copy blocks down or up in the background, and tell the state."""
+    """Copy blocks down or up in the background, and tell a peer."""
 
     to: int
     holder: HolderId
-    move: Move
+    books: CacheState
+    move: MoveJob
 
 
 @dataclass(frozen=True)
@@ -262,12 +263,10 @@ class Admit:
 
 @dataclass(frozen=True)
 class Unlink:
-    """A holder's cache has no replica any more; nobody gets a report."""
+    """Nothing is transferred to or from a holder's cache any more, and its lower tier is
+    closed; nobody gets a report."""
 
     holder: HolderId
-    ends_moves: bool = False
-    """Blocks that are on their way to its lower tier, or from there, don't move
-    any further either."""
 
 
 @dataclass(frozen=True)

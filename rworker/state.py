@@ -81,9 +81,13 @@ from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.taking_over import take_over, truncate, wanted_of
-from rworker.tiers.orders import about_tier, moved
-from rworker.tiers.tiers import Done, Further
-from rworker.transfers.orders import about_handing, about_offer, after_close, link_for
+from rworker.transfers.orders import (
+    about_handing,
+    about_offer,
+    about_tier,
+    after_close,
+    link_for,
+)
 
 
 @dataclass
@@ -172,14 +176,6 @@ class RWorkerState:
             ProtocolError: the peer has no such cache.
         """
         return self._caches.of(peer, holder)
-
-    def moved(self, news: Done | Further) -> tuple[Instruction, ...]:
-        """A job of a cache is over, or has come further. The peer that asked for it
-        may be gone."""
-        cache = self._caches.at(news.holder)
-        assert cache is not None, "with a cache its jobs go"
-        report = moved(cache, news)
-        return (Send(news.to, report),) if cache.owner == news.to else ()
 
     def lost(
         self, peer: int, *, may_return: bool = False, is_torn: bool = False
@@ -353,7 +349,7 @@ class RWorkerState:
         admit = (Admit(hello.feeders),) if hello.feeders else ()
         if resumed is not None:
             fence = _fence(self.name, number, resumed[1])
-            return (Unlink(cache.holder, resumed[2]), welcome, *admit, *fence)
+            return (Unlink(cache.holder), welcome, *admit, *fence)
         specs = (hello.attention, hello.activation_dtype)
         return (*late, Prepare(cache.holder, layout, num_blocks, *specs), welcome, *admit)
 
@@ -376,7 +372,8 @@ class RWorkerState:
         answer, changes = take_over(cache.books, *wanted)
         done: list[Instruction] = [Send(number, answer)]
         done += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
-        done += [HangUp(before)] if before not in (number, NOBODY) else []
+        if before not in (number, NOBODY):
+            done += Unlink(cache.holder), HangUp(before)
         return tuple(done)
 
     def _drop(self, number: int, peer: _Peer, message: DropCache) -> tuple[Instruction, ...]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from fastdecode.core.clock import Clock
@@ -16,8 +17,6 @@ from fastdecode.core.host.facts import this_host
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
-from fastdecode.wire.kv.exporting import Pulled
-from fastdecode.wire.kv.replicating import ReplicationNews, Unprotected
 from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -59,7 +58,7 @@ from rworker.prefetching import PrefetchChoices
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
-from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
 from rworker.transfers.neighbours import Neighbourhood, Neighbours, NoNeighbours
 
 logger = logging.getLogger(__name__)
@@ -106,7 +105,6 @@ class Peers(Protocol):
         """By their numbers."""
 
 
-@dataclass(eq=False)
 class RWorker:
     """An R-worker at work: its state decides, its executor computes, its peers get answers.
 
@@ -114,10 +112,15 @@ class RWorker:
         behind: what is done behind compute; None: it can't reach other R-workers.
     """
 
-    peers: Peers
-    state: RWorkerState
-    executor: RWorkerExecutor
-    behind: BackgroundTransfers | None = None
+    def __init__(
+        self,
+        peers: Peers,
+        state: RWorkerState,
+        executor: RWorkerExecutor,
+        behind: BackgroundTransfers | None = None,
+    ) -> None:
+        self.peers, self.state, self.executor = peers, state, executor
+        self.behind = behind or BackgroundTransfers(executor, NoNeighbours(), partial(tell, peers))
 
     def obey(self, instructions: tuple[Instruction, ...]) -> bool:
         """Carry out instructions in order. False: leave the loop.
@@ -129,8 +132,7 @@ class RWorker:
         for instruction in instructions:
             match instruction:
                 case Compute():
-                    if not self._compute(instruction):
-                        return False
+                    self._compute(instruction)
                 case Send(to, message):
                     self._answer(to, message)
                 case _:
@@ -138,44 +140,26 @@ class RWorker:
                         return False
         return True
 
-    def tell_moved(self) -> bool:
-        """Report moves between tiers to the peers that asked for them. False: leave
-        the loop."""
-        tiers = self.executor.tiers
-        for news in tiers.take_news() if tiers.is_busy else ():
-            if not self.obey(self.state.moved(news)):
-                return False
-        return True
-
     def lose(self, error: PeerLostError) -> bool:
         """Go on without a peer. False: leave the loop."""
         if error.code == CLOSED:
             logger.info("R-worker %s goes on without a peer: %s", self.state.name, error)
         else:
-            self.tell(error.index, last_words(self.state.name, error))
+            tell(self.peers, error.index, last_words(self.state.name, error))
         goes_on = self.obey((HangUp(error.index, may_return=error.code == CLOSED),))
         if self.state.kept:
             logger.info("R-worker %s keeps the KV cache of a lost S-worker", self.state.name)
         return goes_on
 
-    def tell(self, index: int, message: Failed | ReplicationNews | Pulled) -> None:
-        """Send a peer what it didn't ask for, unless it is gone."""
-        peer = self.peers.connections[index]
-        try:
-            peer.send(message)
-        except WorkerError:
-            logger.info("%s is gone, and gets no report", peer.peer)
-
-    def _compute(self, compute: Compute) -> bool:
+    def _compute(self, compute: Compute) -> None:
         """Answer with a layer. What has failed of the blocks that it read is reported
-        before. False: leave the loop."""
+        before."""
         result = self.executor.compute(compute)
-        if self.behind is not None and self.behind.is_used:
+        if self.behind.is_used:
             self.behind.attended()
-        if compute.plan.coming and not self.tell_moved():
-            return False
+        if compute.plan.coming:
+            self.behind.report_moves()
         self._send(compute.to, result)
-        return True
 
     def _answer(self, to: int, message: FromRWorker) -> None:
         if isinstance(message, Failed):
@@ -209,20 +193,27 @@ class RWorker:
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
-                if self.behind is not None:
-                    self.behind.drop(instruction.holder)
+                self.behind.drop(instruction.holder)
                 executor.prepare(instruction)
-            case LinkReplica() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
-                self._obey_link(instruction)
+            case (
+                LinkReplica()
+                | Follow()
+                | EndStep()
+                | BeginPull()
+                | EndPull()
+                | MoveBlocks()
+                | DropStored()
+                | Admit()
+            ):
+                self.behind.obey(instruction)
             case OpenTier():
                 for page in executor.open_tier(instruction):
                     self._send(instruction.to, page)
-            case MoveBlocks():
-                executor.tiers.begin(instruction)
-            case DropStored():
-                executor.tiers.drop(instruction)
-            case Unlink() | Drop():
-                self._let_go(instruction)
+            case Unlink(holder):
+                self.behind.drop(holder)
+            case Drop(holder):
+                self.behind.drop(holder)
+                executor.drop(instruction)
             case HangUp(peer, may_return, is_torn):
                 self.peers.connections[peer].close()
                 return self.obey(self.state.lost(peer, may_return=may_return, is_torn=is_torn))
@@ -232,27 +223,14 @@ class RWorker:
                 assert_never(instruction)
         return True
 
-    def _let_go(self, instruction: Unlink | Drop) -> None:
-        if self.behind is not None:
-            self.behind.drop(instruction.holder)
-        if isinstance(instruction, Drop):
-            self.executor.drop(instruction)
-        elif instruction.ends_moves:
-            self.executor.tiers.close(instruction.holder)
 
-    def _obey_link(
-        self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
-    ) -> None:
-        if self.behind is not None:
-            self.behind.obey(instruction)
-            return
-        reason = "this R-worker can't reach others"
-        if isinstance(instruction, LinkReplica):
-            unprotected = Unprotected(instruction.holder, reason, instruction.number)
-            self._send(instruction.to, unprotected)
-        elif isinstance(instruction, BeginPull):
-            sequence = instruction.message.sequence_id
-            self._send(instruction.to, Pulled(instruction.holder, sequence, 0, 0.0, reason))
+def tell(peers: Peers, index: int, message: Failed | TransferNews) -> None:
+    """Send a peer what it didn't ask for, unless it is gone."""
+    peer = peers.connections[index]
+    try:
+        peer.send(message)
+    except WorkerError:
+        logger.info("%s is gone, and gets no report", peer.peer)
 
 
 def serve(
@@ -272,17 +250,14 @@ def serve(
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
-    worker = RWorker(hub, state, executor)
-    worker.behind = behind = BackgroundTransfers(
-        executor, neighbours or NoNeighbours(), worker.tell
-    )
+    behind = BackgroundTransfers(executor, neighbours or NoNeighbours(), partial(tell, hub))
+    worker = RWorker(hub, state, executor, behind)
     try:
         while serve_next(hub, worker, grace_period):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
         behind.close()
-        executor.tiers.close_all()
         for connection in hub.connections:
             connection.close()
 
@@ -292,26 +267,25 @@ def serve_next(
 ) -> bool:
     """Deal with what comes next; ``grace_period``: for how long lost S-workers are
     waited for, None: for ever. False: leave the loop."""
-    state, tiers, behind = worker.state, worker.executor.tiers, worker.behind
-    links = behind if behind is not None and behind.is_used else None
-    if links is not None and links.is_late:
-        links.work()
+    state, behind = worker.state, worker.behind
+    behind_s = None
+    if behind.is_used:
+        behind.report_moves()
+        if behind.is_late:
+            behind.work()
+        behind_s = behind.wait_s
     if grace_period is not None and (over := grace_period.end(state)):
         return worker.obey(over)
-    if tiers.is_used and not worker.tell_moved():
-        return False
-    link_wait_s = None if links is None else links.wait_s
     away_s = None if grace_period is None else grace_period.wait_s(state)
-    tier_wait_s = tiers.wait_s if tiers.is_used else None
-    waits_s = [each for each in (link_wait_s, tier_wait_s, away_s) if each is not None]
+    waits_s = [each for each in (behind_s, away_s) if each is not None]
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
     except PeerLostError as error:
         return worker.lose(error)
     except WorkerError as error:
         if error.code == TIMEOUT and waits_s:
-            if links is not None and link_wait_s is not None:
-                links.work()
+            if behind_s is not None:
+                behind.work()
             return True
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
@@ -320,7 +294,7 @@ def serve_next(
     try:
         return worker.obey(state.handle(peer, message))
     except Exception as error:
-        worker.tell(peer, last_words(state.name, error))
+        tell(hub, peer, last_words(state.name, error))
         return worker.obey((HangUp(peer, is_torn=True),))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,18 +12,7 @@ from fastdecode.wire.kv.tiers import MOST_MOVED, DropBlocks, FetchBlocks, StoreB
 from fastdecode.wire.messages import MAX_ID
 from rworker.blocks.kv_store import KVStore
 from rworker.checks import check_array, check_integer, checked_keys
-
-
-@dataclass(frozen=True)
-class Move:
-    """A job, as it was asked for."""
-
-    number: int
-    is_fetch: bool
-    keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
-    num_tokens: tuple[int, ...]
-    """As ``StoreBlocks`` has them; none of a fetch."""
+from rworker.tiers.lower_tier import MoveJob
 
 
 class Moving:
@@ -36,10 +24,10 @@ class Moving:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self.moves: Final[dict[int, Move]] = {}
+        self.moves: Final[dict[int, MoveJob]] = {}
         """Jobs that aren't over, by number."""
 
-    def fetches_of(self, blocks: NDArray[np.int64]) -> list[Move]:
+    def fetches_of(self, blocks: NDArray[np.int64]) -> list[MoveJob]:
         """Jobs that fetch any of these blocks."""
         fetches = [move for move in self.moves.values() if move.is_fetch]
         return [move for move in fetches if np.isin(move.blocks, blocks).any()]
@@ -48,7 +36,7 @@ class Moving:
         """Jobs that aren't over."""
         return len(self.moves)
 
-    def begin(self, message: StoreBlocks | FetchBlocks) -> Move:
+    def begin(self, message: StoreBlocks | FetchBlocks) -> MoveJob:
         """Kept blocks begin to move.
 
         Raises:
@@ -69,11 +57,11 @@ class Moving:
             blocks = cached.begin_store(keys)
         else:
             blocks = cached.begin_fetch(keys)
-        move = Move(number, not num_tokens, tuple(keys), tuple(blocks.tolist()), num_tokens)
+        move = MoveJob(number, not num_tokens, tuple(keys), tuple(blocks.tolist()), num_tokens)
         self.moves[number] = move
         return move
 
-    def end(self, number: int, failed: set[int]) -> Move:
+    def end(self, number: int, failed: set[int]) -> MoveJob:
         """A job is over; of its blocks these have failed, by their place."""
         move = self.moves.pop(number)
         bad = [key for place, key in enumerate(move.keys) if move.is_fetch and place in failed]

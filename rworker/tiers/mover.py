@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final, Protocol
 from zlib import crc32
 
@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from fastdecode.core.clock import Clock
 from rworker.tiers.health import Faults, Health
+from rworker.tiers.lower_tier import LowerTier, MoveJob
 from rworker.tiers.slots import SlotFile, page_buffer
-from rworker.tiers.units import MoveJob, Unit, Units
+from rworker.tiers.units import Unit, Units
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class ArrayMemory:
         self._pool[:, block] = 0
 
 
-class Mover:
+class Mover(LowerTier):
     """See the module. One thread calls; none of its calls waits for the disk,
     but ``close`` and ``wait_for_layer``.
 
@@ -111,6 +112,7 @@ class Mover:
         late_s: float = LATE_S,
     ) -> None:
         self.slots: Final = slots
+        self.num_layers, self.stored_bytes = slots.shape.num_layers, slots.shape.slot_bytes
         self.health: Final = Health(slots.path)
         self._memory = ArrayMemory(pool) if isinstance(pool, np.ndarray) else pool
         self._clock = clock
@@ -125,47 +127,30 @@ class Mover:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def num_layers(self) -> int:
-        """Of the cache."""
-        return self.slots.shape.num_layers
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of a block, as it is stored."""
-        return self.slots.shape.slot_bytes
-
     def take_faults(self) -> Faults:
         """What has gone wrong since the last call."""
         return self.health.take_faults()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job isn't over, or it wasn't told that it is."""
-        return self._units.is_busy
 
     def begin(self, job: MoveJob) -> None:
         """Move blocks. Nobody writes them until the job is over; of those
         fetched into, layers are read that were waited for."""
         self._units.begin(job)
 
-    def take_over(self) -> list[MoveJob]:
-        """Jobs that are over; each is told once."""
+    def progress(self, job: MoveJob) -> int:
+        """See ``LowerTier``."""
         oldest_s = self._units.oldest_s
         stuck_s = self._clock() - STUCK_S
         if oldest_s is not None and oldest_s <= stuck_s and not self.health.is_broken:
             self.health.note_stuck(STUCK_S)
             self._units.give_up()
-        return self._units.take_over()
+        num_there = self._units.progress(job)
+        if num_there == len(job.num_left):
+            return self.num_layers
+        return self._groups[num_there - 1].stop if num_there else 0
 
-    def take_progress(self) -> list[tuple[MoveJob, int]]:
-        """Of fetches that aren't over, those that have come further since that
-        was asked last, and how many leading layers are there."""
-        return [(job, self._groups[n - 1].stop) for job, n in self._units.take_progress()]
-
-    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
-        """Until some job is over, or so long; or has come further."""
-        self._units.wait(timeout_s, for_progress=for_progress)
+    def wait(self, timeout_s: float | None) -> None:
+        """See ``LowerTier``."""
+        self._units.wait(timeout_s)
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
         """Until a layer of these jobs' blocks is there, or has failed: whoever
@@ -189,13 +174,14 @@ class Mover:
         else:
             self.slots.close()
 
-    def drop(self, key: bytes) -> None:
-        """A block isn't kept any more, nor found after a restart, if the disk answers."""
-        if self.health.is_broken:
-            self.slots.drop(key)
-            return
-        with contextlib.suppress(OSError):  # whoever finds it finds it whole
-            self.slots.erase(key)
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """See ``LowerTier``. Nor are they found after a restart, if the disk answers."""
+        for key in keys:
+            if self.health.is_broken:
+                self.slots.drop(key)
+                continue
+            with contextlib.suppress(OSError):  # whoever finds it finds it whole
+                self.slots.erase(key)
 
     def _work(self) -> None:
         buffer = page_buffer(self.slots.shape.slot_bytes)

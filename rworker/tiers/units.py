@@ -12,50 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastdecode.core.clock import Clock
-
-
-@dataclass(eq=False)
-class MoveJob:
-    """Blocks to be moved."""
-
-    number: int
-    is_fetch: bool
-    keys: tuple[bytes, ...]
-    blocks: tuple[int, ...]
-    """Of the cache, one for each key."""
-    num_tokens: tuple[int, ...] = ()
-    """Up to each block's end; of one that is stored."""
-    failed: set[int] = field(default_factory=set)
-    """Those that couldn't be moved."""
-    num_left: list[int] = field(default_factory=list)
-    """Units to be done: of each group of layers, or of all."""
-    asked_s: float = 0.0
-    began_s: float = 0.0
-    """When its first unit was."""
-    seconds: float = 0.0
-    """That it took since it was asked for; while it isn't over, from its
-    beginning until its last group was there."""
-    num_told: int = 0
-    """Groups of which somebody was told that they are there."""
-    waited_s: float = 0.0
-    """That somebody has waited for layers of it."""
-
-    @property
-    def is_over(self) -> bool:
-        return not any(self.num_left)
-
-    @property
-    def num_there(self) -> int:
-        """Leading groups that are there."""
-        return next((i for i, left in enumerate(self.num_left) if left), len(self.num_left))
-
-    @property
-    def has_more(self) -> bool:
-        """Whether it is a fetch under way, of which more is there than was told."""
-        return self.is_fetch and not self.is_over and self.num_there > self.num_told
+from rworker.tiers.lower_tier import MoveJob
 
 
 @dataclass(frozen=True)
@@ -85,14 +45,8 @@ class Units:
         self._running: dict[Unit, float] = {}  # since when
         self._placing: set[Unit] = set()  # into the cache
         self._jobs: dict[int, MoveJob] = {}
-        self._over: list[MoveJob] = []
         self._is_closed = False
         self._is_giving_up = False
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job isn't over, or wasn't taken over."""
-        return bool(self._jobs)
 
     @property
     def oldest_s(self) -> float | None:
@@ -158,33 +112,19 @@ class Units:
             elif not job.is_fetch or not self._fetches:
                 self._changed.notify_all()  # a store may begin now
 
-    def take_over(self) -> list[MoveJob]:
-        """Jobs that are over; each is told once."""
+    def progress(self, job: MoveJob) -> int:
+        """Groups of a job that are there, or have failed."""
         with self._changed:
-            over, self._over = self._over, []
-            for job in over:
-                del self._jobs[job.number]
-        return over
+            job.num_told = job.num_there
+            if job.is_over:
+                self._jobs.pop(job.number, None)
+            return job.num_told
 
-    def take_progress(self) -> list[tuple[MoveJob, int]]:
-        """Of fetches that aren't over, those of which more groups are there
-        than was told before, and how many."""
-        with self._changed:
-            ahead = [job for job in self._jobs.values() if job.has_more]
-            for job in ahead:
-                job.num_told = job.num_there
-            return [(job, job.num_there) for job in ahead]
-
-    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
-        """Until some job is over, or so long. ``for_progress``: or there is
-        more of one than was told."""
+    def wait(self, timeout_s: float | None) -> None:
+        """Until there is more of some job than was told, or so long; or no job is left."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._over
-                    or not self._jobs
-                    or (for_progress and any(job.has_more for job in self._jobs.values()))
-                ),
+                lambda: not self._jobs or any(job.has_more for job in self._jobs.values()),
                 timeout_s,
             )
 
@@ -237,4 +177,3 @@ class Units:
     def _end_if_over(self, job: MoveJob) -> None:
         if job.is_over:
             job.seconds = self._clock() - job.asked_s
-            self._over.append(job)

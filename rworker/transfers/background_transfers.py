@@ -1,5 +1,5 @@
 """Transfers of an R-worker behind compute: replicas are kept up to date, prompts are
-imported.
+imported, kept blocks go to a lower tier and come back.
 
 The loop asks for a **unit** of work when nothing else waits: some changes and one chunk
 of at most 4 MiB of each replica, and of each import as many chunks as take a millisecond
@@ -12,6 +12,9 @@ its time, ``SHARE``, and no more: a chunk costs about as much at the other end, 
 threads that carry it, and an R-worker that attends meanwhile has that many fewer cores
 and bytes a second. So a unit is one chunk then, and the next one is asked for behind it.
 As soon as nothing is attended, all of the time is for imports.
+
+Lower tiers copy by themselves, in threads or on a device's stream: a unit only reports
+what has come.
 
 What breaks ends the transfers that need it, and nothing else: a peer that asked for one
 gets a report, with the reason.
@@ -31,10 +34,22 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import Replicated, Unprotected
-from rworker.instructions import Admit, BeginPull, EndPull, EndStep, Follow, LinkReplica
+from fastdecode.wire.kv.tiers import Fetching, Moved
+from rworker.instructions import (
+    Admit,
+    BeginPull,
+    DropStored,
+    EndPull,
+    EndStep,
+    Follow,
+    LinkReplica,
+    MoveBlocks,
+)
 from rworker.stream.chunk_endpoints import ChunkMemory, LocalCache
+from rworker.tiers.tiers import POLL_S, Tiers
+from rworker.transfers.block_transfer import BlockTransfer
 from rworker.transfers.import_transfer import ImportTransfer, Place
-from rworker.transfers.neighbours import Neighbours
+from rworker.transfers.neighbours import Neighbours, NoNeighbours
 from rworker.transfers.peer_link import PeerLink
 from rworker.transfers.replica_transfer import LOOK_S, ReplicaTransfer
 from rworker.transfers.throttle import Throttle
@@ -45,10 +60,17 @@ _MOST_STEPS: Final = 2
 _MOST_ANSWERS: Final = 2
 """That a unit takes in of a link, where each may be a chunk."""
 
-TransferNews: TypeAlias = Replicated | Unprotected | Pulled
+TransferNews: TypeAlias = Replicated | Unprotected | Pulled | Fetching | Moved
 Tell: TypeAlias = Callable[[int, TransferNews], None]
 """Sends a peer, by its number, a report."""
 _Key = TypeVar("_Key")
+
+
+class TransferMemory(ChunkMemory, Protocol):
+    """Of an R-worker's caches, and where their kept blocks go else."""
+
+    @property
+    def tiers(self) -> Tiers: ...
 
 
 class Transfer(Protocol):
@@ -87,7 +109,11 @@ class BackgroundTransfers:
     """
 
     def __init__(
-        self, memory: ChunkMemory, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
+        self,
+        memory: TransferMemory,
+        neighbours: Neighbours,
+        tell: Tell,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._memory = memory
         self._neighbours = neighbours
@@ -99,6 +125,7 @@ class BackgroundTransfers:
         self._num_ended = 0  # steps, since replicas had a unit
         self._imports: dict[tuple[HolderId, int], ImportTransfer] = {}
         self._links: dict[Place, PeerLink] = {}  # that imports share
+        self._moves: dict[tuple[HolderId, int], BlockTransfer] = {}
         self._throttle = Throttle(clock)
         self.is_used = False
         """Whether anything was ever asked of it."""
@@ -108,9 +135,16 @@ class BackgroundTransfers:
         """How long to wait for others' messages before ``work``; None: for as
         long as it takes."""
         waits_s = [replica.wait_s for replica in self._replicas.values()]
+        if self._moves:
+            waits_s.append(POLL_S)
         if self._is_importing:
             waits_s.append(max(LOOK_S, self._throttle.rest_s))
         return min(waits_s, default=None)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether kept blocks are on their way."""
+        return bool(self._moves)
 
     @property
     def is_late(self) -> bool:
@@ -128,7 +162,15 @@ class BackgroundTransfers:
         return any(not one.order.message.bytes_per_s for one in self._imports.values())
 
     def obey(
-        self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
+        self,
+        instruction: LinkReplica
+        | Follow
+        | EndStep
+        | BeginPull
+        | EndPull
+        | MoveBlocks
+        | DropStored
+        | Admit,
     ) -> None:
         """A transfer begins or ends, or has to know of a change."""
         self.is_used = True
@@ -146,6 +188,13 @@ class BackgroundTransfers:
                 self._import(instruction)
             case EndPull(holder, sequence):
                 self._end(self._imports, (holder, sequence), "the sequence was closed")
+            case MoveBlocks(holder=holder, move=move):
+                one = BlockTransfer(instruction, self._memory.tiers.of(holder))
+                self._moves[holder, move.number] = one
+                self._end_if_failed(self._moves, (holder, move.number), one.begin)
+            case DropStored(holder, keys):
+                if (tier := self._memory.tiers.of(holder)) is not None:
+                    tier.drop(keys)
             case Admit(addresses):
                 self._admit(addresses)
 
@@ -154,8 +203,13 @@ class BackgroundTransfers:
         if self.is_used:
             self._throttle.attended()
 
+    def report_moves(self) -> None:
+        """Report how far kept blocks have come."""
+        self._advance_all(self._moves)
+
     def work(self) -> None:
         """A unit of each."""
+        self.report_moves()
         self._num_ended = 0
         self._advance_all(self._replicas)
         if not self._is_importing:
@@ -170,23 +224,32 @@ class BackgroundTransfers:
         self._throttle.worked(began_s, gives_way=gives_way)
 
     def drop(self, holder: HolderId) -> None:
-        """The cache, or its replica, is over: nobody gets a report."""
+        """Nothing is transferred to or from a cache any more: nobody gets a report."""
         self._numbers.pop(holder, None)
         _close(self._replicas, [holder])
         _close(self._imports, [key for key in self._imports if key[0] == holder])
+        _close(self._moves, [key for key in self._moves if key[0] == holder])
+        self._memory.tiers.close(holder)
 
     def give_up(self, reason: str) -> None:
-        """Nothing is transferred any more. Peers that wait get the reason."""
+        """Nothing is transferred any more, but to lower tiers. Peers that wait get the
+        reason."""
         for holder in list(self._replicas):
             self._end(self._replicas, holder, reason)
         for key in list(self._imports):
             self._end(self._imports, key, reason)
-        self.close()
+        self._neighbours = NoNeighbours()
+        self._close_links()
 
     def close(self) -> None:
         """All is over: replicas too, unless an S-worker goes on with them."""
         _close(self._replicas, list(self._replicas))
         _close(self._imports, list(self._imports))
+        _close(self._moves, list(self._moves))
+        self._close_links()
+        self._memory.tiers.close_all()
+
+    def _close_links(self) -> None:
         for link in self._links.values():
             link.close()
         self._links.clear()

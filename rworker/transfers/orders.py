@@ -1,4 +1,4 @@
-"""Messages that begin and end transfers between R-workers, as instructions."""
+"""Messages that begin and end transfers of a cache, as instructions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,23 @@ from fastdecode.wire.kv.exporting import (
     check_ticket,
 )
 from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate
+from fastdecode.wire.kv.tiers import DropBlocks, FetchBlocks, StoreBlocks, TierToRWorker, UseTier
 from fastdecode.wire.messages import MAX_ID, PROTOCOL_VERSION
+from rworker.blocks.moving import keys_to_drop
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
-from rworker.checks import check_integer
-from rworker.instructions import BeginPull, EndPull, Instruction, LinkReplica, ReadChunk, Send
+from rworker.checks import check_integer, checked_identity
+from rworker.instructions import (
+    BeginPull,
+    DropStored,
+    EndPull,
+    Instruction,
+    LinkReplica,
+    MoveBlocks,
+    OpenTier,
+    ReadChunk,
+    Send,
+)
 from rworker.step_plan import copies
 from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk
 from rworker.stream.chunks import expectation
@@ -110,6 +122,27 @@ def _offer(books: CacheState, message: ExportSequence) -> None:
     if sequence in books.arrivals or tables.row(sequence) in tables.gaps or not num_tokens:
         raise ProtocolError(f"sequence {sequence} lacks tokens: it can't be offered")
     books.offers.give(check_ticket(message.ticket), sequence, num_tokens)
+
+
+def about_tier(number: int, cache: HolderCache, message: TierToRWorker) -> tuple[Instruction, ...]:
+    """What a peer's message about a cache's lower tier comes to.
+
+    Args:
+        number: the peer's.
+
+    Raises:
+        ProtocolError: that can't be done now, or is never to be done.
+    """
+    books = cache.books
+    match message:
+        case UseTier():
+            if books.moving:
+                raise ProtocolError("the lower tier is in use")
+            return (OpenTier(number, cache.holder, checked_identity(message.identity)),)
+        case StoreBlocks() | FetchBlocks():
+            return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
+        case DropBlocks():
+            return (DropStored(cache.holder, tuple(keys_to_drop(message))),)
 
 
 def _check_pull(message: Pull) -> None:

@@ -26,9 +26,9 @@ if __name__ == "__main__":
 from dying import WRITES_A_BLOCK, die_in_write  # noqa: E402
 
 from rworker.tiers.format import SlotShape  # noqa: E402
+from rworker.tiers.lower_tier import MoveJob  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
 from rworker.tiers.opening import open_slots  # noqa: E402
-from rworker.tiers.units import MoveJob  # noqa: E402
 
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
 NUM_SLOTS = 16
@@ -49,11 +49,9 @@ def block_of(key: bytes) -> np.ndarray:
 def run_job(mover: Mover, job: MoveJob) -> set[int]:
     """Which of its blocks have failed."""
     mover.begin(job)
-    over: list[MoveJob] = []
-    while not over:
+    while mover.progress(job) < mover.num_layers:
         mover.wait(WAIT_S)
-        over = mover.take_over()
-    return over[0].failed
+    return job.failed
 
 
 def store_for_ever(directory: Path, seed: int) -> None:

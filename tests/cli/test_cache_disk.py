@@ -10,9 +10,9 @@ import pytest
 
 from fastdecode.cli.main import main
 from rworker.tiers.format import SlotShape
+from rworker.tiers.lower_tier import MoveJob
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots
-from rworker.tiers.units import MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=2, layer_bytes=3000)
 
@@ -23,10 +23,9 @@ def kept(tmp_path: Path) -> Path:
     pool = np.random.default_rng(1).integers(0, 256, (2, 3, 3000), np.uint8)
     mover = Mover(open_slots(tmp_path / "kept", SHAPE, SHAPE.file_bytes(5)), pool)
     keys = tuple(number.to_bytes(16, "little") for number in range(3))
-    mover.begin(MoveJob(0, False, keys, (0, 1, 2), (64, 128, 192)))
+    mover.begin(job := MoveJob(0, False, keys, (0, 1, 2), (64, 128, 192)))
     mover.wait(30.0)
-    (job,) = mover.take_over()
-    assert not job.failed
+    assert mover.progress(job) == mover.num_layers and not job.failed
     mover.close()
     return tmp_path / "kept"
 

@@ -32,11 +32,9 @@ from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
 from rworker.attention import AttentionExecutor
-from rworker.blocks.moving import Move
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks
-from rworker.tiers.health import Faults
-from rworker.tiers.units import MoveJob
+from rworker.tiers.lower_tier import LowerTier, MoveJob
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
@@ -125,34 +123,22 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
         decode.poll()
 
 
-class StuckTier:
+class StuckTier(LowerTier):
     """Whose jobs are never over, and whose ``wait`` ends with the test."""
 
-    num_layers, stored_bytes, is_busy = KV.num_layers, 1, True
+    num_layers, stored_bytes = KV.num_layers, 1
 
     def __init__(self) -> None:
         self.is_waited_for, self.ends = threading.Event(), threading.Event()
 
     def begin(self, job: MoveJob) -> None: ...
 
-    def take_over(self) -> list[MoveJob]:
+    def progress(self, job: MoveJob) -> int:
         self.is_waited_for.set()
-        return []
+        return 0
 
-    def take_progress(self) -> list[tuple[MoveJob, int]]:
-        return []
-
-    def take_faults(self) -> Faults:
-        return Faults()
-
-    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         self.ends.wait(timeout_s)
-
-    def wait_for_layer(self, numbers: tuple[int, ...], layer: int) -> None: ...
-
-    def drop(self, key: bytes) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def offered(prefill: ReachedDevice, num_tokens: int) -> KVSource:
@@ -172,7 +158,9 @@ def test_others_read_while_the_s_worker_waits_for_a_tier() -> None:
         source = offered(prefill, 37)
         (holder,) = executor.caches
         executor.tiers.use(holder, tier, num_slots=4)
-        executor.tiers.begin(MoveBlocks(WORKER, holder, Move(0, False, (b"key",), (0,), (8,))))
+        books = prefill._state.cache_of(WORKER).books
+        job = MoveJob(0, False, (b"key",), (0,), (8,))
+        prefill._at_work.obey((MoveBlocks(WORKER, holder, books, job),))
         waiting = threading.Thread(target=_received, args=(prefill,))
         waiting.start()
         try:

@@ -12,9 +12,9 @@ from held_slots import HeldSlots, held
 
 from rworker.tiers.format import SlotShape
 from rworker.tiers.health import Faults
+from rworker.tiers.lower_tier import MoveJob
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots
-from rworker.tiers.units import MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=4, layer_bytes=4096)
 KEYS = tuple(number.to_bytes(16, "little") for number in range(3))
@@ -30,46 +30,44 @@ def filled() -> np.ndarray:
 def stored(tmp_path: Path) -> Path:
     """A directory with a file of three blocks."""
     mover = Mover(open_slots(tmp_path, SHAPE, SHAPE.file_bytes(4)), filled(), num_threads=1)
-    mover.begin(MoveJob(0, False, KEYS, (0, 1, 2), (64, 128, 192)))
+    mover.begin(job := MoveJob(0, False, KEYS, (0, 1, 2), (64, 128, 192)))
     mover.wait(WAIT_S)
-    assert not mover.take_over()[0].failed
+    assert mover.progress(job) == SHAPE.num_layers and not job.failed
     mover.close()
     return tmp_path
 
 
-def fetching(stored: Path, late_s: float = WAIT_S) -> tuple[Mover, HeldSlots, np.ndarray]:
+def fetching(stored: Path, late_s: float = WAIT_S) -> tuple[Mover, MoveJob, HeldSlots, np.ndarray]:
     """A fetch of all of them, a layer at a time, of a disk that is held at each."""
     slots = held(open_slots(stored, SHAPE, SHAPE.file_bytes(4)))
     pool = np.full_like(filled(), 9)
     mover = Mover(slots, pool, num_threads=1, least_unit_bytes=1, late_s=late_s)
-    mover.begin(MoveJob(7, True, KEYS, (0, 1, 2)))
-    return mover, slots, pool
+    mover.begin(job := MoveJob(7, True, KEYS, (0, 1, 2)))
+    return mover, job, slots, pool
 
 
-def told(mover: Mover) -> int:
+def told(mover: Mover, job: MoveJob) -> int:
     """Layers that are said to be there next."""
-    mover.wait(WAIT_S, for_progress=True)
-    ((_, num_there),) = mover.take_progress()
-    return num_there
+    mover.wait(WAIT_S)
+    return mover.progress(job)
 
 
 def test_a_layer_is_there_while_later_ones_are_to_come(stored: Path) -> None:
-    mover, slots, pool = fetching(stored)
+    mover, job, slots, pool = fetching(stored)
     for layer in range(3):
         slots.let(layer)
         mover.wait_for_layer((7,), layer)
         assert (pool[layer] == filled()[layer]).all() and (pool[layer + 1] == 9).all()
-        assert told(mover) == layer + 1 and mover.take_over() == []
+        assert told(mover, job) == layer + 1 and not job.is_over
     slots.let(3)
     mover.wait_for_layer((7,), 3)
-    (job,) = mover.take_over()
-    assert not job.failed and (pool == filled()).all()
+    assert told(mover, job) == 4 and not job.failed and (pool == filled()).all()
     mover.wait_for_layer((7,), 3)  # nobody waits for what is over
     mover.close()
 
 
 def test_somebody_waits_for_a_layer_until_it_comes(stored: Path) -> None:
-    mover, slots, pool = fetching(stored)
+    mover, _, slots, pool = fetching(stored)
     slots.let(0)
     mover.wait_for_layer((7,), 0)
     letting = threading.Thread(target=lambda: [slots.let(layer) for layer in (1, 2, 3)])
@@ -81,13 +79,12 @@ def test_somebody_waits_for_a_layer_until_it_comes(stored: Path) -> None:
 
 
 def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> None:
-    mover, slots, pool = fetching(stored)
+    mover, job, slots, pool = fetching(stored)
     slots.damaged = {(1, 2)}  # the second block's third layer
     for layer in range(4):
         slots.let(layer)
         mover.wait_for_layer((7,), layer)
-    (job,) = mover.take_over()
-    assert job.failed == {1} and mover.health.faults.num_damaged == 1
+    assert told(mover, job) == 4 and job.failed == {1} and mover.health.faults.num_damaged == 1
     assert (
         mover.health.take_faults() == Faults(num_damaged=1)
         and mover.health.take_faults() == Faults()
@@ -102,12 +99,16 @@ def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> 
 
 def test_who_keeps_a_step_waiting_is_given_up(stored: Path) -> None:
     """What comes later all the same is put nowhere: the block may be another's."""
-    mover, slots, pool = fetching(stored, late_s=0.01)
+    mover, job, slots, pool = fetching(stored, late_s=0.01)
     slots.let(0)
-    mover.wait(WAIT_S, for_progress=True)
+    assert told(mover, job) == 1
     mover.wait_for_layer((7,), 1)
-    (job,) = mover.take_over()
-    assert job.failed == {0, 1, 2} and mover.health.faults.num_late == 3 and not pool.any()
+    assert (
+        told(mover, job) == 4
+        and job.failed == {0, 1, 2}
+        and mover.health.faults.num_late == 3
+        and not pool.any()
+    )
     pool[:] = 5
     for layer in (1, 2, 3):
         slots.let(layer)

@@ -21,7 +21,6 @@ from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welc
 from rworker.grace_period import GracePeriod
 from rworker.instructions import Admit, Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
 from rworker.serving_terms import ServingTerms
-from rworker.tiers.tiers import Done
 
 FIRST, SECOND, STRANGER = range(3)
 SESSION = 77
@@ -240,18 +239,19 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
     is_over: bool, is_known: bool
 ) -> None:
     """``is_known``: the R-worker knows that it is; else the connection is open
-    at this end still. What is on its way then ends with ``Unlink``."""
+    at this end still. What is on its way ends with ``Unlink``."""
     peers = Peers(has_tier=True)
     peers.say(FIRST, KeepBlocks(9, 0, KEY))
     peers.say(FIRST, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
     peers.say(FIRST, FetchBlocks(2, KEY + 100))
-    if is_known:
-        peers.lose(FIRST)
+    (cache,) = peers.state._caches
     if is_over:
         for job in (1, 2):
-            peers.state.moved(Done(FIRST, HolderId(0), job, set(), 0, 0.0))
+            cache.books.moving.end(job, set())
+    if is_known:
+        assert peers.lose(FIRST) == (Unlink(HolderId(0)),) and not len(cache.books.moving)
     unlink, welcome, *fence = peers.say(SECOND, RESUMING)
-    assert unlink == Unlink(HolderId(0), ends_moves=not is_over)
+    assert unlink == Unlink(HolderId(0))
     assert isinstance(welcome.message, Welcome)
     assert bool(fence) != is_known
     assert peers.hold(SECOND, _9=40) == [20]

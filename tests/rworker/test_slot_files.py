@@ -16,10 +16,10 @@ from fastdecode.core.errors import ConfigError
 from rworker.tiers.disk import disk_of, slot_files
 from rworker.tiers.format import SlotShape
 from rworker.tiers.health import MOST_FAILURES
+from rworker.tiers.lower_tier import MoveJob
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots, read_slots
 from rworker.tiers.slots import SlotFile, page_buffer
-from rworker.tiers.units import MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
 NUM_BLOCKS = 12
@@ -41,12 +41,10 @@ def move(mover: Mover, number: int, blocks: list[int], *, fetch: bool = False) -
     """Blocks go down, or up, under keys of their numbers; which have failed."""
     keys = tuple(map(key_of, blocks))
     num_tokens = () if fetch else tuple(64 * (block + 1) for block in blocks)
-    mover.begin(MoveJob(number, fetch, keys, tuple(blocks), num_tokens))
-    while True:
+    mover.begin(job := MoveJob(number, fetch, keys, tuple(blocks), num_tokens))
+    while mover.progress(job) < mover.num_layers:
         mover.wait(10.0)
-        for job in mover.take_over():
-            assert job.number == number
-            return job.failed
+    return job.failed
 
 
 def stored(directory: Path, blocks: list[int], pool: np.ndarray | None = None) -> Path:
@@ -98,7 +96,7 @@ def test_what_was_given_up_or_replaced_isnt_found_after_a_restart(tmp_path: Path
     path = stored(tmp_path, [1, 2])
     mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled(seed=2))
     assert move(mover, 0, [1]) == set(), "it is stored once more"
-    mover.drop(key_of(2))
+    mover.drop([key_of(2)])
     mover.close()
     header = read_slots(path)
     os.close(header[0])
@@ -245,13 +243,17 @@ def test_reads_precede_writes(tmp_path: Path) -> None:
     pool = filled()
     stored(tmp_path, [0, 1])
     mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), pool, num_threads=1)
-    mover.begin(MoveJob(0, False, tuple(map(key_of, range(2, 8))), tuple(range(2, 8)), (64,) * 6))
-    mover.begin(MoveJob(1, True, (key_of(0), key_of(1)), (8, 9)))
-    over: list[int] = []
-    while len(over) < 2:
-        mover.wait(10.0)
-        over += [job.number for job in mover.take_over()]
-    assert over == [1, 0]
+    jobs = (
+        MoveJob(0, False, tuple(map(key_of, range(2, 8))), tuple(range(2, 8)), (64,) * 6),
+        MoveJob(1, True, (key_of(0), key_of(1)), (8, 9)),
+    )
+    for job in jobs:
+        mover.begin(job)
+    for job in jobs:
+        while mover.progress(job) < mover.num_layers:
+            mover.wait(10.0)
+    writes, reads = (job.asked_s + job.seconds for job in jobs)
+    assert reads < writes
     assert (pool[:, [8, 9]] == pool[:, [0, 1]]).all()
     mover.close()
 

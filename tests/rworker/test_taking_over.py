@@ -26,7 +26,7 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import Role
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Drop, HangUp, Send, Stop
+from rworker.instructions import Drop, HangUp, Send, Stop, Unlink
 from rworker.stream.chunks import expectation
 from rworker.worker import RWorker, serve_next
 
@@ -98,7 +98,7 @@ def test_a_replica_is_taken_over_at_what_is_in_every_layer(peers: Peers, is_lost
         assert peers.gone(NEIGHBOUR) == ()
     told = peers.say(S_WORKER, take((1, 9), (2, 3), (7, 5)))
     assert counts(told[0].message) == [6, 3, -1]
-    assert told[1:] == (() if is_lost else (HangUp(NEIGHBOUR),))
+    assert told[1:] == (() if is_lost else (Unlink(HolderId(0)), HangUp(NEIGHBOUR)))
     # Sequence 3 wasn't named. The others go on, with queries, beside the own cache.
     begin = step_of((1, 6, 1), (2, 3, 1), step=9, holder=0)
     peers.say(S_WORKER, begin)

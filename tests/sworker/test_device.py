@@ -15,7 +15,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.buffers import BufferPool
-from rworker.tiers.units import MoveJob
+from rworker.tiers.lower_tier import MoveJob
 from sworker import device
 from sworker.buffers import Room
 from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
@@ -187,11 +187,11 @@ def test_a_lower_tier_where_nothing_is_pinned() -> None:
     tier = HostTier(cache, lambda: memory)
     stored = MoveJob(0, False, (b"a", b"b", b"c"), (0, 2, 3), (16, 32, 48))
     tier.begin(stored)
-    assert tier.take_over() == [stored] and stored.failed == {2}
+    assert tier.progress(stored) == 3 and stored.failed == {2}
     before = [x[:, :, 32:48].clone() for x in (cache.pool, cache.scales)]
     fetched = MoveJob(1, True, (b"b", b"x"), (1, 3))
     tier.begin(fetched)
-    assert tier.take_over() == [fetched] and fetched.failed == {1}
+    assert tier.progress(fetched) == 3 and fetched.failed == {1}
     for x, expected in zip((cache.pool, cache.scales), before, strict=True):
         assert torch.equal(x[:, :, 16:32], expected)
 

@@ -4,16 +4,15 @@ waits for a copy: a job is over as soon as its copies are queued (``sworker.host
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from rworker.tiers.health import Faults
-from rworker.tiers.units import MoveJob
+from rworker.tiers.lower_tier import LowerTier, MoveJob
 from sworker.host_blocks import BlockMemory
 from sworker.paged import PagedKV
 
 
-class HostTier:
-    """Which block is in which slot; see the module, and ``rworker.tiers.tiers.LowerTier``.
+class HostTier(LowerTier):
+    """Which block is in which slot; see the module, and ``LowerTier``.
 
     Args:
         cache: on the device.
@@ -27,12 +26,6 @@ class HostTier:
         self.num_slots = memory().num_slots
         self._slot_of: dict[bytes, int] = {}
         self._free = list(reversed(range(self.num_slots)))
-        self._over: list[MoveJob] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """See ``LowerTier``."""
-        return bool(self._over)
 
     def begin(self, job: MoveJob) -> None:
         """See ``LowerTier``. Blocks without room, or that are not here, have failed."""
@@ -46,40 +39,18 @@ class HostTier:
             blocks.append(block)
         if slots:
             self._memory().copy(slots, blocks, is_fetch=job.is_fetch)
-        self._over.append(job)
 
-    def take_over(self) -> list[MoveJob]:
+    def drop(self, keys: Iterable[bytes]) -> None:
         """See ``LowerTier``."""
-        over, self._over = self._over, []
-        return over
-
-    def take_progress(self) -> list[tuple[MoveJob, int]]:
-        """See ``LowerTier``."""
-        return []
-
-    def take_faults(self) -> Faults:
-        """See ``LowerTier``."""
-        return Faults()
-
-    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
-        """See ``LowerTier``."""
-
-    def wait_for_layer(self, numbers: tuple[int, ...], layer: int) -> None:
-        """See ``LowerTier``."""
-
-    def drop(self, key: bytes) -> None:
-        """See ``LowerTier``."""
-        slot = self._slot_of.pop(key, None)
-        if slot is not None:
-            self._free.append(slot)
-
-    def close(self) -> None:
-        """See ``LowerTier``."""
+        for key in keys:
+            slot = self._slot_of.pop(key, None)
+            if slot is not None:
+                self._free.append(slot)
 
     def _take(self, key: bytes) -> int | None:
         """A slot for a block; None: all are taken."""
         if not self._free:
             return None
-        self.drop(key)
+        self.drop((key,))
         slot = self._slot_of[key] = self._free.pop()
         return slot

@@ -22,13 +22,12 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.engine.step.local import BegunStep, DeviceWorker
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.exporting import Pulled
-from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, ToRWorker
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
 from rworker.inline import WORKER
 from rworker.instructions import EndStep, HangUp, Instruction
-from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.tiers.tiers import POLL_S
+from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
 from rworker.transfers.neighbours import Neighbourhood
 from rworker.worker import Peer, RWorker, last_words
 
@@ -143,9 +142,8 @@ class ReachedDevice(DeviceWorker):
     def _wait(self, timeout_s: float | None) -> None:
         """Until the thread has an answer, or so long that a tier may have moved blocks.
         Readers get the lock meanwhile: no wait for a tier may keep it."""
-        tier_s = self._executor.tiers.wait_s
-        if tier_s is not None:
-            timeout_s = tier_s if timeout_s is None else min(tier_s, timeout_s)
+        if self._transfers.is_moving:
+            timeout_s = POLL_S if timeout_s is None else min(POLL_S, timeout_s)
         self._changed.wait(timeout_s)
 
     def _handle(self, message: ToRWorker, worker: RWorker) -> None:
@@ -168,7 +166,6 @@ class ReachedDevice(DeviceWorker):
             logger.exception("%s and other R-workers do not reach each other any more", self.peer)
         finally:
             with self._changed:
-                self._at_work.behind = None  # what is asked for from now on is refused
                 self._transfers.give_up(f"{self.peer} does not reach other R-workers any more")
             self._hub.close()
 
@@ -204,7 +201,7 @@ class ReachedDevice(DeviceWorker):
                 self._tell(peer, last_words(self.peer, error))
                 self._at_work.obey((HangUp(peer),))
 
-    def _tell(self, peer: int, news: ReplicationNews | Pulled | Failed) -> None:
+    def _tell(self, peer: int, news: TransferNews | Failed) -> None:
         with contextlib.suppress(WorkerError):  # a reader is gone: the hub says so next
             self._at_work.peers.connections[peer].send(news)
         self._changed.notify_all()

@@ -1,0 +1,64 @@
+"""Kept blocks on their way between one cache and its lower tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Final
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.kv.kept import words_of
+from fastdecode.wire.kv.tiers import Fetching, Moved
+from rworker.instructions import MoveBlocks
+from rworker.tiers.health import Faults
+from rworker.tiers.lower_tier import LowerTier
+
+
+class BlockTransfer:
+    """See the module, and ``Transfer``: the tier copies by itself, this reports.
+
+    Args:
+        order: what was asked for.
+        tier: None: there is none.
+    """
+
+    def __init__(self, order: MoveBlocks, tier: LowerTier | None) -> None:
+        self.to: Final = order.to
+        self._order = order
+        self._tier = tier
+        self._job = order.move
+        self._num_there = 0  # leading layers
+
+    def begin(self) -> None:
+        """Raises WorkerError: there is no lower tier."""
+        if self._tier is None:
+            raise WorkerError("there is no lower tier")
+        self._tier.begin(self._job)
+
+    def advance(self) -> Iterator[Fetching]:
+        """See ``Transfer``."""
+        if self._tier is None:
+            return
+        before, self._num_there = self._num_there, self._tier.progress(self._job)
+        if before < self._num_there and not self.is_done:
+            at = self._order.holder, self._job.number, self._num_there, self._tier.num_layers
+            yield Fetching(*at, self._job.seconds)
+
+    @property
+    def is_done(self) -> bool:
+        """See ``Transfer``."""
+        return self._tier is not None and self._num_there == self._tier.num_layers
+
+    def end(self, reason: str) -> Moved:
+        """See ``Transfer``. What failed of a fetch isn't kept any more."""
+        job, tier = self._job, self._tier
+        failed = set(range(len(job.keys))) if reason else job.failed
+        self._order.books.moving.end(job.number, failed)
+        words = words_of([job.keys[place] for place in sorted(failed)])
+        num_bytes = 0 if tier is None else (len(job.keys) - len(failed)) * tier.stored_bytes
+        faults = Faults() if tier is None else tier.take_faults()
+        at = self._order.holder, job.number, words, num_bytes, job.seconds
+        return Moved(*at, *astuple(faults))
+
+    def close(self) -> None:
+        """See ``Transfer``: with its cache, a tier is closed, too."""
