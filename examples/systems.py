@@ -32,7 +32,7 @@ def systems(disk: str) -> dict[str, dict[str, Any]]:
     return {
         "DejaVu": {"pp": 2, "prompt_pp": 1, "r_workers": 2, "replicas": 1},
         "DejaVu on devices": {
-            "pp": 3, "kv_placement": "gpu", "swap": True, "replicas": 1, "kv_memory_gb": 0.02,
+            "pp": 3, "kv_placement": "swap", "replicas": 1, "kv_memory_gb": 0.02,
         },
         "Pensieve + DejaVu": {**kept_twice, "cache_disk": disk, "cache_disk_gb": 0.1},
         "Pensieve on two devices": {**device, "pp": 2},

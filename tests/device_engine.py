@@ -92,12 +92,11 @@ def _running(
     device_blocks: int = 0,
     layout: Layout = Layout.SPLIT_1,
     direct: bool = False,
-    swap: bool = False,
     see: Callable[[Any], None] = lambda attention: None,
 ) -> Iterator[Engine]:
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
     kept = (kv, spec.attention) if ranks is None else shard_kv(kv, spec.attention, ranks.shard)
-    is_local = kv_placement == "gpu"
+    swap, is_local = kv_placement == "swap", kv_placement != "r"
     reached: Reached = (
         reach_swapped(CPU, SWAPPED_BYTES, lanes, gpu, kernels)
         if swap

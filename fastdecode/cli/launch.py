@@ -253,7 +253,7 @@ def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine
     can_tell = command[0] != "calibrate" and s_host in (*_LOCAL, socket.gethostname())
     if can_tell and not args.dry_run:
         s_command += ["--exit-code-file", str(report)]
-    has_r_workers = shape.kv_placement != "gpu" and not shape.r_worker
+    has_r_workers = shape.kv_placement not in ("gpu", "swap") and not shape.r_worker
     if instances:
         if args.cache_disk is not None:
             raise ConfigError(

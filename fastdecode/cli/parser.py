@@ -32,6 +32,8 @@ ELSEWHERE = {
     "--transport": None,
     "--interval": None,
     "--min-r-workers": None,
+    "--cache-policy": None,
+    "--swap": "--kv-placement",
     "--replan": "--replan-slo",
     **dict.fromkeys(
         ("--prefill-instances", "--decode-instances", "--instance-ranks"), "--instances"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastdecode.cli.options import add_log_level_option, add_options
-from fastdecode.core.config.cache import CACHE_POLICIES
 from fastdecode.core.config.groups import SCHEDULES, Batching
 from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
@@ -67,7 +66,7 @@ def _add_conversations(group: Any) -> None:
     )
     group.add_argument(
         "--cache-policy",
-        default=",".join(CACHE_POLICIES),
+        default="retention,lru,size-idle",
         metavar="NAMES",
         help="to compare (default: %(default)s)",
     )
@@ -203,7 +202,7 @@ def _run_turns(args: argparse.Namespace) -> int:
     """Play turns with every policy and print what it came to."""
     from cost_model.simulate.turns import TierSimulator, as_json, as_text, read_turns
     from fastdecode.schedule.cache.costs import FLAT_TO_HALF
-    from fastdecode.schedule.cache.retention import policy_of
+    from fastdecode.schedule.cache.retention import POLICIES, policy_of
 
     if not 0 <= args.lower_kv_tokens <= 1 << 40:
         raise ConfigError(f"--lower-kv-tokens={args.lower_kv_tokens} is not within 0..2^40")
@@ -213,7 +212,7 @@ def _run_turns(args: argparse.Namespace) -> int:
     if others:
         raise ConfigError("--instant is about one R-worker: leave --r-workers out")
     turns, played = read_turns(args.trace), {}
-    for name in _names(args.cache_policy, CACHE_POLICIES, "--cache-policy"):
+    for name in _names(args.cache_policy, POLICIES, "--cache-policy"):
         played[name] = tiers = TierSimulator(
             policy_of(name, args.block_size),
             num_blocks * args.block_size,

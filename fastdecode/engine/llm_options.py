@@ -22,7 +22,6 @@ class LLMOptions(TypedDict, total=False):
     pp: int
     pp_layers: str | None
     prompt_pp: int
-    swap: bool
     gpu_memory_fraction: float
     max_model_len: int | None
     kv_dtype: str
@@ -45,7 +44,6 @@ class LLMOptions(TypedDict, total=False):
     length_quantile: float | None
     expected_output_tokens: int | None
     prefix_cache: str
-    cache_policy: str
     cache_disk: str | None
     cache_disk_gb: float | None
     cache_memory_gb: float | None

@@ -30,10 +30,9 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
     s_part = config.s_part
     ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
     num_ranks = launcher.launched_size() or 1
-    placement = config.r_part.kv_placement
-    if placement == "gpu" and num_ranks > 1 and num_ranks != ranks.num_s_ranks:
+    if config.r_part.is_on_device and num_ranks > 1 and num_ranks != ranks.num_s_ranks:
         raise ConfigError(
-            Given("kv_placement", placement),
+            Given("kv_placement", config.r_part.kv_placement),
             " has no R-workers for the other ranks to be: start it without a launcher, or one "
             "rank for each S-worker (",
             Given("pp"),

@@ -85,7 +85,7 @@ SHAPES = {
     "prompts to later heads": Shape(2, prompt_pp=1, options=HEADS),
     "prompts to split": Shape(1, prompt_pp=1, options=("--split-tokens", "64")),
     "prompts to replicas": Shape(2, prompt_pp=1, options=("--replicas", "1")),
-    "swap": Shape(3, num_columns=0, options=(*ON_DEVICES, "--swap")),
+    "swap": Shape(3, num_columns=0, options=(*ON_DEVICES, "--kv-placement", "swap")),
     "on devices": Shape(2, num_columns=0, options=ON_DEVICES),
     "heads": Shape(2, options=HEADS),
     "heads of standby": Shape(2, num_spares=1, options=HEADS),

@@ -77,7 +77,7 @@ _ON_DEVICE: dict[str, Any] = {
 SYSTEMS: dict[str, System] = {
     "DejaVu": System({"pp": 2, "prompt_pp": 1, "replicas": 1}, num_r_workers=4),
     "DejaVu on devices": System(
-        {"pp": 3, "kv_placement": "gpu", "swap": True, "replicas": 1, "kv_memory_gb": 0.006},
+        {"pp": 3, "kv_placement": "swap", "replicas": 1, "kv_memory_gb": 0.006},
         "device", num_r_workers=0, blows_an_engine=1,
     ),
     "Pensieve + DejaVu": System({"prefix_cache": "on", "replicas": 1}, is_on_disk=True),

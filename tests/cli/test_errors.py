@@ -79,7 +79,7 @@ def test_parameters_become_options(
             ["--kv-placement", "gpu", "--r-workers", "2"],
             "--r-workers 2 contradicts --kv-placement gpu: KV on the device needs no R-workers",
         ),
-        (["--swap", "--pp", "3"], "generate: --swap needs --kv-placement gpu"),
+        (["--kv-placement", "swap"], "needs at least 3 stages and lanes"),
         (["--temperature", "-1"], "--temperature -1.0: must be"),
     ],
 )

@@ -64,7 +64,7 @@ def test_an_error_names_both_options_the_reason_and_the_mend() -> None:
 
 def test_a_refused_pair_is_named_before_a_size_that_is_missing() -> None:
     with pytest.raises(ConfigError, match="is not supported with cache_disk='DIR' yet"):
-        EngineConfig.of("dir", kv_placement="gpu", pp=2, swap=True, cache_disk="DIR")
+        EngineConfig.of("dir", kv_placement="swap", pp=3, cache_disk="DIR")
     with pytest.raises(ConfigError, match="belong together"):
         EngineConfig.of("dir", cache_disk="DIR")
 

@@ -32,7 +32,7 @@ WITH_SINKS: dict[str, dict[str, Any]] = {
     "heads": {"r_workers": 2, "r_partition": "heads", "prefill_chunk": 6},
     "hybrid": {"r_workers": 2, "kv_placement": "hybrid", "prefill_chunk": 6},
     "gpu-chunks": {"kv_placement": "gpu", "prefill_chunk": 6},
-    "swap": {"kv_placement": "gpu", "swap": True, "pp": 3},
+    "swap": {"kv_placement": "swap", "pp": 3},
     "stages": {"r_workers": 2, "pp": 2},
     "parts": {"r_workers": 3, "split_tokens": 64, "prefill_chunk": 30},
 }

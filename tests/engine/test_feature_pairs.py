@@ -120,7 +120,8 @@ def plain(model: str) -> Callable[[dict[str, Any]], Tokens]:
 
     def run(options: dict[str, Any]) -> Tokens:
         kv_dtype = options.get("kv_dtype", "auto")
-        side = options.get("kv_placement", "r") if kv_dtype == "int4" else "r"
+        has_r = kv_dtype != "int4" or options.get("kv_placement", "r") == "r"
+        side = "r" if has_r else "gpu"
         prompts = "s" if kv_dtype == "int4" and "prompt_pp" in options else "auto"
         if (kv_dtype, side, prompts) not in known:
             alone = {"kv_dtype": kv_dtype, "kv_placement": side, "prompt_attention": prompts}

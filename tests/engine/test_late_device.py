@@ -38,10 +38,9 @@ MODES: dict[str, dict[str, Any]] = {
         "kernels": TorchKernels,
     },
     "local": {"kv_placement": "gpu"},
-    "swapped": {"kv_placement": "gpu", "swap": True, "lanes": 3},
+    "swapped": {"kv_placement": "swap", "lanes": 3},
     "swapped graphs": {
-        "kv_placement": "gpu",
-        "swap": True,
+        "kv_placement": "swap",
         "lanes": 4,
         "captures": True,
         "kernels": TorchKernels,

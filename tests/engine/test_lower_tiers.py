@@ -41,7 +41,6 @@ WAYS: list[dict[str, Any]] = [
         "r_workers": 2,
         "lanes": 2,
         "max_num_sequences": 4,
-        "cache_policy": "lru",
         "kv_memory_gb": 0.0001,
     },
     {"r_workers": 2, "r_partition": "heads", "kv_memory_gb": 0.0001},
@@ -49,7 +48,6 @@ WAYS: list[dict[str, Any]] = [
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s", "kv_memory_gb": 0.0001},
     {
         "swap_threshold": 0.9,
-        "cache_policy": "size-idle",
         "kv_dtype": "float16",
         "kv_memory_gb": 0.0001,
     },

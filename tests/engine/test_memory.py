@@ -149,7 +149,7 @@ def test_there_is_room_for_what_forks_copy() -> None:
     """Each of a lane's 32 sequences may have to send its own copy of all but
     one of a block's tokens, beside what the step computes."""
     free = FreeMemory(8000 * GB, 140 * GB, 141 * GB)
-    asked = {"device": "cuda", "kv_placement": "gpu", "pp": 4, "swap": True}
+    asked = {"device": "cuda", "kv_placement": "swap", "pp": 4}
     configs = [
         EngineConfig.of("llama-8b", max_num_sequences=128, block_size=block_size, **asked)
         for block_size in (16, 256)

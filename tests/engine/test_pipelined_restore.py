@@ -56,7 +56,7 @@ MORE_WAYS: list[tuple[dict[str, Any], float]] = [
     ({"prompt_attention": "s", "lanes": 2}, 0.3),
     ({"r_partition": "heads"}, 0.0),
     ({"split_tokens": 32}, 0.3),
-    ({"prefill_chunk": 16, "cache_policy": "lru"}, 0.3),
+    ({"prefill_chunk": 16}, 0.3),
 ]
 
 

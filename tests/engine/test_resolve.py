@@ -345,7 +345,7 @@ def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"swap": True, "kv_placement": "gpu", "pp": 3, "pp_layers": "1,1,1", "lanes": 6},
+        {"kv_placement": "swap", "pp": 3, "pp_layers": "1,1,1", "lanes": 6},
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""KV of lanes that is swapped (``--swap``): tokens are those of one stage, and
+"""KV of lanes that is swapped (``--kv-placement swap``): tokens are those of one stage, and
 what is copied is what is needed, once."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Make = Callable[..., Path]
 Tokens = list[list[tuple[int, ...]]]
 ALONE: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
 SWAPPED: dict[str, Any] = {
-    "dtype": "float32", "kv_memory_gb": 0.01, "kv_placement": "gpu", "pp": 3,
-    "pp_layers": "1,1,1", "swap": True,
+    "dtype": "float32", "kv_memory_gb": 0.01, "kv_placement": "swap", "pp": 3,
+    "pp_layers": "1,1,1",
 }  # fmt: skip
 
 
@@ -156,8 +156,6 @@ def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kv_placement": "r"}, "needs kv_placement='gpu'"),
-    ({"kv_placement": "auto"}, "needs kv_placement='gpu'"),
     ({"pp": 2, "pp_layers": None}, "raise pp=2"),
     ({"lanes": 2}, "raise lanes=2"),
     ({"schedule": "stabilized"}, "schedule='stabilized'"),
@@ -272,7 +270,7 @@ def on_recorded_gpu(
             record_places(gpu, host)
         mistake(swap)
 
-    how = {"kv_placement": "gpu", "swap": True, "lanes": 3, "captures": True, "see": see}
+    how = {"kv_placement": "swap", "lanes": 3, "captures": True, "see": see}
     with (
         nullcontext() if last_prefetch is None else pytest.raises(Abort),
         device_engine(path, gpu, **how) as engine,

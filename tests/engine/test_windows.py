@@ -46,7 +46,7 @@ WAYS: list[dict[str, Any]] = [
 MORE_WAYS: list[dict[str, Any]] = [
     {"prompt_attention": "s", "kv_placement": "gpu"},
     {"block_size": 32, "r_workers": 2, "prefill_chunk": 16, "prompt_attention": "r"},
-    {"r_workers": 2, "cache_policy": "lru", "prompt_attention": "s", "prefill_chunk": 5},
+    {"r_workers": 2, "prompt_attention": "s", "prefill_chunk": 5},
 ]
 
 

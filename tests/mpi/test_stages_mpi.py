@@ -93,7 +93,7 @@ def test_kv_on_each_stages_device(job: Job) -> None:
         outcome = run(command, timeout_s=120)
         assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
         assert "one rank for each S-worker" in outcome.output, outcome.output
-    for swap in ([], ["--swap"])[not TRIES_ALL :]:  # test_launch.py has the first
+    for swap in ([], ["--kv-placement", "swap"])[not TRIES_ALL :]:  # test_launch.py has the first
         outcome = run([*command[: command.index(":")], *swap], timeout_s=120)
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
         assert output.read_text() == expected()
@@ -156,7 +156,7 @@ def test_a_lost_stage_ends_the_job(
 def test_a_lost_stage_whose_kv_is_swapped_ends_the_job(
     trouble: signal.Signals, job: Job, tmp_path: Path, limit: StepLimit
 ) -> None:
-    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--swap"]
+    more = ["--kv-placement", "swap", "--kv-memory-gb", "0.01"]
     command, output, _ = job(3, 1, 60, *more, "--worker-silence-s", "3", limit=limit)
     with running(command[: command.index(":")]) as started:
         victim = started.rank(2)
@@ -248,7 +248,7 @@ def test_a_first_stage_that_never_begins_keeps_nobody_waiting(job: Job) -> None:
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two ranks swap in tests/sworker")
 def test_s_workers_that_act_as_one_swap_lanes(job: Job) -> None:
     """Three stages of two S-workers, each of which brings its own heads of a lane."""
-    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--swap"]
+    more = ["--kv-placement", "swap", "--kv-memory-gb", "0.01"]
     command, output, expected = job(3, 1, 12, *more, tp=2)
     outcome = run(command[: command.index(":")], timeout_s=150)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output

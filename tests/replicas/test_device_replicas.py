@@ -75,7 +75,7 @@ def test_a_device_that_fails_changes_no_token(
 
 
 STAGES: dict[str, Any] = {**ON_DEVICE, "pp": 2, "pp_layers": "2,1"}
-SWAPPED: dict[str, Any] = {**STAGES, "pp": 3, "pp_layers": "1,1,1", "swap": True}
+SWAPPED: dict[str, Any] = {**STAGES, "pp": 3, "pp_layers": "1,1,1", "kv_placement": "swap"}
 
 
 @pytest.mark.parametrize("options", [STAGES, SWAPPED], ids=["stages", "swapped lanes"])

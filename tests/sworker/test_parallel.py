@@ -174,7 +174,7 @@ def test_two_ranks_swap_their_heads_of_lanes(
 ) -> None:
     """Prompts in chunks, and tokens, of three lanes. Each rank brings and keeps what the
     first one says."""
-    lengths, how = (3, 22, 11, 17, 9), {"kv_placement": "gpu", "swap": True, "lanes": 3}
+    lengths, how = (3, 22, 11, 17, 9), {"kv_placement": "swap", "lanes": 3}
     with device_engine(paths[index], None, **how) as alone:
         expected = run(alone, lengths, 6)
     ranks = meet(index)

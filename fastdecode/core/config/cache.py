@@ -8,7 +8,6 @@ from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 
 PREFIX_CACHES = ("auto", "on", "off")
-CACHE_POLICIES = ("retention", "lru", "size-idle")
 
 
 @dataclass(frozen=True)
@@ -22,14 +21,6 @@ class Cache:
         choices=PREFIX_CACHES,
         metavar="MODE",
         common=True,
-    )
-    cache_policy: str = option(
-        "retention",
-        "which kept blocks are evicted first: retention (cheapest to compute again, by time since"
-        " use), lru (least recently used), size-idle (the end of the conversation with most "
-        "blocks times idle time)",
-        choices=CACHE_POLICIES,
-        metavar="NAME",
     )
     cache_disk: str | None = option(
         None,

@@ -97,9 +97,9 @@ class EngineConfig:
             self.check_reached(self.s_part.pp)
         if self.instances.addresses:
             self._check_controller()
-        if self.r_part.kv_placement == "gpu":
+        if self.r_part.is_on_device:
             self._check_none_of_r_workers()
-        if self.r_part.kv_placement in ("r", "gpu"):
+        if self.r_part.kv_placement in ("r", "gpu", "swap"):
             self._check_one_side()
 
     def _check_disk(self) -> None:
@@ -188,12 +188,10 @@ class EngineConfig:
             )
 
     def _check_swap(self) -> None:
-        """Swapping needs KV on the device, and more lanes than the device holds."""
-        if not self.s_part.swap:
+        """Swapping needs more lanes than the device holds."""
+        if not self.r_part.swaps:
             return
-        given = Given("swap", True)
-        if self.r_part.kv_placement != "gpu":
-            raise ConfigError(given, " needs ", Given("kv_placement", "gpu"))
+        given = Given("kv_placement", "swap")
         lanes = self.batching.lanes
         if min(self.s_part.pp, lanes or LEAST_SWAPPED) < LEAST_SWAPPED:
             name, number = ("pp", self.s_part.pp) if lanes is None else ("lanes", lanes)
@@ -223,7 +221,7 @@ class EngineConfig:
             raise ConfigError(
                 Given("r_workers", self.r_part.r_workers),
                 " contradicts ",
-                Given("kv_placement", "gpu"),
+                Given("kv_placement", self.r_part.kv_placement),
                 ": KV on the device needs no R-workers. Remove one of them",
             )
 

@@ -69,7 +69,7 @@ FEATURES: Mapping[str, Feature] = {
         Feature("prompt stages", "prompt_pp", _above(0), {"prompt_pp": 1}),
         Feature("device KV", "kv_placement", _is("gpu"), _on_gpu()),
         Feature("hybrid KV", "kv_placement", _is("hybrid"), {"kv_placement": "hybrid"}),
-        Feature("swap", "swap", _is(True), _on_gpu(swap=True, pp=3)),
+        Feature("swap", "kv_placement", _is("swap"), {"kv_placement": "swap", "pp": 3}),
         Feature("host tier", "cache_memory_gb", _is_given, _on_gpu(cache_memory_gb=1.0)),
         Feature("int4 KV", "kv_dtype", lambda name: name.lower() == "int4", {"kv_dtype": "int4"}),
         Feature("shared heads", "r_partition", _is("heads"), {"r_partition": "heads"}),
@@ -124,8 +124,9 @@ _OF_R_WORKERS = "addresses, R-workers attend prompts, shared heads, split sequen
 
 REFUSALS: Mapping[frozenset[str], Refusal] = dict(
     itertools.chain(
-        _pairs("device KV", "hybrid KV", "KV is in one placement", is_contradiction=True),
-        _pairs("hybrid KV", "swap, host tier", "it is for KV on the device alone",
+        _pairs("device KV", "hybrid KV, swap", "KV is in one placement", is_contradiction=True),
+        _pairs("hybrid KV", "swap", "KV is in one placement", is_contradiction=True),
+        _pairs("hybrid KV", "host tier", "it is for KV on the device alone",
                is_contradiction=True),
         _pairs("device KV", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("swap", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
@@ -195,6 +196,7 @@ def _triples(firsts: str, seconds: str, third: str, reason: str) -> Iterator[Tri
 
 
 _ALL_HEADS = "a stage's replica has all heads of its layers"
+_ONE_REPLICA = "a device's replica has all heads, and nobody else writes or reads it"
 
 TRIPLES: Sequence[Triple] = (
     *_triples("shared heads", "prompt stages, stages", "replicas", _ALL_HEADS),
@@ -203,7 +205,8 @@ TRIPLES: Sequence[Triple] = (
     *_triples("disk tier", "tensor parallelism", "device KV",
               "only the first S-worker of a stage would store its heads"),
     *_triples("tensor parallelism, prompt stages, instances", "replicas", "device KV",
-              "a device's replica has all heads, and nobody else writes or reads it"),
+              _ONE_REPLICA),
+    *_triples("tensor parallelism", "replicas", "swap", _ONE_REPLICA),
 )  # fmt: skip
 """What an engine refuses besides pairs."""
 

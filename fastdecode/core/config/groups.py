@@ -12,7 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
-KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
+KV_PLACEMENTS = ("r", "gpu", "swap", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 
@@ -35,9 +35,10 @@ class RPart:
     )
     kv_placement: str = option(
         "auto",
-        "where the KV cache is: r (R-workers), gpu (the S-worker's device), hybrid (the device "
-        "first, then R-workers where that pays); auto: on a GPU the one with most tokens/s by "
-        "the estimate of fastdecode size, else r",
+        "where the KV cache is: r (R-workers), gpu (the S-worker's device), swap (with --pp 3 or "
+        "more: two lanes' on each device and the rest in host memory, copied in while a lane "
+        "computes), hybrid (the device first, then R-workers where that pays); auto: on a GPU the "
+        "one with most tokens/s by the estimate of fastdecode size, else r",
         choices=KV_PLACEMENTS,
         metavar="WHERE",
         common=True,
@@ -109,6 +110,16 @@ class RPart:
             )
         if self.split_tokens is not None:
             self._check_split(self.split_tokens)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the S-workers' devices attend: there are no R-workers."""
+        return self.kv_placement in ("gpu", "swap")
+
+    @property
+    def swaps(self) -> bool:
+        """Whether lanes' KV is in host memory while they do not compute."""
+        return self.kv_placement == "swap"
 
     def _check_split(self, split_tokens: int) -> None:
         if split_tokens % self.block_size:

@@ -77,11 +77,6 @@ class SPart:
         low=0,
         high=MAX_PP,
     )
-    swap: bool = option(
-        False,
-        "with --pp 3 or more and KV on the device: keep two lanes' KV on each device and the rest"
-        " in host memory; the next lane's is copied in while one computes",
-    )
     gpu_memory_fraction: float = option(
         0.9,
         "share of a GPU's memory that may be in use, other processes included",

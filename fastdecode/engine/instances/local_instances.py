@@ -153,7 +153,7 @@ def _tell_of(tell: Callable[[str], None], name: str, text: str) -> None:
 def _each(config: EngineConfig) -> dict[str, EngineConfig]:
     """What each instance is made with, by its name: an even share of this host."""
     roles, own = config.instances.roles, config
-    if config.r_part.kv_placement != "gpu":
+    if not config.r_part.is_on_device:
         own = with_r_workers_here(config, len(roles))
     prefill, changes = for_batches(own), config.instances.replan_slo is not None
     numbers = {role: itertools.count() for role in InstanceRole}

@@ -251,7 +251,7 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
 
 def _own(config: EngineConfig, role: InstanceRole, *, is_here: bool) -> EngineConfig:
     """What its engine is made with."""
-    if config.r_part.kv_placement == "gpu":
+    if config.r_part.is_on_device:
         return _with_role(config, role)
     if is_here:
         return _with_role(with_r_workers_here(config, 1), role)

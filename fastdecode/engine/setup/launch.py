@@ -126,7 +126,7 @@ class RunningEngine:
         is_instance: bool = False,
     ) -> None:
         started = time.perf_counter()
-        check_launched(config.s_part, has_r_workers=config.r_part.kv_placement != "gpu")
+        check_launched(config.s_part, has_r_workers=not config.r_part.is_on_device)
         self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_beside(config, self.spec, colocation)

@@ -221,7 +221,7 @@ def reach_own_device(
     num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
     num_here *= resolved.config.s_part.tp
     keeper = _replica_keeper(resolved, num_here)
-    if resolved.config.s_part.swap:
+    if resolved.config.r_part.swaps:
         return reach_swapped(
             resolved.device,
             resolved.kv_bytes,
@@ -266,7 +266,7 @@ def _replica_keeper(resolved: ResolvedConfig, num_here: int) -> ReplicaKeeper | 
     if not resolved.config.r_part.replicas:
         return None
     kv_bytes, num_caches = resolved.kv_bytes, num_here
-    if resolved.config.s_part.swap:
+    if resolved.config.r_part.swaps:
         kv_bytes, num_caches = kv_bytes // NUM_SLOTS, num_caches * resolved.most_lanes
     if resolved.free.device_bytes is not None:
         left = resolved.free.host_bytes - resolved.memory.swapped_bytes * num_here
@@ -369,7 +369,7 @@ def agreed_hello(hello: Hello, resolved: ResolvedConfig, ranks: Ranks | None) ->
     if ranks is None or resolved.transport != "local":
         return hello
     num_bytes = agree_on_kv(resolved, ranks)
-    if resolved.config.s_part.swap:
+    if resolved.config.r_part.swaps:
         num_bytes //= NUM_SLOTS  # a lane's
     return replace(hello, max_blocks=max(1, num_bytes // hello.kv.block_bytes))
 

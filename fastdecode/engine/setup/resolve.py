@@ -285,7 +285,7 @@ def _r_threads(
 
 
 def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
-    if config.r_part.kv_placement == "gpu" or config.s_part.prompt_pp:
+    if config.r_part.is_on_device or config.s_part.prompt_pp:
         return False
     return config.r_part.prompt_attention == "r" or (
         config.r_part.prompt_attention == "auto" and device.type == "cpu"

@@ -7,8 +7,9 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import longest_window
-from fastdecode.engine.setup.eviction import eviction_policy
 from fastdecode.engine.setup.resolve import ResolvedConfig
+from fastdecode.schedule.cache.costs import costs_of
+from fastdecode.schedule.cache.retention import Retention
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.inputs import Guess
@@ -37,20 +38,21 @@ def schedule_for(
         is_instance: others fetch its prompts.
         cache_identity, first_part_id: see ``make_scheduler``.
     """
+    block_size = resolved.config.r_part.block_size
     at_once = all(holder.answers_at_once for holder in holders)
     return make_scheduler(
         resolved.schedule,
         blocks,
-        resolved.config.r_part.block_size,
+        block_size,
         times,
         opening_steps=0 if at_once else 1,
         hybrid=_hybrid_options(resolved, holders),
         cache_identity=cache_identity,
-        cache_policy=eviction_policy(resolved.config, spec),
+        cache_policy=Retention(block_size, costs_of(spec)),
         window=_window(resolved, spec, is_instance=is_instance),
         swap_threshold=resolved.config.cache.swap_threshold,
         first_part_id=first_part_id,
-        places=OwnHolders() if resolved.config.s_part.swap else None,
+        places=OwnHolders() if resolved.config.r_part.swaps else None,
     )
 
 

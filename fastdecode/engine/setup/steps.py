@@ -118,7 +118,7 @@ class Steps:
             # On shared cores stages take turns, each with all of them: every
             # lane more would read the weights once more.
             yield LaneLimits.fixed(
-                asked or (num_stages if config.s_part.swap else self.usual_lanes)
+                asked or (num_stages if config.r_part.swaps else self.usual_lanes)
             )
             return
         if self.config.s_part.prompt_pp:
@@ -167,7 +167,7 @@ class Steps:
         return StepSetup(lanes, schedule, memory)
 
     def _kv_demand(self, num_lanes: int, schedule: ScheduleOptions) -> KVDemand:
-        r_part, swaps = self.config.r_part, self.config.s_part.swap
+        r_part, swaps = self.config.r_part, self.config.r_part.swaps
         of_stage = r_part.r_workers + self.config.cluster.spare_r_workers
         num_threads = of_stage * self.config.s_part.pp
         stored_bytes = self.kv_token_bytes * schedule.stored_tokens(r_part.block_size)
@@ -235,7 +235,7 @@ def lane_graphs(
         num_lanes: that decode; behind them come those of prompts alone.
     """
     placement, most = config.r_part.kv_placement, config.batching.max_num_sequences
-    is_whole = placement == "gpu" and not config.s_part.swap
+    is_whole = placement == "gpu"
     units, kernels = num_layers + 1, LAYER_KERNELS * num_layers
     lanes = []
     for lane in range(num_lanes):
@@ -256,7 +256,7 @@ def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching
     if schedule == "auto":
         if asked.load_limit is not None:
             schedule = "stabilized"
-        elif num_lanes <= s_part.pp or s_part.swap or s_part.prompt_pp:
+        elif num_lanes <= s_part.pp or config.r_part.swaps or s_part.prompt_pp:
             # No more lanes than stages: no stage's S-part and R-part overlap. Lanes with
             # KV blocks of their own have no load limit, and the forecast knows no prompts
             # that run ahead.

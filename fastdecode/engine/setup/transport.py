@@ -8,7 +8,7 @@ from fastdecode.wire.mpi.launcher import launched_size
 
 def transport_of(config: EngineConfig) -> str:
     """How R-workers are reached, before it is known whether a sole one needs a thread."""
-    if config.r_part.kv_placement == "gpu":
+    if config.r_part.is_on_device:
         return "local"
     if config.cluster.r_worker_addresses:
         return "zmq"

@@ -1,4 +1,4 @@
-"""KV that is swapped (``--swap``): every lane's is in the host's memory, and two
+"""KV that is swapped (``--kv-placement swap``): every lane's is in the host's memory, and two
 lanes' are on the device.
 
 To the engine each lane's KV is a holder of its own, with as many blocks as one

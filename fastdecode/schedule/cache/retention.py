@@ -23,10 +23,9 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.config.cache import CACHE_POLICIES
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 
-POLICIES: Final = CACHE_POLICIES
+POLICIES: Final = ("retention", "lru", "size-idle")
 _INSTANT_S: Final = 1e-9
 """What was used this very moment was so long ago."""
 _BEYOND_ALL_TOKENS: Final = float(1 << 25)
