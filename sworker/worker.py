@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Fetch, Fetched, to_device
+from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Fetch, Fetched
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
@@ -123,7 +123,7 @@ class SWorker:
 
     def upload(self, host: Tensor) -> Tensor:
         """A copy on the device; see ``to_device``."""
-        return to_device(host, self.device, self.gpu)
+        return host if self.gpu is None else self.gpu.upload(host)
 
     def run_through(self, run: Callable[[], Tensor], inputs: StepInputs | None = None) -> Pass:
         """A step that needs no R-worker: ``run`` gives the last layer's output

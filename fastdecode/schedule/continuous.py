@@ -149,7 +149,8 @@ class ContinuousScheduler:
         if lane.decodes_only:
             self._begin_decoding(lane)
             join_decoding(self.lanes, lane, self._shares.lane_size(self.lanes))
-        grows, suspended = ([], []) if lane.runs_prompts_only else self._outgrown.make_room(lane)
+        has_outgrown = not lane.runs_prompts_only and bool(lane.outgrown)
+        grows, suspended = self._outgrown.make_room(lane) if has_outgrown else ([], [])
         for run in suspended:
             self.waiting.come_back(run.sequence)
         for run in lane.running.values():

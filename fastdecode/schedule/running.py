@@ -94,6 +94,12 @@ class Lane:
         return [run for run in due if run.prefill] if self.runs_prompts_only else due
 
     @property
+    def outgrown(self) -> list[RunningSequence]:
+        """Those that need more room, or another projection, for their next token."""
+        runs = self.running.values()
+        return [x for x in runs if x.sequence.num_cached >= x.until and not x.prefill and x.is_open]
+
+    @property
     def num_next_tokens(self) -> int:
         """Most that its next step runs, once that is planned."""
         due = self.due

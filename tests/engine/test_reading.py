@@ -16,7 +16,7 @@ MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 PATH = (ROOT / "docs" / "design" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
 
-MOST_FILES = 56
+MOST_FILES = 53
 MOST_LINES = 2_568
 """Lower them when a change makes them smaller; the goal is 45 and 2,000."""
 

@@ -36,10 +36,8 @@ class Checks:
     def __init__(self) -> None:
         self._spoilt: WeakSet[Sequence] = WeakSet()
 
-    def begin(self, batch: StepBatch) -> StepChecks | None:
-        """For one step; None: nobody in it is looked at."""
-        if True not in [chunk.sequence.is_checked for chunk in batch.chunks]:
-            return None  # in every step but theirs
+    def begin(self, batch: StepBatch) -> StepChecks:
+        """For a step with somebody who is looked at."""
         checked: list[tuple[Sequence, slice]] = []
         for chunk, last in zip(batch.chunks, batch.last_rows, strict=True):
             if chunk.sequence.is_checked:

@@ -161,7 +161,8 @@ class AttentionPlan:
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         held = None if self.prompts is None else self.prompts.begin(batch)
-        checks = self.checks.begin(batch)
+        is_checked = True in [chunk.sequence.is_checked for chunk in batch.chunks]
+        checks = self.checks.begin(batch) if is_checked else None
         is_whole = not batch.local and not batch.closed
         if is_whole and held is None and checks is None and self.sinks is None:
             return RemoteStep(self, batch)

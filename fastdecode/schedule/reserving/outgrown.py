@@ -35,12 +35,7 @@ class Outgrown:
         has left the lane for it."""
         grows: list[Grow] = []
         suspended: list[RunningSequence] = []
-        outgrown = [
-            run
-            for run in lane.running.values()
-            if run.sequence.num_cached >= run.until and not run.prefill and run.is_open
-        ]
-        for run in sorted(outgrown, key=arrival):
+        for run in sorted(lane.outgrown, key=arrival):
             if run.sequence.sequence_id not in lane.running:
                 continue  # suspended just now
             length = run.sequence.num_cached + 1
