@@ -24,13 +24,14 @@ from cpu_kernels.codegen.memory import LINE_BYTES, prefetch_line
 
 
 @part
-def _ask(variant, tile, ahead, tile_index, num_products, share_bytes):
-    """Prefetch a step's share of the piece ``ahead``: the tile's own share, and the
-    shares that no tile has where there are fewer tiles than shares."""
+def _ask(variant, tile, ahead, walk, num_walks, share_bytes):
+    """Prefetch a step's share of the piece ``ahead``: the walk's own share, and the
+    shares that no walk has where there are fewer walks than shares. A **walk** is one
+    plane of one tile of rows."""
     prefetch_share(variant, tile, ahead)
     if variant.spread > 1:
-        for _ in range(tile_index + num_products, variant.spread, num_products):
-            ahead += num_products * share_bytes
+        for _ in range(walk + num_walks, variant.spread, num_walks):
+            ahead += num_walks * share_bytes
             prefetch_share(variant, tile, ahead)
 
 
@@ -104,7 +105,7 @@ def _score_tiles(
     step = variant.score_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
-    num_asking = variant.spread if is_asking else 0
+    num_walks, num_asking = num_products * variant.passes, variant.spread if is_asking else 0
     num_steps = (
         num_scores // step * ((job.dim_words + variant.step_words - 1) // variant.step_words)
     )
@@ -118,9 +119,10 @@ def _score_tiles(
                 words = operands + plane * PLANE_BYTES
                 if plane > 0:
                     tile = begin_low_scores(tile)
-                if plane == 0 and tile_index < num_asking:
+                walk = tile_index * variant.passes + plane
+                if walk < num_asking:
                     for w in range(0, job.dim_words, variant.step_words):
-                        _ask(variant, tile, ahead, tile_index, num_products, num_steps * step_bytes)
+                        _ask(variant, tile, ahead, walk, num_walks, num_steps * step_bytes)
                         ahead += step_bytes
                         tile = accumulate_scores(
                             variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
@@ -147,7 +149,7 @@ def _add_values(
     step = variant.value_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
-    num_asking = variant.spread if is_asking else 0
+    num_walks, num_asking = num_products * variant.passes, variant.spread if is_asking else 0
     num_steps = (
         (job.padded_dims + step - 1)
         // step
@@ -166,9 +168,10 @@ def _add_values(
                 operands = rows + plane * PLANE_BYTES
                 if plane > 0:
                     tile = begin_low_values(tile)
-                if plane == 0 and tile_index < num_asking:
+                walk = tile_index * variant.passes + plane
+                if walk < num_asking:
                     for w in range(0, num_words, variant.step_words):
-                        _ask(variant, tile, ahead, tile_index, num_products, num_steps * step_bytes)
+                        _ask(variant, tile, ahead, walk, num_walks, num_steps * step_bytes)
                         ahead += step_bytes
                         tile = accumulate_values(
                             variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
