@@ -113,7 +113,7 @@ def choose_variant(
         q_planes, p_planes = (2 if exact else 1), (2 if exact or rows <= 2 else 1)
     elif layout.dtype == "int8" and dot == "int8":
         q_planes = p_planes = 2  # int4's own rounding is far coarser than what one plane loses
-        spread = min(_MOST_SPREAD, 2 * num_tiles) if not ragged else spread
+        spread = spread if ragged else min(_MOST_SPREAD, 2 * num_tiles)
     unpacked = layout.pack if dot == "fma" else 1
     fitting = max(1, (isa.registers - 2) // (rows + unpacked))
     most_vectors = min(most_vectors, accumulators // rows, fitting)

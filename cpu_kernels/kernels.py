@@ -78,17 +78,10 @@ def append(
     if slots.shape[0] == 0:
         return
     fits = run_append(
-        append_entry(),
-        _team_for(slots.shape[0] * len(heads), num_threads, team),
-        thread_scratch(),
-        shape_record(layout, source),
-        pool_layer,
-        k,
-        v,
-        _NO_SCALES if scales is None else scales,
-        slots,
-        heads.start,
-    )
+        append_entry(), _team_for(slots.shape[0] * len(heads), num_threads, team), thread_scratch(),
+        shape_record(layout, source), pool_layer, k, v, _NO_SCALES if scales is None else scales,
+        slots, heads.start,
+    )  # fmt: skip
     if not fits:
         raise_bad_slots(layout, pool_layer, slots)
 
@@ -130,17 +123,10 @@ def gather(
     if slots.shape[0] == 0:
         return
     fits = run_gather(
-        gather_entry(),
-        _team_for(slots.shape[0] * len(heads), num_threads, team),
-        thread_scratch(),
-        shape_record(layout, layout.dtype),
-        pool_layer,
-        k,
-        v,
-        _NO_SCALES if scales is None else scales,
-        slots,
-        heads.start,
-    )
+        gather_entry(), _team_for(slots.shape[0] * len(heads), num_threads, team), thread_scratch(),
+        shape_record(layout, layout.dtype), pool_layer, k, v,
+        _NO_SCALES if scales is None else scales, slots, heads.start,
+    )  # fmt: skip
     if not fits:
         raise_bad_slots(layout, pool_layer, slots)
 

@@ -48,7 +48,7 @@ class Variant:
     p_planes: int
     """The same for the softmax weights."""
     spread: int
-    """Tiles of rows over which asking for the next piece of memory is spread."""
+    """Planes of tiles of rows over which asking for the next piece of memory is spread."""
     product_tiles: int = 1
     """Register tiles of rows that are multiplied as one."""
     tiles: str = ""
