@@ -4,7 +4,7 @@ Values only, that another thread or process may look at."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
@@ -34,6 +34,14 @@ class HolderFigures:
 class EngineFigures:
     lanes: int
     r_workers: tuple[HolderFigures, ...]
+
+    def lost_with(self, why: str) -> EngineFigures:
+        """Of an engine that is gone: so are its holders, and nothing of them is in use."""
+        gone = (
+            replace(each, lost=each.lost or why, kv_blocks_used=0, load_tokens=0)
+            for each in self.r_workers
+        )
+        return replace(self, r_workers=tuple(gone))
 
 
 def figures_of(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,21 +26,29 @@ class Answer:
     """Its code, or: no connection, cut off, timeout."""
 
 
-def ask(port: int, line: dict[str, Any], is_stream: bool, is_over: threading.Event) -> Answer:
+def ask(
+    port: int,
+    line: dict[str, Any],
+    is_stream: bool,
+    is_over: threading.Event,
+    opened: Callable[[socket.socket], None] = lambda _: None,
+) -> Answer:
     """Ask for the answer to a line of ``small_jobs.lines``; again where there is
-    no R-worker for the moment, until ``is_over``."""
+    no R-worker for the moment, until ``is_over``. ``opened``: told each connection."""
     body = {name: value for name, value in line.items() if name not in ("id", "prompt_token_ids")}
     body.update(prompt=line["prompt_token_ids"], stream=is_stream)
     while True:
-        answer = _asked(port, json.dumps(body).encode())
+        answer = _asked(port, json.dumps(body).encode(), opened)
         if answer.error not in AGAIN or answer.token_ids or is_over.wait(0.2):
             return answer
 
 
-def _asked(port: int, body: bytes) -> Answer:
+def _asked(port: int, body: bytes, opened: Callable[[socket.socket], None]) -> Answer:
     answer = Answer(error="no connection")
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
     try:
+        connection.connect()
+        opened(connection.sock)
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         came = connection.getresponse()
         answer.error = "cut off"

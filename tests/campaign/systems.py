@@ -3,14 +3,15 @@
     python tests/campaign/systems.py --each 40 --minutes 20 \\
         --out benchmarks/results/campaign_systems.json
 
-Each system is one configuration. A blow comes a random while after a round of turns
-began (``BLOWS``): an R-worker, which is a process at an address, is killed, and another
-comes at its address; the device that keeps KV fails; or a turn is cancelled. Turns,
-greedy and sampled, must equal the turns of an undisturbed engine of the same numbers
-without caches, stages or replicas. Hybrid KV is in float32 here: with int8, devices and
-R-workers round differently, so tokens depend on the side. Counted are turns that
-**failed** or were **changed**, rounds that **hung**, and KV blocks that are **kept**
-afterwards though no request wants them.
+Each system is one configuration: of an engine in this process, or of a server, which may
+be an MPI job. A blow comes a random while after a round of turns began (``BLOWS``): an
+R-worker, which is a process at an address, is killed, and another comes at its address;
+the device that keeps KV fails; a turn is cancelled; or a rank is killed. Turns, greedy and
+sampled, must equal the turns of an undisturbed engine of float32 without caches, stages or
+replicas. With int8 devices and R-workers round differently, so tokens depend on the side:
+there turns are greedy, and each token has to be nearly the likeliest (``system_talks``).
+Counted are turns that **failed** or were **changed**, rounds that **hung**, and KV blocks
+that are **kept** afterwards though no request wants them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -35,12 +36,21 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from inherited_signals import hear_interrupts  # noqa: E402
-from mpi_launch import Running, running  # noqa: E402
+from mpi_launch import Running, mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
 from random_llama import llama_config, write_checkpoint  # noqa: E402
+from server_process import serving  # noqa: E402
 from small_jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of  # noqa: E402
+from system_talks import (  # noqa: E402
+    NUM_CONVERSATIONS,
+    Judge,
+    LocalTalks,
+    ServedTalks,
+    Talks,
+    Turns,
+)
 
-from fastdecode import LLM, SamplingParams  # noqa: E402
+from fastdecode import LLM  # noqa: E402
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout  # noqa: E402
 from fastdecode.schedule.hybrid.rule import Margins  # noqa: E402
 from fastdecode.schedule.times import MeasuredTimes  # noqa: E402
@@ -49,12 +59,10 @@ from sworker.paged import PagedKV  # noqa: E402
 SILENCE_S = 2.0
 BLOWS_AN_ENGINE = 4
 """R-workers that are lost again and again are asked back ever less often."""
-NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 6, 3, 20, 40
 COMMON: dict[str, Any] = {
     "dtype": "float32", "block_size": 16, "max_num_sequences": 8, "device": "cpu",
 }  # fmt: skip
 BAD = ("hung", "failed", "changed", "kept")
-Turns: TypeAlias = list[tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,15 @@ class System:
     is_on_disk: bool = False
     """R-workers keep blocks on disk, and have memory for few."""
     blows_an_engine: int = BLOWS_AN_ENGINE
+    num_ranks: int = 0
+    """Of the MPI job that serves; 0: no such job."""
+    is_served: bool = False
+    """Behind a server, of one process or an MPI job."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether tokens depend on where KV is kept."""
+        return self.options.get("kv_dtype") == "int8"
 
 
 _ON_DEVICE: dict[str, Any] = {
@@ -87,30 +104,24 @@ SYSTEMS: dict[str, System] = {
     "Pensieve on two devices": System(
         {**_ON_DEVICE, "pp": 2}, "turn", num_r_workers=0, blows_an_engine=20
     ),
+    "Pensieve with tensor parallelism": System(
+        {**_ON_DEVICE, "tp": 2}, "turn", num_r_workers=0, blows_an_engine=20,
+        num_ranks=2, is_served=True,
+    ),
+    "DistServe": System(
+        {"instances": "prefill:1:tp=2,decode:1:tp=2", "kv_memory_gb": 0.02, "r_threads": 1},
+        "rank", num_r_workers=0, blows_an_engine=1, num_ranks=7, is_served=True,
+    ),
+    "hybrid, int8, cache, replicas behind the server": System(
+        {"kv_placement": "hybrid", "device_kv_gb": 0.00025, "kv_dtype": "int8",
+         "prefix_cache": "on", "replicas": 1},
+        is_served=True,
+    ),
     "hybrid, cache, replicas": System(
         {"kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1}
     ),
     "FastDecode's schedule on prompt stages": System({"prompt_pp": 1, "schedule": "stabilized"}),
 }  # fmt: skip
-
-
-def talk(llm: LLM, name: str) -> Turns:
-    """Tokens of all turns of new conversations; None: the turn failed, or was cancelled."""
-    params = [
-        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_DRAWN, ignore_eos=True)
-        for i in range(NUM_CONVERSATIONS)
-    ]
-    names = [f"{name}-{i}" for i in range(NUM_CONVERSATIONS)]
-    said: Turns = []
-    for turn in range(NUM_TURNS):
-        prompts = [
-            [(11 * i + 5 * turn + 3 * j) % 500 + 1 for j in range(NUM_NEW)]
-            for i in range(NUM_CONVERSATIONS)
-        ]
-        outputs = llm.generate(prompts, params, conversation_id=names)
-        answers = [each.completions if each.ok else () for each in outputs]
-        said += [completions[0].token_ids if completions else None for completions in answers]
-    return said
 
 
 class Rack:
@@ -171,10 +182,13 @@ class Device:
 class Disturbed:
     """A system that runs."""
 
-    llm: LLM
+    talks: Talks
     rack: Rack
     device: Device
     chance: random.Random
+    job: Running | None = None
+    """Of the server."""
+    num_ranks: int = 0
 
     def kill_r_worker(self) -> None:
         self.rack.kill(self.chance.randrange(len(self.rack.workers)))
@@ -182,16 +196,22 @@ class Disturbed:
     def fail_device(self) -> None:
         self.device.fail()
 
+    def kill_rank(self) -> None:
+        """Any but the first, which is the controller."""
+        assert self.job is not None
+        self.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
+
     def cancel_turn(self) -> int:
         """Returns the conversation whose turn is cancelled, if it has one under way."""
         whose = self.chance.randrange(NUM_CONVERSATIONS)
-        self.llm.service.cancel(str(whose))  # as ``LLM.generate`` numbers them
+        self.talks.cancel(whose)
         return whose
 
 
 BLOWS: dict[str, Callable[[Disturbed], int | None]] = {
     "R-worker": Disturbed.kill_r_worker,
     "device": Disturbed.fail_device,
+    "rank": Disturbed.kill_rank,
     "turn": Disturbed.cancel_turn,
 }
 """Return the conversation that is disturbed, whose turns count no more; None: none may be."""
@@ -212,8 +232,12 @@ class Systems:
         self._model = directory / "model"
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
-        with LLM(str(self._model), **COMMON, kv_memory_gb=0.02) as llm:
-            self._undisturbed = talk(llm, "plain")
+        plain = LLM(str(self._model), **COMMON, kv_memory_gb=0.02)
+        self._close = plain.close
+        self._judge = Judge(plain)
+
+    def close(self) -> None:
+        self._close()
 
     def run(self, system: System, number: int) -> Counter[str]:
         """Of one system so many blows, with an engine for a few of them each."""
@@ -223,25 +247,24 @@ class Systems:
         return counts
 
     def _run_engine(self, system: System, number: int, counts: Counter[str]) -> None:
-        with self._rack(system) as rack, self._engine(system, rack) as llm:
+        with self._rack(system) as rack, self._disturbed(system, rack) as disturbed:
+            talks = disturbed.talks
             began_s = time.monotonic()
-            self._compare(talk(llm, "quiet"), counts)
+            self._count(system, talks.talk("quiet"), counts)
             length_s = time.monotonic() - began_s
-            disturbed = Disturbed(llm, rack, self._device, self._chance)
             for blow in range(number):
                 self._strike(system, disturbed, f"b{blow}", length_s, counts)
-            self._compare(talk(llm, "after"), counts)
-            counts["resumed"] += llm.stats.resumed.num_sequences
-            counts["recomputed"] += llm.stats.num_recomputed
-            counts["kept"] += _blocks_in_use(llm)
+            self._count(system, talks.talk("after"), counts)
+            counts += talks.counts()
+            counts["kept"] += talks.num_kept()
 
     def _strike(
         self, system: System, disturbed: Disturbed, name: str, length_s: float, counts: Counter[str]
     ) -> None:
         """A round of turns, in the middle of which the blow comes."""
         said: list[Turns] = []
-        llm = disturbed.llm
-        thread = threading.Thread(target=lambda: said.append(talk(llm, name)), daemon=True)
+        talk = disturbed.talks.talk
+        thread = threading.Thread(target=lambda: said.append(talk(name)), daemon=True)
         thread.start()
         thread.join(self._chance.uniform(0, length_s))
         is_late = not thread.is_alive()
@@ -251,9 +274,25 @@ class Systems:
             counts["hung"] += 1
             return
         is_late = self._device.spare() or is_late
-        is_cut = self._compare(said[0], counts, whose)
+        is_cut = self._count(system, said[0], counts, whose)
         is_late = is_late or (whose is not None and not is_cut)
         counts["late" if is_late else "blows"] += 1
+
+    @contextlib.contextmanager
+    def _disturbed(self, system: System, rack: Rack) -> Iterator[Disturbed]:
+        if not system.is_served:
+            with self._engine(system, rack) as llm:
+                yield Disturbed(LocalTalks(llm), rack, self._device, self._chance)
+            return
+        ranks = [mpirun(), *open_mpi_options(), "-n", str(system.num_ranks)]
+        words = [*FASTDECODE, "serve", str(self._model), "--port", "0"]
+        given = {**COMMON, **system.options, "worker_silence_s": SILENCE_S}
+        for name, value in given.items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        words += [word for address in rack.addresses for word in ("--r-worker", address)]
+        with serving([*(ranks if system.num_ranks else []), *words]) as server:
+            talks = ServedTalks(server, is_greedy=system.is_rounded)
+            yield Disturbed(talks, rack, self._device, self._chance, server.job, system.num_ranks)
 
     @contextlib.contextmanager
     def _rack(self, system: System) -> Iterator[Rack]:
@@ -278,15 +317,17 @@ class Systems:
         _keep_away(llm)
         return llm
 
-    def _compare(self, said: Turns, counts: Counter[str], whose: int | None = None) -> bool:
+    def _count(
+        self, system: System, said: Turns, counts: Counter[str], whose: int | None = None
+    ) -> bool:
         """``whose``: a conversation whose turns need not be right. Whether one is not."""
-        num_before = counts["cut short"]
-        for place, (one, other) in enumerate(zip(said, self._undisturbed, strict=True)):
-            if one != other and place % NUM_CONVERSATIONS == whose:
-                counts["cut short"] += 1
-            else:
-                counts["failed" if one is None else "right" if one == other else "changed"] += 1
-        return counts["cut short"] > num_before
+        judge = self._judge.of_rounded if system.is_rounded else self._judge.of_exact
+        verdicts = judge(said)
+        for place in range(whose if whose is not None else len(said), len(said), NUM_CONVERSATIONS):
+            if verdicts[place] != "right":
+                verdicts[place] = "cut short"
+        counts.update(verdicts)
+        return "cut short" in verdicts
 
 
 def _keep_away(llm: LLM) -> None:
@@ -297,24 +338,6 @@ def _keep_away(llm: LLM) -> None:
 
     control = llm._running.engine._lifecycle.scheduler.hybrid
     control._options = replace(control._options, rule=rule)
-
-
-def _blocks_in_use(llm: LLM) -> int:
-    """KV blocks that R-workers reserve for requests, when there are none. Of an engine
-    that is broken 0: its turns have failed."""
-    if llm.service.snapshot().state == "broken":
-        return 0
-    found: list[int] = []
-    has_looked = threading.Event()
-
-    def look(running: Any) -> None:
-        workers = asdict(running.engine.figures())["r_workers"]
-        found.append(sum(each["kv_blocks_used"] for each in workers if each["lost"] is None))
-        has_looked.set()
-
-    llm.service.look(look)
-    assert has_looked.wait(LIMIT_S), "the engine's thread hangs"
-    return found[0]
 
 
 def main() -> None:
@@ -338,8 +361,10 @@ def run(options: argparse.Namespace) -> bool:
     counts: dict[str, Counter[str]] = {name: Counter() for name in chosen}
     out = options.out
     before = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
-    with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd", dir="/tmp"))
         systems = Systems(Path(directory), random.Random(options.seed))
+        stack.callback(systems.close)
         left = dict.fromkeys(chosen, options.each)
         while time.monotonic() < end_s and any(number > 0 for number in left.values()):
             for name in (name for name in chosen if left[name] > 0):

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
+from fastdecode.engine.instances.remote_engine import RemoteEngine
 from fastdecode.engine.instances.status_report import (
     status_from_json,
     status_to_json,
@@ -21,7 +24,7 @@ from fastdecode.engine.instances.status_report import (
     sum_stats,
 )
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.instances.messages import InstanceWelcome, StatusReport
 from fastdecode.wire.json_fields import unpacked
 
 FIGURES = EngineFigures(
@@ -62,6 +65,21 @@ def test_what_an_engine_reports_comes_back_whole() -> None:
     assert (stats.num_steps, stats.wait_s, len(stats.ttft)) == (3, 1.5, 1)
     assert figures == FIGURES
     assert status_from_json(json.loads(json.dumps(status_to_json(stats, None))))[1] is None
+
+
+def test_r_workers_of_a_lost_instance_are_lost_and_hold_nothing() -> None:
+    welcome = InstanceWelcome(
+        "x", InstanceRole.DECODE, "m", DType.FLOAT32, DType.FLOAT32, 64, 64, 16, 2, 64, 2, 1
+    )
+    instance = RemoteEngine(0, "x", lambda *_: None, welcome, welcome)
+    instance.update(StatusReport(5, num_live_r_workers=1, figures=told()))
+    assert instance.figures() == FIGURES
+    instance.broken = WorkerError("rank 2 has ended")
+    figures = instance.figures()
+    assert figures is not None and [
+        (each.name, each.lost, each.kv_blocks, each.kv_blocks_used) for each in figures.r_workers
+    ] == [("r0", "rank 2 has ended", 8, 0), ("r1", "it is gone", 8, 0)]
+    assert instance.num_live_r_workers == 0
 
 
 @pytest.mark.parametrize("way", leaves(told()), ids=lambda way: ".".join(map(str, way)))

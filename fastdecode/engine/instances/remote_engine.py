@@ -67,8 +67,10 @@ class RemoteEngine:
         self._num_live: int | None = None  # R-workers; None: it hasn't reported any
 
     def figures(self) -> EngineFigures | None:
-        """As it has reported them last."""
-        return self._figures
+        """As it has reported them last; R-workers of one that is lost are lost."""
+        if self.broken is None or self._figures is None:
+            return self._figures
+        return self._figures.lost_with(self.broken.message)
 
     @property
     def num_live_r_workers(self) -> int:

@@ -1,0 +1,225 @@
+"""Conversations with a whole system: in this process, or over HTTP with a server,
+which may be an MPI job; and whether what it said is right."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Protocol, TypeAlias
+
+from asking import Answer, ask
+from server_process import Server
+from small_jobs import LIMIT_S
+
+from fastdecode import LLM, SamplingParams
+
+NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 6, 3, 20, 40
+NEAR = 0.02
+"""Log-probabilities of this model that int8 may confuse: between the token that was said and
+the likeliest of float32. Undisturbed it is .0034 at most, of 720 tokens; with one wrong block
+of 16 tokens in a history, 310 of 360 tokens are further than .03."""
+_FREE_WITHIN_S = 20.0
+Turns: TypeAlias = list[tuple[int, ...] | None]
+"""Turn after turn, a conversation each; None: it failed, or was cancelled."""
+
+
+def prompts_of(turn: int) -> list[list[int]]:
+    """What is new in it, of each conversation."""
+    return [
+        [(11 * i + 5 * turn + 3 * j) % 500 + 1 for j in range(NUM_NEW)]
+        for i in range(NUM_CONVERSATIONS)
+    ]
+
+
+def drawing(conversation: int, *, is_greedy: bool) -> dict[str, Any]:
+    """How its tokens are drawn: every other one's are sampled, unless all are greedy."""
+    temperature = 0.0 if is_greedy else 0.9 * (conversation % 2)
+    return {
+        "temperature": temperature, "seed": conversation, "max_tokens": NUM_DRAWN,
+        "ignore_eos": True,
+    }  # fmt: skip
+
+
+class Talks(Protocol):
+    """Conversations with a system that runs."""
+
+    def talk(self, name: str) -> Turns:
+        """Tokens of all turns of new conversations."""
+
+    def cancel(self, conversation: int) -> None:
+        """Its turn, if one is under way."""
+
+    def num_kept(self) -> int:
+        """KV blocks that R-workers reserve for requests, when there are none."""
+
+    def counts(self) -> Counter[str]:
+        """Sequences that went on from replicas, and that were run again."""
+
+
+class LocalTalks:
+    """With an engine in this process.
+
+    Args:
+        llm: the engine.
+        is_greedy: no turn is sampled.
+    """
+
+    def __init__(self, llm: LLM, *, is_greedy: bool = False) -> None:
+        self._llm = llm
+        drawn = [drawing(i, is_greedy=is_greedy) for i in range(NUM_CONVERSATIONS)]
+        self._params = [SamplingParams(**each) for each in drawn]
+
+    def talk(self, name: str) -> Turns:
+        """See ``Talks``."""
+        names = [f"{name}-{i}" for i in range(NUM_CONVERSATIONS)]
+        said: Turns = []
+        for turn in range(NUM_TURNS):
+            outputs = self._llm.generate(prompts_of(turn), self._params, conversation_id=names)
+            answers = [each.completions if each.ok else () for each in outputs]
+            said += [completions[0].token_ids if completions else None for completions in answers]
+        return said
+
+    def cancel(self, conversation: int) -> None:
+        """See ``Talks``."""
+        self._llm.service.cancel(str(conversation))  # as ``LLM.generate`` numbers them
+
+    def num_kept(self) -> int:
+        """See ``Talks``. Of an engine that is broken 0: its turns have failed."""
+        if self._llm.service.snapshot().state == "broken":
+            return 0
+        found: list[int] = []
+        has_looked = threading.Event()
+
+        def look(running: Any) -> None:
+            found.append(_blocks_in_use(asdict(running.engine.figures())["r_workers"]))
+            has_looked.set()
+
+        self._llm.service.look(look)
+        assert has_looked.wait(LIMIT_S), "the engine's thread hangs"
+        return found[0]
+
+    def counts(self) -> Counter[str]:
+        """See ``Talks``."""
+        stats = self._llm.stats
+        return Counter(resumed=stats.resumed.num_sequences, recomputed=stats.num_recomputed)
+
+
+class ServedTalks:
+    """With a server, over HTTP; conversations at once, and turn after turn.
+
+    Args:
+        server: one that is ready.
+        is_greedy: no turn is sampled.
+    """
+
+    def __init__(self, server: Server, *, is_greedy: bool = False) -> None:
+        self._server = server
+        self._is_greedy = is_greedy
+        self._sockets: dict[int, socket.socket] = {}
+
+    def talk(self, name: str) -> Turns:
+        """See ``Talks``."""
+        is_over = threading.Event()
+        end_s = time.monotonic() + LIMIT_S
+        with ThreadPoolExecutor(NUM_CONVERSATIONS) as clients:
+            timer = threading.Timer(end_s - time.monotonic(), is_over.set)
+            timer.start()
+            said: Turns = []
+            for turn in range(NUM_TURNS):
+                lines = [
+                    {**drawing(i, is_greedy=self._is_greedy), "prompt_token_ids": prompt,
+                     "conversation_id": f"{name}-{i}"}
+                    for i, prompt in enumerate(prompts_of(turn))
+                ]  # fmt: skip
+                asked = [clients.submit(self._ask, i, x, is_over) for i, x in enumerate(lines)]
+                answers = [each.result() for each in asked]
+                said += [tuple(x.token_ids) if x.is_whole else None for x in answers]
+            timer.cancel()
+        return said
+
+    def cancel(self, conversation: int) -> None:
+        """See ``Talks``: its client goes away."""
+        with contextlib.suppress(KeyError, OSError):
+            self._sockets[conversation].shutdown(socket.SHUT_RDWR)
+
+    def num_kept(self) -> int:
+        """See ``Talks``. What has just ended may take a moment to be closed everywhere."""
+        end_s = time.monotonic() + _FREE_WITHIN_S
+        while (used := self._blocks_in_use()) and time.monotonic() < end_s:
+            threading.Event().wait(0.2)
+        return used
+
+    def counts(self) -> Counter[str]:
+        """See ``Talks``."""
+        figures = self._server.status()["figures"]
+        resumed = figures.get("resumed", {}).get("num_sequences", 0)
+        moved = {"moved": figures["num_moved"]} if figures.get("num_moved") else {}
+        return Counter(resumed=resumed, recomputed=figures["num_recomputed"], **moved)
+
+    def _ask(self, conversation: int, line: dict[str, Any], is_over: threading.Event) -> Answer:
+        def opened(found: socket.socket) -> None:
+            self._sockets[conversation] = found
+
+        return ask(self._server.port, line, is_stream=True, is_over=is_over, opened=opened)
+
+    def _blocks_in_use(self) -> int:
+        said = self._server.status()
+        used = _blocks_in_use(said["figures"].get("r_workers", []))
+        return used or int(said["num_open"]) + int(said["num_queued"])
+
+
+def _blocks_in_use(r_workers: Sequence[dict[str, Any]]) -> int:
+    return sum(each["kv_blocks_used"] for each in r_workers if each["lost"] is None)
+
+
+class Judge:
+    """Holds turns against those of an undisturbed engine of float32, which caches nothing.
+
+    Args:
+        llm: such an engine.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._undisturbed = LocalTalks(llm).talk("plain")
+
+    def of_exact(self, said: Turns) -> list[str]:
+        """Of each turn: right, changed or failed."""
+        return [
+            "failed" if one is None else "right" if one == other else "changed"
+            for one, other in zip(said, self._undisturbed, strict=True)
+        ]
+
+    def of_rounded(self, said: Turns) -> list[str]:
+        """The same of greedy turns with KV in int8, whose tokens may be others where two are
+        about equally likely: each has to be ``NEAR`` the likeliest after what was said before
+        it. Turns after a failed one of their conversation are right."""
+        verdicts = ["failed" if one is None else "right" for one in said]
+        wholes = [self._whole(said, i) for i in range(NUM_CONVERSATIONS)]
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        for i, output in enumerate(self._llm.generate(wholes, params)):
+            assert output.prompt_logprobs is not None
+            for turn in range(len(wholes[i]) // (NUM_NEW + NUM_DRAWN)):
+                end = (turn + 1) * (NUM_NEW + NUM_DRAWN)
+                for each in output.prompt_logprobs[end - NUM_DRAWN : end]:
+                    assert each is not None
+                    if max(logprob for _, logprob in each.top) - each.logprob > NEAR:
+                        verdicts[turn * NUM_CONVERSATIONS + i] = "changed"
+        return verdicts
+
+    @staticmethod
+    def _whole(said: Turns, conversation: int) -> list[int]:
+        """All its tokens, up to a turn that failed."""
+        tokens = prompts_of(0)[conversation][:0]
+        for turn in range(NUM_TURNS):
+            answer = said[turn * NUM_CONVERSATIONS + conversation]
+            if answer is None:
+                break
+            tokens += [*prompts_of(turn)[conversation], *answer]
+        return tokens
