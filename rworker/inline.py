@@ -95,6 +95,11 @@ class InlineConnection:
             self._handle(self._requests.popleft(), self._worker)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether blocks are on their way, of which it will tell."""
+        return self._worker is not None and self._worker.behind.is_moving
+
+    @property
     def is_open(self) -> bool:
         return not self._closed and self._worker is not None
 

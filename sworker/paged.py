@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -122,6 +122,33 @@ class PagedStep:
     def only_decodes(self) -> bool:
         """Whether all rows are decoded tokens."""
         return len(self.context_lens_host) == len(self.slots)
+
+
+class StoredKV(Protocol):
+    """Where K and V are: a ``PagedKV``, or the same in the host's memory."""
+
+    kv: KVSpec
+    dtype: torch.dtype
+
+    @property
+    def pool(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor | None: ...
+
+    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See ``PagedKV``."""
+
+
+def store_rows(to: StoredKV, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """``PagedKV.store``, in plain torch."""
+    for half, x in enumerate((k, v)):
+        if to.scales is not None:
+            x, scales = quantize(x, to.kv.dtype)
+            to.scales[layer, half].index_copy_(0, slots, scales)
+            if to.kv.dtype is DType.INT4:
+                x = pack_int4(x)
+        to.pool[layer, half].index_copy_(0, slots, x.to(to.pool.dtype))
 
 
 class PagedKV:
@@ -308,13 +335,7 @@ class PagedKV:
         if self.kernels is not None:
             self.kernels.paged_store(k, v, slots, keys, values, self._scales(layer))
             return
-        for half, x in enumerate((k, v)):
-            if self.scales is not None:
-                x, scales = quantize(x, self.kv.dtype)
-                self.scales[layer, half].index_copy_(0, slots, scales)
-                if self.kv.dtype is DType.INT4:
-                    x = pack_int4(x)
-            self.pool[layer, half].index_copy_(0, slots, x.to(self.pool.dtype))
+        store_rows(self, layer, k, v, slots)
 
     def _seen(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V of slots [L], each [L, Hkv, D] in ``dtype``."""

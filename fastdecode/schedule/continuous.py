@@ -44,7 +44,7 @@ from fastdecode.schedule.prefill_lanes import (
     prefilled,
     without_last_token,
 )
-from fastdecode.schedule.reserving.holder_choice import HolderChoice
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
 from fastdecode.schedule.reserving.starts import Starts
@@ -69,7 +69,7 @@ class ContinuousScheduler:
             else 1.
         hybrid: where one holder is the device: says who goes where, and which
             lane is for whom.
-        places: which holders are for which lane; None: as ``hybrid`` says.
+        places: which lane is for which holder; None: as ``hybrid`` says.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ContinuousScheduler:
         opening_steps: int = 0,
         hybrid: HybridControl | None = None,
         first_part_id: int = 0,
-        places: HolderChoice | None = None,
+        places: OwnHolders | None = None,
     ) -> None:
         self.ledger = ledger
         self.hybrid = hybrid
@@ -91,6 +91,7 @@ class ContinuousScheduler:
         self._lengths = lengths
         self._shares = LaneShares(max_num_sequences, are_even=hybrid is None)
         self._opening_steps = opening_steps
+        self._places = places
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
         self._ahead = Prefetch(ledger)
@@ -148,7 +149,7 @@ class ContinuousScheduler:
             lane.budget.clear()
         if lane.decodes_only:
             self._begin_decoding(lane)
-            join_decoding(self.lanes, lane, self._shares.lane_size(self.lanes))
+            join_decoding(self.lanes, lane, self._shares.lane_size(self.lanes), self._places)
         has_outgrown = not lane.runs_prompts_only and bool(lane.outgrown)
         grows, suspended = self._outgrown.make_room(lane) if has_outgrown else ([], [])
         for run in suspended:

@@ -21,7 +21,7 @@ from fastdecode.schedule.hybrid.inputs import HybridInputs
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
-from fastdecode.schedule.reserving.holder_choice import HolderChoice
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTime, balanced_loads
@@ -46,7 +46,7 @@ def make_scheduler(
     window: int | None = None,
     swap_threshold: float = 0.25,
     first_part_id: int = 0,
-    places: HolderChoice | None = None,
+    places: OwnHolders | None = None,
     lengths: LengthPredictor | None = None,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
@@ -79,7 +79,12 @@ def make_scheduler(
     return ContinuousScheduler(
         ledger,
         _lane_maker(
-            options, blocks, block_size, times, home=None if hybrid is None else hybrid.device
+            options,
+            blocks,
+            block_size,
+            times,
+            places,
+            home=None if hybrid is None else hybrid.device,
         ),
         lengths,
         num_lanes=options.num_all_lanes,
@@ -102,6 +107,7 @@ def _lane_maker(
     blocks: tuple[int, ...],
     block_size: int,
     times: StepTime | None,
+    places: OwnHolders | None,
     *,
     home: HolderId | None,
 ) -> Callable[[int], list[Lane]]:
@@ -109,7 +115,7 @@ def _lane_maker(
     shares: that one may have all."""
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     sharing = options if home is None else options.with_lanes(1)
-    return partial(_lanes, sharing, capacity, times, home=home)
+    return partial(_lanes, sharing, capacity, times, places, home=home)
 
 
 def _ledger(
@@ -129,6 +135,7 @@ def _lanes(
     options: ScheduleOptions,
     capacity: tuple[int, ...],
     times: StepTime | None,
+    places: OwnHolders | None,
     num_lanes: int,
     *,
     home: HolderId | None,
@@ -148,7 +155,7 @@ def _lanes(
     decodes_only = num_prompt_lanes > 0
     lanes = [
         Lane(
-            _admission(one, capacity, times, num_limited, home),
+            _admission(one, _of_lane(index, capacity, places), times, num_limited, home),
             PrefillBudget(*budget),
             index=index,
             decodes_only=decodes_only,
@@ -156,6 +163,10 @@ def _lanes(
         for index in range(num_lanes - num_prompt_lanes)
     ]
     return lanes + [_prompt_lane(one, len(lanes) + index) for index in range(num_prompt_lanes)]
+
+
+def _of_lane(lane: int, capacity: tuple[int, ...], places: OwnHolders | None) -> tuple[int, ...]:
+    return capacity if places is None else places.of_lane(lane, capacity)
 
 
 def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
@@ -229,10 +240,10 @@ def _shares(
     weights = [float(tokens) for tokens in capacity]
     if times is not None:
         weights = [
-            1 / max(times.r_part_s(worker, tokens) / max(1, tokens), 1e-30)
+            tokens / max(times.r_part_s(worker, tokens), 1e-30)
             for worker, tokens in enumerate(capacity)
         ]
-    total = sum(weight for worker, weight in enumerate(weights) if worker != home)
+    total = sum(weight for worker, weight in enumerate(weights) if worker != home) or 1.0
     return tuple(
         tokens if worker == home else max(1, min(tokens, int(limit * weights[worker] / total)))
         for worker, tokens in enumerate(capacity)

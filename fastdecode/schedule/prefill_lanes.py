@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.running import Lane, RunningSequence, loads
 
 
@@ -37,19 +38,28 @@ def has_run(run: RunningSequence) -> bool:
     return run.is_open and not run.prefill and is_known
 
 
-def join_decoding(lanes: Seq[Lane], lane: Lane, lane_size: int) -> None:
+def join_decoding(
+    lanes: Seq[Lane], lane: Lane, lane_size: int, places: OwnHolders | None = None
+) -> None:
     """Sequences whose prompts have run go on in a lane that decodes: the first of them
     as soon as the lane's policy starts it, and unless a lane with fewer sequences would
     start it, too. The lane's next step is being planned.
 
     Args:
         lane_size: most sequences of a lane that decodes.
+        places: which lane is for which holder; None: each is for all.
     """
+
+    def is_for(each: Lane, run: RunningSequence) -> bool:
+        return places is None or places.is_for(each.index, run.holders[0])
+
     others = [each for each in lanes if each.decodes_only and each is not lane]
     for of_prompts, run in prefilled(lanes):
         if len(lane.running) >= lane_size:
             return
-        fewer = [each for each in others if len(each.running) < len(lane.running)]
+        if not is_for(lane, run):
+            continue
+        fewer = [x for x in others if is_for(x, run) and len(x.running) < len(lane.running)]
         if not _starts(lane, run) or any(_starts(each, run) for each in fewer):
             return
         of_prompts.leave(run, at=of_prompts.step + 1)

@@ -3,8 +3,9 @@ serves together."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Generic
+from typing import Final, Generic, Protocol
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.patience import look_until_found
@@ -14,16 +15,29 @@ from fastdecode.wire.transport import (
     Hub,
     PeerLostError,
     ReceiveT,
+    ReceiveT_co,
     SendT,
+    SendT_contra,
     closed_error,
     timeout_error,
 )
+
+_LOOK_S: Final = 1e-3
+"""Between two looks at peers that move KV, while others are waited for."""
+
+
+class PeerHere(Connection[SendT_contra, ReceiveT_co], Protocol):
+    """A connection to a peer that works in this very thread, when it is looked for."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it moves KV behind its answers, and tells of that at any time."""
 
 
 class HubBehind(Generic[SendT, ReceiveT]):
     """Connections whose peers work in this very thread, when they are looked
     for, and behind them a hub's: nobody is waited for while one of those peers
-    has something to do.
+    has something to do, nor for long while one moves KV.
 
     Args:
         hub: None: there are no others.
@@ -31,7 +45,7 @@ class HubBehind(Generic[SendT, ReceiveT]):
 
     def __init__(
         self,
-        firsts: Sequence[Connection[SendT, ReceiveT]],
+        firsts: Sequence[PeerHere[SendT, ReceiveT]],
         hub: Hub[SendT, ReceiveT] | None = None,
     ) -> None:
         self._firsts = tuple(firsts)
@@ -43,6 +57,33 @@ class HubBehind(Generic[SendT, ReceiveT]):
         return [*self._firsts, *(() if self._hub is None else self._hub.connections)]
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            was_busy = self._is_busy
+            found = self._poll()  # which ends what is under way, or begins what was asked for
+            if found is not None:
+                return found
+            if self._hub is None:  # they answer at once, or never
+                peers = ", ".join(first.peer for first in self._firsts)
+                raise timeout_error(peers, timeout_s or 0.0)
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            turns = (was_busy or self._is_busy) and (left_s is None or left_s > _LOOK_S)
+            try:
+                index, message = self._hub.receive_any(_LOOK_S if turns else left_s)
+            except PeerLostError as lost:
+                raise PeerLostError(len(self._firsts) + lost.index, lost) from None
+            except WorkerError as error:
+                if not turns or error.code != TIMEOUT:
+                    raise
+            else:
+                return len(self._firsts) + index, message
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(first.is_busy for first in self._firsts)
+
+    def _poll(self) -> tuple[int, ReceiveT] | None:
+        """What one of the first has to say."""
         for index, first in enumerate(self._firsts):
             if index in self._over:
                 continue
@@ -53,13 +94,7 @@ class HubBehind(Generic[SendT, ReceiveT]):
                 raise PeerLostError(index, error) from None
             if message is not None:
                 return index, message
-        if self._hub is None:  # they answer at once, or never
-            raise timeout_error(", ".join(first.peer for first in self._firsts), timeout_s or 0.0)
-        try:
-            index, message = self._hub.receive_any(timeout_s)
-        except PeerLostError as lost:
-            raise PeerLostError(len(self._firsts) + lost.index, lost) from None
-        return len(self._firsts) + index, message
+        return None
 
 
 class JoinedHub(Generic[SendT, ReceiveT]):

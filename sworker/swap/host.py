@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, Given, WorkerError
 from sworker.device import Event, Gpu
-from sworker.paged import PagedKV
+from sworker.paged import PagedKV, store_rows
 
 
 def parts_of(cache: PagedKV) -> list[Tensor]:
@@ -34,7 +34,7 @@ class HostKV:
     """
 
     def __init__(self, like: PagedKV, gpu: Gpu | None) -> None:
-        self.kv = like.kv
+        self.kv, self.dtype = like.kv, like.dtype
         self.parts: list[Tensor] = []
         """As ``parts_of``, pinned."""
         self.mapped: list[Tensor] | None = None
@@ -57,6 +57,10 @@ class HostKV:
     def scales(self) -> Tensor | None:
         """See ``PagedKV``."""
         return self.parts[0] if len(self.parts) > 1 else None
+
+    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See ``PagedKV``."""
+        store_rows(self, layer, k, v, slots)
 
     def place(self, tokens: NDArray[np.int64], staged: Staged) -> None:
         """Take in what has come of tokens' slots [T], each at its own."""

@@ -197,6 +197,13 @@ class SwappedKV:
                 self._place(slot)
         return self.hosts[lane]
 
+    def is_new(self, lane: int, tokens: NDArray[np.int64]) -> None:
+        """A lane's slots [T] on the host were written by others: what the device has of
+        these blocks is worth nothing."""
+        for slot in self.slots:
+            if slot.lane == lane:
+                slot.is_here[np.unique(tokens // slot.cache.kv.block_size)] = False
+
     def close(self) -> None:
         """What is under way has come, so memory may be given back: its owners
         know nothing of the streams."""

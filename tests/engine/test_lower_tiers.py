@@ -45,6 +45,7 @@ WAYS: list[dict[str, Any]] = [
     },
     {"r_workers": 2, "r_partition": "heads", "kv_memory_gb": 0.0001},
     {"kv_placement": "gpu"},
+    {"kv_placement": "swap", "pp": 3, "max_num_sequences": 6},
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s", "kv_memory_gb": 0.0001},
     {
         "swap_threshold": 0.9,

@@ -75,6 +75,7 @@ WAYS: list[dict[str, Any]] = [
     {"prefix_cache": "off", "lanes": 5, "prefill_chunk": 7},
     {"max_num_sequences": 4, "max_step_tokens": 19},
     {"schedule": "synchronized", "lanes": 4},
+    {"load_limit": 240, "prompt_pp": 1},
 ]
 
 
@@ -83,6 +84,24 @@ def test_ways_to_run(way: dict[str, Any], llama: str, expected: Tokens) -> None:
     with LLM(llama, **SWAPPED, **way) as llm:
         assert tokens(llm, mixed_requests()) == expected
         assert tokens(llm, mixed_requests()) == expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    "elsewhere", [{"instances": ["prefill", "decode"]}, {"prompt_pp": 2}], ids=str
+)
+def test_a_lane_has_what_others_brought_next(
+    elsewhere: dict[str, Any], kv_dtype: str, llama: str, expected: Tokens
+) -> None:
+    """One request after another: each prompt comes to blocks that the device still has, of
+    the request before."""
+    apart = {**elsewhere, "prefix_cache": "off", "block_size": 16, "kv_dtype": kv_dtype}
+    with LLM(llama, **SWAPPED, **apart) as llm:
+        together = tokens(llm, mixed_requests())
+        assert [tokens(llm, [one])[0] for one in mixed_requests()] == together
+        assert kv_dtype == "int8" or together == expected
+        assert llm.stats.num_handed_over == (0 if "prompt_pp" in apart else 2 * len(expected))
+        assert not llm.stats.num_moved
 
 
 def test_what_forks_copy_for_themselves_goes_to_the_host_too(
@@ -158,8 +177,6 @@ def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "pp_layers": None}, "raise pp=2"),
     ({"lanes": 2}, "raise lanes=2"),
-    ({"schedule": "stabilized"}, "schedule='stabilized'"),
-    ({"load_limit": 100}, "load_limit"),
     ({"kv_memory_gb": 1e5}, "3 lanes in each of 3 stages"),
 ]
 

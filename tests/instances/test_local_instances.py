@@ -256,7 +256,6 @@ def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> Non
     for options, named in (
         ({"instances": ["prefill"]}, "none of these instances decodes"),
         ({**BOTH, "pp": 2, "r_partition": "heads"}, "r_partition"),
-        ({**BOTH, "kv_placement": "swap", "pp": 3}, "swap"),
     ):
         with pytest.raises(ConfigError, match=named):
             LLM(model, **options)

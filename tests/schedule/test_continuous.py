@@ -25,6 +25,7 @@ from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 
 WORKER_BLOCKS = (12, 20)
 
@@ -62,6 +63,22 @@ def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)
+    play(data, harness, requests, lose=False)
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.integers(2, 3), st.integers(150, 320))
+def test_a_lane_with_a_holder_of_its_own_has_all_of_its_load_there(
+    data: st.DataObject, requests: Requests, num_lanes: int, load_limit: int
+) -> None:
+    chosen, blocks = options("stabilized", num_lanes, load_limit=load_limit), (80,) * num_lanes
+    scheduler = make_scheduler(
+        chosen, blocks, BLOCK_SIZE, lengths=LongestLengths(), places=OwnHolders(num_lanes)
+    )
+    limits = [load_limit // num_lanes] * num_lanes
+    for lane in scheduler.lanes:
+        assert lane.admission._controls[lane.index].limit == limits[0]  # type: ignore[attr-defined]
+    harness = Harness(scheduler, [Store(each) for each in blocks], num_lanes, limits)
     play(data, harness, requests, lose=False)
 
 

@@ -21,7 +21,7 @@ from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
-from fastdecode.schedule.reserving.holder_choice import HolderChoice, OwnHolders
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 
 BLOCKS = (12, 20)
 briefly = settings(max_examples=examples(280))
@@ -34,7 +34,7 @@ def harness(
     opening: int = 0,
     identity: str | None = "a",
     policy: str = "retention",
-    places: HolderChoice | None = None,
+    places: OwnHolders | None = None,
     **more: object,
 ) -> Harness:
     """On a clock that shows how often it was read."""
@@ -123,7 +123,7 @@ def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
 
 def test_a_busy_holder_is_compared_with_those_that_are_for_the_same_lane() -> None:
     """The idle one is another lane's: nothing is spared by leaving blocks for it."""
-    busy = harness((60, 60), places=OwnHolders())
+    busy = harness((60, 60), places=OwnHolders(1))
     prompt = tuple(range(9))
     for _ in range(3):  # prompts come again, so blocks are worth memory
         turn(busy, prompt)

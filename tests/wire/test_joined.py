@@ -64,10 +64,46 @@ def test_who_is_lost_is_told_once_and_others_go_on(
     assert over.value.code == CLOSED
 
 
+def _here(hub: InprocHub[Any, Any], name: str) -> tuple[Any, Any]:
+    """A connection to a peer here, and its other end."""
+    first, there = connect(hub, "us", InprocHub(), name)
+    first.is_busy = False  # type: ignore[attr-defined]
+    return first, there
+
+
+def test_who_moves_kv_here_is_looked_at_while_others_are_waited_for() -> None:
+    """What it tells of is heard, though nobody else says anything."""
+
+    class Moving(InprocHub[Any, Any]):
+        def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
+            waits.append(timeout_s)
+            if len(waits) == 3:
+                there.send(Accepted(7))
+            return super().receive_any(0.0)
+
+    waits: list[float | None] = []
+    behind = Moving()
+    connect(behind, "us", InprocHub(), "another")
+    first, there = _here(InprocHub(), "the one that fetches")
+    hub = HubBehind([first], behind)
+    with pytest.raises(WorkerError, match="another"):
+        hub.receive_any(60.0)
+    assert len(waits) == 1, "nothing is on its way: there is one wait"
+    poll = first.poll
+
+    def begin() -> Any:
+        first.is_busy = True  # it is looked at, finds what it was asked for, and begins
+        return poll()
+
+    first.poll = begin
+    assert hub.receive_any(None) == (0, Accepted(7))
+    assert len(waits) == 3 and all(wait is not None and wait < 0.1 for wait in waits[1:])
+
+
 def test_who_works_in_this_thread_is_asked_first() -> None:
     """It is looked for, and never waited for."""
     at_once, behind = InprocHub[Any, Any](), InprocHub[Any, Any]()
-    first, there = connect(at_once, "us", InprocHub(), "the inline one")
+    first, there = _here(at_once, "the inline one")
     _, other = connect(behind, "us", InprocHub(), "another")
     hub = HubBehind([first], behind)
     other.send(Accepted(2))

@@ -118,7 +118,6 @@ def _pairs(
 _RANKS_HAVE = "an instance of ranks keeps KV on R-workers alone"
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _ONE_DEVICE = "beside R-workers, only the first S-worker would keep KV on its device"
-_OWN_CACHE = "a lane's load is levelled over all caches, and with swap each lane has one of its own"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
 _OF_R_WORKERS = "addresses, R-workers attend prompts, shared heads, split sequences, standby"
 
@@ -131,13 +130,11 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("device KV", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("swap", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("host tier", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
-        _pairs("swap", "disk tier",
-               "a disk keeps the blocks of one cache, and with swap each lane has a cache"),
         _pairs("host tier", "disk tier", "a cache has one lower tier"),
         _pairs("int4 KV", "hybrid KV",
                "tokens would depend on the side, as the two round products of int4 differently"),
-        _pairs("swap", "load limit, stabilized", _OWN_CACHE),
-        _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
+        _pairs("swap", "host tier", "swapped KV is in the host's memory already",
+               is_contradiction=True),
         _pairs("hybrid KV", "stages, tensor parallelism", _ONE_DEVICE),
         _pairs("hybrid KV", "shared heads, split sequences", _BOTH_SIDES),
         _pairs("hybrid KV", "stabilized, synchronized",
@@ -147,8 +144,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "with hybrid KV the number of lanes says where sequences are: its rule decides it",
                is_contradiction=True),
         _pairs("prompt stages", "hybrid KV", _BOTH_SIDES),
-        _pairs("prompt stages", "swap",
-               "a prompt joins a lane at its end, and with swap each lane has a cache of its own"),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("shared heads", "split sequences",
@@ -170,7 +165,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                is_contradiction=True),
         _pairs("instance ranks", "tensor parallelism, stages",
                "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N", is_contradiction=True),
-        _pairs("instances", "swap", "other engines cannot fetch from swapped lanes"),
         _pairs("instance ranks", "prompt stages",
                "an instance of ranks has no stages but those of ROLE:R_WORKERS:tp=N:pp=N"),
         _pairs("instance ranks", "device KV, hybrid KV, swap, host tier", _RANKS_HAVE),

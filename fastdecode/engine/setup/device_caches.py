@@ -16,7 +16,7 @@ from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.step.local import DeviceWorker, LocalAttention
 from fastdecode.engine.step.protected import DeviceAttention
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention
+from fastdecode.engine.step.swapped import LaneExecutor, SwappedAttention, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.joined import HubBehind
@@ -58,22 +58,10 @@ def reach_device(
         keeper: keeps a replica; None: there is none.
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
-    if keeper is not None:
-        neighbours = ThreadNeighbours()
-        protected = ReachedDevice(executor, kv_bytes, f"{_of_stage(stage)}device", neighbours)
-        attention = partial(LocalAttention, protected)
-        return _with_keepers([protected], attention, keeper, neighbours, stage)
-    connection = device_worker(executor, kv_bytes, beside, stage, is_written=is_written)
-    reached = [connection] if isinstance(connection, ReachedDevice) else []
-    return Reached(
-        SoleHub(connection),
-        lambda lost, timeout_s: connection.close(),
-        kind=HolderKind.DEVICE,
-        answers_at_once=True,
-        addresses=[device.address for device in reached],
-        doors=[device.door for device in reached],
-        attention=partial(LocalAttention, connection),
+    worker = device_worker(
+        executor, kv_bytes, beside, stage, is_reached=is_written or keeper is not None
     )
+    return _reached([worker], partial(LocalAttention, worker), keeper, stage)
 
 
 @dataclass(frozen=True)
@@ -86,14 +74,34 @@ class ReplicaKeeper:
     """CPU threads that it attends with once it has taken over."""
 
 
+def _reached(
+    workers: Sequence[DeviceWorker],
+    attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention],
+    keeper: ReplicaKeeper | None,
+    stage: int,
+) -> Reached:
+    """A device's caches, and an R-worker for each that keeps its replica, if any does."""
+    devices = [worker for worker in workers if isinstance(worker, ReachedDevice)]
+    if keeper is not None:
+        return _with_keepers(devices, attention, keeper, stage)
+    return Reached(
+        SoleHub(workers[0]) if len(workers) == 1 else HubBehind(workers),
+        lambda lost, timeout_s: _close_all(workers),
+        kind=HolderKind.DEVICE,
+        answers_at_once=True,
+        addresses=[device.address for device in devices],
+        doors=[device.door for device in devices],
+        attention=attention,
+    )
+
+
 def _with_keepers(
     devices: Sequence[ReachedDevice],
     attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention],
     keeper: ReplicaKeeper,
-    neighbours: ThreadNeighbours,
     stage: int,
 ) -> Reached:
-    """A device's caches, and an R-worker for each that keeps its replica."""
+    neighbours = devices[0].neighbours
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     names = [f"{_of_stage(stage)}replica{number or ''}" for number in range(len(devices))]
     threads = [
@@ -139,17 +147,26 @@ def device_worker(
     kv_bytes: int,
     beside: Colocation | None = None,
     stage: int = 0,
+    lane: int | None = None,
     *,
-    is_written: bool = False,
+    is_reached: bool = False,
 ) -> DeviceWorker:
-    """What has the cache. ``beside``, ``stage``, ``is_written``: see ``reach_device``."""
+    """What has the cache, or a lane's.
+
+    Args:
+        beside, stage: see ``reach_device``.
+        lane: whose it is; None: all lanes'.
+        is_reached: others reach it, engines or not.
+    """
+    peer = None if lane is None else f"lane {lane}'s KV cache on {executor.device}"
     neighbours = None if beside is None else beside.neighbours
-    if neighbours is None and is_written:
+    if neighbours is None and is_reached:
         neighbours = ThreadNeighbours()
     if neighbours is None:
-        return DeviceWorker(executor, kv_bytes)
+        return DeviceWorker(executor, kv_bytes, peer)
+    name = f"{_of_stage(stage)}{'device' if lane is None else f'lane{lane}'}"
     engine = "" if beside is None else f"{beside.name}-"
-    return ReachedDevice(executor, kv_bytes, f"{engine}{_of_stage(stage)}device", neighbours)
+    return ReachedDevice(executor, kv_bytes, f"{engine}{name}", neighbours, peer)
 
 
 def reach_swapped(
@@ -159,8 +176,11 @@ def reach_swapped(
     gpu: Gpu | None = None,
     kernels: BlockKernels | None = None,
     most_tokens: int = 0,
+    disk: Disk | None = None,
+    beside: Colocation | None = None,
     stage: int = 0,
     *,
+    is_written: bool = False,
     keeper: ReplicaKeeper | None = None,
 ) -> Reached:
     """Lanes' KV in the place of R-workers, each lane's with as many blocks as one of the
@@ -170,33 +190,21 @@ def reach_swapped(
         device: where two lanes' K and V are.
         kv_bytes: memory there, for both.
         num_lanes: how many lanes there are.
-        gpu: the device's driver, in place of the one that torch has.
-        kernels: see ``PagedKV``.
         most_tokens: that a step stores.
-        stage: whose it is.
+        disk: where kept blocks go, a file a lane; None: nowhere.
+        gpu, kernels, beside, stage, is_written: see ``reach_device``.
         keeper: keeps a lane's replica; None: there are none.
     """
-    swap = SwapExecutor(device, num_lanes, gpu, kernels, most_tokens)
-    lane_bytes, lanes = kv_bytes // NUM_SLOTS, range(num_lanes)
-    peers = [f"lane {lane}'s KV cache on {device}" for lane in lanes]
-    if keeper is None:
-        workers = [DeviceWorker(swap, lane_bytes, peer) for peer in peers]
-        reached = Reached(
-            HubBehind(workers),
-            lambda lost, timeout_s: _close_all(workers),
-            kind=HolderKind.DEVICE,
-            answers_at_once=True,
-            attention=partial(SwappedAttention, swap, workers),
+    swap = SwappedLanes(device, num_lanes, gpu, kernels, most_tokens)
+    is_reached = is_written or keeper is not None
+    lane_bytes = kv_bytes // NUM_SLOTS
+    workers = [
+        device_worker(
+            LaneExecutor(swap, disk), lane_bytes, beside, stage, lane, is_reached=is_reached
         )
-    else:
-        neighbours = ThreadNeighbours()
-        names = [f"{_of_stage(stage)}lane{lane}" for lane in lanes]
-        devices = [
-            ReachedDevice(swap, lane_bytes, name, neighbours, peer)
-            for name, peer in zip(names, peers, strict=True)
-        ]
-        attention = partial(SwappedAttention, swap, devices)
-        reached = _with_keepers(devices, attention, keeper, neighbours, stage)
+        for lane in range(num_lanes)
+    ]
+    reached = _reached(workers, partial(SwappedAttention, swap, workers), keeper, stage)
 
     def close(lost: Collection[int], timeout_s: float) -> None:
         try:

@@ -194,7 +194,8 @@ def own_disk(config: EngineConfig, num_engines: int = 1) -> Disk | None:
     standby R-workers.
 
     Args:
-        num_engines: engines in this process, which have one configuration.
+        num_engines: engines in this process, which have one configuration; or their lanes,
+            where each has a cache.
 
     Raises:
         ConfigError: the directory can't be used, or is too small for all of them.
@@ -221,16 +222,20 @@ def reach_own_device(
     num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
     num_here *= resolved.config.s_part.tp
     keeper = _replica_keeper(resolved, num_here)
+    num_engines = 1 if beside is None else beside.num_engines
     if resolved.config.r_part.swaps:
+        num_lanes = resolved.schedule.num_lanes
         return reach_swapped(
             resolved.device,
             resolved.kv_bytes,
-            resolved.most_lanes,
+            num_lanes,
             most_tokens=resolved.stored_tokens,
+            disk=own_disk(resolved.config, num_engines * num_lanes),
+            beside=beside,
             stage=stage,
+            is_written=bool(resolved.prompt_layers),
             keeper=keeper,
         )
-    num_engines = 1 if beside is None else beside.num_engines
     host_bytes = host_tier_bytes(resolved.config.cache, num_here * num_engines)
     disk = own_disk(resolved.config, num_engines)
     return reach_device(
@@ -267,7 +272,7 @@ def _replica_keeper(resolved: ResolvedConfig, num_here: int) -> ReplicaKeeper | 
         return None
     kv_bytes, num_caches = resolved.kv_bytes, num_here
     if resolved.config.r_part.swaps:
-        kv_bytes, num_caches = kv_bytes // NUM_SLOTS, num_caches * resolved.most_lanes
+        kv_bytes, num_caches = kv_bytes // NUM_SLOTS, num_caches * resolved.schedule.num_lanes
     if resolved.free.device_bytes is not None:
         left = resolved.free.host_bytes - resolved.memory.swapped_bytes * num_here
         kv_bytes = min(kv_bytes, default_kv_bytes(num_caches, left))

@@ -257,9 +257,8 @@ def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching
         if asked.load_limit is not None:
             schedule = "stabilized"
         elif num_lanes <= s_part.pp or config.r_part.swaps or s_part.prompt_pp:
-            # No more lanes than stages: no stage's S-part and R-part overlap. Lanes with
-            # KV blocks of their own have no load limit, and the forecast knows no prompts
-            # that run ahead.
+            # No more lanes than stages: no stage's S-part and R-part overlap. The forecast
+            # knows no lanes that are swapped, and no prompts that run ahead.
             schedule = "greedy"
     chunk = asked.chunk_tokens(on_gpu=on_gpu)
     return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)

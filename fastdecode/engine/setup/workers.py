@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
@@ -21,7 +21,7 @@ from fastdecode.engine.fleet.replacements import Places, Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.joined import HubBehind, JoinedHub
+from fastdecode.wire.joined import HubBehind, JoinedHub, PeerHere
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
@@ -285,7 +285,7 @@ def beside_stages(
 
     joined: RHub = JoinedHub(workers.hub, hub)
     if workers.answers_at_once and not workers.keepers:
-        joined = HubBehind(workers.hub.connections, hub)
+        joined = HubBehind(cast(Sequence[PeerHere[Any, Any]], workers.hub.connections), hub)
     # A column answers when all stages have.
     return replace(
         workers,

@@ -6,7 +6,7 @@ one another. Copies are queued behind the device's other work, and waited for.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,23 +23,12 @@ from rworker.stream.stored_rows import StoredRows
 from sworker.buffers import to_device
 from sworker.device import Gpu
 from sworker.dtypes import pack_int4, torch_dtype, unpack_int4
+from sworker.paged import StoredKV
 
 _SIGN = 0x80
 """An R-worker stores int8 as value + 128."""
 _CELL = 8
 """Elements of int4 that share 4 bytes in a stored row."""
-
-
-class StoredKV(Protocol):
-    """Where K and V are: a ``PagedKV``, or the same in the host's memory."""
-
-    kv: KVSpec
-
-    @property
-    def pool(self) -> Tensor: ...
-
-    @property
-    def scales(self) -> Tensor | None: ...
 
 
 class DeviceChunks:

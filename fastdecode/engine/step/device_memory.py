@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sworker.paged import PagedKV
+from sworker.paged import StoredKV
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -21,10 +21,10 @@ class DeviceMemory:
     other work, and waited for: call this in threads that nobody waits for.
 
     Args:
-        cache: on the device.
+        cache: on the device, or what such a cache has in the host's memory.
     """
 
-    def __init__(self, cache: PagedKV) -> None:
+    def __init__(self, cache: StoredKV) -> None:
         self._parts = [part for part in (cache.pool, cache.scales) if part is not None]
         self._block_size = cache.kv.block_size
         self.num_layers = len(cache.pool)
@@ -44,6 +44,10 @@ class DeviceMemory:
         """See ``CacheMemory``."""
         for part in self._parts:
             self._rows(part, block).zero_()
+
+    def slots_of(self, block: int) -> NDArray[np.int64]:
+        """Of a block's tokens."""
+        return np.arange(block * self._block_size, (block + 1) * self._block_size)
 
     def _both(self, block: int, layers: range, data: Bytes) -> Iterator[tuple[Tensor, Bytes]]:
         """A block's rows of each part in some layers, and their bytes of ``data``

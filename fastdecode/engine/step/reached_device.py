@@ -84,6 +84,7 @@ class ReachedDevice(DeviceWorker):
         self._pause_s: float | None = None  # of the thread, until it looks after transfers
         self.door: Final = self._hub
         """Where others are connected to it."""
+        self.neighbours: Final = neighbours
         self.address: Final = neighbours.address_of(name)
         """What others reach it by."""
         self._thread = threading.Thread(target=self._serve, name=f"rworker-{name}", daemon=True)
@@ -129,6 +130,12 @@ class ReachedDevice(DeviceWorker):
                     raise timeout_error(self.peer, timeout_s or 0.0)
                 self._wait(left_s)
         return answer
+
+    @property
+    def is_busy(self) -> bool:
+        """See ``InlineConnection``. KV of others comes to it, too."""
+        with self._changed:
+            return self._transfers.wait_s is not None
 
     def close(self) -> None:
         """See ``InlineConnection``. Readers find it gone."""

@@ -20,26 +20,29 @@ from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.device_chunks import DeviceChunks, StoredKV
+from fastdecode.engine.step.device_chunks import DeviceChunks
+from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
-from fastdecode.wire.messages import BeginStep
+from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.instructions import Prepare
+from rworker.instructions import Compute, PlaceChunk, Prepare
+from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
-from sworker.paged import BlockKernels
+from sworker.paged import BlockKernels, PagedKV, StoredKV
 from sworker.swap.figures import SwapFigures
+from sworker.swap.host import HostKV
 from sworker.swap.swapped import Blocks, LaneMover, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
-class SwapExecutor(TorchExecutor):
-    """Caches of lanes, each a holder. A lane's cache is on the device while a step of
-    the lane is under way; the lane whose last step began longest ago is brought next.
+class SwappedLanes:
+    """Caches of lanes. A lane's cache is on the device while a step of the lane is under
+    way; the lane whose last step began longest ago is brought next.
 
     Args:
         device, gpu, kernels: see ``TorchExecutor``.
@@ -55,14 +58,15 @@ class SwapExecutor(TorchExecutor):
         kernels: BlockKernels | None = None,
         most_tokens: int = 0,
     ) -> None:
-        super().__init__(device, gpu, kernels)
+        self.device, self.gpu, self.kernels = device, gpu, kernels
         self._most_tokens = most_tokens
-        self.num_lanes = num_lanes
+        self.caches: dict[HolderId, PagedKV] = {}
+        """Of the lane whose step is under way."""
         self._order = list(range(num_lanes))  # whose last step began longest ago first
         self._stores: dict[int, KVStore] = {}  # of lanes that have begun a step
         self._kv: SwappedKV | None = None
         self._mover: LaneMover | None = None
-        self._moving = threading.Lock()  # replicas are read by other threads
+        self._moving = threading.Lock()  # other threads read and write what is on the host
         self._stored_slots = np.empty(0, np.int64)  # slots, by the step under way
 
     @property
@@ -82,11 +86,15 @@ class SwapExecutor(TorchExecutor):
         self._mover = s_worker.swap(self.kv)
 
     def prepare(self, prepare: Prepare) -> None:
-        """See ``TorchExecutor``: memory for all lanes, when the first one asks."""
+        """Memory for all lanes, when the first one asks.
+
+        Raises:
+            CapacityError: see ``SwappedKV``.
+        """
         if self._kv is None:
             self._kv = SwappedKV(
                 kv_spec_of(prepare), prepare.attention, prepare.num_blocks, len(self._order),
-                self.device, self.gpu, self._kernels, most_tokens=self._most_tokens,
+                self.device, self.gpu, self.kernels, most_tokens=self._most_tokens,
                 dtype=torch_dtype(prepare.activation_dtype),
             )  # fmt: skip
 
@@ -96,50 +104,118 @@ class SwapExecutor(TorchExecutor):
             self._kv.close()
         self._kv = None
 
-    def drop_all(self) -> None:
-        """See ``TorchExecutor``. Lanes' memory on the host is free, too."""
-        super().drop_all()
-        self.close()
-
     def begin_step(
-        self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
+        self, lane: HolderId, begin: BeginStep, appended: Appended, store: KVStore
     ) -> None:
-        """See ``TorchExecutor``; see ``SwappedKV.enter``."""
-        self._stores[holder] = store
+        """Bring what a lane's step sees; see ``SwappedKV.enter``."""
+        self._stores[lane] = store
         past = blocks_of(store, begin.sequence_ids, begin.num_past)
         self._stored_slots = appended.slots
         if appended.copy_targets.size:
             past = np.union1d(np.setdiff1d(past, appended.copy_targets), appended.copy_sources)
             filled = filled_slots(store, begin, appended.copy_targets)
             self._stored_slots = np.concatenate((appended.slots, filled))
-        self._order.remove(holder)
-        self._order.append(holder)
+        self._order.remove(lane)
+        self._order.append(lane)
         with self._moving:
-            self.caches[holder] = self.mover.enter(holder, past)
+            self.caches[lane] = self.mover.enter(lane, past)
         if appended.copy_targets.size:
             self.kv.wait_for_all()
-        super().begin_step(holder, begin, appended, store)
 
-    def end_step(self, holder: HolderId) -> None:
+    def end_step(self, lane: HolderId) -> None:
         """All of the step is queued: what it has stored goes to the host, and the next
         lane's KV comes."""
-        del self.caches[holder]
+        del self.caches[lane]
         with self._moving:
             self.mover.leave(self._stored_slots)
-            for lane in (x for x in self._order[:-1] if x in self._stores):
-                blocks = stored_blocks(self._stores[lane])
+            for other in (x for x in self._order[:-1] if x in self._stores):
+                blocks = stored_blocks(self._stores[other])
                 if blocks.size:
-                    self.mover.prefetch(lane, blocks)
+                    self.mover.prefetch(other, blocks)
                     return
 
-    def _chunks(self, holder: HolderId) -> DeviceChunks:
+    def settle(self, lane: HolderId) -> HostKV:
+        """What the host has of a lane, with all that its ended steps have stored."""
         with self._moving:
-            self.kv.settle(holder)
-        return super()._chunks(holder)
+            return self.kv.settle(lane)
+
+    def is_new(self, lane: HolderId, slots: NDArray[np.int64]) -> None:
+        """Slots [T] of a lane were written on the host: the device has what was there before."""
+        with self._moving:
+            self.kv.is_new(lane, slots)
+
+
+class LaneExecutor(TorchExecutor):
+    """A lane's cache, which is a holder; see ``TorchExecutor``.
+
+    Args:
+        lanes: all lanes' caches.
+        disk: where the lane's kept blocks go; None: nowhere.
+    """
+
+    def __init__(self, lanes: SwappedLanes, disk: Disk | None = None) -> None:
+        super().__init__(lanes.device, lanes.gpu, lanes.kernels, disk=disk)
+        self._lanes, self.caches = lanes, lanes.caches
+
+    def prepare(self, prepare: Prepare) -> None:
+        """See ``SwappedLanes``."""
+        self._lanes.prepare(prepare)
+
+    def drop_all(self) -> None:
+        """See ``TorchExecutor``. Lanes' memory on the host is free, too."""
+        super().drop_all()
+        self._lanes.close()
+
+    def begin_step(
+        self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
+    ) -> None:
+        """See ``SwappedLanes``."""
+        self._lanes.begin_step(holder, begin, appended, store)
+        super().begin_step(holder, begin, appended, store)
+
+    def compute(self, compute: Compute) -> AttendResult:
+        """See ``TorchExecutor``."""
+        stored = super().compute(compute)
+        self._lanes.is_new(compute.holder, compute.plan.slots)
+        return stored
+
+    def place(self, place: PlaceChunk) -> None:
+        """See ``TorchExecutor``."""
+        super().place(place)
+        self._lanes.is_new(place.holder, place.slots)
 
     def _stored(self, holder: HolderId) -> StoredKV:
-        """See ``TorchExecutor``."""
-        return self.kv.hosts[holder]
+        return self._lanes.settle(holder)
+
+    def _chunks(self, holder: HolderId) -> DeviceChunks:
+        self._lanes.settle(holder)
+        return super()._chunks(holder)
+
+    def _memory_of(self, holder: HolderId) -> DeviceMemory:
+        return LaneMemory(self._lanes, holder)
+
+
+class LaneMemory(DeviceMemory):
+    """A lane's blocks, in the host's memory; see ``DeviceMemory``."""
+
+    def __init__(self, lanes: SwappedLanes, lane: HolderId) -> None:
+        super().__init__(lanes.settle(lane))
+        self._lanes, self._lane = lanes, lane
+
+    def read(self, block: int, into: Bytes) -> None:
+        """See ``DeviceMemory``."""
+        self._lanes.settle(self._lane)
+        super().read(block, into)
+
+    def write(self, layers: range, block: int, data: Bytes) -> None:
+        """See ``DeviceMemory``."""
+        super().write(layers, block, data)
+        self._lanes.is_new(self._lane, self.slots_of(block))
+
+    def clear(self, block: int) -> None:
+        """See ``DeviceMemory``."""
+        super().clear(block)
+        self._lanes.is_new(self._lane, self.slots_of(block))
 
 
 class SwappedAttention:
@@ -147,7 +223,7 @@ class SwappedAttention:
 
     def __init__(
         self,
-        swap: SwapExecutor,
+        swap: SwappedLanes,
         workers: Seq[DeviceWorker],
         fleet: HolderPool,
         device: Holder,
@@ -172,7 +248,7 @@ def swap_figures(attention: object) -> SwapFigures | None:
 class SwappedStep(LocalStep):
     """A lane's step, layer by layer: each waits for its own copies."""
 
-    def __init__(self, swap: SwapExecutor, worker: DeviceWorker, batch: StepBatch) -> None:
+    def __init__(self, swap: SwappedLanes, worker: DeviceWorker, batch: StepBatch) -> None:
         super().__init__(worker, batch)
         self._swap = swap
 

@@ -19,7 +19,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.device_chunks import DeviceChunks, StoredKV
+from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.arrays import Array
@@ -43,7 +43,7 @@ from sworker.buffers import as_tensor, to_device
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.host_blocks import BlockMemory, HostBlocks
-from sworker.paged import BlockKernels, PagedKV
+from sworker.paged import BlockKernels, PagedKV, StoredKV
 
 
 class TorchExecutor:
@@ -110,7 +110,7 @@ class TorchExecutor:
         Raises:
             ProtocolError: there are queries.
         """
-        plan, cache = compute.plan, self.caches[compute.holder]
+        plan, cache = compute.plan, self._stored(compute.holder)
         if plan.num_queries:
             raise _not_here(compute)
         started, device = time.perf_counter(), cache.pool.device
@@ -141,6 +141,10 @@ class TorchExecutor:
         """Where a holder's K and V are, between two steps."""
         return self.caches[holder]
 
+    def _memory_of(self, holder: HolderId) -> DeviceMemory:
+        """The blocks that go to disk and come back."""
+        return DeviceMemory(self._stored(holder))
+
     def drop(self, drop: Drop) -> None:
         """See ``RWorkerExecutor``."""
         self._forget(drop.holder)
@@ -148,10 +152,12 @@ class TorchExecutor:
     def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
         """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file."""
         self.tiers.close(wanted.holder)
-        cache = self.caches[wanted.holder]
         if not self._host_bytes:
             identity = _identity_of_tensors(wanted.identity)
-            return self.tiers.open(replace(wanted, identity=identity), DeviceMemory(cache))
+            return self.tiers.open(
+                replace(wanted, identity=identity), self._memory_of(wanted.holder)
+            )
+        cache = self.caches[wanted.holder]
         tier = HostTier(cache, partial(self.memories.__getitem__, wanted.holder))
         return self.tiers.use(wanted.holder, tier, tier.num_slots)
 
