@@ -1,5 +1,5 @@
-"""K and V of prompts that prompt stages write into another S-worker's cache, and read
-there: what comes is checked, and where it goes.
+"""K and V of prompts that prompt stages write into another S-worker's cache: what comes
+is checked, and where it goes.
 
 Like all that peers say of a cache, what breaks the protocol raises
 ``ProtocolError`` and changes nothing.
@@ -7,28 +7,24 @@ Like all that peers say of a cache, what breaks the protocol raises
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
-from fastdecode.wire.kv.chunks import FetchedChunk
+from fastdecode.wire.kv.chunks import FetchChunk, FetchedChunk
 from fastdecode.wire.messages import (
     MAX_ID,
     MAX_LANES,
     MAX_STEP_TOKENS,
     AttendResult,
-    FetchPast,
     StorePrompt,
 )
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
 from rworker.checks import check_array, check_integer
-from rworker.instructions import Compute, EndStep, Instruction, ReadChunk, StepPlan
+from rworker.instructions import Compute, EndStep, Instruction, StepPlan
 from rworker.step_plan import copies
-from rworker.stream.checks import fetch_chunk
 
 
 def store_prompt(number: int, cache: HolderCache, message: StorePrompt) -> tuple[Instruction, ...]:
@@ -66,22 +62,9 @@ def store_prompt(number: int, cache: HolderCache, message: StorePrompt) -> tuple
     return (*(() if appended is None else copies(cache, appended)), *done)
 
 
-def fetch_past(number: int, cache: HolderCache, message: FetchPast) -> ReadChunk:
-    """A peer, of this ``number``, reads a layer of cached tokens.
-
-    Raises:
-        ProtocolError: they aren't there.
-    """
-    check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-    for name in ("first_token", "num_tokens"):  # their sum is checked against what is there
-        check_integer(name, getattr(message, name), 0, MAX_SEQUENCE_TOKENS)
-    chunk = replace(message.chunk, num_heads=cache.books.hello.kv.num_kv_heads)
-    return ReadChunk(number, cache.holder, chunk, fetch_chunk(cache.books, chunk))
-
-
-def answer_of_dropped(message: StorePrompt | FetchPast) -> AttendResult | FetchedChunk:
+def answer_of_dropped(message: StorePrompt | FetchChunk) -> AttendResult | FetchedChunk:
     """The answer to a peer about a cache that was dropped: nothing is stored, or read."""
-    if isinstance(message, FetchPast):
+    if isinstance(message, FetchChunk):
         return FetchedChunk(np.empty(0, np.uint8))
     o = np.empty((0, *message.k.shape[1:]), message.k.dtype)
     return AttendResult(message.step, message.lane, message.layer, o, None, 0.0)

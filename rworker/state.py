@@ -46,7 +46,6 @@ from fastdecode.wire.messages import (
     CloseSequence,
     ExtendSequence,
     Failed,
-    FetchPast,
     ForkSequence,
     Hello,
     Inspect,
@@ -75,7 +74,7 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.prefill_writer import answer_of_dropped, fetch_past, store_prompt
+from rworker.prefill_writer import answer_of_dropped, store_prompt
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
@@ -255,9 +254,11 @@ class RWorkerState:
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
+            case FetchChunk(session=session) if session:
+                return self._feed(number, peer, message)
             case StoreChunk() | FetchChunk(ticket="") | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case StorePrompt() | FetchPast():
+            case StorePrompt():
                 return self._feed(number, peer, message)
             case TruncateSequence():
                 cache = self._caches.of(number, message.holder)
@@ -296,7 +297,7 @@ class RWorkerState:
                 raise _unknown(message)
 
     def _feed(
-        self, number: int, peer: _Peer, message: StorePrompt | FetchPast
+        self, number: int, peer: _Peer, message: StorePrompt | FetchChunk
     ) -> tuple[Instruction, ...]:
         """A prompt stage may say this of a cache that its S-worker has dropped meanwhile."""
         cache = self._caches.fed(message.holder, message.session)
@@ -304,12 +305,14 @@ class RWorkerState:
             raise ProtocolError(
                 f"holder {message.holder!r} has no cache that prompts may come into"
             )
+        if peer.role not in (None, Role.FEEDER):
+            raise ProtocolError(f"a {peer.role.value} names no session")
         peer.role = Role.FEEDER
         if cache is None:
             return (Send(number, answer_of_dropped(message)),)
         if isinstance(message, StorePrompt):
             return store_prompt(number, cache, message)
-        return (fetch_past(number, cache, message),)
+        return _about_chunk(number, cache, message)
 
     def _leave(self, number: int, peer: _Peer) -> Instruction:
         """A peer that leaves takes only its own with it; the last S-worker ends the R-worker."""

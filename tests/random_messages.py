@@ -61,7 +61,6 @@ from fastdecode.wire.messages import (
     CloseSequence,
     ExtendSequence,
     Failed,
-    FetchPast,
     ForkSequence,
     Hello,
     Inspect,
@@ -165,7 +164,7 @@ def fetch_chunks(draw: st.DrawFn) -> FetchChunk:
     counts = [draw(arrays_of(np.int32, (count,))) for _ in range(2)]
     numbers = [draw(INTS) for _ in range(4)]
     what = draw(st.sampled_from(ChunkForm)), *numbers, ids, *counts, draw(INTS)
-    return FetchChunk(*what, ticket=draw(TEXTS))
+    return FetchChunk(*what, draw(TEXTS), draw(INTS), draw(INTS))
 
 
 @st.composite
@@ -174,7 +173,7 @@ def store_chunks(draw: st.DrawFn) -> StoreChunk:
     fields = [getattr(what, field.name) for field in dataclasses.fields(what)]
     data = draw(arrays_of(np.uint8, (draw(st.integers(0, 200)),)))
     kv = KVSpec(2, 3, 4, draw(st.sampled_from(DType)))
-    return StoreChunk(draw(TEXTS), kv, *fields[:-2], data, what.holder)
+    return StoreChunk(draw(TEXTS), kv, *fields[:-4], data, what.holder)
 
 
 @st.composite
@@ -258,7 +257,6 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     FetchChunk: fetch_chunks(),
     StoreChunk: store_chunks(),
     StorePrompt: store_prompts(),
-    FetchPast: st.builds(FetchPast, *[INTS] * 8),
     ChunkStored: st.builds(ChunkStored, INTS),
     FetchedChunk: st.builds(FetchedChunk, arrays_of(np.uint8, (7,))),
     Inspect: st.just(Inspect()),

@@ -126,7 +126,6 @@ from fastdecode.core.words import make_printable
 from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.attending import Activations as Activations
 from fastdecode.wire.kv.attending import AttendResult as AttendResult
-from fastdecode.wire.kv.attending import FetchPast as FetchPast
 from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.kv.exporting import (
@@ -403,7 +402,6 @@ AboutCaches: TypeAlias = (
     | TierToRWorker
     | ChunkToRWorker
     | StorePrompt
-    | FetchPast
     | TakingOverToRWorker
     | Replicate
     | HandingToRWorker

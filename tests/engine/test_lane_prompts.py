@@ -17,8 +17,8 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.stages.prompts import LanePrompts, PastStep, PromptPlan
 from fastdecode.engine.stages.stage_forward import LaterStageForward
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.wire.kv.attending import AttendResult, FetchPast
-from fastdecode.wire.kv.chunks import FetchedChunk
+from fastdecode.wire.kv.attending import AttendResult
+from fastdecode.wire.kv.chunks import FetchChunk, FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.buffers import Fetched
 from sworker.paged import PagedKV
@@ -110,11 +110,12 @@ def missing(prompts: LanePrompts, row: tuple[int, int, int, int], lane: int) -> 
     _, past = begun
     if past is None:
         return []
-    asked = list(past.questions(3, lane))
-    assert {(one.step, one.lane, one.sequence_id, one.holder) for one in asked} == {
-        (3, lane, row[0], abs(row[1]) % 10)
+    asked = list(past.questions(lane))
+    assert {(one.lane, *one.sequence_ids.tolist(), one.holder) for one in asked} == {
+        (lane, row[0], abs(row[1]) % 10)
     }
-    return [x for one in asked for x in range(one.first_token, one.first_token + one.num_tokens)]
+    runs = [(int(one.first_tokens[0]), int(one.num_tokens[0])) for one in asked]
+    return [x for first, count in runs for x in range(first, first + count)]
 
 
 def test_what_is_not_in_the_room_is_fetched(prompts: LanePrompts) -> None:
@@ -135,7 +136,7 @@ def test_a_layer_of_the_past_is_here_when_all_of_it_has_come(prompts: LanePrompt
     assert begun is not None
     chunks, past = begun
     assert past is not None
-    (asked,) = past.questions(3, FIRST_LANE)
+    (asked,) = past.questions(FIRST_LANE)
     assert not past.is_here(0)
     torch.manual_seed(3)
     q, k, v = (torch.randn(12, heads, 8) for heads in (4, 2, 2))
@@ -161,7 +162,7 @@ def test_a_step_whose_past_was_dropped_goes_on_without_it(prompts: LanePrompts) 
     assert isinstance(step, PastStep)
     step.scatter(0, *(torch.randn(4, heads, 8) for heads in (4, 2, 2)))
     assert not step.ready
-    (question,) = [message for message in asked if isinstance(message, FetchPast)]
+    (question,) = [message for message in asked if isinstance(message, FetchChunk)]
     step.deliver_past(HolderId(1), question.join([FetchedChunk(np.empty(0, np.uint8))]))
     assert step.ready and not step.settled
     o = np.empty((0, 2, 8), np.float32)

@@ -15,14 +15,13 @@ from state_machine import HELLO, HKV, NUM_LAYERS, D, Worker, attend, step_of
 
 from examples import examples
 from fastdecode.wire.kv.attending import FEEDING_LINE
-from fastdecode.wire.kv.chunks import FetchedChunk
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import (
     Accepted,
     AttendResult,
     CloseSequence,
     Failed,
-    FetchPast,
     ForkSequence,
     OpenSequence,
     Shutdown,
@@ -224,8 +223,13 @@ def test_feeders_are_each_one_and_in_a_sessions_name(hello: Any) -> None:
     Worker().fails(hello, "")
 
 
-def fetched(first_token: int, num_tokens: int) -> FetchPast:
-    return FetchPast(SESSION, 5, 1, 1, 1, first_token, num_tokens, 0)
+def fetched(
+    first_token: int, num_tokens: int, layer: int = 1, sequence: int = 1, session: int = SESSION
+) -> FetchChunk:
+    columns = [np.array([x], np.int32) for x in (first_token, num_tokens)]
+    sides = layer, 1, 0, HKV
+    ids = np.array([sequence], np.int64)
+    return FetchChunk(ChunkForm.TOKENS, *sides, ids, *columns, 0, session=session, lane=1)
 
 
 def settled() -> Fed:
@@ -256,10 +260,10 @@ def test_what_is_cached_is_read_by_prompt_stages() -> None:
         ({"num_tokens": 5}, "5 are in every layer"),
         ({"num_tokens": 0}, "num_tokens"),
         ({"first_token": -1}, "first_token"),
-        ({"first_token": 1 << 40}, "first_token"),
-        ({"sequence_id": 2}, "0 are in every layer"),
-        ({"sequence_id": 9}, "sequence 9"),
+        ({"first_token": 1 << 30}, "are asked for"),
+        ({"sequence": 2}, "0 are in every layer"),
+        ({"sequence": 9}, "sequence 9"),
     ],
 )
 def test_what_is_not_there_is_not_read(wrong: dict[str, int], reason: str) -> None:
-    assert reason in settled().refuses(2, replace(fetched(1, 4), **wrong))  # type: ignore[arg-type]
+    assert reason in settled().refuses(2, fetched(**{"first_token": 1, "num_tokens": 4, **wrong}))

@@ -38,6 +38,9 @@ from rworker.stream.files import KVFileWriter, read_file, stream_in
 ROW_BYTES = 2 * 4 * KV.head_dim
 
 
+OF_READERS = ("ticket", "session", "lane")
+
+
 def request(*pieces: tuple[int, int, int], **changes: Any) -> FetchChunk:
     """Pieces of (sequence, first token, how many), all layers and heads."""
     ids, first, count = (np.array(column) for column in zip(*pieces, strict=True))
@@ -53,7 +56,11 @@ def chunk(*pieces: tuple[int, int, int], **changes: Any) -> StoreChunk:
         "model_hash": HELLO.model_hash,
         "kv": KV,
         "data": np.zeros(shape.num_bytes, np.uint8),
-        **{name: getattr(asked, name) for name in asked.__dataclass_fields__ if name != "ticket"},
+        **{
+            name: getattr(asked, name)
+            for name in asked.__dataclass_fields__
+            if name not in OF_READERS
+        },
     }
     return StoreChunk(**{**fields, **changes})
 

@@ -22,10 +22,10 @@ from transport_suite import WAIT_S, code_of
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.wire import codec  # noqa: E402
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk  # noqa: E402
 from fastdecode.wire.messages import (  # noqa: E402
     Accepted,
     Failed,
-    FetchPast,
     Hello,
     Inspect,
     OpenSequence,
@@ -255,7 +255,8 @@ def test_a_prompt_stage_begins_with_what_it_writes(num_tokens: int, hub: ZmqHub)
             first.send(stored)
             index, got = listener.receive_any(WAIT_S)
             assert index == 0 and isinstance(got, StorePrompt) and got.k.shape == kv.shape
-        second.send(FetchPast(7, 1, 0, 0, 5, 0, 1, 0))
+        numbers = np.array([5]), one - 1, one
+        second.send(FetchChunk(ChunkForm.TOKENS, 0, 1, 0, 1, *numbers, 0, session=7))
         assert code_of(lambda: listener.receive_any(0.3)) == "worker_timeout"
         answer = second.receive(WAIT_S)
         assert isinstance(answer, Failed) and "serves another prompt stage" in answer.message

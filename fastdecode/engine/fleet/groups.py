@@ -28,6 +28,7 @@ from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.wire.kv.chunks import FetchChunk
 from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.tiers import DropBlocks, Fetching, StoreBlocks, UseTier
@@ -37,7 +38,6 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
-    FetchPast,
     Hello,
     Refused,
     StorePrompt,
@@ -141,8 +141,9 @@ class CacheGroup:
 
     def _concerned(self, message: ToRWorker) -> Sequence[HolderId]:
         """The members that a message is for."""
-        if isinstance(message, StorePrompt | FetchPast):
-            return [x for x, shard in self.shards.items() if shard.has_layer(message.layer)]
+        if isinstance(message, StorePrompt | FetchChunk):
+            layer = message.layer if isinstance(message, StorePrompt) else message.first_layer
+            return [x for x, shard in self.shards.items() if shard.has_layer(layer)]
         everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
         return self._members if everywhere else self._here
 

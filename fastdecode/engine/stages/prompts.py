@@ -30,9 +30,14 @@ from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, MergingStep
-from fastdecode.wire.kv.attending import PastTokens
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ChunkForm, StoreChunk
-from fastdecode.wire.messages import AttendResult, FetchPast
+from fastdecode.wire.kv.chunks import (
+    MAX_CHUNK_BYTES,
+    ChunkForm,
+    FetchChunk,
+    PastTokens,
+    StoreChunk,
+)
+from fastdecode.wire.messages import AttendResult
 from rworker.stream.chunks import ChunkShape, layout_of
 from sworker.paged import PagedKV, Prompt
 from sworker.worker import Pass, SWorker
@@ -210,13 +215,17 @@ class Past:
         num_tokens = sum(len(part.tokens) for part in missing)
         self._num_due = dict.fromkeys(range(kv.num_layers), num_tokens)  # by layer
 
-    def questions(self, step: int, lane: int) -> Iterator[FetchPast]:
+    def questions(self, lane: int) -> Iterator[FetchChunk]:
         """For all layers, the first one first."""
         for layer, part in itertools.product(self._num_due, self._missing.values()):
             for first in part.tokens[:: self._most]:
                 num_tokens = min(self._most, part.tokens.stop - first)
-                at = step, lane, layer, part.sequence_id, first - part.first_token, num_tokens
-                yield FetchPast(0, *at, part.holder)
+                ids = np.array([part.sequence_id], np.int64)
+                at = np.array([first - part.first_token], np.int32)
+                count = np.array([num_tokens], np.int32)
+                sides = layer, 1, 0, self._kv.num_kv_heads
+                form = ChunkForm.TOKENS
+                yield FetchChunk(form, *sides, ids, at, count, part.holder, lane=lane)
 
     def is_here(self, layer: int) -> bool:
         """Whether all of a layer has come."""
@@ -229,30 +238,31 @@ class Past:
             ProtocolError: it isn't what was asked for.
         """
         asked, first_head = past.asked, 0
-        first = self._missing[asked.sequence_id].first_token + asked.first_token
-        slots = self._slots[first : first + asked.num_tokens].cpu()
+        num_tokens = int(asked.num_tokens[0])
+        first = self._missing[int(asked.sequence_ids[0])].first_token + int(asked.first_tokens[0])
+        slots = self._slots[first : first + num_tokens].cpu()
         for data in past.parts:
             chunk = self._chunk(asked, data, first_head)
             self._chunks.place(chunk, slots.numpy())
             first_head += chunk.num_heads
         if first_head != self._kv.num_kv_heads:
             raise ProtocolError(f"K and V of {first_head} of {self._kv.num_kv_heads} heads came")
-        self._num_due[asked.layer] -= asked.num_tokens
+        self._num_due[asked.first_layer] -= num_tokens
 
-    def _chunk(self, asked: FetchPast, data: NDArray[np.uint8], first_head: int) -> StoreChunk:
+    def _chunk(self, asked: FetchChunk, data: NDArray[np.uint8], first_head: int) -> StoreChunk:
         """What a member has sent: of so many heads as its size says.
 
         Raises:
             ProtocolError: it can be of none.
         """
-        fetched, kv = asked.chunk, self._kv
+        kv, num_tokens = self._kv, int(asked.num_tokens[0])
         for num_heads in range(1, kv.num_kv_heads - first_head + 1):
-            shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, 1, num_heads, asked.num_tokens)
+            shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, 1, num_heads, num_tokens)
             if shape.num_bytes == data.nbytes:
-                at = fetched.sequence_ids, fetched.first_tokens, fetched.num_tokens
-                sides = asked.layer, 1, first_head, num_heads
+                at = asked.sequence_ids, asked.first_tokens, asked.num_tokens
+                sides = asked.first_layer, 1, first_head, num_heads
                 return StoreChunk("", kv, ChunkForm.TOKENS, *sides, *at, data)
-        raise ProtocolError(f"{data.nbytes} bytes came for {asked.num_tokens} tokens of a layer")
+        raise ProtocolError(f"{data.nbytes} bytes came for {num_tokens} tokens of a layer")
 
 
 @dataclass(frozen=True)
@@ -293,8 +303,7 @@ class PastStep(MergingStep):
         """q, k and v of a layer whose past isn't here."""
         self._is_over = False
         """Part of the past is lost: the prompt's rows mean nothing any more."""
-        begin = chunks.batch.spans[0].begin
-        for question in past.questions(begin.step, begin.lane):
+        for question in past.questions(chunks.batch.spans[0].begin.lane):
             plan.fleet.send(HolderId(question.holder), question)
 
     def scatter(

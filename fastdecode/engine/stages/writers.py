@@ -25,7 +25,8 @@ from fastdecode.engine.fleet.replacements import Places
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool
 from fastdecode.engine.step.remote import LaneAttention
-from fastdecode.wire.messages import Attend, BeginStep, FetchPast, StorePrompt, ToRWorker
+from fastdecode.wire.kv.chunks import FetchChunk
+from fastdecode.wire.messages import Attend, BeginStep, StorePrompt, ToRWorker
 from fastdecode.wire.stages import FIRST_STAGE, ColumnLost, MemberField
 
 
@@ -87,7 +88,7 @@ class WriterMembers(StagePool):
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``."""
-        assert isinstance(message, StorePrompt | FetchPast), type(message).__name__
+        assert isinstance(message, StorePrompt | FetchChunk), type(message).__name__
         stage, name = self.origin(holder)
         super().send(holder, replace(message, session=self.sessions[stage], holder=name))
 
@@ -134,7 +135,7 @@ class WriterPool(GroupPool):
         """See ``WorkerPool``."""
         if isinstance(message, BeginStep):
             self._begun[holder, message.lane] = message
-        elif isinstance(message, FetchPast):
+        elif isinstance(message, FetchChunk):
             super().send(holder, message)
         else:
             assert isinstance(message, Attend) and not len(message.q), "prompts are attended here"

@@ -16,8 +16,7 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.lane_step import HostCopy, NextStage
 from fastdecode.engine.step.lanes import Lanes
-from fastdecode.wire.kv.attending import PastTokens
-from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk, PastTokens
 from fastdecode.wire.kv.exporting import ExportDescription, ExportExpired
 from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome

@@ -1,12 +1,10 @@
-"""What R-workers answer for a layer, and what prompt stages write and read.
+"""What R-workers answer for a layer, and what prompt stages write.
 
 ================  =========  ==========================================================
 message           direction  meaning, and the answer
 ================  =========  ==========================================================
 ``StorePrompt``   P → R      one layer's K and V of prompts' next tokens, from a stage
                              that runs prompts only → ``AttendResult`` without queries
-``FetchPast``     P → R      one layer's K and V of tokens that are cached, for a
-                             prompt that goes on behind them → ``FetchedChunk``
 ================  =========  ==========================================================
 
 Prompt stages (P) have layers of their own, cut otherwise than those of the stages
@@ -18,8 +16,9 @@ They come once in each, in any order of layers, and the tokens behind them only
 then. The sequence is open, with room for them, and nobody steps it meanwhile.
 
 The S-worker may drop a cache while a prompt stage has a step on it, whose rows mean
-nothing then. What comes for it is answered, and nothing is stored; a ``FetchPast`` is
-answered without data.
+nothing then. What comes for it is answered, and nothing is stored. A prompt that goes on
+behind cached tokens has its stage read them (``FetchChunk``); of a cache that was dropped
+it gets an answer without data.
 
 A peer may say this that names the session of a cache whose S-worker has said
 that prompts come from elsewhere (``Hello.feeders``).
@@ -36,7 +35,6 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
 from fastdecode.wire.traits import Asking, Role
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
@@ -64,15 +62,10 @@ class AttendResult:
             raise ProtocolError(f"answered lse of shape {lse}, where {due or 'none'} was asked")
 
 
-class OfWriter(Asking):
-    """What a prompt stage says, from its first message on. It names the cache by itself:
-    none is its own."""
-
-    said_by = frozenset({Role.FEEDER})
-
-
 @dataclass(frozen=True, eq=False)
-class StorePrompt(OfWriter):
+class StorePrompt(Asking):
+    """It names the cache by itself: none is the sender's own."""
+
     session: int
     step: int
     lane: int
@@ -89,6 +82,7 @@ class StorePrompt(OfWriter):
     """Whose cache it is; the sender has none of its own."""
 
     answers = (AttendResult,)
+    said_by = frozenset({Role.FEEDER})
     repeated = ("step", "lane", "layer")
 
     def part(self, shard: Shard) -> StorePrompt:
@@ -105,59 +99,5 @@ class StorePrompt(OfWriter):
         return replace(results[0], layer=self.layer, compute_s=slowest_s)
 
 
-@dataclass(frozen=True, eq=False)
-class FetchPast(OfWriter):
-    session: int
-    step: int
-    """That it is for."""
-    lane: int
-    layer: int
-    """As in ``StorePrompt``."""
-    sequence_id: int
-    first_token: int
-    num_tokens: int
-    """From there on, all of which are there in every layer."""
-    holder: int
-
-    answers = (FetchedChunk,)
-
-    def part(self, shard: Shard) -> FetchPast:
-        first = 0 if shard.layers is None else shard.layers.start
-        return replace(self, layer=self.layer - first)
-
-    def join(self, answers: Sequence[Any]) -> PastTokens:
-        parts = tuple(answer.data for answer in answers)
-        return PastTokens(parts[0], self, parts)
-
-    @property
-    def chunk(self) -> FetchChunk:
-        """What an R-worker reads, of all heads that it keeps."""
-        return FetchChunk(
-            ChunkForm.TOKENS,
-            self.layer,
-            1,
-            0,
-            0,
-            np.array([self.sequence_id], np.int64),
-            np.array([self.first_token], np.int32),
-            np.array([self.num_tokens], np.int32),
-            self.holder,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class PastTokens(FetchedChunk):
-    """A cache group's answer to ``FetchPast``. It is never sent."""
-
-    asked: FetchPast
-    parts: tuple[NDArray[np.uint8], ...]
-    """Of its members, in the order of heads."""
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether a member's cache was dropped, and the tokens with it."""
-        return not all(map(len, self.parts))
-
-
-FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60, FetchPast: 61}
+FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60}
 """See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -6,7 +6,7 @@ message            direction  meaning, and the answer
 ``ExpectTokens``   S/R → R    sequences have so many tokens more from now on, whose
                               K and V come as chunks; no answer
 ``StoreChunk``     S/R → R    K and V of tokens that are expected → ``ChunkStored``
-``FetchChunk``     S/R → R    read K and V of cached tokens → ``FetchedChunk``, or
+``FetchChunk``     S/R/P → R  read K and V of cached tokens → ``FetchedChunk``, or
                               ``ExportExpired`` to a ticket
 =================  =========  =======================================================
 
@@ -34,8 +34,8 @@ has as much as its parent; what is still to come of it comes for it alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.spec import KVSpec
+from fastdecode.core.spec import KVSpec, Shard
 from fastdecode.wire.traits import OWNERS, THE_ONLY, ForHolder, Role, Worded
 
 MAX_CHUNK_BYTES: Final = 4 << 20
@@ -128,9 +128,40 @@ class FetchChunk(ForHolder):
     ticket: str = ""
     """Reads the sequence that it stands for (``fastdecode.wire.kv.exporting``), whatever
     ``sequence_ids`` [1] says; empty: sequences of the peer's own cache."""
+    session: int = 0
+    """Of a prompt stage: reads the cache that ``holder`` is called in this session; 0: as
+    ``ticket`` says."""
+    lane: int = 0
+    """Of the prompt stage's step that it is for; nothing to an R-worker."""
 
-    answers = (FetchedChunk, ExportExpired)
-    said_by = OWNERS | {Role.READER}
+    answers = (FetchedChunk,)
+    """To a ticket also ``ExportExpired``."""
+    said_by = OWNERS | {Role.READER, Role.FEEDER}
+
+    def for_holder(self, holder: int) -> FetchChunk:
+        return self if self.session else replace(self, holder=holder)
+
+    def part(self, shard: Shard) -> FetchChunk:
+        first = 0 if shard.layers is None else shard.layers.start
+        num_heads = self.num_heads if shard.heads is None else shard.heads.num_kv_heads
+        return replace(self, first_layer=self.first_layer - first, num_heads=num_heads)
+
+    def join(self, answers: Sequence[Any]) -> PastTokens:
+        return PastTokens(answers[0].data, self, tuple(answer.data for answer in answers))
+
+
+@dataclass(frozen=True, eq=False)
+class PastTokens(FetchedChunk):
+    """A cache group's answer to ``FetchChunk``. It is never sent."""
+
+    asked: FetchChunk
+    parts: tuple[NDArray[np.uint8], ...]
+    """Of its members, in the order of heads."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a member's cache was dropped, and the tokens with it."""
+        return not all(map(len, self.parts))
 
 
 ChunkToRWorker: TypeAlias = ExpectTokens | StoreChunk | FetchChunk

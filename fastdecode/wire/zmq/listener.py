@@ -17,8 +17,15 @@ from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerErro
 from fastdecode.core.os_errors import explained
 from fastdecode.wire import codec
 from fastdecode.wire.instances.messages import InstanceHello
-from fastdecode.wire.kv.attending import OfWriter
-from fastdecode.wire.messages import FromRWorker, Greeting, Hello, Message, ToRWorker
+from fastdecode.wire.kv.chunks import FetchChunk
+from fastdecode.wire.messages import (
+    FromRWorker,
+    Greeting,
+    Hello,
+    Message,
+    StorePrompt,
+    ToRWorker,
+)
 from fastdecode.wire.patience import Pump
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
@@ -35,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 _PUMP_INTERVAL_S: Final = 0.01
 _FRAMES_A_TURN: Final = 256
-_GREETINGS: Final = (*get_args(Greeting), InstanceHello, OfWriter)
+_OF_PROMPT_STAGES: Final = StorePrompt, FetchChunk
+_GREETINGS: Final = (*get_args(Greeting), InstanceHello, *_OF_PROMPT_STAGES)
 
 
 class PeerListener(Generic[SendT, ReceiveT]):
@@ -251,7 +259,7 @@ def _polled(index: int, peer: ListenerPeer[SendT, ReceiveT]) -> ReceiveT | None:
 def _role_of(head: codec.Head, frame: zmq.Frame) -> Role:
     """Of the peer whose first message this is. A prompt stage's may be in several frames,
     of which this is the first. Raises ProtocolError: another message can't be read."""
-    if issubclass(head.kind, OfWriter):
+    if issubclass(head.kind, _OF_PROMPT_STAGES):
         return Role.FEEDER
     greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
     assert isinstance(greeting, _GREETINGS)
