@@ -184,9 +184,10 @@ class Triple:
     reason: str
 
 
-def _triples(firsts: str, seconds: str, third: str, reason: str) -> Iterator[Triple]:
-    for first, second in itertools.product(firsts.split(", "), seconds.split(", ")):
-        yield Triple((FEATURES[first].name, FEATURES[second].name, FEATURES[third].name), reason)
+def _triples(firsts: str, seconds: str, thirds: str, reason: str) -> Iterator[Triple]:
+    for names in itertools.product(*(each.split(", ") for each in (firsts, seconds, thirds))):
+        first, second, third = (FEATURES[name].name for name in names)
+        yield Triple((first, second, third), reason)
 
 
 _ALL_HEADS = "a stage's replica has all heads of its layers"
@@ -194,13 +195,12 @@ _ONE_REPLICA = "a device's replica has all heads, and nobody else writes or read
 
 TRIPLES: Sequence[Triple] = (
     *_triples("shared heads", "prompt stages, stages", "replicas", _ALL_HEADS),
-    *_triples("prompt stages", "tensor parallelism", "device KV",
+    *_triples("prompt stages", "tensor parallelism", "device KV, swap",
               "prompt stages would write to one of a stage's devices alone"),
-    *_triples("disk tier", "tensor parallelism", "device KV",
+    *_triples("disk tier", "tensor parallelism", "device KV, swap",
               "only the first S-worker of a stage would store its heads"),
-    *_triples("tensor parallelism, prompt stages, instances", "replicas", "device KV",
+    *_triples("tensor parallelism, prompt stages, instances", "replicas", "device KV, swap",
               _ONE_REPLICA),
-    *_triples("tensor parallelism", "replicas", "swap", _ONE_REPLICA),
 )  # fmt: skip
 """What an engine refuses besides pairs."""
 
