@@ -268,8 +268,8 @@ def serve_next(
     """Deal with what comes next; ``grace_period``: for how long lost S-workers are
     waited for, None: for ever. False: leave the loop."""
     state, behind = worker.state, worker.behind
-    behind_s = None
-    if behind.is_used:
+    behind_s = behind.wait_s if behind.is_used else None
+    if behind_s is not None:
         behind.report_moves()
         if behind.is_late:
             behind.work()
