@@ -176,7 +176,7 @@ def _connected(
     job: MpiJob, instances: InstanceRanks | None, end: TheEnd | None, silence_s: float
 ) -> tuple[MpiHub[FromRWorker, ToRWorker], MpiNeighbours | RankReaders]:
     """To this R-worker's S-worker, and how it reaches other R-workers."""
-    from fastdecode.wire.mpi.doors import DoorHub, RankReaders
+    from fastdecode.wire.mpi.doors import DoorHub, Doors, RankReaders
     from fastdecode.wire.mpi.hub import connect_to_s_workers
     from fastdecode.wire.mpi.neighbours import MpiNeighbours
     from fastdecode.wire.mpi.stages import OpenMpiHub
@@ -192,8 +192,8 @@ def _connected(
             "--placement has the ranks in their order"
         )
     readers = RankReaders(job, silence_s)
-    s_rank, guests = instances.s_rank_of(job.rank), instances.others_r_ranks(own)
-    return DoorHub(job, s_rank, guests, readers, end), readers
+    doors = Doors(job, instances.others_with_kv(job.rank), readers)
+    return DoorHub(job, instances.s_rank_of(job.rank), doors, end), readers
 
 
 def _leave(job: MpiJob, end: TheEnd | None) -> NoReturn:

@@ -69,8 +69,6 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
     ]
     for plan in answer.plans:
         lines += ["", *_plan_lines(plan, answer)]
-        if any(each.is_on_device for each in plan.instances):
-            lines.append("    KV on the GPU: start it as fastdecode instance --kv-placement gpu")
     if explain:
         lines += ["", *_explain_lines(answer)]
     return "\n".join(lines)

@@ -256,9 +256,10 @@ def _reach_all(
         return _reach_addresses(args, opened)
     if launcher.launched_size() is None:
         return _Reached()
-    from fastdecode.engine.setup.workers import reach_ranks
+    from fastdecode.engine.setup.workers import reach_stage_ranks
+    from fastdecode.wire.mpi.roles import StageRanks
 
-    workers = reach_ranks(silence_s=Cluster.worker_silence_s)
+    workers = reach_stage_ranks(0, StageRanks(1), silence_s=Cluster.worker_silence_s)
     connections = workers.hub.connections
 
     def close() -> None:

@@ -255,10 +255,6 @@ def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine
         s_command += ["--exit-code-file", str(report)]
     has_r_workers = shape.kv_placement not in ("gpu", "swap") and not shape.r_worker
     if instances:
-        if args.cache_disk is not None:
-            raise ConfigError(
-                "--cache-disk is not there with --placement yet: leave out one of them"
-            )
         silence = shape.worker_silence_s
         r_command = [*_r_command(args, has_r_workers=True), *ranks]
         r_command += [] if silence is None else ["--silence-s", silence]
@@ -333,7 +329,7 @@ def _instances(args: argparse.Namespace, command: list[str]) -> tuple[PlacedInst
             f"--placement {args.placement}: {command[0]} has no instances; "
             f"{', '.join(_OF_INSTANCES)} have"
         )
-    return read_placement(args.placement)
+    return read_placement(args.placement, on_devices=_shape(command).kv_placement == "gpu")
 
 
 def _instance_ranks(instances: tuple[PlacedInstance, ...]) -> list[str]:
@@ -345,7 +341,7 @@ def _hosts(args: argparse.Namespace, instances: tuple[PlacedInstance, ...]) -> t
         return parse_hosts(args.hosts)
     if not instances:
         raise ConfigError("say on which --hosts, and how many R-workers each of them gets: A:2,B:2")
-    return (JobHost("localhost", sum(each.num_r_workers for each in instances)),)
+    return (JobHost("localhost", sum(each.num_places for each in instances)),)
 
 
 def _number(told: str, usual: int, most: int) -> int:

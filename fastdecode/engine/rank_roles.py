@@ -84,6 +84,8 @@ def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
         job,
         kv_memory_gb=config.r_part.kv_memory_gb,
         num_threads=config.r_part.r_threads,
+        cache_disk=config.cache.cache_disk,
+        cache_disk_gb=config.cache.cache_disk_gb,
         instances=instances,
         silence_s=config.cluster.worker_silence_s,
     )

@@ -27,12 +27,12 @@ class PlacedLine(JobLine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        needed = sum(each.num_r_workers for each in self.instances)
+        needed = sum(each.num_places for each in self.instances)
         offered = sum(host.num_r_workers for host in self.hosts)
         if needed != offered:
             raise ConfigError(
-                f"the placement's {len(self.instances)} instances have {needed} R-workers, and "
-                f"--hosts has room for {offered}: say how many each host gets"
+                f"the placement's {len(self.instances)} instances take {needed} R-workers' places, "
+                f"and --hosts has room for {offered}: say how many each host gets"
             )
 
     def _parts(self) -> list[list[str]]:
@@ -55,10 +55,11 @@ class PlacedLine(JobLine):
         places = _places(self.hosts)
         ranks: list[tuple[str, bool]] = []
         for each in self.instances:
-            of_r_workers = list(itertools.islice(places, each.num_r_workers))
-            firsts = of_r_workers[:: each.num_r_workers // each.pp]
+            own = list(itertools.islice(places, each.num_places))
+            firsts = own[:: each.num_places // each.pp]
+            firsts += [own[i % len(own)] for i in range(each.prompt_pp)]
             ranks += [(name, True) for name in firsts for _ in range(each.tp)]
-            ranks += [(name, False) for name in of_r_workers]
+            ranks += [(name, False) for name in own[: each.num_r_workers]]
         return [(self.s_host or ranks[0][0], True), *ranks]
 
 

@@ -1,7 +1,7 @@
-"""Export servers: R-workers of other instances read the R-workers of this process
-through them, over ZeroMQ.
+"""Export servers: R-workers of other instances read the R-workers of this process, or
+its device's KV cache, through them, over ZeroMQ or MPI.
 
-A server is a thread with a socket. It passes readers' messages on to its R-worker,
+A server is a thread with a listener. It passes readers' messages on to its R-worker,
 which sees one peer a reader, and passes the answers back. It decides nothing: the
 R-worker knows the tickets.
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final, Protocol
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.mpi.roles import link_address
 from fastdecode.wire.traits import MOST_PEERS, Role
-from fastdecode.wire.transport import PeerLostError
-from fastdecode.wire.zmq.access import ClusterKey
-from fastdecode.wire.zmq.connection import ZmqConnection
-from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
-from fastdecode.wire.zmq.listener import ZmqListener
-from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+from fastdecode.wire.transport import Connection, Hub, PeerLostError
 from rworker.transfers.neighbours import Neighbours
+
+if TYPE_CHECKING:
+    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.zmq.access import ClusterKey
+    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,16 @@ _READERS: Final = {Role.READER: MOST_PEERS[Role.READER]}
 _LOOK_S: Final = 1.0
 _LEAVING_S: Final = 10.0
 _MAX_PORT: Final = 65535
+
+
+class Listener(Hub[FromRWorker, ToRWorker], Protocol):
+    """Where readers come and go."""
+
+    def wake(self) -> None:
+        """Have whoever waits in ``receive_any`` look up; any thread."""
+
+    def close(self) -> None:
+        """Close every connection."""
 
 
 class _Inside(InprocHub[ToRWorker, FromRWorker]):
@@ -52,35 +64,21 @@ class ExportServer(threading.Thread):
 
     Args:
         name: the R-worker's.
-        address: tcp://HOST:PORT; the port may be * for any that is free.
+        listener: where readers come; closed with this.
         worker: its peers.
-        key: of the cluster; None: readers of this host only.
-        silence_s: a reader that gives no sign of life for so long is lost.
-
-    Raises:
-        ConfigError: the address is none, is in use, or may not be used without
-            a key.
     """
 
     def __init__(
-        self,
-        name: str,
-        address: str,
-        worker: InprocHub[FromRWorker, ToRWorker],
-        key: ClusterKey | None,
-        silence_s: float,
+        self, name: str, listener: Listener, worker: InprocHub[FromRWorker, ToRWorker]
     ) -> None:
         super().__init__(name=f"gate-{name}", daemon=True)
-        self._listener = ZmqListener(
-            address, name, key=key, silence_s=silence_s, most_peers=_READERS
-        )
-        self.address = self._listener.address
+        self._listener = listener
         self._whose = name
         self._worker = worker
         self._inside = _Inside(self._listener.wake)
         self._within: dict[int, InprocConnection[ToRWorker, FromRWorker]] = {}
         """By a reader's number at the listener."""
-        self._outside: dict[int, ZmqConnection[FromRWorker, ToRWorker]] = {}
+        self._outside: dict[int, Connection[FromRWorker, ToRWorker]] = {}
         """By its number within."""
         self._is_closing = False
 
@@ -157,7 +155,7 @@ class ExportServer(threading.Thread):
 
 
 class ExportServers:
-    """Of an engine's R-workers, which also reach others'. Close it once they
+    """Of an engine's R-workers, which also reach others', over ZeroMQ. Close it once they
     have ended.
 
     Args:
@@ -167,27 +165,37 @@ class ExportServers:
         silence_s: who gives no sign of life for so long is lost.
     """
 
-    def __init__(
-        self, address: str, key: ClusterKey | None, silence_s: float = DEFAULT_SILENCE_S
-    ) -> None:
+    def __init__(self, address: str, key: ClusterKey | None, silence_s: float = 5.0) -> None:
         self._host, _, self._port = address.rpartition(":")
         self._key = key
         self._silence_s = silence_s
         self._servers: dict[str, ExportServer] = {}
+        self._addresses: dict[str, str] = {}
         self._ways: list[ZmqNeighbours] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.transfers.neighbours.Neighbourhood``. Raises ConfigError."""
-        address = f"{self._host}:{self._next_port()}"
-        server = ExportServer(name, address, hub, self._key, self._silence_s)
-        self._servers[name] = server
-        server.start()
-        self._ways.append(ZmqNeighbours(self._key, self._silence_s))
+        """See ``rworker.transfers.neighbours.Neighbourhood``.
+
+        Raises:
+            ConfigError: the address is none, is in use, or may not be used without
+                a key.
+        """
+        from fastdecode.wire.zmq.listener import ZmqListener
+        from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+
+        address, silence_s = f"{self._host}:{self._next_port()}", self._silence_s
+        listener = ZmqListener(
+            address, name, key=self._key, silence_s=silence_s, most_peers=_READERS
+        )
+        self._addresses[name] = listener.address
+        self._servers[name] = ExportServer(name, listener, hub)
+        self._servers[name].start()
+        self._ways.append(ZmqNeighbours(self._key, silence_s))
         return self._ways[-1]
 
     def address_of(self, name: str) -> str:
         """Where others reach an R-worker."""
-        return self._servers[name].address
+        return self._addresses[name]
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -206,3 +214,40 @@ class ExportServers:
                 f" leaves no port for R-worker {len(self._servers)}: begin lower",
             )
         return str(port)
+
+
+class RankExports:
+    """Of the KV cache on the device of an S-worker, which is a rank of an MPI job. Close it
+    once the engine has ended.
+
+    Args:
+        job: this process's part in the job.
+        guests: ranks that may read it.
+        silence_s: a rank that is read, and gives no sign of life for so long, is lost.
+    """
+
+    def __init__(self, job: MpiJob, guests: Iterable[int], silence_s: float) -> None:
+        self._job = job
+        self._guests = guests
+        self._silence_s = silence_s
+        self._opened = ExitStack()
+
+    def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
+        """See ``rworker.transfers.neighbours.Neighbourhood``: once, as it has one cache."""
+        from fastdecode.wire.mpi.doors import DeviceDoorHub, Doors, RankReaders
+
+        readers = RankReaders(self._job, self._silence_s)
+        self._opened.callback(readers.close)
+        listener = DeviceDoorHub(self._job, Doors(self._job, self._guests, readers))
+        server = ExportServer(name, listener, hub)
+        self._opened.callback(server.close)
+        server.start()
+        return readers
+
+    def address_of(self, name: str) -> str:
+        """What other ranks call it."""
+        return link_address(self._job.rank)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._opened.close()

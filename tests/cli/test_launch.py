@@ -92,7 +92,7 @@ def test_the_lines() -> None:
     )
     mpich = PlacedLine(("s",), ("r",), parse_hosts("a:2,b:2"), vendor="MPICH", instances=instances)
     assert mpich.shown().split(" \\\n    ")[0] == "mpirun -hosts a:5,b:3"
-    with pytest.raises(ConfigError, match="have 4 R-workers, and --hosts has room for 3"):
+    with pytest.raises(ConfigError, match="take 4 R-workers' places, and --hosts has room for 3"):
         PlacedLine(("s",), ("r",), parse_hosts("a:3"), instances=instances)
     assert "-n 2 --host a:2 s : -n 2" in " ".join(
         JobLine(("s",), ("r",), hosts, num_s_ranks=2).words()

@@ -145,22 +145,28 @@ def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_emits_what_launch_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best placement keeps K and V on a GPU, which launch can't start yet."""
+    """The best placement keeps K and V on GPUs; launch can't start it yet where two act as
+    one."""
     placed = tmp_path / "placement.json"
-    where = ["--model", "llama-2-7b", "--gpu", "A10", "--gpus-per-node", "2", "--max-sockets", "4"]
+    where = ["--model", "llama-2-7b", "--gpu", "A10", "--gpus-per-node", "2", "--max-sockets", "8"]
     assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={placed}") == 0
+    told = capsys.readouterr()
+    assert "KV on the GPU" in told.out and "can't start" not in told.err
+    assert not any(each.num_r_workers for each in read_placement(placed))
+    where[1] = "llama-2-13b"
+    assert plan(*GOODPUT, *where, "--rate", "1", f"--emit={placed}") == 0
     told = capsys.readouterr()
     assert "KV on the GPU" in told.out
     assert "fastdecode launch can't start this placement: instance 0 has no R-worker" in told.err
     assert f"the best placement that launch starts is in {placed}" in told.err
-    assert all(each.num_r_workers for each in read_placement(placed))
+    assert all(each.num_r_workers or each.tp == 1 for each in read_placement(placed))
     monkeypatch.setattr("fastdecode.core.config.placement.is_launchable", lambda *_: False)
     none = tmp_path / "none.json"
-    assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={none}") == 0
+    assert plan(*GOODPUT, *where, "--rate", "1", f"--emit={none}") == 0
     assert "it starts none that keeps the SLO" in capsys.readouterr().err and not none.exists()
     monkeypatch.undo()
     monkeypatch.setattr("fastdecode.core.config.placement.MAX_INSTANCES", 0)
-    assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={none}") == 0
+    assert plan(*GOODPUT, *where, "--rate", "1", f"--emit={none}") == 0
     assert "it starts none that keeps the SLO" in capsys.readouterr().err and not none.exists()
 
 

@@ -14,7 +14,7 @@ from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, Triple,
 from fastdecode.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_NOT_BUILT = 15
+MOST_NOT_BUILT = 8
 """Lower it with every pair that is built; it never grows."""
 
 
@@ -33,6 +33,8 @@ def options_of(*names: str) -> dict[str, Any]:
     for name in names:
         for option, value in FEATURES[name].example.items():
             options[option] = max(options.get(option, value), value) if option == "pp" else value
+    if options.get("kv_placement") == "gpu" and "instance ranks" in names:
+        options["instances"] = ("both:0", "both:0")  # no R-workers
     return options
 
 

@@ -14,6 +14,8 @@ from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT, read_placement
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpi.roles import InstanceRanks, RankRole
+from fastdecode.wire.mpirun_line import JobHost
+from fastdecode.wire.placed_line import PlacedLine
 
 PREFILL, DECODE = (
     {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": sockets}
@@ -44,6 +46,24 @@ def test_a_placement(tmp_path: Path) -> None:
     assert config.instances.placed == instances and config.instances.is_elsewhere
 
 
+def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path) -> None:
+    """As planned; for prompts, where the command says so."""
+    decode = {**DECODE, "pp": 2, "r_worker_sockets": 0}
+    path = written(tmp_path / "p.json", instances=[{**PREFILL, "prompt_pp": 1}, decode])
+    instances = read_placement(path)
+    assert list(map(str, instances)) == ["prefill:1:prompt-pp=1", "decode:0:pp=2"]
+    config = EngineConfig.of("m", instances=tuple(map(str, instances)))
+    own = [config.of_instance(number) for number in range(2)]
+    assert [each.r_part.kv_placement for each in own] == ["r", "gpu"]
+    assert own[0].s_part.prompt_pp == 1 and own[1].s_part.pp == 2
+    path = written(tmp_path / "p.json", instances=[PREFILL, decode])
+    assert list(map(str, read_placement(path, on_devices=True))) == ["prefill:0", "decode:0:pp=2"]
+    line = PlacedLine(
+        ("s",), ("r",), (JobHost("a", 1), JobHost("b", 2)), instances=read_placement(path)
+    )
+    assert [host for host, _ in line._ranks()] == ["a", "a", "a", "b", "b"]
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -57,7 +77,8 @@ def test_a_placement(tmp_path: Path) -> None:
         ({"instances": [{**DECODE, "pp": 2}]}, "3 sockets for 2 stages"),
         ({"instances": [{**DECODE, "pp": True}]}, "pp of instance 0 is True"),
         ({"instances": [{**DECODE, "r_worker_sockets": -1}]}, "r_worker_sockets of instance 0"),
-        ({"instances": [{**DECODE, "r_worker_sockets": 0}]}, "fastdecode instance --kv-placement"),
+        ({"instances": [{**DECODE, "r_worker_sockets": 0, "tp": 2}]}, "has no R-worker"),
+        ({"instances": [{**DECODE, "prompt_pp": -1}]}, "prompt_pp of instance 0"),
     ],
 )
 def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None:
@@ -73,7 +94,9 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
         ({"instances": ("10.0.0.1:7000",)}, "neither an address tcp://HOST:PORT"),
         ({"instances": ("prefil",)}, "nor of the form ROLE:R_WORKERS"),
         ({"instances": ("prefill",)}, "none of these instances decodes"),
-        ({"instances": ("decode:0",)}, "nor of the form"),
+        ({"instances": ("both:0:prompt-pp=1",)}, "no tp, prompt-pp or replicas yet"),
+        ({"instances": ("both:0:tp=2",)}, "no tp, prompt-pp or replicas yet"),
+        ({"instances": ("both:0", "both:2"), "replicas": 1}, "or give it R-workers"),
         ({"instances": ("decode:1025",)}, "nor of the form"),
         ({"instances": ("decode:1",)}, "none of these instances runs prompts"),
         ({"instances": ("prefill:1",)}, "none of these instances decodes"),
@@ -91,7 +114,7 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
         ),
         (
             {"instances": ("both:1",), "kv_placement": "gpu"},
-            "kv_placement='gpu' is not supported with instances=",
+            "the instance both:1 has 1: Remove them (both:0)",
         ),
     ],
 )
@@ -105,7 +128,7 @@ def test_which_rank_is_whose() -> None:
     assert ranks.size == 10 and ranks.leaders == (1, 3, 7)
     assert [list(ranks.r_ranks(i)) for i in range(3)] == [[2], [4, 5, 6], [8, 9]]
     assert [ranks.instance_of(rank) for rank in range(1, 10)] == [0, 0, 1, 1, 1, 1, 2, 2, 2]
-    assert ranks.others_r_ranks(1) == [2, 8, 9]
+    assert ranks.others_with_kv(5) == [1, 2, 3, 4, 6, 7, 8, 9]
     # Ranks 0 to 4 on one host, the others on the next.
     assert [ranks.place_on_host(s, s if s < 5 else s - 5) for s in ranks.leaders] == [0, 1, 0]
 

@@ -39,10 +39,13 @@ def model(tiny_checkpoint: Callable[..., Path]) -> str:
 
 
 def write_placement(path: Path, *instances: str) -> Path:
-    """``ROLE:SOCKETS`` each, and perhaps ``:tp=N`` and ``:pp=N``."""
+    """``ROLE:SOCKETS`` each, and perhaps ``:tp=N`` and the like."""
     listed = []
     for role, sockets, *degrees in (each.split(":") for each in instances):
-        given = {name: int(value) for name, value in (each.split("=") for each in degrees)}
+        given = {
+            name.replace("-", "_"): int(value)
+            for name, value in (each.split("=") for each in degrees)
+        }
         listed.append({"role": role, "tp": 1, "pp": 1, "r_worker_sockets": int(sockets), **given})
     tree = {"format": PLACEMENT_FORMAT, "model": "tiny", "instances": listed}
     path.write_text(json.dumps(tree))
@@ -67,6 +70,14 @@ def write_prompts(path: Path, number: int, **sampling: Any) -> Path:
     return path
 
 
+def answers_of(lines: str) -> list[dict[str, Any]]:
+    """But for how many tokens of a prompt were kept."""
+    answers = [json.loads(line) for line in lines.splitlines()]
+    for answer in answers:
+        answer["usage"].pop("cached_tokens", None)
+    return answers
+
+
 class Job:
     """``fastdecode launch --placement ... -- generate ...``, or another command, and
     what comes of it."""
@@ -76,6 +87,8 @@ class Job:
         directory: Path,
         model: str,
         *instances: str,
+        options: Sequence[str] = (),
+        launch: Sequence[str] = (),
         command: str = "generate",
         silence_s: float = SILENCE_S,
         limit: StepLimit | None = None,
@@ -87,8 +100,8 @@ class Job:
         its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(silence_s)]
         self.command: Sequence[str] = [
             *(FASTDECODE if limit is None else limit.fastdecode), *ON_ONE_HOST,
-            "--placement", str(placement), "--", command, *its_own, *files,
-            "--summary", str(self.summary),
+            *launch, "--placement", str(placement), "--", command, *its_own, *files,
+            "--summary", str(self.summary), *options,
         ]  # fmt: skip
         self._alone = ("--model", model, *ENGINE, "--r-threads", "1")
         self._limit = limit
@@ -98,20 +111,20 @@ class Job:
         """What one engine answers."""
         return answers_alone(self.source, *self._alone)
 
-    def lose(self, rank: int, trouble: signal.Signals) -> None:
-        """Run, and lose a rank on the way: all is answered all the same."""
+    def lose(self, rank: int, trouble: signal.Signals) -> dict[str, Any]:
+        """Run, and lose a rank on the way: all is answered all the same. See ``check``."""
         assert self._limit is not None
         write_long_prompts(self.source)
         with running(self.command, **PATHS) as run_of:
             victim = run_of.rank(rank)
             run_of.wait_for_text(self.output)
             self._limit.lose(victim, trouble)
-            self.check(run_of.wait(240.0))
+            return self.check(run_of.wait(240.0))
 
     def check(self, outcome: Outcome) -> dict[str, Any]:
         """All was answered as one engine does. What is told of the instances."""
         assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
-        assert self.output.read_text() == self.alone
+        assert answers_of(self.output.read_text()) == answers_of(self.alone)
         counted: dict[str, Any] = json.loads(self.summary.read_text())["instances"]
         return counted
 
@@ -137,9 +150,28 @@ def test_tokens_are_those_of_one_engine(
     assert counted["handed_over"] > 0 and counted["fetched_bytes"] > 0
 
 
-def test_each_instance_has_its_own_s_workers(model: str, tmp_path: Path) -> None:
-    """Prompts run on two that act as one, and decode on two stages."""
-    job = Job(tmp_path, model, "prefill:1:tp=2", "decode:2:pp=2", silence_s=LOSES_NOBODY_S)
+ON_DEVICES = ("--device", "cpu", "--kv-placement", "gpu", "--cache-memory-gb", "0.001")
+
+
+@pytest.mark.parametrize(
+    ("instances", "options"),
+    [
+        (("prefill:1:tp=2:prompt-pp=1", "decode:2:pp=2"), ()),
+        (("prefill:0", "decode:0:pp=2"), ON_DEVICES),
+    ],
+    ids=["R-workers", "devices"],
+)
+def test_each_instance_has_its_own_s_workers(
+    model: str, tmp_path: Path, instances: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    """Prompts run on two that act as one, on a stage of their own, or on one, and decode on
+    two stages: with KV on R-workers, and kept blocks on their disks; or on the devices, and
+    kept blocks in the host's memory."""
+    disk = () if options else ("--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01")
+    job = Job(
+        tmp_path, model, *instances, options=["--prefix-cache", "on", *options], launch=disk,
+        silence_s=LOSES_NOBODY_S,
+    )  # fmt: skip
     write_prompts(job.source, 16, n=2)
     outcome = run(job.command, timeout_s=240.0, **PATHS)
     counted = job.check(outcome)
@@ -161,25 +193,42 @@ def write_long_prompts(path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-LOST = {
-    "R-worker of prefill": (2, signal.SIGKILL),
-    "decode stopped": (5, signal.SIGSTOP),
+PROTECTED = ("prefill:2", "decode:2")
+"""Ranks: 0 controls; 1 to 3 run prompts; 4 to 6 go on with them. 5 and 6 are R-workers."""
+LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
+    "R-worker with a replica": (PROTECTED, "--replicas 1", 6, signal.SIGKILL),
+    "decode stopped": (THREE, "", 5, signal.SIGSTOP),
 }
-MORE_LOST = {
-    "decode": (3, signal.SIGKILL),
-    "prefill": (1, signal.SIGKILL),
-    "R-worker of decode": (4, signal.SIGKILL),
-    "R-worker of decode stopped": (4, signal.SIGSTOP),
+MORE_LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
+    "R-worker of prefill": (THREE, "", 2, signal.SIGKILL),
+    "decode": (THREE, "", 3, signal.SIGKILL),
+    "prefill": (THREE, "", 1, signal.SIGKILL),
+    "R-worker of decode": (THREE, "", 4, signal.SIGKILL),
+    "R-worker of decode stopped": (THREE, "", 4, signal.SIGSTOP),
+    "R-worker with a replica stopped": (PROTECTED, "--replicas 1", 6, signal.SIGSTOP),
+    "R-worker with a standby": (PROTECTED, "--spare-r-workers 1", 5, signal.SIGKILL),
+    "R-worker with a standby stopped": (PROTECTED, "--spare-r-workers 1", 5, signal.SIGSTOP),
+    "device": (("prefill:0", "decode:0", "decode:1"), "--device cpu", 2, signal.SIGKILL),
 }
 """``tests/instances`` loses them in ``make test``, too."""
 WHO = LOST | (MORE_LOST if TRIES_ALL else {})
 
 
-@pytest.mark.parametrize(("rank", "trouble"), WHO.values(), ids=WHO)
+@pytest.mark.parametrize(("instances", "options", "rank", "trouble"), WHO.values(), ids=WHO)
 def test_who_is_lost_is_gone_on_without(
-    model: str, tmp_path: Path, rank: int, trouble: signal.Signals, limit: StepLimit
+    model: str,
+    tmp_path: Path,
+    instances: tuple[str, ...],
+    options: str,
+    rank: int,
+    trouble: signal.Signals,
+    limit: StepLimit,
 ) -> None:
-    Job(tmp_path, model, *THREE, limit=limit).lose(rank, trouble)
+    counted = Job(tmp_path, model, *instances, options=options.split(), limit=limit).lose(
+        rank, trouble
+    )
+    if "--replicas" in options:
+        assert counted["moved"] == 0  # the replica takes over
 
 
 SEVERAL = ("prefill:1:tp=2", "decode:2:pp=2", "decode:1")
@@ -218,8 +267,10 @@ def test_without_its_controller_a_batch_ends_and_goes_on(
 
 
 def test_roles_of_ranks_flip_while_requests_run(model: str, tmp_path: Path) -> None:
-    """Each rank is given prompts, and requests whose prompts others ran, in turn."""
-    job = Job(tmp_path, model, *THREE, silence_s=LOSES_NOBODY_S)
+    """Each rank is given prompts, and requests whose prompts others ran, in turn; with KV on
+    R-workers, and on the devices beside them."""
+    hybrid = ["--device", "cpu", "--kv-placement", "hybrid", "--device-kv-gb", "0.0001"]
+    job = Job(tmp_path, model, *THREE, options=hybrid, silence_s=LOSES_NOBODY_S)
     write_prompts(job.source, 40, n=2)
     script = str(Path(__file__).parent / "ranks" / "flipping.py")
     placed = ["--instances", "prefill:1,decode:1,decode:2"]
@@ -264,6 +315,6 @@ def test_what_can_not_begin_ends_everywhere(model: str, tmp_path: Path) -> None:
     outcome = run([*job.command, "--device", "cuda:77"], timeout_s=120.0, **PATHS)
     assert outcome.exit_code == 4 and not outcome.orphans, outcome.output  # all instances are lost
     assert "device=" in outcome.output
-    outcome = run([*job.command, "--replicas", "1"], timeout_s=60.0, **PATHS)
+    outcome = run([*job.command, "--kv-placement", "swap"], timeout_s=60.0, **PATHS)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome.output
-    assert "--replicas 1" in outcome.output
+    assert "--kv-placement swap" in outcome.output

@@ -130,25 +130,3 @@ def test_s_workers_that_wait_for_one_that_never_comes() -> None:
         "gone: tp_rank_lost: rank 0 has",
     ):
         assert line in outcome.output
-
-
-def test_several_s_workers_share_an_r_worker() -> None:
-    """One leaves, another is refused, and the one that is left notices nothing;
-    the R-worker ends with it."""
-    command = [
-        mpirun(),
-        *open_mpi_options(),
-        "-n",
-        "4",
-        sys.executable,
-        str(RANKS / "two_s_workers.py"),
-    ]
-    outcome = run(command, timeout_s=120.0)
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    for line in (
-        "the first has left",
-        "the third is refused",
-        "the second has decoded",
-        "the R-worker has ended",
-    ):
-        assert line in outcome.output

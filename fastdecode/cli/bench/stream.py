@@ -167,9 +167,10 @@ def _measure_ranks(ways: LocalLinks, args: argparse.Namespace) -> None:
         take_raw(job, *sizes)
         serve_rank(job, kv_memory_gb=ways.kv_bytes / 1e9, num_threads=1)
     raw = send_raw(job, *sizes)
-    from fastdecode.engine.setup.workers import reach_ranks
+    from fastdecode.engine.setup.workers import reach_stage_ranks
+    from fastdecode.wire.mpi.roles import StageRanks
 
-    workers = reach_ranks(silence_s=Cluster.worker_silence_s)
+    workers = reach_stage_ranks(0, StageRanks(1), silence_s=Cluster.worker_silence_s)
     try:
         connections = workers.hub.connections
         with measuring(args, STREAM, lambda: _progress(ways)):

@@ -90,11 +90,10 @@ class EngineConfig:
         self._check_chunk()
         self._check_swap()
         self._check_key()
-        for number, placed in enumerate(self.instances.placed):
-            self.of_instance(number)
-            self.check_reached(placed.pp)
+        for number in range(len(self.instances.placed)):
+            self.of_instance(number).check_reached()
         if self.instances.roles:
-            self.check_reached(self.s_part.pp)
+            self.check_reached()
         if self.instances.addresses:
             self._check_controller()
         if self.r_part.is_on_device:
@@ -148,18 +147,34 @@ class EngineConfig:
         Raises:
             ConfigError: its S-workers do not go with the other options.
         """
-        placed = self.instances.placed[number]
+        placed, kv_placement = self.instances.placed[number], self.r_part.kv_placement
+        if self.r_part.is_on_device and placed.num_r_workers:
+            raise ConfigError(
+                Given("kv_placement", kv_placement),
+                f" needs no R-workers, and the instance {placed} has {placed.num_r_workers}: "
+                f"Remove them ({placed.role.value}:0)",
+            )
+        if not placed.num_r_workers and (placed.tp > 1 or placed.prompt_pp or self.r_part.replicas):
+            raise ConfigError(
+                Given("instances", str(placed)),
+                ": with KV on its devices an instance of ranks has no tp, prompt-pp or replicas "
+                "yet: others reach one device of each stage. Remove them, or give it R-workers",
+            )
+        if kv_placement == "auto" or not placed.num_r_workers:
+            kv_placement = "r" if placed.num_r_workers else "gpu"
         return replace(
             self,
-            s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp),
+            s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp, prompt_pp=placed.prompt_pp),
+            r_part=replace(self.r_part, kv_placement=kv_placement),
             instances=replace(self.instances, instances=(), replan_slo=None),
         )
 
-    def check_reached(self, pp: int) -> None:
+    def check_reached(self) -> None:
         """
         Raises:
-            ConfigError: an instance of so many stages can't be reached by others.
+            ConfigError: an instance that is made so can't be reached by others.
         """
+        pp = self.s_part.pp
         if pp > 1 and self.r_part.r_partition == "heads":
             raise ConfigError(
                 Given("r_partition", "heads"),

@@ -115,7 +115,6 @@ def _pairs(
         yield pair, Refusal(reason, is_contradiction=is_contradiction)
 
 
-_RANKS_HAVE = "an instance of ranks keeps KV on R-workers alone"
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _ONE_DEVICE = "beside R-workers, only the first S-worker would keep KV on its device"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
@@ -163,13 +162,11 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("instances", "tensor parallelism",
                "S-workers that act as one are ranks of an MPI job, and so are their instances",
                is_contradiction=True),
-        _pairs("instance ranks", "tensor parallelism, stages",
-               "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N", is_contradiction=True),
-        _pairs("instance ranks", "prompt stages",
-               "an instance of ranks has no stages but those of ROLE:R_WORKERS:tp=N:pp=N"),
-        _pairs("instance ranks", "device KV, hybrid KV, swap, host tier", _RANKS_HAVE),
-        _pairs("instance ranks", "replicas, standby, disk tier",
-               "only instances in one process or at addresses protect their R-workers"),
+        _pairs("instance ranks", "swap",
+               "a rank has one cache that others reach, and with swap each lane has one"),
+        _pairs("instance ranks", "tensor parallelism, stages, prompt stages",
+               "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N:prompt-pp=N",
+               is_contradiction=True),
     )
 )  # fmt: skip
 """By pair of names. What is not here works."""
@@ -201,6 +198,7 @@ TRIPLES: Sequence[Triple] = (
               "only the first S-worker of a stage would store its heads"),
     *_triples("tensor parallelism, prompt stages, instances", "replicas", "device KV, swap",
               _ONE_REPLICA),
+    *_triples("instance ranks", "replicas", "device KV", _ONE_REPLICA),
 )  # fmt: skip
 """What an engine refuses besides pairs."""
 

@@ -13,8 +13,10 @@ from fastdecode.core.errors import ConfigError, Given
 MAX_INSTANCES = 64
 MAX_R_RANKS: Final = 1024
 """Of an instance."""
+_FORM: Final = "ROLE:R_WORKERS[:tp=N][:pp=N][:prompt-pp=N]"
 _RANKS: Final = re.compile(
-    r"(prefill|decode|both):([1-9][0-9]{0,3})(?::tp=([1-9][0-9]{0,3}))?(?::pp=([1-9][0-9]{0,3}))?"
+    "(prefill|decode|both):(0|[1-9][0-9]{0,3})"
+    + "".join(f"(?::{name}=([1-9][0-9]{{0,3}}))?" for name in ("tp", "pp", "prompt-pp"))
 )
 
 
@@ -46,20 +48,26 @@ class PlacedInstance:
 
     role: InstanceRole
     num_r_workers: int
-    """Of all its stages."""
+    """Of all its stages; 0: KV is on its devices."""
     tp: int = 1
     """S-workers of each stage that act as one."""
     pp: int = 1
     """Pipeline stages."""
+    prompt_pp: int = 0
+    """More stages, which run prompts only."""
 
     @property
     def num_s_workers(self) -> int:
-        return self.tp * self.pp
+        return self.tp * (self.pp + self.prompt_pp)
+
+    @property
+    def num_places(self) -> int:
+        """That it takes of a job's hosts: one for each R-worker, or for each stage."""
+        return self.num_r_workers or self.pp
 
     def __str__(self) -> str:
-        degrees = "".join(
-            f":{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1
-        )
+        told = (("tp", self.tp, 1), ("pp", self.pp, 1), ("prompt-pp", self.prompt_pp, 0))
+        degrees = "".join(f":{name}={value}" for name, value, usual in told if value != usual)
         return f"{self.role.value}:{self.num_r_workers}{degrees}"
 
 
@@ -71,9 +79,9 @@ class Instances:
         (),
         "engines that share the requests. Each is an address tcp://HOST:PORT, as given to "
         "fastdecode instance --bind; or a role (prefill, decode, both): a thread of this process,"
-        " with its own weights and R-workers; or ROLE:R_WORKERS[:tp=N][:pp=N]: ranks of this MPI "
-        "job, whose rank 0 is the controller (see fastdecode launch --placement). Repeatable, or "
-        "separated by commas",
+        f" with its own weights and R-workers; or {_FORM}: ranks of this MPI job, whose rank 0 is "
+        "the controller (see fastdecode launch --placement); with ROLE:0 KV is on its devices. "
+        "Repeatable, or separated by commas",
         metavar="INSTANCES",
         common=True,
     )
@@ -142,18 +150,18 @@ class Instances:
                 raise ConfigError(
                     Given("instances", each),
                     " is neither an address tcp://HOST:PORT, nor prefill, decode or both, nor of "
-                    "the form ROLE:R_WORKERS[:tp=N][:pp=N], such as decode:2 or prefill:1:tp=2, "
-                    f"with 1 to {MAX_R_RANKS} R-workers",
+                    f"the form {_FORM}, such as decode:2 or prefill:1:tp=2, with 0 to "
+                    f"{MAX_R_RANKS} R-workers",
                 )
             role, num_r_workers = InstanceRole(match[1]), int(match[2])
-            tp, pp = int(match[3] or 1), int(match[4] or 1)
+            tp, pp, prompt_pp = int(match[3] or 1), int(match[4] or 1), int(match[5] or 0)
             if num_r_workers % pp:
                 raise ConfigError(
                     Given("instances", each),
                     f": each of the {pp} stages needs as many R-workers, and {num_r_workers} are "
                     f"no multiple of {pp}",
                 )
-            found.append(PlacedInstance(role, num_r_workers, tp, pp))
+            found.append(PlacedInstance(role, num_r_workers, tp, pp, prompt_pp))
         return tuple(found)
 
     @property

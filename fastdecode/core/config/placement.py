@@ -20,13 +20,16 @@ from fastdecode.core.json_file import read_object
 
 PLACEMENT_FORMAT: Final = "fastdecode-placement/1"
 _KEYS: Final = frozenset({"format", "model", "instances", "slo", "workload"})
-_OF_INSTANCE: Final = frozenset({"role", "tp", "pp", "r_worker_sockets"})
+_OF_INSTANCE: Final = frozenset({"role", "tp", "pp", "prompt_pp", "r_worker_sockets"})
 _MOST_BYTES: Final = 1 << 20
 
 
-def read_placement(path: Path) -> tuple[PlacedInstance, ...]:
-    """The instances of a placement file. A socket gets an R-worker; for prefill, where none is
-    planned, each stage has one on the S-worker's host.
+def read_placement(path: Path, *, on_devices: bool = False) -> tuple[PlacedInstance, ...]:
+    """The instances of a placement file. A socket gets an R-worker. Where none is planned, KV
+    is on the instance's devices; for prefill, each stage has an R-worker on the S-worker's host.
+
+    Args:
+        on_devices: with KV on the devices for prefill, too.
 
     Raises:
         ConfigError: it can't be read, isn't a placement file, or plans what
@@ -36,11 +39,12 @@ def read_placement(path: Path) -> tuple[PlacedInstance, ...]:
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"--placement {path}: {why}")
 
-    return placed_instances(read_object(path, most_bytes=_MOST_BYTES, refuse=refuse), refuse)
+    tree = read_object(path, most_bytes=_MOST_BYTES, refuse=refuse)
+    return placed_instances(tree, refuse, on_devices=on_devices)
 
 
 def placed_instances(
-    tree: Mapping[str, Any], refuse: Callable[[str], ConfigError]
+    tree: Mapping[str, Any], refuse: Callable[[str], ConfigError], *, on_devices: bool = False
 ) -> tuple[PlacedInstance, ...]:
     """As ``read_placement``, of what a file holds. Raises what ``refuse`` makes of a reason."""
     if tree.get("format") != PLACEMENT_FORMAT:
@@ -52,10 +56,13 @@ def placed_instances(
     listed = tree.get("instances")
     if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_INSTANCES:
         raise refuse(f"its instances are no list of 1 to {MAX_INSTANCES}")
-    return tuple(_instance(each, f"instance {i}", refuse) for i, each in enumerate(listed))
+    return tuple(
+        _instance(each, f"instance {i}", refuse, on_devices=on_devices)
+        for i, each in enumerate(listed)
+    )
 
 
-def _instance(tree: Any, what: str, refuse: Any) -> PlacedInstance:
+def _instance(tree: Any, what: str, refuse: Any, *, on_devices: bool = False) -> PlacedInstance:
     if not isinstance(tree, dict):
         raise refuse(f"{what} is no object")
     _check_keys(tree, _OF_INSTANCE, what, refuse)
@@ -64,17 +71,19 @@ def _instance(tree: Any, what: str, refuse: Any) -> PlacedInstance:
         raise refuse(f"{what} has the role {tree.get('role')!r:.80}: prefill, decode, both are")
     tp = _whole(tree, "tp", 1, MAX_TP, what, refuse)
     pp = _whole(tree, "pp", 1, MAX_PP, what, refuse)
+    prompt_pp = _whole({"prompt_pp": 0, **tree}, "prompt_pp", 0, MAX_PP, what, refuse)
     sockets = _whole(tree, "r_worker_sockets", 0, MAX_R_RANKS, what, refuse)
-    if not sockets and roles[0] is not InstanceRole.PREFILL:
+    least = pp if roles[0] is InstanceRole.PREFILL and not on_devices else 0
+    if tp > 1 and not max(least, sockets):
         raise refuse(
-            f"{what} has no R-worker: its KV cache is planned on the GPU, which instances of one "
-            "MPI job do not support yet. Start each with fastdecode instance --kv-placement gpu"
+            f"{what} has no R-worker, and {tp} S-workers of each stage: KV on their devices is "
+            "not supported yet, as each keeps heads of its own. Plan R-workers, or tp 1"
         )
     if sockets % pp:
         raise refuse(
             f"{what} has {sockets} sockets for {pp} stages, and each needs as many: plan again"
         )
-    return PlacedInstance(roles[0], max(pp, sockets), tp, pp)
+    return PlacedInstance(roles[0], max(least, sockets), tp, pp, prompt_pp)
 
 
 def is_launchable(tp: int, pp: int, sockets: int) -> bool:

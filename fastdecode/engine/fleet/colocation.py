@@ -11,10 +11,11 @@ from rworker.transfers.neighbours import Neighbourhood
 
 @dataclass(frozen=True)
 class Colocation:
-    """R-workers that reach those of other engines, in this process or elsewhere."""
+    """R-workers, or a device with KV, that reach those of other engines, in this process or
+    elsewhere."""
 
-    neighbours: Neighbourhood | None
-    """All of them; None: they are no threads."""
+    neighbours: Neighbourhood
+    """All of them, as far as they are of this process."""
     name: str
     """What this engine's are called by, before their numbers."""
     num_engines: int

@@ -29,6 +29,7 @@ from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.job import S_RANK
 from fastdecode.wire.mpi.launcher import launched_size, local_rank, local_size
 from fastdecode.wire.mpi.roles import RankRole
+from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.connections import FromInstance
@@ -76,7 +77,6 @@ def serve_instance(
     with imports_for("an instance at an address"):
         from fastdecode.engine.instances.addresses import InstanceListener
         from fastdecode.wire.zmq.access import ClusterKey, check_address
-        from rworker.transfers.export_server import ExportServers
 
     key = None if place.key is None else ClusterKey.read(Path(place.key))
     silence_s = config.cluster.worker_silence_s
@@ -84,7 +84,7 @@ def serve_instance(
     check_address(place.bind, key, parameter="bind")
     check_address(place.export or f"{host}:*", key, parameter="export")
     is_here = not config.cluster.r_worker_addresses
-    own = _own(config, place.role, is_here=is_here)
+    own = _own(config, place.role)
     with contextlib.ExitStack() as stack:
         servers = ExportServers(place.export or f"{host}:*", key, silence_s)
         stack.callback(servers.close)
@@ -120,19 +120,22 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     # Peers to say goodbye to, however far this rank gets.
     job.peers.update(set(ranks.s_ranks(number)) - {job.rank}, ranks.r_ranks(number))
     role = config.instances.placed[number].role
-    own = _own(config.of_instance(number), role, is_here=False)
+    own = _with_role(config.of_instance(number), role)
     if config.instances.replan_slo is not None:  # then any of them may come to run prompts
         own = for_batches(own)
-    colocation = _colocation(own, job, ranks, role)
-    if ranks.role(job.rank) is RankRole.LEADER:
-        return _lead_instance(own, colocation, job, tell)
-    return _follow_leader(own, colocation, job, tell)
+    guests, silence_s = ranks.others_with_kv(job.rank), own.cluster.worker_silence_s
+    with contextlib.closing(RankExports(job, guests, silence_s)) as exports:
+        colocation = _colocation(own, job, ranks, role, exports)
+        if ranks.role(job.rank) is RankRole.LEADER:
+            return _lead_instance(own, colocation, job, tell)
+        return _follow_leader(own, colocation, job, tell)
 
 
 def _colocation(
-    own: EngineConfig, job: MpiJob, ranks: InstanceRanks, role: InstanceRole
+    own: EngineConfig, job: MpiJob, ranks: InstanceRanks, role: InstanceRole, exports: RankExports
 ) -> Colocation:
-    """What an S-worker's rank shares with the others of its host."""
+    """What an S-worker's rank shares with the others of its host. ``exports``: how others
+    reach its device, if it keeps KV there."""
     first = job.rank - local_rank()
     num_here = ranks.num_s_ranks_in(range(first, first + local_size()))
     place = ranks.place_on_host(job.rank, local_rank())
@@ -140,7 +143,7 @@ def _colocation(
         if choose_device(own.s_part.device, place).type == "cuda":
             num_here = 1  # it has that one to itself
     stages = ranks.stages(ranks.instance_of(job.rank))
-    return Colocation(None, f"rank {job.rank} on {job.host}", num_here, role, place, stages)
+    return Colocation(exports, f"rank {job.rank} on {job.host}", num_here, role, place, stages)
 
 
 def _lead_instance(
@@ -201,7 +204,7 @@ def _follow_leader(
         if colocation.ranks.role(job.rank) is RankRole.MIRROR:
             mirror_leader(own, resolve)
         else:
-            serve_stage(own, resolve)
+            serve_stage(own, resolve, colocation)
     except FastDecodeError as error:
         tell(f"S-worker {colocation.name} of an instance ends: {error}")
     end.wait()  # the other instances go on
@@ -227,7 +230,7 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
         raise ConfigError("an instance is a process by itself: start it without mpirun")
     if config.instances.instances:
         raise ConfigError("an instance has no instances: leave out those options")
-    config.check_reached(config.s_part.pp)
+    config.check_reached()
     usual = EngineConfig(config.model).options
     for name in _REFUSED:
         if config.options[name] != usual[name]:
@@ -249,11 +252,11 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
         )
 
 
-def _own(config: EngineConfig, role: InstanceRole, *, is_here: bool) -> EngineConfig:
-    """What its engine is made with."""
+def _own(config: EngineConfig, role: InstanceRole) -> EngineConfig:
+    """What the engine of an instance at an address is made with."""
     if config.r_part.is_on_device:
         return _with_role(config, role)
-    if is_here:
+    if not config.cluster.r_worker_addresses:
         return _with_role(with_r_workers_here(config, 1), role)
     return _with_role(replace(config, r_part=replace(config.r_part, kv_placement="r")), role)
 

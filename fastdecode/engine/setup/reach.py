@@ -38,7 +38,6 @@ from fastdecode.engine.setup.workers import (
     Reached,
     reach_addresses,
     reach_inline,
-    reach_ranks,
     reach_stage_ranks,
     reach_threads,
     with_spares,
@@ -144,7 +143,7 @@ def reach_workers(
     """
     if resolved.transport == "local":
         if has_stage_ranks(resolved):
-            return reach_stage(resolved, 0)
+            return reach_stage(resolved, 0, colocation)
         return reach_own_device(resolved, colocation)
     workers = _reach_r_workers(resolved, hub, colocation, report)
     return with_spares(workers, resolved.config.cluster.spare_r_workers)
@@ -160,9 +159,7 @@ def _reach_r_workers(
     if has_stage_ranks(resolved):
         return reach_stage(resolved, 0)
     if resolved.transport == "mpi":
-        own = resolved.instance_ranks
-        r_ranks = None if own is None else own.r_ranks
-        return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s, r_ranks=r_ranks)
+        return reach_stage_ranks(0, resolved.ranks, silence_s=cluster.worker_silence_s)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
     kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
@@ -279,15 +276,15 @@ def _replica_keeper(resolved: ResolvedConfig, num_here: int) -> ReplicaKeeper | 
     return ReplicaKeeper(kv_bytes, resolved.r_threads)
 
 
-def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
+def reach_stage(resolved: ResolvedConfig, stage: int, beside: Colocation | None = None) -> Reached:
     """A stage's R-workers, or what is in their place, and the other stages,
-    which are ranks of this job."""
+    which are ranks of this job. ``beside``: see ``reach_own_device``."""
     check_written(resolved)
     workers = None
     if resolved.transport == "zmq":
         workers = reach_stage_addresses(resolved, stage)
     elif resolved.transport == "local":
-        workers = reach_own_device(resolved)
+        workers = reach_own_device(resolved, beside)
     try:
         return reach_stage_ranks(
             stage,

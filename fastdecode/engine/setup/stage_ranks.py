@@ -9,6 +9,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
 from fastdecode.engine.setup.reach import reach_stage
 from fastdecode.engine.setup.resolve import ResolvedConfig
@@ -20,13 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 def serve_stage(
-    config: EngineConfig, resolve: Callable[[EngineConfig, ModelSpec], ResolvedConfig]
+    config: EngineConfig,
+    resolve: Callable[[EngineConfig, ModelSpec], ResolvedConfig],
+    beside: Colocation | None = None,
 ) -> bool:
     """What those ranks of an MPI job do that lead the stages behind the first,
     until that one lets them go.
 
     Args:
         resolve: decides what the user left open, for this rank.
+        beside: other engines, which read from this stage; None: there are none.
 
     Returns:
         Whether the first stage is alive, which reports how the job ends.
@@ -46,7 +50,8 @@ def serve_stage(
         workers = setup.reach_ranks()
     else:
         setup = StageSetup(checkpoint, spec, resolved, number)
-        workers = with_spares(reach_stage(resolved, number), config.cluster.spare_r_workers)
+        reached = reach_stage(resolved, number, beside)
+        workers = with_spares(reached, config.cluster.spare_r_workers)
     assert workers.stages is not None
     try:
         setup.run(workers, workers.stages)

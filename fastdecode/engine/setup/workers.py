@@ -26,7 +26,7 @@ from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
-from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
+from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def reach_threads(
         report: takes the first one's lines of progress; the others compile the same.
     """
     hub = InprocHub() if hub is None else hub
-    neighbours: Neighbourhood = (beside and beside.neighbours) or ThreadNeighbours()
+    neighbours = ThreadNeighbours() if beside is None else beside.neighbours
     engine = "" if beside is None else f"{beside.name}-"
     whose = engine + (f"s{stage}-" if stage else "")
     names = tuple(f"{whose}r{index}" for index in range(num_workers))
@@ -188,53 +188,16 @@ def reach_inline(
     return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 
 
-def reach_ranks(num_s_ranks: int = 1, *, silence_s: float, r_ranks: range | None = None) -> Reached:
-    """R-workers as the other ranks of this MPI job; this process is rank 0.
-    Each decides its own memory and threads.
-
-    Args:
-        num_s_ranks: the first ranks, which are S-workers.
-        r_ranks: those that are this process's, where there are others, too,
-            and it is another rank; None: all that aren't S-workers.
-        silence_s: a rank that keeps MPI from returning for so long hangs;
-            nothing but the job's end helps then.
-
-    Raises:
-        ConfigError: not started by a launcher, by the wrong one, as another
-            rank, or with no R-worker.
-        MissingExtraError: mpi4py or an MPI library is missing.
-    """
-    from fastdecode.wire.mpi import hub as mpi
-    from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.roles import link_address
-
-    job = joining.join()
-    roles = mpi.RankRoles(num_s_ranks)
-    if r_ranks is not None:
-        roles = mpi.RankRoles(peers=(job.rank,), r_ranks=r_ranks)
-    hub = mpi.connect_workers(
-        job,
-        roles=roles,
-        stuck_after_s=max(LEAST_STUCK_S, silence_s),
-    )
-
-    def close(lost: Collection[int], timeout_s: float) -> None:
-        _part_with(hub.connections, lost)
-        hub.close()
-
-    names = tuple(map(link_address, roles.r_workers(job)))
-    return Reached(hub, close, addresses=names)
-
-
 def reach_stage_ranks(
     stage: int, ranks: StageRanks, *, silence_s: float, elsewhere: Reached | None = None
 ) -> Reached:
-    """A stage's R-workers as ranks of this MPI job, and the other stages; this process
-    leads the stage of that number.
+    """A stage's R-workers as ranks of this MPI job, and the other stages, if there are any;
+    this process leads the stage of that number. Each decides its own memory and threads.
 
     Args:
         ranks: which are what.
-        silence_s: see ``reach_ranks``.
+        silence_s: a rank that keeps MPI from returning for so long hangs; nothing but the
+            job's end helps then.
         elsewhere: the stage's R-workers, or what is in their place, which are
             no ranks; None: they are.
 
@@ -265,7 +228,8 @@ def reach_stage_ranks(
     if elsewhere is not None:
         return beside_stages(elsewhere, hub, links, close)
     r_ranks = ranks.r_workers(job, stage)
-    return Reached(hub, close, addresses=tuple(map(link_address, r_ranks)), stages=links)
+    addresses = tuple(map(link_address, r_ranks))
+    return Reached(hub, close, addresses=addresses, stages=links if others else None)
 
 
 def beside_stages(

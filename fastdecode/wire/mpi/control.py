@@ -32,6 +32,7 @@ class ControlHub(MpiHub[SendT, ReceiveT]):
             launcher ends it when this rank leaves. 0: it isn't expected to
             give any.
         pulse_s: how often to give the peers a sign of life; 0: never.
+        keeps_places: see ``MpiHub``.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ControlHub(MpiHub[SendT, ReceiveT]):
         *,
         silence_s: float = 0.0,
         pulse_s: float = 0.0,
+        keeps_places: bool = True,
     ) -> None:
         self._woken = threading.Event()
         self._silence_s = silence_s
@@ -53,6 +55,7 @@ class ControlHub(MpiHub[SendT, ReceiveT]):
             pump_interval_s=0,  # it is looked after all the time
             pulse_s=pulse_s,
             peers_give_signs=silence_s > 0,
+            keeps_places=keeps_places,
         )
         self._began_s = [connection.heard_s for connection in self.connections]
 

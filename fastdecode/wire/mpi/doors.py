@@ -1,5 +1,5 @@
-"""How R-workers of several instances, which are ranks of one MPI job, read what
-others offer.
+"""How ranks of several instances, which are one MPI job, read the K and V that others
+keep: R-workers, and S-workers with KV on their devices.
 
 MPI has no listener: who is to receive has to know from whom, and by which tag.
 So a reader knocks: it sends the number of a line that no other connection of
@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from typing import Final, get_args
 
 from fastdecode.core.errors import WorkerError
+from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.mpi.connection import MpiConnection
-from fastdecode.wire.mpi.control import TheEnd
+from fastdecode.wire.mpi.control import ControlHub, TheEnd
 from fastdecode.wire.mpi.hub import PULSE_S, MpiHub
 from fastdecode.wire.mpi.job import DEFAULT_TAG, KNOCK_TAG, LINK_TAGS, MpiJob
 from fastdecode.wire.mpi.library import MPI
@@ -85,7 +86,7 @@ class ReaderConnection:
 
 
 class RankReaders:
-    """How an R-worker reads what those of other instances offer; see
+    """How an R-worker reaches others, and reads what those of other instances offer; see
     ``rworker.transfers.neighbours.Neighbours``.
 
     Args:
@@ -97,6 +98,8 @@ class RankReaders:
         self._job = job
         self._silence_s = silence_s
         self._numbers = itertools.count()
+        self.feeders: list[int] = []
+        """Stages that bring prompts from now on."""
         self._knocks: list[tuple[MPI.Request, bytes]] = []
         self._hub: MpiHub[ToRWorker, FromRWorker] = MpiHub(
             job,
@@ -119,7 +122,9 @@ class RankReaders:
         return ReaderConnection(connection, self._silence_s)
 
     def expect(self, address: str, line: int) -> None:
-        """Whoever comes, knocks."""
+        """Whoever comes, knocks; but for a stage that brings prompts, which has one line."""
+        if line == FEEDING_LINE:
+            self.feeders.append(other_rank(self._job, address))
 
     def take_in(self) -> None:
         """What those have said that aren't asked for anything: that they live."""
@@ -145,55 +150,39 @@ class RankReaders:
             self._knocks.append((request, said))
 
 
-class DoorHub(MpiHub[FromRWorker, ToRWorker]):
-    """An R-worker's: its S-worker, and readers that have knocked.
+class Doors:
+    """Where readers knock, of a rank that is read.
 
     Args:
         job: this process's part in the job.
-        s_rank: its S-worker's.
         guests: ranks that may knock.
         readers: how it reads them, which is looked after here, too.
-        end: of the job, after which nobody is served.
     """
 
-    def __init__(
-        self,
-        job: MpiJob,
-        s_rank: int,
-        guests: Iterable[int],
-        readers: RankReaders,
-        end: TheEnd,
-    ) -> None:
+    def __init__(self, job: MpiJob, guests: Iterable[int], readers: RankReaders) -> None:
+        self._job = job
         self._guests = [*guests]
         self._lines: dict[tuple[int, int], MpiConnection[FromRWorker, ToRWorker]] = {}
         """That are open, by the reader's rank and its line."""
         self._liars: set[int] = set()
         self._readers = readers
-        self._end = end
-        self._ended_s: float | None = None
         self._looked_s = self._took_in_s = 0.0
-        super().__init__(
-            job,
-            [(s_rank, f"the S-worker (rank {s_rank})")],
-            frozenset(get_args(ToRWorker)),
-            tag=DEFAULT_TAG,
-            pulse_s=PULSE_S,
-            keeps_places=False,
-        )
 
-    def _look_at_all(self) -> tuple[int, ToRWorker] | None:
+    def look(self, hub: MpiHub[FromRWorker, ToRWorker]) -> None:
+        """Open lines of ``hub`` to those that have knocked."""
+        while self._readers.feeders:
+            rank = self._readers.feeders.pop()
+            hub.add(rank, f"the stage at rank {rank}", tag=link_tag(FEEDING_LINE))
         now = time.monotonic()
         if now - self._looked_s >= _LOOK_S:
             self._looked_s = now
             for rank, line in self._knocks():
-                self._open(rank, line)
+                self._open(hub, rank, line)
         if now - self._took_in_s >= _TAKE_IN_S:
             self._took_in_s = now
             self._readers.take_in()
-            self._look_for_the_end(now)
-        return super()._look_at_all()
 
-    def _open(self, rank: int, line: int) -> None:
+    def _open(self, hub: MpiHub[FromRWorker, ToRWorker], rank: int, line: int) -> None:
         """A reader has knocked: it is served, if it may be and there is room."""
         self._lines = {each: line for each, line in self._lines.items() if not line.is_over}
         is_its_own = line < _NUM_LINES and line % 2 == (rank < self._job.rank)
@@ -202,7 +191,7 @@ class DoorHub(MpiHub[FromRWorker, ToRWorker]):
                 self._liars.add(rank)
                 logger.warning("rank %d knocks for line %d, which it can't have", rank, line)
             return
-        connection = self.add(rank, f"the reader at rank {rank}", tag=link_tag(line))
+        connection = hub.add(rank, f"the reader at rank {rank}", tag=link_tag(line))
         if len(self._lines) < _MOST_READERS:
             self._lines[rank, line] = connection
             return
@@ -210,13 +199,6 @@ class DoorHub(MpiHub[FromRWorker, ToRWorker]):
         with contextlib.suppress(WorkerError):  # it is gone
             connection.send(Failed(f"rank {self._job.rank}", "busy", busy))
         connection.close()
-
-    def _look_for_the_end(self, now: float) -> None:
-        """Raises WorkerError: it came a while ago, and the S-worker doesn't leave."""
-        if self._ended_s is None and self._end.look():
-            self._ended_s = now
-        if self._ended_s is not None and now - self._ended_s > _LEAVING_S:
-            raise closed_error("rank 0", by_peer=True)
 
     def _knocks(self) -> list[tuple[int, int]]:
         """Who has knocked, and over which line it reads."""
@@ -233,3 +215,59 @@ class DoorHub(MpiHub[FromRWorker, ToRWorker]):
                 except MPI.Exception:  # it has died
                     self._guests.remove(rank)
         return found
+
+
+class DoorHub(MpiHub[FromRWorker, ToRWorker]):
+    """An R-worker's: its S-worker, and readers that have knocked.
+
+    Args:
+        job: this process's part in the job.
+        s_rank: its S-worker's.
+        doors: where readers knock.
+        end: of the job, after which nobody is served.
+    """
+
+    def __init__(self, job: MpiJob, s_rank: int, doors: Doors, end: TheEnd) -> None:
+        self._doors = doors
+        self._end = end
+        self._ended_s: float | None = None
+        self._asked_s = 0.0
+        super().__init__(
+            job,
+            [(s_rank, f"the S-worker (rank {s_rank})")],
+            frozenset(get_args(ToRWorker)),
+            tag=DEFAULT_TAG,
+            pulse_s=PULSE_S,
+            keeps_places=False,
+        )
+
+    def _look_at_all(self) -> tuple[int, ToRWorker] | None:
+        self._doors.look(self)
+        now = time.monotonic()
+        if now - self._asked_s >= _TAKE_IN_S:
+            self._asked_s = now
+            self._look_for_the_end(now)
+        return super()._look_at_all()
+
+    def _look_for_the_end(self, now: float) -> None:
+        """Raises WorkerError: it came a while ago, and the S-worker doesn't leave."""
+        if self._ended_s is None and self._end.look():
+            self._ended_s = now
+        if self._ended_s is not None and now - self._ended_s > _LEAVING_S:
+            raise closed_error("rank 0", by_peer=True)
+
+
+class DeviceDoorHub(ControlHub[FromRWorker, ToRWorker]):
+    """Of a device's KV cache: readers that have knocked. It waits politely, beside an
+    S-worker."""
+
+    def __init__(self, job: MpiJob, doors: Doors) -> None:
+        self._doors = doors
+        hears = frozenset(get_args(ToRWorker))
+        super().__init__(job, [], hears, pulse_s=PULSE_S, keeps_places=False)
+
+    def _look_at_all(self) -> tuple[int, ToRWorker] | None:
+        self._doors.look(self)
+        if not any(connection.is_open for connection in self.connections):
+            return None
+        return super()._look_at_all()

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
@@ -247,76 +246,45 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return now - self._caller.left_s < longest_s
 
 
-@dataclass(frozen=True)
-class RankRoles:
-    """Which ranks of a job are what: the first are S-workers, all behind them R-workers."""
-
-    num_s_workers: int = 1
-    peers: tuple[int, ...] = (S_RANK,)
-    """The S-workers that R-workers have as peers. Others compute beside one of these."""
-    r_ranks: range | None = None
-    """The R-workers, where others stand behind the S-workers, too; None: all that
-    do."""
-
-    def r_workers(self, job: MpiJob) -> range:
-        return range(self.num_s_workers, job.size) if self.r_ranks is None else self.r_ranks
-
-
-ONE_S_WORKER: Final = RankRoles()
-
-
 def connect_workers(
-    job: MpiJob,
-    *,
-    tag: int = DEFAULT_TAG,
-    roles: RankRoles = ONE_S_WORKER,
-    stuck_after_s: float = STUCK_AFTER_S,
+    job: MpiJob, *, tag: int = DEFAULT_TAG, stuck_after_s: float = STUCK_AFTER_S
 ) -> MpiHub[ToRWorker, FromRWorker]:
-    """An S-worker's side: a connection to each R-worker of the job, in the
-    order of their ranks. Never waits.
+    """A sole S-worker's side: a connection to every other rank of the job, in their order.
+    Never waits.
 
     Args:
         stuck_after_s: see ``MpiHub``.
 
     Raises:
-        ConfigError: this rank isn't a peer of R-workers, or no rank is left to
-            be an R-worker.
+        ConfigError: this isn't the first rank, or the only one.
     """
-    if job.rank not in roles.peers:
+    if job.rank != S_RANK:
         raise ConfigError(
             f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first "
             "that starts"
         )
-    ranks = roles.r_workers(job)
-    if not ranks:
+    if not job.r_ranks:
         raise ConfigError(
-            f"all {job.size} MPI ranks are S-workers (tp={roles.num_s_workers}): start more ranks, "
-            "which will be R-workers",
-            code="too_few_ranks",
+            "this is the only MPI rank: start more, which will be R-workers", code="too_few_ranks"
         )
-    peers = [(rank, f"R-worker rank {rank}") for rank in ranks]
+    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks]
     receives = frozenset(get_args(FromRWorker))
     return MpiHub(job, peers, receives, tag=tag, peers_give_signs=True, stuck_after_s=stuck_after_s)
 
 
 def connect_to_s_workers(
-    job: MpiJob,
-    *,
-    tag: int = DEFAULT_TAG,
-    roles: RankRoles = ONE_S_WORKER,
-    make: type[MpiHub[FromRWorker, ToRWorker]] = MpiHub,
+    job: MpiJob, *, tag: int = DEFAULT_TAG, make: type[MpiHub[FromRWorker, ToRWorker]] = MpiHub
 ) -> MpiHub[FromRWorker, ToRWorker]:
-    """An R-worker's side: a connection to each S-worker that is a peer. Never
-    waits.
+    """An R-worker's side: a connection to the S-worker. Never waits.
 
     Raises:
-        ConfigError: this is an S-worker's rank.
+        ConfigError: this is the S-worker's rank.
     """
-    if job.rank in roles.peers:
+    if job.rank == S_RANK:
         raise ConfigError(
             f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line "
             "with -n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
-    peers = [(rank, f"the S-worker (rank {rank})") for rank in roles.peers]
+    peers = [(S_RANK, f"the S-worker (rank {S_RANK})")]
     receives = frozenset(get_args(ToRWorker))
     return make(job, peers, receives, tag=tag, pulse_s=PULSE_S, keeps_places=False)

@@ -96,6 +96,12 @@ class StageRanks:
         num_s_ranks = self.num_s_ranks
         r_ranks = range(num_s_ranks, job.size) if self.r_ranks is None else self.r_ranks
         num_r_workers = len(r_ranks)
+        if not num_r_workers and self.num_stages == 1:
+            raise ConfigError(
+                f"all {job.size} MPI ranks are S-workers (tp={self.tp}): start more ranks, which "
+                "will be R-workers",
+                code="too_few_ranks",
+            )
         if num_r_workers < 1 or num_r_workers % self.num_stages:
             raise ConfigError(
                 Given("pp", self.num_stages),
@@ -113,7 +119,7 @@ class StageRanks:
         Raises:
             ConfigError: the job has others than those of the stages, or too few.
         """
-        if job.size != self.num_s_ranks:
+        if self.r_ranks is None and job.size != self.num_s_ranks:
             raise ConfigError(
                 Given("pp", self.num_stages),
                 f" takes {self.num_s_ranks} MPI ranks where no rank is an R-worker, and "
@@ -156,7 +162,7 @@ class InstanceRanks:
         placed, first = self.placed[instance], self.leaders[instance]
         first_r = first + placed.num_s_workers
         r_ranks = range(first_r, first_r + placed.num_r_workers)
-        return StageRanks(placed.pp, placed.tp, first=first, r_ranks=r_ranks)
+        return StageRanks(placed.pp, placed.tp, placed.prompt_pp, first, r_ranks)
 
     def r_ranks(self, instance: int) -> range:
         """Of an instance."""
@@ -178,10 +184,11 @@ class InstanceRanks:
         stages, r_ranks = self.stages(instance), self.r_ranks(instance)
         return stages.leader((r_rank - r_ranks.start) * stages.num_stages // len(r_ranks))
 
-    def others_r_ranks(self, instance: int) -> list[int]:
-        """R-workers of all others."""
-        others = [i for i in range(len(self.placed)) if i != instance]
-        return [rank for other in others for rank in self.r_ranks(other)]
+    def others_with_kv(self, own: int) -> list[int]:
+        """Ranks that may keep K and V, but one: R-workers, and those that lead a stage,
+        whose device may."""
+        kinds = (RankRole.R_WORKER, RankRole.LEADER, RankRole.STAGE)
+        return [rank for rank in range(1, self.size) if rank != own and self.role(rank) in kinds]
 
     def role(self, rank: int) -> RankRole:
         """Of any rank."""

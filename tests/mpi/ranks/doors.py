@@ -11,7 +11,7 @@ from fastdecode.wire.kv.exporting import DescribeExport, ExportExpired
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi import joining, leaving
 from fastdecode.wire.mpi.control import TheEnd
-from fastdecode.wire.mpi.doors import DoorHub, RankReaders, ReaderConnection
+from fastdecode.wire.mpi.doors import DoorHub, Doors, RankReaders, ReaderConnection
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
@@ -29,7 +29,7 @@ class RWorker:
         self.other = 3 - job.rank
         self.readers = RankReaders(job, SILENCE_S)
         self.end = TheEnd(job)
-        self.door = DoorHub(job, self.other, [self.other], self.readers, self.end)
+        self.door = DoorHub(job, self.other, Doors(job, [self.other], self.readers), self.end)
         self.num_answered = 0
 
     def serve(self) -> None:
@@ -87,7 +87,7 @@ class RWorker:
             self.serve()
             with self.job.lock:
                 is_over = self.job.comm.Iprobe(self.other, 7)
-        assert len(self.door._lines) == MOST_PEERS[Role.READER]
+        assert len(self.door._doors._lines) == MOST_PEERS[Role.READER]
 
 
 def main() -> None:
