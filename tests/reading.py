@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import Counter
@@ -105,6 +106,7 @@ def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> En
     sys.setprofile(entered.listen)
     try:
         with LLM(model, **options) as llm:
+            gc.collect()  # what others have left runs no finalizers in the step
             entered.is_listening = True
             llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     finally:

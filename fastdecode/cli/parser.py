@@ -29,18 +29,8 @@ ELSEWHERE = {
     "--swap-space": "--cache-memory-gb",
     "--trust-remote-code": None,
     "--quantization": None,
-    "--transport": None,
-    "--interval": None,
-    "--min-r-workers": None,
-    "--cache-policy": None,
-    "--swap": "--kv-placement",
-    "--replan": "--replan-slo",
-    **dict.fromkeys(
-        ("--prefill-instances", "--decode-instances", "--instance-ranks"), "--instances"
-    ),
 }
-"""Options of vLLM, and of earlier versions: what they are called here; None: there is no such
-thing."""
+"""Options of vLLM: what they are called here; None: there is no such thing."""
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
 _WORDED = (
     (r"argument (\S+): invalid int value: '(.*)'", r"\1 \2 is not a whole number"),
@@ -122,9 +112,13 @@ class Parser(argparse.ArgumentParser):
 
     def _mend(self, name: str) -> str:
         """What to type in place of an option that there is not."""
-        if name in ELSEWHERE and ELSEWHERE[name] is None:
+        from fastdecode.core.config.options import REMOVED  # with an error alone
+
+        removed = {_flag(old): new and _flag(new) for old, new in REMOVED.items()}
+        elsewhere = {**ELSEWHERE, **removed}
+        here = elsewhere.get(name)
+        if name in elsewhere and here is None:
             return "FastDecode has nothing like it. Remove it"
-        here = ELSEWHERE.get(name)
         known = self._option_string_actions
         near = [here] if here in known else difflib.get_close_matches(name, known, n=1)
         return f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
@@ -281,6 +275,10 @@ def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model d
 
 def _is_given(name: str, args: argparse.Namespace) -> bool:
     return getattr(args, name, None) is not None
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
 
 
 def _shown(action: argparse.Action) -> str:

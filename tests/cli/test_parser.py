@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fastdecode.cli.parser import Parser, Rare, add_model
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.options import REMOVED
+from fastdecode.core.errors import ConfigError
 
 
 def parser() -> Parser:
@@ -118,6 +123,22 @@ def test_no_default_is_none(command: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main([command, "--help=all"])
     assert "None" not in capsys.readouterr().out
+
+
+def test_options_of_earlier_versions_say_what_took_their_place(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fastdecode.cli.main import main
+
+    for name, new in REMOVED.items():
+        mend = "leave it out" if new is None else f"did you mean {new}?"
+        with pytest.raises(ConfigError, match=re.escape(f"no option '{name}': {mend}")):
+            EngineConfig.of("dir", **{name: 1})
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(SystemExit):
+            main(["generate", "m", flag, "1"])
+        mend = "Remove it" if new is None else f"did you mean --{new.replace('_', '-')}?"
+        assert f"unknown option {flag}: " in (said := capsys.readouterr().err) and mend in said
 
 
 def test_options_of_vllm_are_translated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,21 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 from fastdecode.core.errors import ConfigError, Given
 
 _KEY = "option"
+REMOVED: Final[Mapping[str, str | None]] = {
+    **dict.fromkeys(("transport", "interval", "min_r_workers", "cache_policy")),
+    "swap": "kv_placement",
+    "replan": "replan_slo",
+    **dict.fromkeys(
+        ("prefill_instances", "decode_instances", "instance_addresses", "instance_ranks"),
+        "instances",
+    ),
+}
+"""Options of earlier versions, and what says it now; None: nothing need say it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,8 @@ def group_options(
 
 def _refuse_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in options.keys() - set(known):
-        near = difflib.get_close_matches(name, list(known), n=1)
-        hint = f": did you mean {near[0]}?" if near else ""
+        near = REMOVED.get(name) or next(iter(difflib.get_close_matches(name, list(known))), None)
+        hint = f": did you mean {near}?" if near else ""
+        if name in REMOVED and REMOVED[name] is None:
+            hint = ": leave it out"
         raise ConfigError(f"there is no option {name!r}{hint}", code="unknown_option")
