@@ -4,23 +4,27 @@
 
 Every system continues the same prompts, and says what a plain engine says. Here
 the R-workers are threads and a device is the CPU. With GPUs, stages and prompt
-stages take one each. Hybrid KV takes ``kv_dtype="int8"``, too, but devices and
-R-workers round that differently. Two systems are MPI jobs, as tensor parallelism is:
+stages take one each. Two systems have several S-workers that act as one
+(tensor parallelism), which are ranks of an MPI job. That prints what it says, and a
+plain engine says the same:
 
-* Pensieve on two devices: ``mpirun -n 2 fastdecode generate --tp 2 --kv-placement
-  gpu --prefix-cache on --cache-memory-gb 8 ...``
-* DistServe: ``mpirun -n 7 fastdecode generate --instances
-  prefill:1:tp=2,decode:1:tp=2 ...``
+    mpirun -n 2 python examples/systems.py --of "Pensieve with tensor parallelism"
+    mpirun -n 7 python examples/systems.py --of DistServe
+    python examples/systems.py --of plain
+
+Hybrid KV in int8, behind a server: ``fastdecode serve MODEL_DIR --kv-placement hybrid
+--kv-dtype int8 --prefix-cache on --r-workers 2 --replicas 1``. There devices and
+R-workers round differently, so a token may depend on where it was computed.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from fastdecode import LLM, SamplingParams
 
-MODEL = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent / "model" / "checkpoint")
+MODEL = str(Path(__file__).parent / "model" / "checkpoint")
 PROMPTS = ["Once upon a time", "The old map showed", "On a stormy night", "Gusster was a pony"]
 PARAMS = SamplingParams(temperature=0.7, seed=1, max_tokens=20, ignore_eos=True)
 
@@ -41,19 +45,37 @@ def systems(disk: str) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def texts(**options: Any) -> list[str]:
+def jobs() -> dict[str, dict[str, Any]]:
+    """Of those that are MPI jobs, and of none."""
+    device = {"kv_placement": "gpu", "prefix_cache": "on", "cache_memory_gb": 0.1}
+    return {
+        "plain": {},
+        "Pensieve with tensor parallelism": {**device, "tp": 2},
+        "DistServe": {"instances": ["prefill:1:tp=2", "decode:1:tp=2"]},
+    }
+
+
+def texts(model: str, **options: Any) -> list[str]:
     given = {"dtype": "float32", **options}
     if given.get("kv_placement") != "gpu":
         given["kv_memory_gb"] = 0.05
-    with LLM(MODEL, **given) as llm:
+    with LLM(model, **given) as llm:
         return [output.text for output in llm.generate(PROMPTS, PARAMS)]
 
 
 def main() -> None:
-    plain = texts()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=MODEL)
+    parser.add_argument("--of", choices=jobs(), help="say what this one says")
+    given = parser.parse_args()
+    if given.of:
+        print("\n".join(texts(given.model, **jobs()[given.of])))
+        return
+    plain = texts(given.model)
     with tempfile.TemporaryDirectory() as disk:
         for name, options in systems(disk).items():
-            print(f"{name} says what a plain engine says: {texts(**options) == plain}")
+            is_equal = texts(given.model, **options) == plain
+            print(f"{name} says what a plain engine says: {is_equal}")
 
 
 if __name__ == "__main__":

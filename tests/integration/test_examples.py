@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, running
 
+from examples import TRIES_ALL
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 WITHIN_S = 240.0
@@ -66,6 +68,18 @@ def test_a_script_as_an_mpi_job() -> None:
     output = _run(mpirun(), *open_mpi_options(), "-n", "3", sys.executable, script)
     assert output.count(PROMISED["offline_batch.py"]) == 1
     assert "R-workers 2/2" in output
+
+
+@needs_mpi
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: mpi/test_placement_mpi.py says it")
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("Pensieve with tensor parallelism", 2), ("DistServe", 7)]
+)
+def test_a_system_that_is_an_mpi_job(name: str, num_ranks: int) -> None:
+    script = [sys.executable, str(EXAMPLES / "systems.py"), "--of", name]
+    plain = _run(*script[:-1], "plain").split("\n")
+    said = _run(mpirun(), *open_mpi_options(), "-n", str(num_ranks), *script).split("\n")
+    assert len(said[-5:-1]) == 4 and said[-5:-1] == plain[-5:-1]
 
 
 @needs_mpi
