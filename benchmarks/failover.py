@@ -1,5 +1,5 @@
 """How long sequences stand still when their R-worker is killed: with replicas,
-and where they are recomputed; beside a run in which nothing happens.
+in memory and on disk, and where they are recomputed; beside a run in which nothing happens.
 
     python benchmarks/failover.py --out benchmarks/results/failover.json
 
@@ -50,9 +50,15 @@ class Way:
     name: str
     replicas: int
     kills: bool
+    store: str = "memory"
 
 
-WAYS = (Way("recomputed", 0, True), Way("replicas", 1, True), Way("undisturbed", 0, False))
+WAYS = (
+    Way("recomputed", 0, True),
+    Way("replicas", 1, True),
+    Way("replicas on disk", 1, True, "disk"),
+    Way("undisturbed", 0, False),
+)
 
 
 class Run:
@@ -89,7 +95,8 @@ class Run:
         asked = [PromptRequest(str(i), ids, params) for i, ids in enumerate(self._prompts)]
         self._times = {request.request_id: [] for request in asked}
         with (
-            r_workers(NUM_WORKERS, options.kv_memory_gb) as workers,
+            tempfile.TemporaryDirectory(dir=options.disk) as disk,
+            r_workers(NUM_WORKERS, options.kv_memory_gb, *_disk(self._way, disk)) as workers,
             LLM(
                 model,
                 r_worker_addresses=workers.addresses,
@@ -97,6 +104,8 @@ class Run:
                 lanes=1,
                 prefill_chunk=len(self._prompts[0]) + options.tokens,
                 replicas=self._way.replicas,
+                replica_store=self._way.store,
+                prefix_cache="off",
             ) as llm,
         ):
             for delta in llm.deltas(asked):
@@ -142,6 +151,12 @@ class Run:
         }
 
 
+def _disk(way: Way, directory: str) -> list[str]:
+    """What R-workers are given for replicas in files."""
+    is_used = way.store == "disk"
+    return ["--cache-disk", directory, "--cache-disk-gb", "0.1"] if is_used else []
+
+
 def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a context and way: medians over the rounds."""
     rows = []
@@ -171,6 +186,7 @@ def main() -> None:
     parser.add_argument("--at", type=int, default=12, help="tokens of each, before the kill")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--kv-memory-gb", type=float, default=1.0)
+    parser.add_argument("--disk", type=Path, help="directory for replicas in files")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = json.loads(options.results.read_text())["rows"]
     context = options.context or max(row["context"] for row in rows)
-    chosen = [row for row in rows if row["context"] == context]
+    chosen = [row for row in rows if row["context"] == context and row["way"] in TITLES]
     options.out.write_text(draw(chosen))
 
 

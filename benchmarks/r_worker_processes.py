@@ -36,9 +36,9 @@ class RWorkers:
 
 
 @contextlib.contextmanager
-def r_workers(number: int, kv_memory_gb: float) -> Iterator[RWorkers]:
+def r_workers(number: int, kv_memory_gb: float, *options: str) -> Iterator[RWorkers]:
     """Start some, of one thread each, and end them."""
-    bind = ["--bind", "tcp://127.0.0.1:*", "--kv-memory-gb", str(kv_memory_gb)]
+    bind = ["--bind", "tcp://127.0.0.1:*", "--kv-memory-gb", str(kv_memory_gb), *options]
     processes = [
         subprocess.Popen([*COMMAND, *bind], stdout=subprocess.PIPE, text=True)
         for _ in range(number)

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -210,7 +211,9 @@ def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
     return raw[start : start + num_bytes]
 
 
-def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDArray[np.uint8]:
+def allocate_pool(
+    layout: BlockLayout, num_layers: int, num_blocks: int, file: int | None = None
+) -> NDArray[np.uint8]:
     """A pool of zeroed KV blocks, committed lazily: a page costs memory only
     once it is written.
 
@@ -218,20 +221,27 @@ def allocate_pool(layout: BlockLayout, num_layers: int, num_blocks: int) -> NDAr
     the NUMA node of the thread that first writes them, so let the process that
     owns the pool run on one node.
 
+    Args:
+        file: an empty file, by its descriptor, whose pages are mapped instead: the disk
+            has the room at once, and memory is used as the host has some.
+
     Returns:
         uint8 [num_layers, num_blocks, block_bytes], 64-byte aligned.
 
     Raises:
         ValueError: a count is below 1.
-        MemoryError, OSError: the address space can't be reserved.
+        MemoryError, OSError: the address space, or room on the disk, can't be reserved.
     """
     if num_layers < 1 or num_blocks < 1:
         raise ValueError(f"num_layers={num_layers} and num_blocks={num_blocks} must be >= 1")
     shape = (num_layers, num_blocks, layout.block_bytes)
     num_bytes = num_layers * num_blocks * layout.block_bytes
-    mapping = mmap.mmap(
-        -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    mapped_bytes = num_bytes + HUGE_PAGE_BYTES
+    if file is None:
+        mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        os.posix_fallocate(file, 0, mapped_bytes)  # or a write into a page could kill
+        mapping = mmap.mmap(file, mapped_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # of a kernel that has none
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -144,13 +145,14 @@ class AttentionExecutor:
         layout, num_layers = prepare.layout, len(prepare.attention)
         total_bytes = num_layers * prepare.num_blocks * layout.block_bytes
         free_bytes = self._free_bytes()
-        if total_bytes > free_bytes:  # the system would promise it, and kill whoever fills it
+        # The system would promise more, and kill whoever fills it.
+        if total_bytes > free_bytes and not prepare.is_on_disk:
             raise CapacityError(
                 f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free here: "
                 "give the R-worker less KV memory (--kv-memory-gb)"
             )
         try:
-            pool = allocate_pool(layout, num_layers, prepare.num_blocks)
+            pool = self._allocate(prepare)
         except (MemoryError, OSError, OverflowError) as error:
             raise CapacityError(
                 f"{total_bytes} bytes for the KV cache can't be had from this host ({error}): "
@@ -169,6 +171,13 @@ class AttentionExecutor:
             pool.nbytes / 1e9,
             warm - started,
         )
+
+    def _allocate(self, prepare: Prepare) -> NDArray[np.uint8]:
+        shape = prepare.layout, len(prepare.attention), prepare.num_blocks
+        if not prepare.is_on_disk:
+            return allocate_pool(*shape)
+        with tempfile.TemporaryFile(dir=self.tiers.directory) as file:
+            return allocate_pool(*shape, file.fileno())
 
     def _set_prefetches(self, prepare: Prepare, layers: list[_Layer], cache_bytes: int) -> None:
         if self._prefetches is None:

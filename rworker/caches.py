@@ -75,12 +75,15 @@ class Caches:
     def __iter__(self) -> Iterator[HolderCache]:
         return iter(self._caches.values())
 
-    def open(self, peer: int, hello: Hello, block_bytes: int) -> HolderCache:
+    def open(
+        self, peer: int, hello: Hello, block_bytes: int, *, is_on_disk: bool = False
+    ) -> HolderCache:
         """A cache as ``hello`` asks for it, empty, in place of the one that the
         peer had under that name.
 
         Args:
             block_bytes: of one block id in all layers.
+            is_on_disk: it takes no memory of this R-worker's.
 
         Raises:
             ProtocolError: (``busy``) it is another peer's, or others have the
@@ -92,6 +95,8 @@ class Caches:
         if present is not None and not _may_replace(present, peer, hello):
             raise _busy(present, f"holder {holder} serves another S-worker")
         free_bytes = self._kv_bytes - sum(cache.num_bytes for cache in self if cache is not present)
+        if is_on_disk:
+            free_bytes = hello.max_blocks * block_bytes
         try:
             num_blocks = blocks_within(free_bytes, block_bytes, hello)
         except CapacityError:
@@ -101,7 +106,8 @@ class Caches:
                     raise _busy(cache, reason) from None
             raise
         books = CacheState(hello, num_blocks, max_sequences=self._max_sequences)
-        self._caches[holder] = HolderCache(holder, peer, books, num_blocks * block_bytes)
+        num_bytes = 0 if is_on_disk else num_blocks * block_bytes
+        self._caches[holder] = HolderCache(holder, peer, books, num_bytes)
         return self._caches[holder]
 
     def resume(self, peer: int, hello: Hello) -> tuple[HolderCache, int] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from rworker.tiers.lower_tier import MoveJob
 
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
+
+RESTORER: Final = -2
+"""The peer that speaks what a replica's file says."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Prepare:
     attention: tuple[AttentionSpec, ...]
     """One a layer."""
     activation_dtype: DType
+    is_on_disk: bool = False
+    """Its memory is a file's: it is restored beside the caches that have all the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +183,7 @@ class LinkReplica:
     holder: HolderId
     books: CacheState
     keeper: str
-    """The neighbour's address; empty: nobody keeps one any more."""
+    """The neighbour's address, or ``ON_DISK``; empty: nobody keeps one any more."""
     guest: str
     """Address of an R-worker that will have its replica kept here; empty: none."""
     link_bytes: int
@@ -188,6 +193,23 @@ class LinkReplica:
     line: int = 0
     """See ``Replicate``."""
     guest_line: int = 0
+
+
+@dataclass(frozen=True)
+class ReadReplica:
+    """Read a lost holder's replica from its file, as the peer ``RESTORER``."""
+
+    holder: HolderId
+    session: int
+    link: int
+
+
+@dataclass(frozen=True)
+class RemoveReplica:
+    """No file has a holder's replica any more."""
+
+    holder: HolderId
+    session: int
 
 
 @dataclass(frozen=True)
@@ -300,6 +322,8 @@ Occasional: TypeAlias = (
     | PlaceChunk
     | ReadChunk
     | LinkReplica
+    | ReadReplica
+    | RemoveReplica
     | Follow
     | EndStep
     | BeginPull

@@ -10,7 +10,7 @@ Other peers notice nothing of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from cpu_kernels import BlockLayout
@@ -24,7 +24,7 @@ from fastdecode.wire.kv.kept import (
     KeepBlocks,
     ResumeSequence,
 )
-from fastdecode.wire.kv.replicating import Dropped, Replicate
+from fastdecode.wire.kv.replicating import Dropped, Replicate, Restore
 from fastdecode.wire.kv.taking_over import (
     SESSION_RESUMED,
     DropCache,
@@ -61,6 +61,7 @@ from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
 from rworker.checks import check_hello, check_integer
 from rworker.instructions import (
+    RESTORER,
     Admit,
     Drop,
     Follow,
@@ -69,6 +70,7 @@ from rworker.instructions import (
     PlaceChunk,
     Prepare,
     ReadChunk,
+    RemoveReplica,
     Send,
     Stop,
     TellAboutHost,
@@ -79,13 +81,15 @@ from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
-from rworker.stream.taking_over import take_over, truncate, wanted_of
+from rworker.stream.taking_over import nothing_of, take_over, truncate, wanted_of
 from rworker.transfers.orders import (
     about_handing,
     about_offer,
     about_tier,
     after_close,
     link_for,
+    links_over,
+    to_restore,
 )
 
 
@@ -97,6 +101,8 @@ class _Peer:
     """None: nothing yet."""
     session: int = 0
     """Of the run that it is for; 0: none."""
+    restored: set[int] = field(default_factory=set)
+    """Holders whose replicas were read for it, if that could be."""
     only_looks: bool = False
     """It inspected us first: what it opens then is for measuring, and no job."""
 
@@ -269,6 +275,9 @@ class RWorkerState:
                 return self._drop(number, peer, message)
             case Replicate():
                 return (link_for(number, self._caches.of(number, message.holder), message),)
+            case Restore():
+                peer.restored.add(message.holder)
+                return to_restore(peer.session, self._caches.at(message.holder), message)
             case CloseSequence() | EndSequence():
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
@@ -292,7 +301,7 @@ class RWorkerState:
                 info = self._num_threads, self._kv_bytes, self._serving.model_hash or ""
                 return (TellAboutHost(number, *info),)
             case Shutdown():
-                return (self._leave(number, peer),)
+                return (*links_over(number, self._caches), self._leave(number, peer))
             case _:
                 raise _unknown(message)
 
@@ -341,7 +350,11 @@ class RWorkerState:
         resumed = self._caches.resume(number, hello) if hello.resumes else None
         block_bytes = layout.block_bytes * kv.num_layers if self._is_padded else kv.block_bytes
         late = self._drop_late(hello)
-        cache = self._caches.open(number, hello, block_bytes) if resumed is None else resumed[0]
+        on_disk = number == RESTORER
+        if resumed is None:
+            cache = self._caches.open(number, hello, block_bytes, is_on_disk=on_disk)
+        else:
+            cache = resumed[0]
         peer.role = hello.role
         peer.session = hello.session
         self.is_deserted = self.is_deserted and not peer.has_job
@@ -354,7 +367,8 @@ class RWorkerState:
             fence = _fence(self.name, number, resumed[1])
             return (Unlink(cache.holder), welcome, *admit, *fence)
         specs = (hello.attention, hello.activation_dtype)
-        return (*late, Prepare(cache.holder, layout, num_blocks, *specs), welcome, *admit)
+        prepare = Prepare(cache.holder, layout, num_blocks, *specs, on_disk)
+        return (*late, prepare, welcome, *admit)
 
     def _drop_late(self, hello: Hello) -> list[Instruction]:
         """An S-worker that greets its R-worker wants it to keep no replica yet. One that is
@@ -371,8 +385,11 @@ class RWorkerState:
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
+        if message.holder in peer.restored and self._caches.at(message.holder) is None:
+            return (Send(number, nothing_of(*wanted)),)  # its replica could not be restored
         cache, before = self._caches.take_over(number, message.holder, message.session)
         answer, changes = take_over(cache.books, *wanted)
+        peer.restored.discard(message.holder)
         done: list[Instruction] = [Send(number, answer)]
         done += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
         if before not in (number, NOBODY):
@@ -385,12 +402,13 @@ class RWorkerState:
             raise ProtocolError("the first message must be Hello")
         session = check_integer("session", message.session, 0, MAX_ID)
         found = self._caches.remove(number, message.cache, session)
-        answer = Send(number, Dropped(message.holder, message.cache))
+        files = (RemoveReplica(HolderId(message.cache), session),) if self._has_tier else ()
+        answer = (*files, Send(number, Dropped(message.holder, message.cache)))
         if found is None:
-            return (answer,)
+            return answer
         if found.owner in (number, NOBODY):
-            return Drop(found.holder), answer
-        return Drop(found.holder), HangUp(found.owner), answer
+            return Drop(found.holder), *answer
+        return Drop(found.holder), HangUp(found.owner), *answer
 
 
 def _about_chunk(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,6 +23,7 @@ from fastdecode.wire.messages import (
     AttendResult,
     Failed,
     FromRWorker,
+    Refused,
     Report,
     Shutdown,
     ToRWorker,
@@ -31,6 +32,7 @@ from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
 from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
 from rworker.instructions import (
+    RESTORER,
     Admit,
     BeginPull,
     Compute,
@@ -49,6 +51,8 @@ from rworker.instructions import (
     PlaceChunk,
     Prepare,
     ReadChunk,
+    ReadReplica,
+    RemoveReplica,
     Send,
     Stop,
     TellAboutHost,
@@ -60,6 +64,7 @@ from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
 from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
 from rworker.transfers.neighbours import Neighbourhood, Neighbours, NoNeighbours
+from rworker.transfers.replica_file import ReplicaFiles
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +106,32 @@ class Peers(Protocol):
     """Where an R-worker's peers are: a hub, as far as instructions need it."""
 
     @property
-    def connections(self) -> Sequence[Peer]:
+    def connections(self) -> Sequence[Peer] | Mapping[int, Peer]:
         """By their numbers."""
 
 
+class _Restorer:
+    """Takes the answers to what a replica's file says; see ``Peer`` and ``Peers``."""
+
+    peer = "a replica's file"
+
+    def __init__(self) -> None:
+        self.refusal = ""
+        """Why the file isn't to be read any further."""
+
+    @property
+    def connections(self) -> Mapping[int, Peer]:
+        return {RESTORER: self}
+
+    def send(self, message: FromRWorker) -> None:
+        if isinstance(message, Failed | Refused):
+            self.refusal = message.message
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
 class RWorker:
     """An R-worker at work: its state decides, its executor computes, its peers get answers.
 
@@ -206,6 +233,11 @@ class RWorker:
                 | Admit()
             ):
                 self.behind.obey(instruction)
+            case ReadReplica():
+                self._restore(instruction)
+            case RemoveReplica(holder, session):
+                if self.behind.files is not None:
+                    self.behind.files.remove(session, holder)
             case OpenTier():
                 for page in executor.open_tier(instruction):
                     self._send(instruction.to, page)
@@ -222,6 +254,20 @@ class RWorker:
             case _:
                 assert_never(instruction)
         return True
+
+    def _restore(self, order: ReadReplica) -> None:
+        """Have the state and the executor do what a replica's file says, up to where it ends."""
+        files, restorer = self.behind.files, _Restorer()
+        worker = RWorker(restorer, self.state, self.executor, self.behind)
+        try:
+            for message in () if files is None else files.read(order):
+                worker.obey(self.state.handle(RESTORER, message))
+                if restorer.refusal:
+                    break
+        except (FastDecodeError, OSError) as error:
+            restorer.refusal = str(error)
+        logger.info("holder %d's replica was read: %s", order.holder, restorer.refusal or "all")
+        self.obey(self.state.lost(RESTORER))
 
 
 def tell(peers: Peers, index: int, message: Failed | TransferNews) -> None:
@@ -250,7 +296,13 @@ def serve(
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
-    behind = BackgroundTransfers(executor, neighbours or NoNeighbours(), partial(tell, hub))
+    directory = executor.tiers.directory
+    behind = BackgroundTransfers(
+        executor,
+        neighbours or NoNeighbours(),
+        partial(tell, hub),
+        files=None if directory is None else ReplicaFiles(directory),
+    )
     worker = RWorker(hub, state, executor, behind)
     try:
         while serve_next(hub, worker, grace_period):

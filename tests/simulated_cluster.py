@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from simulated_disk import SimulatedDisk
 from simulated_process import End, Process
 
 from fastdecode.core.errors import WorkerError
@@ -221,6 +222,7 @@ class Network:
         chance: what nobody chooses.
         session_keep_s: for how long processes keep caches of an S-worker that
             is lost; 0: they don't.
+        most_file_bytes: of a replica's file on the disk that all share; None: there is none.
     """
 
     def __init__(
@@ -229,6 +231,8 @@ class Network:
         kv_bytes: int,
         chance: random.Random,
         session_keep_s: float = 0.0,
+        *,
+        most_file_bytes: float | None = None,
     ) -> None:
         self.time = VirtualClock(most_events=1_000_000)
         self.session_keep_s = session_keep_s
@@ -239,6 +243,7 @@ class Network:
         self._kv_bytes = kv_bytes
         self._chance = chance
         self._usual_s = chance.choice([1e-5, 1e-4, 2e-3])
+        self.disk = None if most_file_bytes is None else SimulatedDisk(self, most_file_bytes)
         self.processes: list[Any] = [None] * num_workers
         for number in range(num_workers):
             self.start(number)
@@ -256,6 +261,7 @@ class Network:
             self.time,
             self._chance,
             lambda process: _Neighbours(self, process),
+            self.disk,
         )
 
     def when_sent(self, number: int, act: Callable[[], None]) -> None:

@@ -67,9 +67,18 @@ class SimulatedCluster(Losses):
         monkeypatch: has the set-up reach them.
         lost: (stage, R-worker) that crashes.
         after: so many layers that it computes.
+        has_disk: R-workers share a directory for replicas.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, lost: tuple[int, int], after: int) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        lost: tuple[int, int],
+        after: int,
+        *,
+        has_disk: bool = False,
+    ) -> None:
+        self._most_file_bytes = 1e9 if has_disk else None
         self._lost = lost
         self._after = after
         self.networks: list[Network] = []
@@ -90,7 +99,8 @@ class SimulatedCluster(Losses):
     def _reach(
         self, num_workers: int, kv_bytes: int, stage: int, *, returns: bool = False
     ) -> Reached:
-        network = _Network(num_workers, kv_bytes, random.Random(stage))
+        memory = num_workers, kv_bytes, random.Random(stage)
+        network = _Network(*memory, most_file_bytes=self._most_file_bytes)
         self.networks.append(network)
         if stage == self._lost[0]:
             self._crash_later(network, self._lost[1], returns=returns)

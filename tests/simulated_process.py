@@ -11,6 +11,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
+from simulated_disk import SimulatedDisk
+
 from fastdecode.core.errors import WorkerError
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.kv.replicating import ReplicationNews
@@ -60,6 +62,7 @@ class Process:
         time: that passes.
         chance: what nobody chooses.
         reach: makes what it reaches its neighbours by.
+        disk: where replicas may be; None: nowhere.
     """
 
     def __init__(
@@ -70,14 +73,18 @@ class Process:
         time: VirtualClock,
         chance: random.Random,
         reach: Callable[[Process], Any],
+        disk: SimulatedDisk | None = None,
     ) -> None:
         serving = ServingTerms(keeps_serving=True, keep_s=keep_s)
-        self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving)
+        has_tier = disk is not None
+        self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving, has_tier=has_tier)
         self._grace_period = GracePeriod(serving, time)
         self._awaits = False
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = reach(self)
-        self.links = BackgroundTransfers(self.executor, self.neighbours, self._tell, time)
+        files: Any = None if disk is None else disk.of(self)
+        reached = self.executor, self.neighbours, self._tell, time, files
+        self.links = BackgroundTransfers(*reached)
         self.is_up = True
         self.hangs_until_s = 0.0
         self.hung_since_s = math.inf

@@ -14,6 +14,7 @@ from fastdecode.engine.setup import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
+from rworker.tiers.tiers import Tiers
 from rworker.worker import WorkerThread, start_worker_thread
 
 
@@ -62,9 +63,10 @@ def give(
     """Have R-workers that ``starter`` starts from now on, by name, work with these."""
 
     def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(
-            name, **options, executor=executors[name]() if name in executors else None
-        )
+        executor = executors[name]() if name in executors else None
+        if executor is not None:
+            executor.tiers = Tiers(options.get("disk"))
+        return start_worker_thread(name, **options, executor=executor)
 
     monkeypatch.setattr(starter, "start_worker_thread", start)
 

@@ -35,6 +35,7 @@ class LLMOptions(TypedDict, total=False):
     device_kv_gb: float | None
     block_size: int
     replicas: int
+    replica_store: str
     max_num_sequences: int
     prefill_chunk: int | None
     max_step_tokens: int | None

@@ -135,7 +135,7 @@ from fastdecode.wire.kv.exporting import (
     MoveNews,
 )
 from fastdecode.wire.kv.kept import KeptToRWorker
-from fastdecode.wire.kv.replicating import Replicate, ReplicationNews
+from fastdecode.wire.kv.replicating import Replicate, ReplicationNews, Restore
 from fastdecode.wire.kv.reserving import MAX_BLOCKS as MAX_BLOCKS
 from fastdecode.wire.kv.reserving import Accepted as Accepted
 from fastdecode.wire.kv.reserving import CloseSequence as CloseSequence
@@ -404,6 +404,7 @@ AboutCaches: TypeAlias = (
     | StorePrompt
     | TakingOverToRWorker
     | Replicate
+    | Restore
     | HandingToRWorker
     | Inspect
     | Shutdown

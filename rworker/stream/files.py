@@ -1,7 +1,8 @@
 """K and V in files: what would be sent to a cache, kept until somebody sends it.
 
-A file is records, each one message of the wire (``ExpectTokens`` or
-``StoreChunk``) as ``fastdecode.wire.codec`` writes it in one piece::
+A file is records, each one message of the wire (``ExpectTokens`` or ``StoreChunk``; in a
+replica's, ``rworker.transfers.replica_file``, also what changes the cache) as
+``fastdecode.wire.codec`` writes it in one piece::
 
     record  num_bytes u32 | crc32 u32 of the message | message
     end     0 u32 | crc32 u32 of the number | number of records u64
@@ -31,6 +32,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
+from fastdecode.wire.messages import Message
 from rworker.stream.chunk_endpoints import ChunkSink
 from rworker.stream.chunks import expectation
 from rworker.stream.cutting import CacheKind
@@ -39,6 +41,52 @@ _PREFIX: Final = Struct("<II")
 _NUMBER: Final = Struct("<Q")
 _MOST_BYTES: Final = MAX_CHUNK_BYTES + (1 << 20)
 """Of a message: data, sequences, head."""
+
+
+class RecordWriter:
+    """Appends records to a new file that only its owner may use.
+
+    Args:
+        path: a name that nobody has yet.
+
+    Raises:
+        OSError: it can't be made, or written (all methods).
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
+        self._num_records = 0
+
+    def write(self, message: Message) -> None:
+        """Append a record."""
+        frame = codec.encode(message)
+        pieces = _in_pieces(frame)
+        checksum = 0
+        for piece in pieces:
+            checksum = crc32(piece, checksum)
+        self._write_whole(_PREFIX.pack(frame.num_bytes, checksum))
+        for piece in pieces:
+            self._write_whole(piece)
+        self._num_records += 1
+
+    def sync(self) -> None:
+        """What was written is on the disk."""
+        os.fdatasync(self._fd)
+
+    def end(self) -> None:
+        """Append the end, which says how many records there are, and ``sync``."""
+        number = _NUMBER.pack(self._num_records)
+        self._write_whole(_PREFIX.pack(0, crc32(number)) + number)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _write_whole(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
 
 
 class KVFileWriter:
@@ -57,15 +105,11 @@ class KVFileWriter:
         self.kind: Final = kind
         self._path = path
         self._partial = path.with_name(path.name + ".part")
-        self._num_records = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for present in (path, self._partial):
             if present.is_symlink() or present.exists():
                 raise ConfigError(f"can't write the KV file {path}: {present} is there already")
-        try:
-            self._fd = os.open(self._partial, flags, 0o600)
-        except OSError as error:
-            raise self._refuse(error) from None
+        with self._refusing():
+            self._records = RecordWriter(self._partial)
 
     def __enter__(self) -> KVFileWriter:
         return self
@@ -78,52 +122,32 @@ class KVFileWriter:
     ) -> None:
         try:
             if kind is None:
-                self._end()
+                with self._refusing():
+                    self._records.end()
+                    os.rename(self._partial, self._path)
+                    sync_directory(self._path.parent)
         finally:
-            os.close(self._fd)
+            self._records.close()
             with contextlib.suppress(FileNotFoundError):
                 self._partial.unlink()
 
     def expect(self, sequence_id: int, num_tokens: int) -> None:
-        self._write(expectation({sequence_id: num_tokens}))
+        with self._refusing():
+            self._records.write(expectation({sequence_id: num_tokens}))
 
     def flush(self, chunk: StoreChunk) -> None:
-        self._write(chunk)
+        with self._refusing():
+            self._records.write(chunk)
 
     def finish(self) -> None:
         """See ``ChunkSink``; the file is whole once ``with`` has been left."""
 
-    def _write(self, message: ExpectTokens | StoreChunk) -> None:
-        frame = codec.encode(message)
-        pieces = _in_pieces(frame)
-        checksum = 0
-        for piece in pieces:
-            checksum = crc32(piece, checksum)
-        self._write_whole(_PREFIX.pack(frame.num_bytes, checksum))
-        for piece in pieces:
-            self._write_whole(piece)
-        self._num_records += 1
-
-    def _end(self) -> None:
-        number = _NUMBER.pack(self._num_records)
-        self._write_whole(_PREFIX.pack(0, crc32(number)) + number)
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
         try:
-            os.fsync(self._fd)
-            os.rename(self._partial, self._path)
-            sync_directory(self._path.parent)
+            yield
         except OSError as error:
-            raise self._refuse(error) from None
-
-    def _write_whole(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError as error:
-            raise self._refuse(error) from None
-
-    def _refuse(self, error: OSError) -> ConfigError:
-        return ConfigError(f"can't write the KV file {self._path}: {error.strerror}")
+            raise ConfigError(f"can't write the KV file {self._path}: {error.strerror}") from None
 
 
 def _in_pieces(frame: codec.Frame) -> list[memoryview]:
@@ -173,11 +197,28 @@ def read_file(path: Path, kind: CacheKind) -> Iterator[ExpectTokens | StoreChunk
     Raises:
         ConfigError: as ``stream_in``.
     """
+    for number, message in enumerate(read_records(path)):
+        if not isinstance(message, (ExpectTokens, StoreChunk)):
+            what = f"it holds {type(message).__name__}, which moves no K and V"
+            raise _refusal(path, f"record {number}: {what}")
+        if isinstance(message, StoreChunk):
+            found = CacheKind(message.model_hash, message.kv)
+            if found != kind:
+                raise _refusal(path, f"it is for a cache of {found}, not {kind}")
+        yield message
+
+
+def read_records(path: Path) -> Iterator[Message]:
+    """A file's messages, up to where it ends.
+
+    Raises:
+        ConfigError: it can't be read, isn't its reader's own, or is damaged or torn.
+    """
     fd = _open_own(path)
     try:
         reader = _Reader(fd, path)
         while (data := reader.next()) is not None:
-            yield reader.message(data, kind)
+            yield reader.message(data)
     finally:
         os.close(fd)
 
@@ -206,19 +247,12 @@ class _Reader:
             raise self._refuse("it doesn't end where it says")
         return None
 
-    def message(self, data: Array, kind: CacheKind) -> ExpectTokens | StoreChunk:
+    def message(self, data: Array) -> Message:
         """What a record says."""
         try:
-            message, _ = codec.decode(data)
+            return codec.decode(data)[0]
         except ProtocolError as error:
             raise self._refuse(f"record {self._num_records - 1}: {error}") from None
-        if not isinstance(message, (ExpectTokens, StoreChunk)):
-            raise self._refuse(f"it holds {type(message).__name__}, which moves no K and V")
-        if isinstance(message, StoreChunk):
-            found = CacheKind(message.model_hash, message.kv)
-            if found != kind:
-                raise self._refuse(f"it is for a cache of {found}, not {kind}")
-        return message
 
     def _take(self, num_bytes: int) -> Array:
         data = self._buffers.take(num_bytes)
@@ -234,19 +268,20 @@ class _Reader:
         return data
 
     def _refuse(self, reason: str) -> ConfigError:
-        return ConfigError(f"can't use the KV file {self._path}: {reason}", code="bad_kv_file")
+        return _refusal(self._path, reason)
+
+
+def _refusal(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"can't use the KV file {path}: {reason}", code="bad_kv_file")
 
 
 def _open_own(path: Path) -> int:
     """Open a file that nobody else could have written."""
 
-    def refuse(reason: str) -> ConfigError:
-        return ConfigError(f"can't use the KV file {path}: {reason}", code="bad_kv_file")
-
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise refuse(error.strerror or str(error)) from None
+        raise _refusal(path, error.strerror or str(error)) from None
     found = os.fstat(fd)
     if stat.S_ISREG(found.st_mode):
         reason = ""
@@ -258,5 +293,5 @@ def _open_own(path: Path) -> int:
         reason = "it is not a file"
     if reason:
         os.close(fd)
-        raise refuse(reason)
+        raise _refusal(path, reason)
     return fd

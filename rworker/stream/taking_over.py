@@ -59,6 +59,11 @@ def take_over(
     return TakenOver(np.array(list(counts.values()), np.int32), is_kept), changes
 
 
+def nothing_of(wanted: Mapping[int, int], keys: Sequence[bytes]) -> TakenOver:
+    """Where there is no such cache."""
+    return TakenOver(np.full(len(wanted), MISSING, np.int32), np.zeros(len(keys), np.uint8))
+
+
 def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[ForgetBlocks]:
     """Forget kept blocks that aren't wanted, or haven't come."""
     cached, wanted = books.store.cached, set(keys)

@@ -43,6 +43,8 @@ class Tiers:
         make_mover: Callable[[SlotFile, CacheMemory], Mover] = Mover,
     ) -> None:
         self._disk = disk
+        self.directory: Final = None if disk is None else disk.directory
+        """Where its files are; None: there is no disk."""
         self._make_mover = make_mover
         self._tiers: dict[HolderId, LowerTier] = {}
 

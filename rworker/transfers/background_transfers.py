@@ -29,11 +29,11 @@ from functools import partial
 from typing import Final, Protocol, TypeAlias, TypeVar
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.kv.exporting import Pulled
-from fastdecode.wire.kv.replicating import Replicated, Unprotected
+from fastdecode.wire.kv.replicating import ON_DISK, Replicated, Unprotected
 from fastdecode.wire.kv.tiers import Fetching, Moved
 from rworker.instructions import (
     Admit,
@@ -51,6 +51,7 @@ from rworker.transfers.block_transfer import BlockTransfer
 from rworker.transfers.import_transfer import ImportTransfer, Place
 from rworker.transfers.neighbours import Neighbours, NoNeighbours
 from rworker.transfers.peer_link import PeerLink
+from rworker.transfers.replica_file import ReplicaFiles, ReplicaSink
 from rworker.transfers.replica_transfer import LOOK_S, ReplicaTransfer
 from rworker.transfers.throttle import Throttle
 
@@ -106,6 +107,7 @@ class BackgroundTransfers:
         neighbours: how others are reached.
         tell: how peers get reports.
         clock: seconds.
+        files: where replicas may be; None: nowhere.
     """
 
     def __init__(
@@ -114,11 +116,14 @@ class BackgroundTransfers:
         neighbours: Neighbours,
         tell: Tell,
         clock: Clock = time.monotonic,
+        files: ReplicaFiles | None = None,
     ) -> None:
         self._memory = memory
         self._neighbours = neighbours
         self._tell = tell
         self._clock = clock
+        self.files: Final = files
+        """See the class."""
         self._admitted: set[str] = set()  # prompt stages
         self._replicas: dict[HolderId, ReplicaTransfer] = {}
         self._numbers: dict[HolderId, int] = {}  # of the last replica of each, which may be over
@@ -269,18 +274,25 @@ class BackgroundTransfers:
         holder = order.holder
         is_new = self._numbers.get(holder) != order.number
         if is_new:
-            _close(self._replicas, [holder])
+            if holder in self._replicas:
+                self._replicas.pop(holder).discard()
             self._numbers[holder] = order.number
         try:
             if order.guest:
                 self._neighbours.expect(order.guest, order.guest_line)
             if order.keeper and is_new:
-                connection = self._neighbours.connect(order.keeper, order.line)
-                link = PeerLink(connection, self._clock, order.timeout_s)
                 source = LocalCache(holder, order.books, self._memory)
-                self._replicas[holder] = ReplicaTransfer(order, source, link)
+                sink = self._sink(order)
+                self._replicas[holder] = ReplicaTransfer(order, source, sink, self._clock)
         except FastDecodeError as error:
             self._tell(order.to, Unprotected(holder, error.message, order.number))
+
+    def _sink(self, order: LinkReplica) -> ReplicaSink:
+        if order.keeper != ON_DISK:
+            return ReplicaSink(partial(self._neighbours.connect, order.keeper, order.line))
+        if self.files is None:
+            raise ConfigError("it has no disk for replicas: give it --cache-disk")
+        return self.files.sink(order)
 
     def _import(self, order: BeginPull) -> None:
         for place, link in list(self._links.items()):

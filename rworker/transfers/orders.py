@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
 from fastdecode.wire.kv.chunks import FetchChunk
 from fastdecode.wire.kv.exporting import (
@@ -21,9 +22,9 @@ from fastdecode.wire.kv.exporting import (
     Pull,
     check_ticket,
 )
-from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate
+from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate, Restore
 from fastdecode.wire.kv.tiers import DropBlocks, FetchBlocks, StoreBlocks, TierToRWorker, UseTier
-from fastdecode.wire.messages import MAX_ID, PROTOCOL_VERSION
+from fastdecode.wire.messages import MAX_HOLDERS, MAX_ID, PROTOCOL_VERSION
 from rworker.blocks.moving import keys_to_drop
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
@@ -37,6 +38,7 @@ from rworker.instructions import (
     MoveBlocks,
     OpenTier,
     ReadChunk,
+    ReadReplica,
     Send,
 )
 from rworker.step_plan import copies
@@ -44,6 +46,8 @@ from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk
 from rworker.stream.chunks import expectation
 from rworker.transfers.exports import ExportedSequence
 
+OVER: Final = -1
+"""In the place of a link's number: there is none any more."""
 _GONE: Final = ExportExpired("nothing is offered by this ticket: it was released, or never given")
 
 
@@ -171,6 +175,32 @@ def _check_source(source: KVSource) -> None:
         ("first_layer", source.first_layer, 0, MAX_LAYERS),
     ):
         check_integer(f"{name} of a source", value, least, most)
+
+
+def to_restore(
+    session: int, present: HolderCache | None, message: Restore
+) -> tuple[Instruction, ...]:
+    """What comes of a replica that is to be read from its file.
+
+    Args:
+        session: in which the peer has greeted; 0: none.
+        present: a cache of that holder.
+
+    Raises:
+        ProtocolError: it is another session's.
+    """
+    holder = HolderId(check_integer("holder", message.holder, 0, MAX_HOLDERS - 1))
+    link = check_integer("link", message.link, 0, MAX_ID)
+    if not session or message.session != session:
+        raise ProtocolError("a replica is restored in the session in which it was made")
+    return (ReadReplica(holder, session, link),) if present is None else ()
+
+
+def links_over(number: int, caches: Iterable[HolderCache]) -> Iterator[LinkReplica]:
+    """A peer takes its leave: nobody needs the replicas of its caches any more."""
+    for cache in caches:
+        if cache.owner == number and cache.is_replicated:
+            yield LinkReplica(number, cache.holder, cache.books, "", "", 1, OVER, 0.0)
 
 
 def link_for(number: int, cache: HolderCache, message: Replicate) -> LinkReplica:

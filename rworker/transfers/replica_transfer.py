@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Final
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.kv.chunks import StoreChunk
 from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
@@ -15,6 +16,7 @@ from rworker.stream.changes import Change
 from rworker.stream.chunk_endpoints import LocalCache
 from rworker.stream.mirror import UNANSWERED, Mirror
 from rworker.transfers.peer_link import PeerLink
+from rworker.transfers.replica_file import ReplicaSink
 
 logger = logging.getLogger(__name__)
 
@@ -31,27 +33,30 @@ class ReplicaTransfer:
     Args:
         order: what was asked for.
         source: reads the cache.
-        link: to the neighbour; its own.
+        sink: where the replica goes.
+        clock: seconds.
 
     Raises:
-        WorkerError: the neighbour is gone.
+        FastDecodeError: it can't be there.
     """
 
-    def __init__(self, order: LinkReplica, source: LocalCache, link: PeerLink) -> None:
+    def __init__(
+        self, order: LinkReplica, source: LocalCache, sink: ReplicaSink, clock: Clock
+    ) -> None:
         self.to: Final = order.to
         self._holder, self._number = order.holder, order.number
-        self._mirror = Mirror(order.holder, order.books, source, order.link_bytes)
-        self._link = link
-        self._is_open = False  # the neighbour has welcomed us
-        self._may_send = False  # there may be something to send
-        link.ask(self._mirror.hello, self._welcome)
+        self._order, self._source, self._sink, self._clock = order, source, sink, clock
+        self._copies = [self._begin()]
+        """The replica; and behind it the one that is to take its place."""
+
+    def _begin(self) -> _Copy:
+        link = PeerLink(self._sink.connect(), self._clock, self._order.timeout_s)
+        return _Copy(self._order, self._source, link)
 
     @property
     def wait_s(self) -> float:
         """See ``Transfer``."""
-        if self._may_send:
-            return 0.0
-        return LOOK_S if self._link.is_owed else REST_S
+        return min(copy.wait_s for copy in self._copies)
 
     @property
     def is_done(self) -> bool:
@@ -60,24 +65,27 @@ class ReplicaTransfer:
 
     def follow(self, change: Change) -> None:
         """The cache has accepted a change."""
-        self._may_send = True
-        self._mirror.follow(change)
+        for copy in self._copies:
+            copy.may_send = True
+            copy.mirror.follow(change)
 
     def end_step(self, lane: int, step: int) -> None:
         """The cache has all of a lane's step in every layer."""
-        self._may_send = True
-        self._mirror.end_step(lane, step)
+        for copy in self._copies:
+            copy.may_send = True
+            copy.mirror.end_step(lane, step)
 
     def advance(self) -> Iterator[Replicated]:
         """See ``Transfer``."""
-        was_open = self._is_open
-        if self._link.listen():
-            self._may_send = True
-        if self._is_open and not was_open:
-            yield Replicated(self._holder, 0, NO_STEP, self._number)
-        self._send()
-        for lane, step in self._mirror.take_held().items():
+        copy, *new = self._copies
+        for lane, step in copy.advance():
             yield Replicated(self._holder, lane, step, self._number)
+        if not new and copy.num_bytes > self._sink.most_bytes:
+            self._copies.append(self._begin())
+        if new and any(step != NO_STEP for _, step in new[0].advance()):
+            self._sink.settle()
+            copy.close()
+            self._copies = new
 
     def end(self, reason: str) -> Unprotected:
         """See ``Transfer``."""
@@ -85,25 +93,71 @@ class ReplicaTransfer:
         return Unprotected(self._holder, reason, self._number)
 
     def close(self) -> None:
+        """See ``Transfer``. What is there stays."""
+        for copy in self._copies:
+            copy.close()
+
+    def discard(self) -> None:
+        """Nobody needs the replica any more."""
+        self.close()
+        self._sink.discard()
+
+
+class _Copy:
+    """A replica, and the link to it; ``source``: reads the cache.
+
+    Raises:
+        WorkerError: the neighbour is gone.
+    """
+
+    def __init__(self, order: LinkReplica, source: LocalCache, link: PeerLink) -> None:
+        self.mirror: Final = Mirror(order.holder, order.books, source, order.link_bytes)
+        self._link = link
+        self._is_open = False  # the neighbour has welcomed us
+        self.may_send = False
+        """Whether there may be something to send."""
+        self.num_bytes = 0
+        """Of K and V that were sent."""
+        link.ask(self.mirror.hello, self._welcome)
+
+    @property
+    def wait_s(self) -> float:
         """See ``Transfer``."""
+        if self.may_send:
+            return 0.0
+        return LOOK_S if self._link.is_owed else REST_S
+
+    def advance(self) -> Iterator[tuple[int, int]]:
+        """Do a unit of work. Lanes, and the last step of each that has got there; a step
+        ``NO_STEP``, once there is room."""
+        was_open = self._is_open
+        if self._link.listen():
+            self.may_send = True
+        if self._is_open and not was_open:
+            yield 0, NO_STEP
+        self._send()
+        yield from self.mirror.take_held().items()
+
+    def close(self) -> None:
         self._link.close()
 
     def _send(self) -> None:
-        self._may_send = self._is_open
+        self.may_send = self._is_open
         for _ in range(_MOST_CHANGES):
-            message = self._mirror.next() if self._is_open else None
+            message = self.mirror.next() if self._is_open else None
             if message is None:
-                self._may_send = False
+                self.may_send = False
                 return
             if isinstance(message, UNANSWERED):
                 self._link.send(message)
             else:
-                self._link.ask(message, self._mirror.take)
+                self._link.ask(message, self.mirror.take)
             if isinstance(message, StoreChunk):
+                self.num_bytes += len(message.data)
                 return
 
     def _welcome(self, answer: FromRWorker) -> None:
-        hello = self._mirror.hello
+        hello = self.mirror.hello
         hello.check(answer)
         assert isinstance(answer, Welcome)
         if answer.num_blocks != hello.max_blocks:

@@ -29,7 +29,7 @@ NOT_RUN = {
     "instance ranks": "instances are processes of an MPI job",
 }
 """Features that one process cannot have, and why. ``tests/mpi`` runs them as jobs."""
-MOST_NOT_RUN = 33
+MOST_NOT_RUN = 35
 """Pairs with one of these. Lower it where fewer are left out; a new feature is run."""
 NOTHING_TO_LOSE = {
     "device KV": "the cache is on the S-worker's device",
@@ -43,6 +43,7 @@ AFTER = 14
 SMALL: dict[str, dict[str, Any]] = {
     "host tier": {"cache_memory_gb": 0.001, "prefix_cache": "on"},
     "disk tier": {"cache_disk_gb": 0.001, "prefix_cache": "on"},
+    "replicas on disk": {"cache_disk": "DIR", "cache_disk_gb": 0.001, "prefix_cache": "on"},
     "split sequences": {"split_tokens": 16},
     "load limit": {"load_limit": 700},
     "hybrid KV": {"device_kv_gb": 0.00006},
@@ -84,6 +85,8 @@ def _options_of(pair: tuple[str, str], directory: Path) -> dict[str, Any]:
     if "addresses" in pair:
         for option in ("r_workers", "r_threads", "kv_memory_gb"):
             del options[option]  # each has memory and threads of its own
+        for option in ("cache_disk", "cache_disk_gb"):
+            options.pop(option, None)  # and a disk
     return options
 
 
@@ -159,7 +162,8 @@ def test_a_loss_changes_no_token(
         whose += f"s{stage}-" if stage else ""
         cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
     else:
-        cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER)
+        has_disk = "replicas on disk" in (one, other)
+        cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER, has_disk=has_disk)
     with LLM(model, **options) as llm:
         assert _tokens(llm) == expected
         assert bool(llm._running.num_r_workers) != has_device

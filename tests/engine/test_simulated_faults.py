@@ -38,7 +38,7 @@ from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads
-from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.engine.fleet.ring import DISK, LinkOptions
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 
 NUM_SEEDS = 300
@@ -58,10 +58,17 @@ class Trial:
         replicated: R-workers keep replicas of each other's caches.
         heads: they share out the heads.
         keeps: they keep blocks beyond their sequences, some of which are turns.
+        disk: replicas are in files, which all reach.
     """
 
     def __init__(
-        self, seed: int, *, replicated: bool = False, heads: bool = False, keeps: bool = False
+        self,
+        seed: int,
+        *,
+        replicated: bool = False,
+        heads: bool = False,
+        keeps: bool = False,
+        disk: bool = False,
     ) -> None:
         self.chance = chance = random.Random(seed)
         self.keeps = keeps
@@ -71,7 +78,9 @@ class Trial:
         blocks = chance.choice([12, 24, 64]) << (replicated or heads)
         self.num_spares = chance.choice([0, 0, 0, 1, 2])
         num_processes = num_workers + self.num_spares
-        self.network = Network(num_processes, blocks * KV.block_bytes, chance)
+        memory = num_processes, blocks * KV.block_bytes, chance
+        most_bytes = chance.choice([1000, 20_000, 1e9]) if disk else None
+        self.network = Network(*memory, most_file_bytes=most_bytes)
         self.returns = not self.num_spares and chance.random() < 0.6
         self.num_strikes = 2
         """Faults of those that copy a cache, or are given it, that may be still to come."""
@@ -144,7 +153,8 @@ class Trial:
             if self.num_spares:
                 names = hub.addresses
             link_bytes = chance.choice([1, 2000, 1 << 20])
-            links = LinkOptions(names, link_bytes, TIMEOUT_S, hello.session)
+            keepers = dict.fromkeys(fleet.holders, DISK) if network.disk is not None else {}
+            links = LinkOptions(names, link_bytes, TIMEOUT_S, hello.session, keepers)
             welcomes, self.replicas = replicate(fleet, hello, welcomes, links, network.time)
             self.replicas.begin()
         replacements = None
@@ -190,6 +200,7 @@ class Trial:
             self.chance.choice([1, 2000, 1 << 20]),
             TIMEOUT_S,
             hello.session,
+            dict.fromkeys(pool.holders, DISK) if network.disk is not None else {},
         )
         again = greet(fleet, hello)
         if replicated:
@@ -277,14 +288,17 @@ class Trial:
 
 
 @pytest.mark.parametrize(
-    ("replicated", "heads", "keeps", "tried"),
+    ("replicated", "heads", "keeps", "disk", "tried"),
     [
-        (False, False, False, 50),
-        (True, False, False, 24),
-        (True, False, True, 24),
-        (False, True, False, 24),
-        (True, True, False, 12),
-        (True, True, True, 12),
+        (False, False, False, False, 50),
+        (True, False, False, False, 24),
+        (True, False, False, True, 24),
+        (True, False, True, False, 24),
+        (True, False, True, True, 24),
+        (False, True, False, False, 24),
+        (True, True, False, False, 12),
+        (True, True, True, False, 12),
+        (True, True, True, True, 12),
     ],
 )
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
@@ -293,6 +307,7 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
     replicated: bool,
     heads: bool,
     keeps: bool,
+    disk: bool,
     tried: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -300,7 +315,7 @@ def test_no_fault_changes_a_token_or_leaves_anything_behind(
     ended = resumed = returned = 0
     number = examples(50 if TRIES_ALL else tried)
     for seed in range(first, first + number):
-        trial = Trial(seed, replicated=replicated, heads=heads, keeps=keeps)
+        trial = Trial(seed, replicated=replicated, heads=heads, keeps=keeps, disk=disk)
         if not trial.has_begun:
             continue
         try:

@@ -224,6 +224,30 @@ def test_a_lost_r_worker_changes_no_token(
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
+def test_a_killed_r_worker_is_restored_from_its_file(
+    job: Job, tmp_path: Path, limit: StepLimit
+) -> None:
+    """Only tokens that had not reached the disk are run again; no file is left."""
+    summary, directory = tmp_path / "summary.json", tmp_path / "kv"
+    options, output, expected = job(80)
+    options += ["--replicas", "1", "--replica-store", "disk", "--summary", str(summary)]
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options, ":"]
+    command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+    command += ["--cache-disk", str(directory), "--cache-disk-gb", "0.01"]
+    with running(command) as started:
+        workers = started.r_workers(3)
+        started.wait_for_text(output)
+        limit.lose(workers[1], signal.SIGKILL)
+        outcome = started.wait(timeout_s=120)
+    assert output.read_text() == expected(), outcome.output
+    assert "with the replica that it has kept" in outcome.output
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
+    told = json.loads(summary.read_text())
+    assert len(told["replicas"]["failovers"]) == 1
+    assert told["replicas"]["tokens_resumed"] > 0 and told["recomputed"] == 0, told
+    assert not list(directory.glob("replica-*"))
+
+
 def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, limit: StepLimit
 ) -> None:

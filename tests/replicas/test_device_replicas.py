@@ -134,7 +134,7 @@ def test_only_tokens_that_the_replica_lacks_run_again(
     def has_caught_up() -> bool | None:
         with devices[-1]._changed:
             replicas = devices[-1]._transfers._replicas.values()
-            return True if all(replica._mirror.is_whole for replica in replicas) else None
+            return True if all(replica._copies[0].mirror.is_whole for replica in replicas) else None
 
     monkeypatch.setattr(ReachedDevice, "begin_step", begin)
     DeviceLosses(monkeypatch, 40, lambda: look_until_found(has_caught_up, 30.0))

@@ -137,3 +137,18 @@ def test_a_spare_one_that_dies_is_found_when_it_is_needed() -> None:
     assert hub.num_left == 1 and hub.reconnect(0).poll() is None
     with pytest.raises(ConfigError, match="no spare"):
         hub.reconnect(0)
+
+
+def test_a_replacement_that_takes_a_copy_over_keeps_blocks_on_disk(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its lower tier is opened once it has the copy: before, it has no cache to open it for."""
+    path = tiny_checkpoint("llama")
+    disk = {"cache_disk": str(tmp_path), "cache_disk_gb": 0.01, "spare_r_workers": 1}
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 40})
+    tokens, stats = run(path, **disk)
+    assert tokens == expected
+    assert stats.replicas is not None and len(stats.replicas.returns) == 1
+    assert [each.worker for each in stats.replicas.failovers] == ["R-worker r1"]
+    assert stats.num_recomputed == 0

@@ -75,6 +75,12 @@ FEATURES: Mapping[str, Feature] = {
         Feature("shared heads", "r_partition", _is("heads"), {"r_partition": "heads"}),
         Feature("split sequences", "split_tokens", _is_given, {"split_tokens": 1024}),
         Feature("replicas", "replicas", _above(0), {"replicas": 1}),
+        Feature(
+            "replicas on disk",
+            "replica_store",
+            _is("disk"),
+            {"replicas": 1, "replica_store": "disk"},
+        ),
         Feature("standby", "spare_r_workers", _above(0), {"spare_r_workers": 1}),
         Feature("prefix cache", "prefix_cache", _is("on"), {"prefix_cache": "on"}),
         Feature("disk tier", "cache_disk", _is_given, {"cache_disk": "DIR", "cache_disk_gb": 1.0}),
@@ -118,7 +124,9 @@ def _pairs(
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _ONE_DEVICE = "beside R-workers, only the first S-worker would keep KV on its device"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
-_OF_R_WORKERS = "addresses, R-workers attend prompts, shared heads, split sequences, standby"
+_OF_R_WORKERS = (
+    "addresses, R-workers attend prompts, replicas on disk, shared heads, split sequences, standby"
+)
 
 REFUSALS: Mapping[frozenset[str], Refusal] = dict(
     itertools.chain(

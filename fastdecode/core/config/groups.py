@@ -12,6 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
+REPLICA_STORES = ("memory", "disk")
 KV_PLACEMENTS = ("r", "gpu", "swap", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
@@ -98,9 +99,21 @@ class RPart:
         high=1,
         common=True,
     )
+    replica_store: str = option(
+        "memory",
+        "where replicas are: memory (of other R-workers), disk (files in the R-workers' "
+        "--cache-disk, which takes none of their memory: any R-worker that reaches the directory "
+        "restores a lost one's)",
+        choices=REPLICA_STORES,
+        metavar="WHERE",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.is_replicated_on_disk and not self.replicas:
+            raise ConfigError(
+                Given("replica_store", "disk"), " needs ", Given("replicas", 1), ": add it"
+            )
         if self.kv_dtype != "auto":
             DType.parse(self.kv_dtype, option="kv_dtype", of_kv=True, or_auto=True)
         if self.block_size % 16:
@@ -120,6 +133,11 @@ class RPart:
     def swaps(self) -> bool:
         """Whether lanes' KV is in host memory while they do not compute."""
         return self.kv_placement == "swap"
+
+    @property
+    def is_replicated_on_disk(self) -> bool:
+        """Whether replicas are in files, and not in the memory of other R-workers."""
+        return self.replica_store == "disk"
 
     def _check_split(self, split_tokens: int) -> None:
         if split_tokens % self.block_size:

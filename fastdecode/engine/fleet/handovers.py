@@ -145,7 +145,7 @@ class Handovers:
         what it has."""
         self._under_way[holder].asked_s = self._clock()
         self._replacements.admit(holder)
-        self._fleet.revive(holder)
+        self._fleet.revive(holder, has_cache=False)
 
     def source(self, holder: HolderId) -> HolderId | None:
         """The neighbour that has all of it still, while the newcomer hasn't
@@ -170,6 +170,8 @@ class Handovers:
         self._pauses.pop(holder, None)
         handover = self._under_way.pop(holder)
         self._ring.moved(holder, handover.source)
+        for message in self._fleet.told_first:
+            self._fleet.send(holder, message)
         return handover
 
     def _may_begin(self, holder: HolderId, welcome: Welcome) -> bool:

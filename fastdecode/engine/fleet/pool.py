@@ -391,15 +391,16 @@ class WorkerPool:
         """Give up the worker that answered for these query heads [Hq] of a holder."""
         self._lied(self.placement[holder], reason)
 
-    def revive(self, holder: HolderId) -> None:
+    def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """A replacement has connected in the holder's own place, and answered
-        ``Welcome``; it keeps the holder from now on."""
+        ``Welcome``; it keeps the holder from now on. ``has_cache``: and has opened its
+        cache. One that takes a copy over is sent ``told_first`` by whoever asks it to."""
         self.placement.give_back(holder)
         index = self.placement[holder]
         self._forget_loss(index)
         if self.is_here(holder):
             self._newcomers.append(self._name(index))
-        for message in self.told_first:
+        for message in self.told_first if has_cache else ():
             self.send(holder, message)
 
     def _forget_loss(self, index: int) -> None:

@@ -33,7 +33,7 @@ from fastdecode.engine.fleet.handovers import Handovers
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
-from fastdecode.engine.fleet.ring import LinkOptions, Ring
+from fastdecode.engine.fleet.ring import DISK, LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import num_offered
 from fastdecode.wire.kv.kept import words_of
@@ -236,13 +236,16 @@ class Failovers:
         if keeper is None:
             return False
         self._fleet.placement.move(holder, keeper)
+        self._ring.restore(holder)
         return True
 
-    def went_on(self, holder: HolderId) -> bool:
-        """Whoever goes on for a holder has said what it has. Whether the holder
-        is in its own place again."""
+    def went_on(self, holder: HolderId, *, is_empty: bool) -> bool:
+        """Whoever goes on for a holder has said what it has, or that it has nothing.
+        Whether the holder is in its own place again."""
         failover = self.failing.pop(holder, None)
         is_home = self.is_leaving(holder)
+        if not is_home and not is_empty:
+            self._ring.keep_again(holder)
         if failover is not None:
             since_s = failover.noticed_s + failover.drain_s
             failover.resume_s = self._clock() - since_s
@@ -491,7 +494,7 @@ class Replicas:
             return None
         del self._takeovers[holder]
         for member in takeover.members:
-            self._ring_of[member].went_on(member)
+            self._ring_of[member].went_on(member, is_empty=not there and not kept)
         found = tuple(map(there.get, takeover.parts))
         lost = tuple(set(takeover.keys).difference(kept))
         return events.TakenOver(holder, found, lost, is_home=holder not in self._adopted)
@@ -595,8 +598,9 @@ def replicate(
     """
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
-        again = offer_room(fleet, hello, welcomes)
-        return again, HeadReplicas(fleet, [(circle, options)], clock)
+        if DISK not in options.keepers.values():
+            welcomes = offer_room(fleet, hello, welcomes)
+        return dict(welcomes), HeadReplicas(fleet, [(circle, options)], clock)
     copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
     again = {**welcomes, **offer_for_replicas(fleet, hello, copied, options.keepers)}
     return again, Replicas(fleet, [(circle, options)], clock)
@@ -609,7 +613,10 @@ def offer_for_replicas(
     keepers: Mapping[HolderId, HolderId],
 ) -> dict[HolderId, Welcome]:
     """Have every R-worker that is there offer what leaves room for the replicas; see
-    ``offer_as_kept`` and ``offer_halves``. ``keepers``: see ``LinkOptions``."""
+    ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
+    ``keepers``: see ``LinkOptions``."""
+    if DISK in keepers.values():
+        return dict(welcomes)
     if keepers:
         return offer_as_kept(fleet, hello, welcomes, keepers)
     return offer_halves(fleet, hello, welcomes)

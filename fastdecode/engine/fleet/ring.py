@@ -21,12 +21,24 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.protection import Protection
-from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, ReplicationNews
+from fastdecode.wire.kv.replicating import (
+    NO_STEP,
+    ON_DISK,
+    Dropped,
+    Replicate,
+    Replicated,
+    ReplicationNews,
+    Restore,
+)
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import MAX_ID, MAX_LANES
 from fastdecode.wire.transport import TIMEOUT
 
 logger = logging.getLogger(__name__)
+
+
+DISK: Final = HolderId(-1)
+"""In the place of a keeper: the replica goes into a file, and any R-worker restores it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +54,8 @@ class LinkOptions:
     session: int
     """Secret of this run, in which holders were greeted."""
     keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
-    """The R-worker without a holder that keeps each holder's replica; empty: the holders'
-    own R-workers keep the replicas, in a ring."""
+    """The R-worker without a holder that keeps each holder's replica, or ``DISK``; empty:
+    the holders' own R-workers keep the replicas, in a ring."""
     begin_s: float = 0.0
     """How long the start waits for all replicas; 0: they come while sequences run."""
 
@@ -172,7 +184,9 @@ class Ring:
             names = self.options.addresses
             expected = names[guest] if guest is not None and guest in new else ""
             guest_line = 0 if guest is None else self.links.line(guest)
-            self.links.tell(holder, names[self._keepers[holder]], expected, guest_line)
+            keeper = self._keepers[holder]
+            address = ON_DISK if keeper == DISK else names[keeper]
+            self.links.tell(holder, address, expected, guest_line)
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
         """Who keeps whose replica; of a single one in a ring nobody does."""
@@ -188,9 +202,28 @@ class Ring:
         return any(holder in pair for pair in self._keepers.items())
 
     def keeper_of(self, holder: HolderId) -> HolderId | None:
-        """The R-worker that keeps a holder's replica; None: there is none, or it is lost."""
+        """The R-worker that keeps a holder's replica, or restores it; None: there is none,
+        or it is lost."""
         keeper = self._keepers.get(holder)
-        return None if keeper in self._fleet.gone else keeper
+        gone, placement = self._fleet.gone, self._fleet.placement
+        if keeper != DISK:
+            return None if keeper in gone else keeper
+        circle = [*self.options.keepers]
+        at = circle.index(holder)
+        others = (one for one in circle[at + 1 :] + circle[:at] if placement[one] == one)
+        return next((x for x in (HolderId(placement[holder]), *others) if x not in gone), None)
+
+    def restore(self, holder: HolderId) -> None:
+        """The R-worker that a lost holder was moved to reads the replica, if it is in a file."""
+        if self._keepers.get(holder) == DISK:
+            order = Restore(self.options.session, self.links.number(holder), holder)
+            self._fleet.send(holder, order)
+
+    def keep_again(self, holder: HolderId) -> None:
+        """The R-worker that restored a holder keeps its replica in a file."""
+        if self._keepers.get(holder) == DISK:
+            self._begin(holder)
+            self.links.tell(holder, ON_DISK, "")
 
     def lose(self, holder: HolderId) -> None:
         """A holder is lost: its replica is the last of it, and the one that it
@@ -207,8 +240,9 @@ class Ring:
     def forget(self, holder: HolderId) -> None:
         """Nobody goes on with a replica, or not any more; also where it was
         taken over."""
-        keeper = self._keepers.pop(holder, None)
-        if keeper is not None:
+        keeper = self.keeper_of(holder)
+        is_own = self._keepers.pop(holder, None) == DISK and keeper == holder
+        if keeper is not None and not is_own:
             self._drop(holder, keeper)
 
     def copy(self, holder: HolderId) -> None:

@@ -52,6 +52,7 @@ from fastdecode.engine.setup.reach import (
 )
 from fastdecode.engine.setup.replicas import (
     about_replicas,
+    keepers_of,
     make_replicas,
     make_stage_replicas,
 )
@@ -206,11 +207,12 @@ class RunningEngine:
             all_blocks = welcomes
             if workers.stages is None:
                 welcomes, replicas = make_replicas(
-                    self._fleet, greeting, welcomes, workers, cluster
+                    self._fleet, greeting, welcomes, workers, self.resolved.config
                 )
             else:
-                welcomes = offer_for_replicas(self._fleet, greeting, welcomes, workers.keepers)
-            tell(about_replicas(all_blocks, welcomes, workers))
+                keepers = keepers_of(workers, self.resolved.config)
+                welcomes = offer_for_replicas(self._fleet, greeting, welcomes, keepers)
+            tell(about_replicas(all_blocks, welcomes, workers, self.resolved.config))
             if replacements is not None:
                 blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
                 replacements.limit(limits(blocks_of, workers.num_holders))
@@ -220,7 +222,9 @@ class RunningEngine:
                 self._stage_addresses.setdefault(other.stage, other.addresses)
             welcomes = self._in_columns(welcomes, others)
             if self.resolved.config.r_part.replicas:
-                replicas = make_stage_replicas(self._fleet, hello.session, workers, cluster, others)
+                replicas = make_stage_replicas(
+                    self._fleet, hello.session, workers, self.resolved.config, others
+                )
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0

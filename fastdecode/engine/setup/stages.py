@@ -24,6 +24,7 @@ from fastdecode.engine.setup.reach import (
     make_attention,
     make_hello,
 )
+from fastdecode.engine.setup.replicas import keepers_of
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.workers import Reached
@@ -222,7 +223,8 @@ class StageSetup:
         else:
             welcomes = greet(fleet, hello)
         if resolved.config.r_part.replicas:
-            welcomes = offer_for_replicas(fleet, hello, welcomes, workers.keepers)
+            keepers = keepers_of(workers, resolved.config)
+            welcomes = offer_for_replicas(fleet, hello, welcomes, keepers)
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
         members = member_rows(fleet, [*fleet.holders, *workers.keepers.values()])
         return StageWelcome(self.number, tuple(blocks), hello.session, addresses, members)

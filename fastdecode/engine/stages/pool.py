@@ -141,11 +141,11 @@ class StagePool(WorkerPool):
         """The number of the R-worker in a place of this stage; standby ones are the last."""
         return self._hub.index(place) if isinstance(self._hub, SpareHub) else place
 
-    def revive(self, holder: HolderId) -> None:
+    def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """See ``WorkerPool``."""
         self.has_replacement.pop(holder, None)
         self._kept.pop(holder, None)
-        super().revive(holder)
+        super().revive(holder, has_cache=has_cache)
         self.num_replaced[self.placement[holder]] += 1
 
     def note_kept(self, stage: int, rows: NDArray[np.int32]) -> None:

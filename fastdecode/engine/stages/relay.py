@@ -24,7 +24,7 @@ from fastdecode.engine.stages.pool import StagePool, member_rows
 from fastdecode.engine.step.arrivals import News
 from fastdecode.engine.step.remote import LaneAttention
 from fastdecode.wire.kv.exporting import ExportSequence, Pull, Pulled
-from fastdecode.wire.kv.replicating import Replicate
+from fastdecode.wire.kv.replicating import Replicate, Restore
 from fastdecode.wire.kv.reserving import Accepted, Refused
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
 from fastdecode.wire.kv.tiers import Moved, Stocked
@@ -42,7 +42,7 @@ from fastdecode.wire.stages import (
 )
 from fastdecode.wire.traits import THE_ONLY
 
-Relayed: TypeAlias = Room | Replicate | ExportSequence | Pull | TakeOver | DropCache
+Relayed: TypeAlias = Room | Replicate | Restore | ExportSequence | Pull | TakeOver | DropCache
 """What the first stage sends a later one's R-worker."""
 
 

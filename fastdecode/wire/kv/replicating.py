@@ -9,12 +9,17 @@ message             direction  meaning, and the answer
                                lane's step had ended; before that, that it is there
 ``Unprotected``     R → S      unasked: nobody keeps the replica any more, and why
 ``Dropped``         R → S      ``DropCache`` is done
+``Restore``         S → R      read a replica from its file, to be taken over; no
+                               answer: what isn't there is missing (``TakenOver``)
 ==================  =========  ======================================================
 
 The R-worker greets the neighbour itself, as a peer of the role ``neighbour``
 under the same session, and tells it every change of its cache; K and V follow
 behind the answers to the S-worker, never before them. A replica that can't be
 kept costs protection, and nothing else.
+
+A replica may also be in a file (``ON_DISK``), in the directory where the R-worker keeps
+blocks. Any R-worker that reaches the directory may restore it.
 
 An R-worker that is given up may live, and open its replica after the neighbour was
 to drop it. So an S-worker's ``Hello`` that doesn't resume drops the replicas of its
@@ -28,6 +33,9 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder, Worded
+
+ON_DISK: Final = "disk:"
+"""In the place of a neighbour's address: the replica goes into a file."""
 
 MOST_LINK_BYTES: Final = 1 << 30
 """That a link may be told to have under way; a peer that is busy takes in
@@ -58,6 +66,16 @@ class Replicate(ForHolder):
     it."""
     guest_line: int = 0
     """Of the guest's."""
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True)
+class Restore(ForHolder):
+    session: int
+    link: int
+    """Of the replica that is in the file."""
+    holder: int = THE_ONLY
 
     said_by = S_WORKERS
 
@@ -94,5 +112,6 @@ REPLICATING_OPCODES: Final[Mapping[type[Any], int]] = {
     Replicated: 74,
     Unprotected: 75,
     Dropped: 76,
+    Restore: 21,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``."""

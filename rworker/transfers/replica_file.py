@@ -1,0 +1,210 @@
+"""Replicas in files: what a neighbour would be sent is appended to a file instead, so a
+cache can be restored by any R-worker that reaches the directory.
+
+A file is records (``rworker.stream.files``): the ``Hello`` that opens the replica, every
+change of the cache, and its K and V. Reading it from the beginning gives the cache, or
+what it was at an earlier moment if the file ends in the middle: never anything but a
+prefix of every sequence. What is answered for (``Accepted``, ``ChunkStored``) is on the
+disk, and not only in the memory of its host.
+
+A file grows for as long as its cache is used. Once it is twice as long as the cache, it
+is written anew under another name, from what the cache has by then, and takes the old
+one's place when it has all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.json_file import sync_directory
+from fastdecode.wire.kv.chunks import ChunkStored, StoreChunk
+from fastdecode.wire.messages import Accepted, FromRWorker, Hello, ToRWorker, Welcome
+from rworker.instructions import LinkReplica, ReadReplica
+from rworker.stream.files import RecordWriter, read_records
+from rworker.stream.mirror import UNANSWERED
+from rworker.transfers.neighbours import NeighbourConnection
+
+MOST_LENGTHS: Final = 2.0
+"""Of the cache, that a file may be long before it is written anew."""
+LEAST_BYTES: Final = 1 << 26
+"""That it may be long in any case."""
+_NEW: Final = ".new"
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ReplicaSink:
+    """Where a replica goes: to another R-worker, or into a file."""
+
+    connect: Callable[[], NeighbourConnection]
+    """Begins one anew. Raises FastDecodeError: it can't be."""
+    most_bytes: float = math.inf
+    """Of K and V that one may be sent before it is begun anew."""
+    settle: Callable[[], None] = _nothing
+    """One that was begun anew has all of the cache: it takes the place of the one before."""
+    discard: Callable[[], None] = _nothing
+    """Nobody needs it any more."""
+
+
+class ReplicaFiles:
+    """Of the sessions that R-workers of one directory serve.
+
+    Args:
+        directory: where they are; the user's own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def sink(self, order: LinkReplica) -> ReplicaSink:
+        """For the replica that is asked for."""
+        hello = order.books.hello
+        self.remove(hello.session, order.holder)  # earlier ones are over
+        path = self._path(hello.session, order.holder, order.number)
+        cache_bytes = order.books.store.num_blocks * hello.kv.block_bytes
+        return ReplicaSink(
+            partial(self._begin, path),
+            max(LEAST_BYTES, MOST_LENGTHS * cache_bytes),
+            partial(settle, path),
+            partial(self.remove, hello.session, order.holder),
+        )
+
+    def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
+        """What a file says, up to where it ends or is damaged.
+
+        Raises:
+            ConfigError: there it isn't to be used any further.
+        """
+        path = self._path(order.session, order.holder, order.link)
+        yield from cast(Iterator[ToRWorker], read_records(path))  # its state refuses others
+
+    def remove(self, session: int, holder: int) -> None:
+        """No file has a holder's cache any more. One that can't be removed stays."""
+        for path in self._directory.glob(f"{_stem(session, holder)}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _path(self, session: int, holder: int, link: int) -> Path:
+        return self._directory / f"{_stem(session, holder)}{link}.kv"
+
+    def _begin(self, path: Path) -> NeighbourConnection:
+        if path.exists():
+            path = path.with_name(path.name + _NEW)
+        try:
+            path.unlink(missing_ok=True)
+            return FileConnection(path)
+        except OSError as error:
+            raise _refusal(path, error) from None
+
+
+def _stem(session: int, holder: int) -> str:
+    return f"replica-{session:016x}-{holder}-"
+
+
+def settle(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: it can't be.
+    """
+    try:
+        path.with_name(path.name + _NEW).rename(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise _refusal(path, error) from None
+
+
+def _refusal(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"can't write {path}: {error.strerror}")
+
+
+class FileConnection:
+    """To a file, as to the R-worker that would keep the replica: what is sent is written
+    by a thread, and answered once it is on the disk.
+
+    Args:
+        path: of the file, which isn't there yet.
+
+    Raises:
+        OSError: it can't be made.
+    """
+
+    heard_s = None
+    is_reached = True
+
+    def __init__(self, path: Path) -> None:
+        self.peer = str(path)
+        self._writer = RecordWriter(path)
+        self._answers: deque[FromRWorker] = deque()
+        self._error: str | None = None
+        self._messages: queue.SimpleQueue[ToRWorker | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="replica-file", daemon=True).start()
+
+    def send(self, message: ToRWorker) -> None:
+        """See ``Connection``."""
+        self._check()
+        self._messages.put(message)
+
+    def poll(self) -> FromRWorker | None:
+        """See ``Connection``."""
+        if self._answers:
+            return self._answers.popleft()
+        self._check()
+        return None
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        raise AssertionError("a replica's link is polled")
+
+    def close(self) -> None:
+        """Nothing more is sent. The file stays."""
+        self._messages.put(None)
+
+    @property
+    def is_open(self) -> bool:
+        return self._error is None
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise WorkerError(f"{self.peer}: {self._error}")
+
+    def _write(self) -> None:
+        try:
+            while self._write_all():
+                pass
+        except OSError as error:
+            self._error = error.strerror or str(error)
+        finally:
+            self._writer.close()
+
+    def _write_all(self) -> bool:
+        """Write what waits, then answer it. False: that was the last of all."""
+        messages = [self._messages.get()]
+        while not self._messages.empty():
+            messages.append(self._messages.get())
+        there = [message for message in messages if message is not None]
+        for message in there:
+            self._writer.write(message)
+        self._writer.sync()
+        self._answers.extend(answer_of(each) for each in there if not isinstance(each, UNANSWERED))
+        return len(there) == len(messages)
+
+
+def answer_of(message: ToRWorker) -> FromRWorker:
+    """What an R-worker says that has taken it in."""
+    if isinstance(message, Hello):
+        return Welcome("a file", message.max_blocks, message.kv.block_size, 1)
+    if isinstance(message, StoreChunk):
+        return ChunkStored(len(message.data))
+    return Accepted(message.sequence_id)  # type: ignore[union-attr]

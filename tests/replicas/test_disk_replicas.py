@@ -1,0 +1,130 @@
+"""Sequences of a lost R-worker go on with what its file has, at any R-worker that reaches
+the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replica_jobs import run
+from trouble import crash_after
+
+from fastdecode import LLM
+from fastdecode.core.errors import ConfigError
+from rworker.transfers import replica_file
+
+
+def _on_disk(directory: Path, **options: Any) -> dict[str, Any]:
+    disk = {"replica_store": "disk", "cache_disk": str(directory), "cache_disk_gb": 0.01}
+    return {**disk, **options}
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("replica-*"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"spare_r_workers": 1}, {"r_partition": "heads"}, {"pp": 2}],
+    ids=["whole", "replaced", "heads", "stages"],
+)
+def test_a_lost_r_worker_costs_no_token_that_its_file_has(
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    path = tiny_checkpoint("llama", num_key_value_heads=6)
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 40})
+    tokens, stats = run(path, **_on_disk(tmp_path, **options))
+    assert tokens == expected
+    assert stats.replicas is not None
+    (failover,) = stats.replicas.failovers
+    assert failover.worker.endswith("R-worker r1")
+    assert stats.resumed.num_holders == 1 + ("spare_r_workers" in options)
+    assert stats.resumed.num_tokens > 0
+    assert stats.num_recomputed == 0
+    assert _files(tmp_path) == [], "with the job, nobody needs them"
+
+
+def test_all_memory_is_for_sequences(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path, offered = str(tiny_checkpoint("llama")), {}
+    for name, options in (
+        ("none", {}),
+        ("memory", {"replicas": 1}),
+        ("disk", {"replicas": 1, **_on_disk(tmp_path)}),
+    ):
+        with LLM(path, r_workers=2, r_threads=1, kv_memory_gb=0.01, **options) as llm:
+            offered[name] = [welcome.num_blocks for welcome in llm._running.welcomes]
+    assert offered["disk"] == offered["none"]
+    assert offered["memory"] == [number // 2 for number in offered["none"]]
+
+
+def test_a_restored_cache_is_kept_in_a_file_again(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """So the R-worker that restored it may be lost, too; with another one's memory, both
+    would be recomputed."""
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 40, "r2": 90})
+    tokens, stats = run(path, **_on_disk(tmp_path))
+    assert tokens == expected
+    assert stats.replicas is not None and stats.replicas.num_recomputed_holders == 0
+    names = [(each.worker[-2:], each.keeper[-2:]) for each in stats.replicas.failovers]
+    assert names == [("r1", "r2"), ("r1", "r0"), ("r2", "r0")]
+    assert stats.num_recomputed == 0 and _files(tmp_path) == []
+
+
+def test_a_file_that_grows_is_written_anew(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """From what the cache has by then, and the cache is restored from the new one."""
+    settled: list[Path] = []
+    settle = replica_file.settle
+
+    def noting(path: Path) -> None:
+        settle(path)
+        settled.append(path)
+
+    monkeypatch.setattr(replica_file, "settle", noting)
+    monkeypatch.setattr(replica_file, "LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr(replica_file, "MOST_LENGTHS", 0.0)
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 60})
+    tokens, stats = run(path, **_on_disk(tmp_path))
+    assert tokens == expected and settled
+    assert stats.resumed.num_tokens > 0 and stats.num_recomputed == 0
+    assert _files(tmp_path) == []
+
+
+def test_what_cannot_be_read_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Where R-workers have directories of the same name, and not the same one."""
+    monkeypatch.setattr(replica_file.ReplicaFiles, "read", lambda self, order: iter(()))
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 40})
+    tokens, stats = run(path, **_on_disk(tmp_path))
+    assert tokens == expected
+    assert stats.resumed.num_tokens == 0 and stats.num_recomputed > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"replicas": 0}, "replica_store='disk' needs replicas=1"),
+        ({"cache_disk": None, "cache_disk_gb": None}, "needs a disk, and R-worker r[0-2] has none"),
+        ({"kv_placement": "gpu", "r_workers": 1}, "KV on the device needs no R-workers"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: dict[str, Any], reason: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        run(tiny_checkpoint("llama"), **_on_disk(tmp_path, **options))

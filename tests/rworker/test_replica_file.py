@@ -1,0 +1,143 @@
+"""Replicas in files: answered once they are on the disk, and read up to where they end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stream_suite import hello_for
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.kv.chunks import ExpectTokens
+from fastdecode.wire.messages import (
+    Accepted,
+    CloseSequence,
+    FromRWorker,
+    OpenSequence,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.patience import look_until_found
+from rworker.cache_state import CacheState
+from rworker.instructions import LinkReplica, ReadReplica
+from rworker.stream.files import RecordWriter
+from rworker.transfers.replica_file import LEAST_BYTES, FileConnection, ReplicaFiles
+
+KV = KVSpec(2, 2, 8, DType.INT8, 4)
+HELLO = replace(hello_for(KV), session=5, max_blocks=14)
+HOLDER, LINK = HolderId(3), 2
+CHANGES = (OpenSequence(1, 8), OpenSequence(2, 8), CloseSequence(1), OpenSequence(4, 8))
+
+
+def _order(number: int = LINK) -> LinkReplica:
+    books = CacheState(HELLO, HELLO.max_blocks)
+    return LinkReplica(0, HOLDER, books, "disk:", "", 1 << 20, number, 60.0)
+
+
+def _read(files: ReplicaFiles, why: str) -> list[ToRWorker]:
+    """What can be read, up to where that ends."""
+    read: list[ToRWorker] = []
+    with pytest.raises(ConfigError, match=why):
+        read.extend(files.read(ReadReplica(HOLDER, HELLO.session, LINK)))
+    return read
+
+
+def _answer(connection: Any) -> FromRWorker:
+    found = look_until_found(connection.poll, 20.0)
+    assert found is not None
+    return found
+
+
+def _written(files: ReplicaFiles, *messages: ToRWorker, number: int = LINK) -> Any:
+    """A file with these; the last of them is answered."""
+    connection = files.sink(_order(number)).connect()
+    for message in (HELLO, *messages):
+        connection.send(message)
+    assert _answer(connection) == Welcome("a file", 14, 4, 1)
+    asked = [message for message in messages if isinstance(message, OpenSequence)]
+    assert [_answer(connection) for _ in asked] == [Accepted(x.sequence_id) for x in asked]
+    return connection
+
+
+def test_what_is_answered_for_can_be_read(tmp_path: Path) -> None:
+    files = ReplicaFiles(tmp_path)
+    connection = _written(files, *CHANGES)
+    assert connection.poll() is None, "what closes a sequence has no answer"
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("lost_bytes", [0, 1, 9, 40])
+def test_a_file_is_read_up_to_where_it_ends(lost_bytes: int, tmp_path: Path) -> None:
+    files = ReplicaFiles(tmp_path)
+    _written(files, *CHANGES)
+    (path,) = tmp_path.iterdir()
+    os.truncate(path, path.stat().st_size - lost_bytes)
+    assert _read(files, "torn") == [HELLO, *CHANGES][: 5 - (lost_bytes > 0)]
+
+
+def test_nothing_is_read_behind_what_is_damaged(tmp_path: Path) -> None:
+    files = ReplicaFiles(tmp_path)
+    _written(files, *CHANGES)
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert _read(files, "damaged") == [HELLO, *CHANGES[:-1]]
+
+
+def test_a_new_link_ends_the_files_of_those_before(tmp_path: Path) -> None:
+    files = ReplicaFiles(tmp_path)
+    _written(files, number=1)
+    other = tmp_path / "replica-0000000000000005-30-1.kv"
+    other.touch()
+    _written(files, number=2)
+    assert len(list(tmp_path.iterdir())) == 2 and other.exists()
+    files.remove(HELLO.session, HOLDER)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_the_second_file_of_a_link_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    sink = ReplicaFiles(tmp_path).sink(_order())
+    assert sink.most_bytes == LEAST_BYTES
+    for number in (1, 2):
+        connection = sink.connect()
+        connection.send(OpenSequence(number, 8))
+        assert _answer(connection) == Accepted(number)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"replica-0000000000000005-3-2.kv{end}" for end in ("", ".new")]
+    sink.settle()
+    (path,) = tmp_path.iterdir()
+    assert path.name == names[0]
+    assert _read(ReplicaFiles(tmp_path), "torn") == [OpenSequence(2, 8)]
+    sink.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_more_ends_the_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: RecordWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "sync", full)
+    connection = FileConnection(tmp_path / "one.kv")
+    connection.send(HELLO)
+    with pytest.raises(WorkerError, match=r"one\.kv: No space left on device"):
+        look_until_found(connection.poll, 20.0)
+    assert not connection.is_open
+    with pytest.raises(WorkerError):
+        connection.send(ExpectTokens(np.array([1]), np.array([1], np.int32)))
+
+
+def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+    sink = ReplicaFiles(tmp_path / "nowhere").sink(_order())
+    with pytest.raises(ConfigError, match=r"can't write .*nowhere.*No such file"):
+        sink.connect()
