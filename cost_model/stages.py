@@ -373,18 +373,21 @@ class LinkModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: NetProfile) -> LinkModel:
-        """Bandwidth from the slope of the transfers, the round trip as measured."""
+        """Bandwidth from the slope of the transfers, the round trip as measured but for
+        the message's own cost, which is in it."""
         from cost_model.fit import fit_curve
 
         curve = fit_curve(profile.transfer)
         largest = max(point.size for point in profile.transfer)
         slope = curve.last_slope or curve(largest) / largest
+        whole_s = profile.round_trip.median_s
+        message_s = min(profile.message.median_s, whole_s)
         return cls(
             name=profile.transport,
             provenance=Provenance.MEASURED,
             source=f"{len(profile.transfer)} message sizes over {profile.transport}",
             bytes_per_s=1.0 / slope,
-            round_trip_s=profile.round_trip.median_s,
-            message_s=profile.message.median_s,
+            round_trip_s=whole_s - message_s,
+            message_s=message_s,
             relative_error=max(curve.relative_error, profile.round_trip.spread),
         )

@@ -36,7 +36,16 @@ class SystemTime(StepTime):
     def _prompts_s(self, prompts: Prompts) -> float:
         """What they add to a step, which reads the weights anyway."""
         s = self.system.s
-        return sum(s.prefill_s(before + new) - s.prefill_s(before) for before, new in prompts)
+        own_s = sum(s.prefill_s(before + new) - s.prefill_s(before) for before, new in prompts)
+        return own_s + self._way_s(sum(new for _, new in prompts))
+
+    def _way_s(self, num_tokens: int) -> float:
+        """Of q, k, v and o of prompts that R-workers attend, through all layers."""
+        system, costs = self.system, self.system.costs
+        if not system.s.prompts_on_r:
+            return 0.0
+        out_s = system.way_s(num_tokens * costs.out_bytes, self.sockets)
+        return self._layers * (out_s + system.way_s(num_tokens * costs.back_bytes, self.sockets))
 
     def _prompts_alone_s(self, prompts: Prompts) -> float:
         """A step of prompts alone reads the weights, too, and sends K and V to the
@@ -45,7 +54,7 @@ class SystemTime(StepTime):
         total, prompts_s = sum(new for _, new in prompts), self._prompts_s(prompts)
         if s.provenance is Provenance.MEASURED:
             # Each was measured by itself, weights included.
-            prompts_s = min(prompts_s, s.prefill_s(total))
+            prompts_s = min(prompts_s, s.prefill_s(total) + self._way_s(total))
         else:
             prompts_s = max(prompts_s, s.pace * self._layers * s.layer_s(total))
             prompts_s += s.pace * s.head_s(len(prompts))

@@ -2,22 +2,26 @@
 plan with.
 
 ``s`` measures the S-part of a model on a device and needs torch; ``r`` measures
-the R-part of its head shape on this host, ``net`` the way to an R-worker of an
-MPI job and back; these do not.
+the R-part of its head shape on this host, ``net`` the way to an R-worker, of an
+MPI job or at an address, and back; these do not.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cost_model.quantities import seconds_text
 from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError, imports_for
+
+if TYPE_CHECKING:
+    from fastdecode.wire.measure import RConnection
 
 MAX_SIZES = 64
 LINK_BLOCK_SIZE = 16
@@ -80,9 +84,9 @@ def _add_r(kinds: Any) -> None:
 def _add_net(kinds: Any) -> None:
     parser = kinds.add_parser(
         "net",
-        help="round trip, bandwidth and cost of a message to an R-worker, over MPI",
-        description="Measure the way to the first R-worker of an MPI job: "
-        "mpirun -n 1 fastdecode calibrate net ... : -n 1 fastdecode r-worker",
+        help="round trip, bandwidth and cost of a message to an R-worker",
+        description="Measure the way to an R-worker over ZeroMQ (--r-worker), or to the first one "
+        "of an MPI job: mpirun -n 1 fastdecode calibrate net ... : -n 1 fastdecode r-worker",
     )
     parser.set_defaults(run=run_calibrate_net)
     _add_common(
@@ -91,6 +95,10 @@ def _add_net(kinds: Any) -> None:
     parser.add_argument(
         "--batches", type=_sizes, metavar="N,N,...", help="sequences (default: 1,16,64,256,1024)"
     )
+    parser.add_argument(
+        "--r-worker", metavar="ADDRESS", help="tcp://HOST:PORT of an R-worker that waits for a job"
+    )
+    parser.add_argument("--key", metavar="FILE", help="the cluster's key, if it is on another host")
 
 
 def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
@@ -239,41 +247,24 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
 
 
 def run_calibrate_net(args: argparse.Namespace) -> int:
-    """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
+    """Measure the way to an R-worker. Returns the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import LinkModel
     from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
-    from fastdecode.wire.messages import Shutdown
-    from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.hub import connect_workers
 
     _check_repeats(args)
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
-    job = joining.join()
-    hub = connect_workers(job)
-    batches = args.batches or (1, 16, 64, 256, 1024)
-    try:
-        with measuring(args, "calibrate net", out=args.out):
-            times = measure_link(
-                hub.connections[0],
-                spec.kv_spec(dtype, LINK_BLOCK_SIZE),
-                spec.attention[0],
-                dtype,
-                batches,
-                repeats=args.repeats,
-            )
-    finally:
-        for connection in hub.connections:
-            connection.send(Shutdown())
-        hub.close()
+    kv, batches = spec.kv_spec(dtype, LINK_BLOCK_SIZE), args.batches or (1, 16, 64, 256, 1024)
+    with _r_worker(args) as (connection, transport), measuring(args, "calibrate net", out=args.out):
+        times = measure_link(
+            connection, kv, spec.attention[0], dtype, batches, repeats=args.repeats
+        )
     machine = this_machine("network", ("numpy", "mpi4py", "fastdecode"))
-    profile = NetProfile(
-        machine, f"MPI ({job.library})", times.transfer, times.round_trip, times.message
-    )
+    profile = NetProfile(machine, transport, times.transfer, times.round_trip, times.message)
     _warn(doubts(profile))
     write_profile(args.out, profile)
     link = LinkModel.from_profile(profile)
@@ -283,6 +274,31 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
     return 0
+
+
+@contextlib.contextmanager
+def _r_worker(args: argparse.Namespace) -> Iterator[tuple[RConnection, str]]:
+    """The R-worker at the address, which then waits for its job, or the first of this MPI
+    job, which then ends; and the transport's name."""
+    from fastdecode.core.config.groups import Cluster
+    from fastdecode.engine.setup import workers
+
+    silence_s = Cluster.worker_silence_s
+    if args.r_worker is None:
+        from fastdecode.wire.mpi import joining
+
+        reached, transport = workers.reach_ranks(silence_s=silence_s), joining.join().library
+        transport = f"MPI ({transport})"
+    else:
+        Cluster(r_worker_addresses=[args.r_worker], key=args.key)
+        transport = "ZeroMQ" if args.key is None else "ZeroMQ, encrypted"
+        reached = workers.reach_addresses(
+            [args.r_worker], key_file=args.key, silence_s=silence_s, ends_them=False
+        )
+    try:
+        yield reached.hub.connections[0], transport
+    finally:
+        reached.close((), 5.0)
 
 
 def _warn(found: Sequence[str]) -> None:

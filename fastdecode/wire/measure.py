@@ -3,7 +3,9 @@ are made of.
 
 What counts is what the S-worker sees: from handing over an ``Attend`` to having
 its ``AttendResult``, less the seconds that the R-worker says it computed.
-Codec, transport, wire and both loops are in it.
+Codec, transport, wire and both loops are in it. Before each round trip the
+S-worker reads memory, as much as a layer's weights: as in a step, nothing of the
+message is in its caches then, and the R-worker has been waiting.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ NUM_LAYERS = 6
 WARM_UP_STEPS = 2
 TIMEOUT_S = 300.0
 """Of an answer. The first may wait until kernels have been compiled."""
+WEIGHT_BYTES = 16 << 20
+"""More than a core's caches hold."""
 SETTLE_S = 5e-3
 """Longer than a small answer takes."""
 
@@ -121,6 +125,7 @@ class _Peer:
         self._connection, self._clock = connection, clock
         self._ids = np.arange(batch, dtype=np.int64)
         self._num_steps = 0
+        self._weights = np.ones(WEIGHT_BYTES // 4, np.float32)
         shapes = [
             (batch, heads, spec.head_dim)
             for heads in (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
@@ -147,6 +152,7 @@ class _Peer:
         trips = []
         for layer in range(NUM_LAYERS):
             attend = self._attend(layer)
+            self._weights.max()
             started = self._clock()
             result = _ask(self._connection, attend)
             elapsed = self._clock() - started

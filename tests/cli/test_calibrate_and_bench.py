@@ -14,16 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from zmq_r_workers import r_workers
 
 from fastdecode.cli.main import main
 from fastdecode.core.measurement import (
     DecodePoint,
     Machine,
+    NetProfile,
     RProfile,
     SProfile,
     Timing,
     read_profile,
 )
+from fastdecode.wire.measure import NUM_LAYERS
 from sworker.measure import COLD, WARM_UP, measure_s_part
 
 
@@ -257,6 +260,20 @@ def test_calibrate_usage(
     out = tmp_path / "out.json"
     assert main(["calibrate", words[0], "--model", made.model, "--out", str(out), *words[1:]]) == 2
     assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_the_way_to_an_r_worker_at_an_address(made: SimpleNamespace, tmp_path: Path) -> None:
+    """Twice: it waits for its job afterwards."""
+    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    out = tmp_path / "net.json"
+    with r_workers("*") as (_, (address,)):
+        command = ["calibrate", "net", "--model", made.model, "--out", str(out), "--batches", "1,4"]
+        for repeats in (1, 2):
+            assert main([*command, "--repeats", str(repeats), "--r-worker", address]) == 0
+            profile = read_profile(out)
+            assert isinstance(profile, NetProfile) and profile.transport == "ZeroMQ"
+            num_trips = repeats * (NUM_LAYERS - 1)
+            assert [len(point.timing.seconds) for point in profile.transfer] == [num_trips] * 2
 
 
 @pytest.mark.parametrize("sizes", ["", "1,x", "0,1", "99999999999"])

@@ -12,6 +12,7 @@ from cost_model.plans.size import size
 from cost_model.predict import System
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
+from cost_model.step_time import SystemTime
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -136,8 +137,27 @@ def test_profiles_replace_datasheets() -> None:
     assert system.r.r_s(10, 5000) == pytest.approx(CALL_S + 5000 * TOKEN_S, rel=1e-6)
     assert system.r.read_token_s == pytest.approx(COSTS.kv_layer_bytes / 2.5e11)
     assert system.link.bytes_per_s == pytest.approx(5e9, rel=0.01)
-    assert system.link.trip_s == pytest.approx(2.1e-5)
     assert system.link.message_s == pytest.approx(4e-6)
+    assert system.link.trip_s == pytest.approx(2.1e-5 - 4e-6), "the message is part of it"
+
+
+def test_a_message_takes_no_longer_than_its_round_trip() -> None:
+    link = LinkModel.from_profile(replace(net_profile(), message=Timing((1e-3,))))
+    assert (link.trip_s, link.message_s) == (0.0, pytest.approx(2.1e-5))
+
+
+def test_prompts_that_r_workers_attend_cross_the_link() -> None:
+    """What was measured with R-workers in the same process; q, k, v and o of 300 tokens."""
+    profile = replace(s_profile(), prompt_attention="r")
+    near, far = (SystemTime(replace(measured(), gpu=s).system(), 1) for s in (s_profile(), profile))
+    num_bytes = SPEC.num_layers * 300 * (COSTS.out_bytes + COSTS.back_bytes)
+    inside = SystemTime(replace(far.system, link=LinkModel.within_process()), 1)
+    for num_decoding in (0, 1, 64):
+        for prompts in ([(0, 300)], [(50, 100), (0, 200)]):
+            alone_s = near.s_part_s(num_decoding, prompts)
+            crossed_s = far.s_part_s(num_decoding, prompts) - alone_s
+            assert crossed_s == pytest.approx(num_bytes / far.system.link.bytes_per_s)
+            assert inside.s_part_s(num_decoding, prompts) == alone_s
 
 
 def test_plans_end_where_measuring_ended() -> None:
