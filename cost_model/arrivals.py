@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fastdecode.core.errors import ConfigError, Given
+from cost_model.numbers import number_within, whole_number
 
 GENERATOR = "NumPy PCG64"
 """What draws: the same seed gives the same numbers wherever it does."""
@@ -21,10 +21,8 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
     Raises:
         ConfigError: cv or seed make no sense.
     """
-    if not 0.0 <= cv <= MAX_CV:
-        raise ConfigError(Given("cv", cv), f" is not a number from 0 to {MAX_CV:g}")
-    if isinstance(seed, bool) or not 0 <= seed <= MAX_SEED:
-        raise ConfigError(Given("seed", seed), f" is not a whole number from 0 to {MAX_SEED}")
+    number_within("cv", cv, 0, MAX_CV)
+    whole_number("seed", seed, 0, MAX_SEED)
     if cv == 0.0:
         return np.ones(num_gaps)
     shape = 1.0 / (cv * cv)
@@ -38,9 +36,6 @@ def arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list[float
     Raises:
         ConfigError: rate, cv or seed make no sense.
     """
-    if not 1e-9 <= rate <= 1e9:
-        raise ConfigError(
-            Given("rate", rate), " is not a number of requests a second from 1e-9 to 1e9"
-        )
+    number_within("rate", rate, 1e-9, 1e9, "number of requests a second")
     gaps = unit_gaps(max(0, num_requests - 1), cv, seed)
     return [0.0, *(float(each) for each in np.cumsum(gaps) / rate)][:num_requests]

@@ -13,7 +13,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -77,13 +77,7 @@ def fit_curve(points: Sequence[Point]) -> Curve:
         candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
     _, form, error = min(candidates)
     curve = _fit(form, sizes, seconds)
-    return Curve(
-        curve.form,
-        curve.sizes,
-        curve.seconds,
-        curve.last_slope,
-        max(error, _residual(curve, merged)),
-    )
+    return replace(curve, relative_error=max(error, _residual(curve, merged)))
 
 
 def _by_size(points: Sequence[Point]) -> list[tuple[float, float]]:

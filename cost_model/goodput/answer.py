@@ -20,6 +20,7 @@ from cost_model.goodput.search import (
 )
 from cost_model.goodput.simulator import simulate
 from cost_model.goodput.slo import Slo
+from cost_model.numbers import number_within
 from cost_model.quantities import counted, round_to, seconds_text
 from fastdecode.core.errors import ConfigError
 
@@ -53,10 +54,7 @@ class Question:
         return self.hardware.cluster.num_gpus
 
     def __post_init__(self) -> None:
-        if not 1e-6 <= self.rate <= 1e6:
-            raise ConfigError(
-                f"--rate {self.rate!r} is not a number of requests a second from 1e-6 to 1e6"
-            )
+        number_within("rate", self.rate, 1e-6, 1e6, "number of requests a second")
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cost_model.numbers import number_within, whole_number
 from cost_model.quantities import seconds_text
 from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.cli.parser import add_model
-from fastdecode.core.errors import ConfigError, imports_for
+from fastdecode.core.errors import imports_for
 
 if TYPE_CHECKING:
     from fastdecode.wire.measure import RConnection
 
 MAX_SIZES = 64
+MAX_REPEATS = 10_000
 LINK_BLOCK_SIZE = 16
 """Tokens in a KV block while a link is measured: a sequence has few, so that
 many fit into little memory."""
@@ -145,29 +147,13 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _check_repeats(args: argparse.Namespace) -> None:
-    if not 1 <= args.repeats <= 10_000:
-        raise ConfigError(f"--repeats {args.repeats} is not a whole number from 1 to 10000")
-
-
-def _check_host(args: argparse.Namespace) -> None:
-    if not 1 <= args.r_workers <= 4096 or not 1 <= (args.r_threads or 1) <= 4096:
-        raise ConfigError(
-            f"--r-workers {args.r_workers} and --r-threads {args.r_threads} must be within 1..4096"
-        )
-    if not 0.001 <= args.max_memory_gb <= 65536:
-        raise ConfigError(
-            f"--max-memory-gb {args.max_memory_gb} is not a number of GB from 0.001 to 65536"
-        )
-
-
 def run_calibrate_s(args: argparse.Namespace) -> int:
     """Measure the S-part. Returns the exit code."""
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.doubts import doubts
     from fastdecode.core.measurement import ENOUGH, write_profile
 
-    _check_repeats(args)
+    whole_number("repeats", args.repeats, 1, MAX_REPEATS)
     config = EngineConfig.of(
         args.model,
         dtype=args.dtype,
@@ -209,8 +195,10 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from fastdecode.core.measurement import write_profile
     from rworker.measure import Effort, Host, measure_r_part
 
-    _check_repeats(args)
-    _check_host(args)
+    whole_number("repeats", args.repeats, 1, MAX_REPEATS)
+    whole_number("r_workers", args.r_workers, 1, 4096)
+    whole_number("r_threads", args.r_threads or 1, 1, 4096)
+    number_within("max_memory_gb", args.max_memory_gb, 1e-3, 65536, "number of GB")
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
     kv_dtype = (
@@ -255,7 +243,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
 
-    _check_repeats(args)
+    whole_number("repeats", args.repeats, 1, MAX_REPEATS)
     spec = read_model(args.model)
     dtype = spec.choose_dtype(args.dtype)
     kv, batches = spec.kv_spec(dtype, LINK_BLOCK_SIZE), args.batches or (1, 16, 64, 256, 1024)
@@ -290,7 +278,7 @@ def _r_worker(args: argparse.Namespace) -> Iterator[tuple[RConnection, str]]:
         reached, transport = workers.reach_ranks(silence_s=silence_s), joining.join().library
         transport = f"MPI ({transport})"
     else:
-        Cluster(r_worker_addresses=[args.r_worker], key=args.key)
+        Cluster(r_worker_addresses=(args.r_worker,), key=args.key)
         transport = "ZeroMQ" if args.key is None else "ZeroMQ, encrypted"
         reached = workers.reach_addresses(
             [args.r_worker], key_file=args.key, silence_s=silence_s, ends_them=False
@@ -318,9 +306,4 @@ def _memory_bytes(args: argparse.Namespace) -> int:
 
     if args.kv_memory_gb is None:
         return default_kv_bytes(args.r_workers)
-    if not 1e-3 <= args.kv_memory_gb <= 1e6:
-        raise ConfigError(
-            f"--kv-memory-gb {args.kv_memory_gb} is not a number of GB from 0.001 to 1000000"
-        )
-    gigabytes: float = args.kv_memory_gb
-    return int(gigabytes * 1e9)
+    return int(number_within("kv_memory_gb", args.kv_memory_gb, 1e-3, 1e6, "number of GB") * 1e9)

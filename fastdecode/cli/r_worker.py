@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import resource
 import socket
 from pathlib import Path
 from typing import Any
 
+from cost_model.numbers import number_within
 from fastdecode.cli.options import (
     add_log_level_option,
     tell,
@@ -175,10 +175,7 @@ def _r_worker(args: argparse.Namespace) -> int:
         )
     from rworker.host import bind_cpus, serve_rank
 
-    if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
-        raise ConfigError(
-            f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
-        )
+    number_within("silence_s", args.silence_s, 0.1, 3600, "number of seconds")
     placed = Instances(tuple(args.instances)).placed
     num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
@@ -197,10 +194,7 @@ def _r_worker(args: argparse.Namespace) -> int:
             silence_s=args.silence_s,
         )
     for option in ("return_s", "session_keep_s"):
-        seconds = getattr(args, option)
-        if not (math.isfinite(seconds) and 0 <= seconds <= 1e6):
-            name = "--" + option.replace("_", "-")
-            raise ConfigError(f"{name}={seconds} is not a number of seconds from 0 to 1e6")
+        number_within(option, getattr(args, option), 0, 1e6, "number of seconds")
     return _serve_at(args)
 
 

@@ -159,6 +159,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     """Simulate every mode and print the outcome. Returns the exit code."""
     if args.instant:
         return _run_turns(args)
+    from cost_model.numbers import number_within
     from cost_model.plans.plot import check_plot
     from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
@@ -169,8 +170,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
-    if not 0 <= args.link_time <= 3600:
-        raise ConfigError(f"--link-time={args.link_time} is not a number of seconds from 0 to 3600")
+    number_within("link_time", args.link_time, 0, 3600, "number of seconds")
     times = _times(args)
     worker_blocks = _worker_blocks(args)
     modes = _names(args.schedule, SCHEDULES, "--schedule")
@@ -200,14 +200,13 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _run_turns(args: argparse.Namespace) -> int:
     """Play turns with every policy and print what it came to."""
+    from cost_model.numbers import number_within, whole_number
     from cost_model.simulate.turns import TierSimulator, as_json, as_text, read_turns
     from fastdecode.schedule.cache.costs import FLAT_TO_HALF
     from fastdecode.schedule.cache.retention import POLICIES, policy_of
 
-    if not 0 <= args.lower_kv_tokens <= 1 << 40:
-        raise ConfigError(f"--lower-kv-tokens={args.lower_kv_tokens} is not within 0..2^40")
-    if not 0 <= args.swap_threshold <= 1:
-        raise ConfigError(f"--swap-threshold={args.swap_threshold} is not a number from 0 to 1")
+    whole_number("lower_kv_tokens", args.lower_kv_tokens, 0, 1 << 40)
+    number_within("swap_threshold", args.swap_threshold, 0, 1)
     (num_blocks, *others) = _worker_blocks(args)
     if others:
         raise ConfigError("--instant is about one R-worker: leave --r-workers out")

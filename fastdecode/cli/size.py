@@ -348,11 +348,10 @@ def _num_stages(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: it is out of range, or an option doesn't support stages.
     """
+    from cost_model.numbers import whole_number
     from fastdecode.core.config.s_part import MAX_PP
 
-    num_stages: int = args.pp
-    if not 1 <= num_stages <= MAX_PP:
-        raise ConfigError(f"--pp {num_stages} is not a number of stages from 1 to {MAX_PP}")
+    num_stages = whole_number("pp", args.pp, 1, MAX_PP)
     for option, given in (
         ("--emit", args.emit),
         ("--plot", args.plot),
@@ -455,9 +454,9 @@ def _workload(args: argparse.Namespace) -> Any:
 
 
 def _dram_bytes(dram_gb: float) -> int:
-    if not 0.25 <= dram_gb <= 65536:
-        raise ConfigError(f"--dram-gb {dram_gb!r} is not a number of GB from 0.25 to 65536")
-    return int(dram_gb * 1e9)
+    from cost_model.numbers import number_within
+
+    return int(number_within("dram_gb", dram_gb, 0.25, 65536, "number of GB") * 1e9)
 
 
 def _gpu(name: str, hardware: Hardware) -> GpuSource:

@@ -20,6 +20,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, TypeAlias
 
+from cost_model.numbers import number_within
 from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_bytes
@@ -58,8 +59,7 @@ def add_top(commands: Any) -> None:
 
 def run_top(args: argparse.Namespace) -> int:
     """Show until what is watched has ended, or ctrl-C. Returns the exit code."""
-    if not 0.1 <= args.every <= 3600:
-        raise ConfigError(f"--every {args.every} is not a number of seconds from 0.1 to 3600")
+    number_within("every", args.every, 0.1, 3600, "number of seconds")
     look = _looker(args.place, args.api_key_file)
     try:
         first = look() if args.once else _wait_for(look, args.every)

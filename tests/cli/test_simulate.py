@@ -94,7 +94,7 @@ def test_plots(trace: str, tmp_path: Path, ending: str) -> None:
         (["--schedule", "fastest"], "--schedule='fastest'"),
         (["--s-time", "soon"], "--s-time='soon'"),
         (["--r-workers", "0"], "--r-workers=0"),
-        (["--link-time", "-1"], "--link-time=-1"),
+        (["--link-time", "-1"], "link_time=-1"),
         (["--r-workers", "3", "--r-time", "1", "--r-time", "2"], "--r-time was given 2 times"),
         (["--kv-tokens", "5"], "--kv-tokens"),
         (["--lanes", "0"], "lanes=0"),

@@ -68,6 +68,7 @@ def add_bench(commands: Any) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Compare one plan. Returns the exit code."""
+    from cost_model.numbers import whole_number
     from cost_model.steady import read_plan
 
     if args.plan is None or args.model is None:
@@ -75,8 +76,7 @@ def run_bench(args: argparse.Namespace) -> int:
             "bench needs a plan and a model to run it with (--plan FILE --model DIR); or say what "
             "else is to be measured (bench stream)"
         )
-    if not 1 <= args.steps <= 100_000:
-        raise ConfigError(f"--steps {args.steps} is not a whole number from 1 to 100000")
+    whole_number("steps", args.steps, 1, 100_000)
     if not 0.0 < args.tolerance <= 1e6:
         raise ConfigError(f"--tolerance {args.tolerance} is not a number above 0 and at most 1e6")
     planned = read_plan(args.plan)

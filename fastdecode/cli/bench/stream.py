@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cost_model.numbers import number_within, whole_number
 from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.core.config.groups import Cluster
@@ -110,10 +111,8 @@ def _progress(ways: LocalLinks) -> dict[str, Any]:
 def _check(args: argparse.Namespace) -> None:
     if not 4 <= args.mib <= MOST_MIB or args.mib % 4:
         raise ConfigError(f"--mib {args.mib} is not a multiple of 4, from 4 to {MOST_MIB}")
-    if not 1 <= args.rounds <= 10_000:
-        raise ConfigError(f"--rounds {args.rounds} is not a whole number from 1 to 10000")
-    if not 0 <= args.least <= 1:
-        raise ConfigError(f"--least {args.least} is not a number from 0 to 1")
+    whole_number("rounds", args.rounds, 1, 10_000)
+    number_within("least", args.least, 0, 1)
     if args.disk is not None and not args.disk.is_dir():
         raise ConfigError(f"--disk {args.disk} is no directory")
 

@@ -21,9 +21,9 @@ def read_load(args: argparse.Namespace) -> tuple[Load, float, str]:
     """
     from cost_model.goodput.rates import Load
     from cost_model.goodput.slo import Slo
+    from cost_model.numbers import whole_number
 
-    if not 1 <= args.requests <= 100_000:
-        raise ConfigError(f"--requests {args.requests} is not a whole number from 1 to 100000")
+    whole_number("requests", args.requests, 1, 100_000)
     slo = Slo.parse(args.slo, args.attainment)
     how = "each" if args.each else "both"
     draw, rate, described = _traced(args) if args.trace is not None else _drawn(args)
