@@ -84,7 +84,7 @@ class Client:
             if totals == seen:
                 return totals
             seen = totals
-            time.sleep(2.5)  # a report a second
+            time.sleep(1.5)  # a report a second
         raise AssertionError("the prefill instance never comes to rest")
 
 
@@ -105,7 +105,7 @@ def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     engine = ("--prefix-cache", "on", "--kv-memory-gb", "0.6")
     with (
         pinned_instances(model, ("prefill", "decode"), *engine) as processes,
-        LLM(model, instances=list(processes), prefix_cache="on") as llm,
+        LLM(model, instances=list(processes)) as llm,
     ):
         client = Client(llm, options.seed)
         for length in options.lengths:
