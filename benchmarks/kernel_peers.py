@@ -36,7 +36,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.num_q_heads}/{self.num_kv_heads} B{self.batch} L{self.context} {self.dtype}"
+        heads = f"{self.num_q_heads}/{self.num_kv_heads} D{self.head_dim}"
+        return f"{heads} B{self.batch} L{self.context} {self.dtype}"
 
 
 @dataclass(frozen=True)

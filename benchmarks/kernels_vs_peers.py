@@ -24,6 +24,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,20 @@ TOLERANCE = 3e-3
 def cases(gb: float) -> list[Case]:
     """The configurations, each with about ``gb`` GB of K and V."""
 
-    def filled(q: int, kv: int, context: int, dtype: str) -> Case:
-        return Case(
-            q, kv, max(1, round(gb * 1e9 / Case(q, kv, 1, context, dtype).kv_bytes)), context, dtype
-        )
+    def filled(q: int, kv: int, context: int, dtype: str, head_dim: int = 128) -> Case:
+        one = Case(q, kv, 1, context, dtype, head_dim)
+        return replace(one, batch=max(1, round(gb * 1e9 / one.kv_bytes)))
 
     return [
         *(filled(32, 32, 1024, dtype) for dtype in TORCH),
         *(filled(32, 8, 2048, dtype) for dtype in TORCH),
         filled(64, 8, 2048, "bfloat16"),
         filled(64, 4, 2048, "bfloat16"),
+        filled(28, 4, 2048, "bfloat16"),
+        filled(32, 8, 256, "bfloat16"),
+        filled(12, 4, 576, "bfloat16", 64),
+        filled(12, 4, 192, "bfloat16", 64),
+        filled(32, 32, 576, "bfloat16", 64),
         Case(32, 8, 4, 32768, "bfloat16"),
         Case(32, 32, 4, 32768, "bfloat16"),
     ]
