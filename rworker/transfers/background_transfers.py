@@ -196,7 +196,8 @@ class BackgroundTransfers:
             case MoveBlocks(holder=holder, move=move):
                 one = BlockTransfer(instruction, self._memory.tiers.of(holder))
                 self._moves[holder, move.number] = one
-                self._end_if_failed(self._moves, (holder, move.number), one.begin)
+                if not one.begin():
+                    self._end(self._moves, (holder, move.number), "there is no lower tier")
             case DropStored(holder, keys):
                 if (tier := self._memory.tiers.of(holder)) is not None:
                     tier.drop(keys)

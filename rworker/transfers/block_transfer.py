@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Final
 
-from fastdecode.core.errors import WorkerError
 from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.tiers import Fetching, Moved
 from rworker.instructions import MoveBlocks
@@ -29,11 +28,12 @@ class BlockTransfer:
         self._job = order.move
         self._num_there = 0  # leading layers
 
-    def begin(self) -> None:
-        """Raises WorkerError: there is no lower tier."""
+    def begin(self) -> bool:
+        """False: there is no lower tier. What a device raises is no failure of this alone."""
         if self._tier is None:
-            raise WorkerError("there is no lower tier")
+            return False
         self._tier.begin(self._job)
+        return True
 
     def advance(self) -> Iterator[Fetching]:
         """See ``Transfer``."""
