@@ -45,7 +45,7 @@ from fastdecode.wire.kv.exporting import (
     Pulled,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
+from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Restore, Unprotected
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.kv.tiers import (
     DropBlocks,
@@ -221,6 +221,7 @@ def from_r_worker() -> list[FromRWorker]:
         TakenOver(np.arange(-1, 4, dtype=np.int32)),
         ChunkStored(4 << 20),
         Replicated(2, 1, 77, 4),
+        Restore(1 << 40, 4, 2),
         Unprotected(2, "nobody is there", 4),
         Dropped(2, 1),
         Fetching(2, 7, 4, 32, 0.125),

@@ -42,7 +42,7 @@ from fastdecode.wire.kv.exporting import (
     Pulled,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
+from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Restore, Unprotected
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.kv.tiers import (
     DropBlocks,
@@ -229,6 +229,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     DropCache: st.builds(DropCache, INTS, INTS, INTS),
     Replicate: st.builds(Replicate, TEXTS, TEXTS, INTS, INTS, FLOATS, INTS),
     Replicated: st.builds(Replicated, INTS, INTS, INTS, INTS),
+    Restore: st.builds(Restore, INTS, INTS, INTS),
     Unprotected: st.builds(Unprotected, INTS, TEXTS, INTS),
     Dropped: st.builds(Dropped, INTS, INTS),
     UseTier: st.builds(UseTier, TEXTS),
