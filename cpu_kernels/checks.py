@@ -15,10 +15,17 @@ from cpu_kernels.layout import CARRIERS, SOURCES, BlockLayout
 _UINT8, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
 
 
+def _arrays(*wanted: tuple[str, NDArray[Any], np.dtype[Any], tuple[int | None, ...]]) -> None:
+    """Each by its name, dtype and shape, of which None leaves a dimension open."""
+    for name, array, dtype, shape in wanted:
+        is_right = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
+        if not is_right or not array.flags.c_contiguous:
+            _array(name, array, dtype, shape)
+
+
 def _array(
     name: str, array: NDArray[Any], dtype: np.dtype[Any], shape: tuple[int | None, ...]
 ) -> None:
-    """``shape``: None leaves a dimension open."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         raise ValueError(
             f"{name} must be a NumPy array of {dtype}, got {getattr(array, 'dtype', type(array))}"
@@ -155,25 +162,30 @@ def check_attend(
 ) -> None:
     """Raises ValueError, naming the argument, unless the arrays fit each other.
     Values: ``attention.driver``."""
-    _pool(layout, pool_layer)
     carrier, int32 = _source(source), _INT32
     num_rows, num_q_heads = q.shape[:2] if q.ndim == 3 else (None, None)
-    _array("q", q, carrier, (num_rows, num_q_heads, layout.head_dim))
+    _arrays(
+        ("pool_layer", pool_layer, _UINT8, (len(pool_layer), layout.block_bytes)),
+        ("q", q, carrier, (num_rows, num_q_heads, layout.head_dim)),
+    )
     assert num_rows is not None and num_q_heads is not None
     if num_q_heads == 0 or num_q_heads % layout.num_kv_heads:
         raise ValueError(
             f"q has {num_q_heads} heads, not a multiple of {layout.num_kv_heads} KV heads"
         )
-    _array("out", out, carrier, q.shape)
     if lse is not None:
         _array("lse", lse, np.dtype(np.float32), (num_rows, num_q_heads))
     num_sequences = context_lens.size
-    _array("context_lens", context_lens, int32, (num_sequences,))
-    _array("query_positions", query_positions, int32, (num_sequences,))
-    _array("query_starts", query_starts, int32, (num_sequences + 1,))
-    _array("block_tables", block_tables, int32, (num_sequences, block_tables.shape[-1]))
-    for name, array in zip(("last k", "last v"), last or (), strict=False):
-        _array(name, array, carrier, (num_sequences, layout.num_kv_heads, layout.head_dim))
+    _arrays(
+        ("out", out, carrier, q.shape),
+        ("context_lens", context_lens, int32, (num_sequences,)),
+        ("query_positions", query_positions, int32, (num_sequences,)),
+        ("query_starts", query_starts, int32, (num_sequences + 1,)),
+        ("block_tables", block_tables, int32, (num_sequences, block_tables.shape[-1])),
+    )
+    if last is not None:
+        kv_shape = num_sequences, layout.num_kv_heads, layout.head_dim
+        _arrays(("last k", last[0], carrier, kv_shape), ("last v", last[1], carrier, kv_shape))
 
 
 def raise_bad_value(

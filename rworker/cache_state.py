@@ -117,8 +117,11 @@ class OpenSteps:
         if step.next_layer < self._num_layers:
             return False
         del self.of_lane[lane]
-        for sequence in step.sequence_ids:
-            self.settled.pop(sequence, None)  # it may be there twice
+        if not self.of_lane:  # nothing else is under way
+            self.settled.clear()
+        else:
+            for sequence in step.sequence_ids:
+                self.settled.pop(sequence, None)  # it may be there twice
         return True
 
     def finish(self, lane: int, step_number: int) -> None:

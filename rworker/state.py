@@ -245,7 +245,10 @@ class RWorkerState:
         peer = self._peers.get(number)
         if peer is None:
             peer = self._peers[number] = _Peer()
-        _check_speaker(peer, message)
+        said_by = getattr(message, "said_by", ANYBODY)  # at run time it may be no message at all
+        # A peer that hasn't said who it is has no cache either.
+        if peer.role is not None and peer.role not in said_by:
+            raise ProtocolError(f"a {peer.role.value} may not say that")
         match message:
             case Attend():
                 return attend(number, self._caches.of(number, message.holder), message)
@@ -432,14 +435,6 @@ def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
         return ()
     reason = "another S-worker goes on with this session: there is to be one at a time"
     return Send(before, Failed(name, SESSION_RESUMED, reason)), HangUp(before)
-
-
-def _check_speaker(peer: _Peer, message: ToRWorker) -> None:
-    """Raises ProtocolError: a peer of this role may not say that. One that
-    hasn't said who it is has no cache either."""
-    said_by = getattr(message, "said_by", ANYBODY)  # at run time it may be no message at all
-    if peer.role is not None and peer.role not in said_by:
-        raise ProtocolError(f"a {peer.role.value} may not say that")
 
 
 def _followed(cache: HolderCache, change: Change) -> tuple[Instruction, ...]:

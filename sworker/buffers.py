@@ -141,10 +141,11 @@ class Staging:
     """Whether what arrives is where it belongs."""
 
     def __init__(self) -> None:
-        self._o = Room(_on_host)
+        self._o = Room(host_memory)
         self._shares: Sequence[Share] = ()
         self._sent: dict[int, tuple[Tensor, Tensor, Tensor, Staged]] = {}
         """By q's identity: a layer in the lane's own memory, and what is sent of it."""
+        self._lent: tuple[Activations, Tensor] | None = None
 
     def begin_step(self, shares: Sequence[Share]) -> None:
         """The layers from now on are of a step that has these shares."""
@@ -197,6 +198,12 @@ class Staging:
         """Take in arrived rows [n, Hq, D] of o; returns when the array may be
         written again. They may be answered rows only."""
         o[rows] = as_tensor(array, o.dtype)
+
+    def lend(self, array: Activations, dtype: torch.dtype) -> Tensor:
+        """All rows of a layer's o, where they are: mostly the same array in every layer."""
+        if self._lent is None or self._lent[0] is not array:
+            self._lent = array, as_tensor(array, dtype)
+        return self._lent[1]
 
     def join(self) -> None:
         """What the device does from now on comes after all that was received."""
@@ -419,7 +426,7 @@ class _PackedStep:
         return shipments
 
 
-def _on_host(num_bytes: int) -> Tensor:
+def host_memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 

@@ -28,7 +28,7 @@ from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
 from sworker.kernels.spinning import IdleThreads
-from sworker.model.skeleton import LayerRoom, Model, make_room
+from sworker.model.skeleton import LayerRoom, Model, make_rooms
 from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 from sworker.step_tables import StepInputs
@@ -112,7 +112,7 @@ class SWorker:
             return _NO_ROOM
         rooms = self._rooms.get(lane)
         if rooms is None or rooms[0].x.shape[0] != num_rows:
-            rooms = tuple(make_room(self.model, num_rows) for _ in range(LENT_LAYERS))
+            rooms = make_rooms(self.model, num_rows, LENT_LAYERS)
             self._rooms[lane] = rooms
         return rooms
 
@@ -395,11 +395,8 @@ class DeviceTimer:
         self._num_blocks = 0
         self._spans: list[tuple[Mark, Mark]] = []
         self._start: Mark | None = None
-
-    @property
-    def is_used(self) -> bool:
+        self.is_used = gpu is not None
         """Whether it measures anything."""
-        return self._gpu is not None
 
     def __enter__(self) -> None:
         if self._gpu is not None:

@@ -606,11 +606,10 @@ class Sequence:
         """Tokens to run before the next one can be drawn; 1 when decoding."""
         return self.num_tokens - self.num_present
 
-    def advance(self, num_tokens: int) -> None:
-        """The next so many of its tokens are cached; they end with its gap at
-        the latest, if it has one."""
-        self.num_cached += num_tokens
-        if self.behind_gap and self.num_cached == self.behind_gap.start:
+    def pass_gap(self) -> None:
+        """More of its tokens are cached, which end with its gap at the latest: if they do,
+        what is behind it is cached, too."""
+        if self.num_cached == self.behind_gap.start:
             self.num_cached = self.behind_gap.stop
             self.behind_gap = NOTHING
 

@@ -249,7 +249,9 @@ class Requests:
         for one in drawn:
             generation = self._generations.get(one.sequence.sequence_id)
             if generation is not None and one.error is None and not one.is_doubted:
-                self._groups[one.sequence.request.request_id].tell(generation, None)
+                group = self._groups[one.sequence.request.request_id]
+                if group.listener is not None and group.listener.every_step:
+                    group.tell(generation, None)
 
     def say(self, delta: Delta) -> None:
         """Tell whoever listens something about a request that is no token."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpu_kernels.isa import default_level
-from sworker.kernels.fused_numba import ELEMENTS_ALONE, Job, parallel_regions
+from sworker.kernels.fused_numba import ELEMENTS_ALONE, ThreadJob, parallel_regions
 from sworker.model.linear import ACTIVATIONS
 from sworker.model.moe import ExpertLinear, Experts
 
@@ -57,7 +57,7 @@ def _gate_of(block: Experts) -> str | None:
     return "GELU_TANH" if is_gelu else None
 
 
-class _ExpertJob(Job):
+class _ExpertJob(ThreadJob):
     """With the fields of ``expert_loops``, which it is given."""
 
     def __init__(self, loops: Any) -> None:
@@ -153,4 +153,4 @@ class ExpertProducts:
         chunks = min(most_chunks, -(-_UNITS_A_THREAD * num_threads // max(1, num_pieces)))
         self._set(KIND=kind, NUM_UNITS=num_pieces * chunks, CHUNKS=chunks)
         self._job.next_unit.value = 0
-        self._job.run(num_threads, elements)
+        self._job.runner(num_threads, elements)()

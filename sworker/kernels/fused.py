@@ -11,6 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from sworker.buffers import Room, host_memory
 from sworker.model.linear import ACTIVATIONS, MLP, Gated
 from sworker.model.moe import Experts, Products
 from sworker.model.norms import RMSNorm
@@ -98,21 +99,22 @@ class LayerCalls:
 
     A module looks up its parts in three tables, and asks for hooks before it runs.
     Where a step decodes a few rows, that takes as long as a small product. It holds no
-    layer: a cycle would keep weights alive.
+    layer: a cycle would keep weights alive. One thread at a time calls it.
 
     Args:
         layer: its weights stay where they are.
+        rooms: the same for all layers of a model; for what norms give, and gates.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, rooms: tuple[Room, Room]) -> None:
         from sworker.kernels.fused_numba import AddNorm, Gate, RotateHeads
 
         rope, mlp = cast("FusedRotary", layer.rope), cast("MLP", layer.mlp)
         table, attn_norm = rope.unfused.table, _numbers(layer.attn_norm)
         dtype, mlp_norm = attn_norm[0].dtype, _numbers(layer.mlp_norm)
         self._sizes = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
-        self._norm = layer.attn_norm.forward
-        self._add_attn_norm, self._add_mlp_norm = AddNorm(*attn_norm), AddNorm(*mlp_norm)
+        self._rooms, self._num_rows = rooms, 0
+        self._attn_norm, self._mlp_norm = AddNorm(*attn_norm), AddNorm(*mlp_norm)
         self._rotate = RotateHeads(table, *self._sizes, dtype)
         self._gate = Gate(mlp.up.splits[0], dtype, is_silu=_GATES[mlp.act])
         self._qkv, self._o = layer.qkv.forward, layer.o.forward
@@ -123,26 +125,41 @@ class LayerCalls:
         self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
     ) -> tuple[Tensor, QKV]:
         """See ``Layer``; but x stays where it is where nothing is added."""
-        if added is None:
-            h = self._norm(x)
-        else:
-            x, h = self._add_attn_norm(x, added, None if room is None else room.x)
-        heads = self._qkv(h)  # [T, (Hq + 2 Hkv) · D]
-        qkv = new_qkv(h, *self._sizes) if room is None else room.qkv
+        if x.shape[0] != self._num_rows:
+            self._lay_out(x.shape[0])
+        x = self._attn_norm(x, added, torch.empty_like(x) if room is None else room.x)
+        heads = self._qkv(self._h)  # [T, (Hq + 2 Hkv) · D]
+        qkv = new_qkv(heads, *self._sizes) if room is None else room.qkv
         self._rotate(heads, positions, qkv)
         return x, qkv
 
     def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
-        x, h = self._add_mlp_norm(x, self._o(o.flatten(1)), None)
-        return x, self._down(self._gate(self._up(h)))
+        if x.shape[0] != self._num_rows:
+            self._lay_out(x.shape[0])
+        x = self._mlp_norm(x, self._o(o.flatten(1)), torch.empty_like(x))
+        self._gate(self._up(self._h))
+        return x, self._down(self._gated)
+
+    def _lay_out(self, num_rows: int) -> None:
+        """The steps from now on are of so many rows, more than none."""
+        self._num_rows, dtype = num_rows, self._kept[1].dtype
+        self._h, self._gated = (
+            room.take(torch.Size((num_rows, job.size)), dtype)
+            for room, job in zip(self._rooms, (self._mlp_norm, self._gate), strict=True)
+        )
+        self._attn_norm.lay_out(num_rows, self._h)
+        self._mlp_norm.lay_out(num_rows, self._h)
+        self._gate.lay_out(num_rows, self._gated)
+        self._rotate.lay_out(num_rows)
 
 
 def call_layers(model: Model) -> None:
     """From now on steps run each layer that has kernels for all of its parts in few
     calls. Weights are packed before, and kernels chosen."""
+    rooms = Room(host_memory), Room(host_memory)
     model.step_layers = tuple(
-        LayerCalls(layer) if _has_kernels(layer) else layer for layer in model.layers
+        LayerCalls(layer, rooms) if _has_kernels(layer) else layer for layer in model.layers
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from struct import Struct
 from typing import Any, Final
 
@@ -50,8 +50,8 @@ def parallel_regions() -> Callable[..., None] | None:
     return function
 
 
-class Job(threading.local):
-    """A calling thread's own memory of a job, aligned to cache lines.
+class Job:
+    """Memory of a job, aligned to cache lines.
 
     Args:
         loops: a compiled function that takes the job's address and does units of
@@ -66,16 +66,19 @@ class Job(threading.local):
         self._run_alone: Callable[[int], None] = loops.ctypes
         self._given = ctypes.c_void_p(loops.address), ctypes.c_void_p(self.address)
 
-    def run(self, num_threads: int, elements: int = ELEMENTS_ALONE) -> None:
-        """Have all units done; in this thread alone, where they are of few elements."""
+    def runner(self, num_threads: int, elements: int = ELEMENTS_ALONE) -> Callable[[], None]:
+        """What has all units done; in this thread alone, where they are of few elements."""
         parallel = parallel_regions()
         if elements < ELEMENTS_ALONE or num_threads == 1 or parallel is None:
-            self._run_alone(self.address)
-        else:
-            parallel(*self._given, num_threads, 0)
+            return partial(self._run_alone, self.address)
+        return partial(parallel, *self._given, num_threads, 0)
 
 
-_job = Job(run_job, JOB_BYTES)
+class ThreadJob(Job, threading.local):
+    """One that each calling thread has memory of its own for."""
+
+
+_job = ThreadJob(run_job, JOB_BYTES)
 
 
 def is_possible(dtype: torch.dtype) -> bool:
@@ -88,37 +91,20 @@ def _run(
     is_wide: bool,
     num_rows: int,
     row_elements: int,
-    size: int,
-    num_heads: int,
-    x: int,
-    x_row: int,
-    x_head: int,
-    y: int,
-    y_row: int,
-    weight: int,
-    total: int,
-    out: int,
-    flag: int,
-    k_out: int = 0,
-    v_out: int = 0,
-    num_k: int = 0,
-    v: int = 0,
-    v_row: int = 0,
-    v_head: int = 0,
+    *fields: int,
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> None:
-    """Have a job done; its fields are those of ``row_loops``."""
+    """Have a job done; ``fields``: those of ``row_loops`` from ``SIZE`` on."""
     num_threads = torch.get_num_threads()
     share, most = -(-num_rows // num_threads), _ELEMENTS_AT_ONCE // row_elements
     at_once = (share if share < most else most) or 1
+    unused = (0,) * (NUM_FIELDS - 4 - len(fields))
     _JOB.pack_into(
-        _job.memory, _job.offset, kind, is_wide, num_rows, at_once, size, num_heads, x, x_row,
-        x_head, y, y_row, weight, total, out, flag, k_out, v_out, num_k, v, v_row, v_head, eps,
-        offset, 0,
-    )  # fmt: skip
+        _job.memory, _job.offset, kind, is_wide, num_rows, at_once, *fields, *unused, eps, offset, 0
+    )
     # The last: no block of rows is taken yet.
-    _job.run(num_threads, num_rows * row_elements)
+    _job.runner(num_threads, num_rows * row_elements)()
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -156,49 +142,26 @@ def add_norm(
 
 def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
     """See ``fused_triton.rotate``."""
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
-    _rotate(x, positions, table, out)
-    return out
-
-
-def rotate_split(
-    qk: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    out: QKV,
-) -> None:
-    """See ``fused_triton.rotate_split``."""
-    strides = qk.stride(0), qk.stride(1), v.stride(0), v.stride(1)
-    _rotate_split(qk.data_ptr(), v.data_ptr(), strides, positions, table, out)
-
-
-def _rotate_split(
-    qk: int,
-    v: int,
-    strides: tuple[int, int, int, int],
-    positions: Tensor,
-    table: Tensor,
-    out: QKV,
-) -> None:
-    """``qk``, ``v``: addresses; ``strides``: from row to row and head to head of each."""
-    assert positions.dtype == torch.int64 and positions.is_contiguous()
-    num_q, (num_rows, num_k, size) = out[0].shape[1], out[1].shape
-    _run(
-        ROTATE_SPLIT, out[1].dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
-        num_q, qk, strides[0], strides[1], positions.data_ptr(), 0, table.data_ptr(), 0,
-        out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(), out[2].data_ptr(), num_k, v,
-        strides[2], strides[3],
-    )  # fmt: skip
-
-
-def _rotate(x: Tensor, positions: Tensor, table: Tensor, out: Tensor) -> None:
     num_rows, heads, size = x.shape
-    assert positions.dtype == torch.int64 and positions.is_contiguous()
     _run(
         ROTATE, x.dtype == torch.float32, num_rows, heads * size, size, heads, x.data_ptr(),
         x.stride(0), x.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0, out.data_ptr(),
         table.shape[1] // 2,
+    )  # fmt: skip
+    return out
+
+
+def rotate_split(qk: Tensor, v: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
+    """See ``fused_triton.rotate_split``."""
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
+    num_q, (num_rows, num_k, size) = out[0].shape[1], out[1].shape
+    _run(
+        ROTATE_SPLIT, out[1].dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
+        num_q, qk.data_ptr(), qk.stride(0), qk.stride(1), positions.data_ptr(), 0,
+        table.data_ptr(), 0, out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(),
+        out[2].data_ptr(), num_k, v.data_ptr(), v.stride(0), v.stride(1),
     )  # fmt: skip
 
 
@@ -214,17 +177,17 @@ def gate(h: Tensor, *, is_silu: bool) -> Tensor:
 
 
 class RowJob(Job):
-    """A job of one layer: what is the same in every step is laid out once for each
-    thread, and a call writes where the rows are.
+    """A job of one layer, for one thread at a time: what is the same in every step is laid
+    out once, and a call writes where the rows are that it takes.
 
     Args:
         fields: numbers of fields of ``row_loops``, and what they hold.
-        row_elements: that each row has.
+        size: elements of a row.
         eps, offset: see ``norm``.
     """
 
     def __init__(
-        self, fields: Mapping[int, int], row_elements: int, eps: float = 0.0, offset: float = 0.0
+        self, fields: Mapping[int, int], size: int, eps: float = 0.0, offset: float = 0.0
     ) -> None:
         super().__init__(run_job, JOB_BYTES)
         job = memoryview(self.memory).cast("B")[self.offset : self.offset + JOB_BYTES]
@@ -232,17 +195,16 @@ class RowJob(Job):
         self.fields = job.cast("q")
         for field, number in fields.items():
             self.fields[field] = number
-        self._row_elements = row_elements
-        self._most_rows = max(1, _ELEMENTS_AT_ONCE // row_elements)
+        self.size = size
 
-    def run_rows(self, num_rows: int) -> None:
-        """Have all rows done: more than none."""
+    def lay_out(self, num_rows: int, out: Tensor | None = None) -> None:
+        """From now on each call has so many rows, more than none, and writes to ``out``."""
         fields, num_threads = self.fields, torch.get_num_threads()
-        share = -(-num_rows // num_threads)
-        fields[row_loops.NUM_ROWS] = num_rows
-        fields[row_loops.ROWS_AT_ONCE] = share if share < self._most_rows else self._most_rows
-        fields[NEXT // 8] = 0  # no block of rows is taken yet
-        self.run(num_threads, num_rows * self._row_elements)
+        share, most = -(-num_rows // num_threads), max(1, _ELEMENTS_AT_ONCE // self.size)
+        fields[row_loops.NUM_ROWS], fields[row_loops.ROWS_AT_ONCE] = num_rows, min(share, most)
+        if out is not None:
+            fields[row_loops.OUT] = out.data_ptr()
+        self._run = self.runner(num_threads, num_rows * self.size)
 
 
 class AddNorm(RowJob):
@@ -257,21 +219,19 @@ class AddNorm(RowJob):
         fields = {
             row_loops.KIND: NORM, row_loops.IS_WIDE: weight.dtype == torch.float32,
             row_loops.SIZE: size, row_loops.NUM_HEADS: 1, row_loops.WEIGHT: weight.data_ptr(),
+            row_loops.X_ROW: size, row_loops.Y_ROW: size,
         }  # fmt: skip
         super().__init__(fields, size, eps, offset)
 
-    def __call__(
-        self, x: Tensor, added: Tensor, total: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See ``fused_triton.add_norm``."""
-        out, fields = torch.empty_like(added), self.fields
-        if total is None:
-            total = torch.empty_like(added)
-        fields[row_loops.X], fields[row_loops.X_ROW] = x.data_ptr(), x.stride(0)
-        fields[row_loops.Y], fields[row_loops.Y_ROW] = added.data_ptr(), added.stride(0)
-        fields[row_loops.TOTAL], fields[row_loops.OUT] = total.data_ptr(), out.data_ptr()
-        self.run_rows(x.shape[0])
-        return total, out
+    def __call__(self, x: Tensor, added: Tensor | None, total: Tensor) -> Tensor:
+        """See ``fused_triton.add_norm``; all are dense, and the sum is elsewhere than they
+        are. Returns it: x, where nothing is added."""
+        fields = self.fields
+        fields[row_loops.X], fields[row_loops.TOTAL] = x.data_ptr(), total.data_ptr()
+        fields[row_loops.Y] = 0 if added is None else added.data_ptr()
+        fields[NEXT // 8] = 0  # no block of rows is taken yet
+        self._run()
+        return x if added is None else total
 
 
 class RotateHeads(RowJob):
@@ -306,7 +266,8 @@ class RotateHeads(RowJob):
         q, k, v = out
         fields[row_loops.OUT] = q.data_ptr()
         fields[row_loops.K_OUT], fields[row_loops.V_OUT] = k.data_ptr(), v.data_ptr()
-        self.run_rows(heads.shape[0])
+        fields[NEXT // 8] = 0
+        self._run()
 
 
 class Gate(RowJob):
@@ -322,12 +283,10 @@ class Gate(RowJob):
             row_loops.KIND: GATE, row_loops.IS_WIDE: dtype == torch.float32, row_loops.SIZE: size,
             row_loops.NUM_HEADS: 1, row_loops.X_ROW: 2 * size, row_loops.FLAG: is_silu,
         }  # fmt: skip
-        self._size = size
         super().__init__(fields, size)
 
-    def __call__(self, h: Tensor) -> Tensor:
+    def __call__(self, h: Tensor) -> None:
         """See ``fused_triton.gate``; h is dense."""
-        out, fields = h.new_empty((h.shape[0], self._size)), self.fields
-        fields[row_loops.X], fields[row_loops.OUT] = h.data_ptr(), out.data_ptr()
-        self.run_rows(h.shape[0])
-        return out
+        fields = self.fields
+        fields[row_loops.X], fields[NEXT // 8] = h.data_ptr(), 0
+        self._run()

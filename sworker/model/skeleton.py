@@ -62,10 +62,11 @@ def new_qkv(like: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int) ->
     return like.new_empty((like.shape[0], num_q_heads, head_dim)), k, torch.empty_like(k)
 
 
-def make_room(model: Model, num_rows: int) -> LayerRoom:
-    """Memory for any layer of a model on a CPU."""
+def make_rooms(model: Model, num_rows: int, count: int) -> tuple[LayerRoom, ...]:
+    """Memory for so many layers of a model on a CPU; x is the same."""
     spec, x = model.spec, torch.empty((num_rows, model.spec.hidden_size), dtype=model.dtype)
-    return LayerRoom(x, new_qkv(x, spec.num_q_heads, spec.num_kv_heads, spec.head_dim))
+    sizes = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+    return tuple(LayerRoom(x, new_qkv(x, *sizes)) for _ in range(count))
 
 
 class LayerHalves(Protocol):

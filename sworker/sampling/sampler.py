@@ -185,7 +185,8 @@ class Drawing:
         tokens, tops = numbers[:num_rows], numbers[num_rows : 2 * num_rows]
         are_plain = not self._blocks and min(tokens) >= 0 and all(map(math.isfinite, tops))
         if are_plain and not [True for state in self._states if state.failure is not None]:
-            return [SampledToken(token) for token in map(int, tokens)]
+            # Without a call in Python for each.
+            return [tuple.__new__(SampledToken, (int(token), None, None)) for token in tokens]
         logprobs: dict[int, list[float]] = {}
         first = 2 * num_rows
         for rows, width in self._blocks:

@@ -16,8 +16,8 @@ MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 PATH = (ROOT / "docs" / "design" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
 
-MOST_FILES = 53
-MOST_LINES = 2_568
+MOST_FILES = 52
+MOST_LINES = 2_478
 """Lower them when a change makes them smaller; the goal is 45 and 2,000."""
 
 

@@ -319,7 +319,7 @@ class StepBatch:
         homes, keys = _homes(chunks, holders)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         ordered = tuple([chunks[i] for i in order])
-        firsts = [chunk.first for chunk in ordered]
+        firsts = [x.first if x.is_behind_gap else x.sequence.num_cached for x in ordered]
         columns = Columns.of(ordered, firsts, [homes[i] for i in order], [keys[i] for i in order])
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
         # A part that begins later comes behind a closed one.

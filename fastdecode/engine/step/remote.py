@@ -260,7 +260,7 @@ class RemoteStep:
         self._check_arrays(span, rows.stop - rows.start, result)
         if self._staging.is_home and rows == slice(0, self._o.shape[0]):
             # Lent until the lane's next Attend: o is used by then.
-            self._o = as_tensor(result.o, self._o.dtype)
+            self._o = self._staging.lend(result.o, self._o.dtype)
         else:
             self._staging.receive(result.o, self._o, rows)
 
@@ -508,7 +508,7 @@ class MergingStep(RemoteStep):
             self._lse[rows] = to_device(torch.from_numpy(own), self._o.device, self._plan.gpu)
         if later is None and self._may_lend and rows == slice(0, self._o.shape[0]):
             # Lent until the lane's next Attend: o is used by then.
-            self._o = as_tensor(result.o, self._o.dtype)
+            self._o = self._staging.lend(result.o, self._o.dtype)
             return
         # Decode rows come before the later chunks, which end the span's query rows.
         split = rows.stop - rows.start

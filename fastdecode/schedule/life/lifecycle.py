@@ -296,10 +296,13 @@ class Lifecycle:
         chunks = self._flying.pop(event.lane)
         cache = self._cache
         for chunk in lives.wanted(chunks):
-            chunk.sequence.advance(chunk.num_tokens)
+            sequence = chunk.sequence
+            sequence.num_cached += chunk.num_tokens
+            if sequence.behind_gap:
+                sequence.pass_gap()
             lives.num_cached_tokens += chunk.num_tokens
-            if chunk.sequence.sequence_id in cache.coming.computing:
-                cache.keep(chunk.sequence)
+            if sequence.sequence_id in cache.coming.computing:
+                cache.keep(sequence)
         if lives.num_pending:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.pending is not None:
