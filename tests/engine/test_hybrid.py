@@ -255,16 +255,17 @@ def test_a_replica_takes_over_those_that_are_away(
         assert on_device < halves[0] == halves[2]
 
 
-def test_in_int8_everybody_has_the_tokens_of_its_side(
-    tiny_checkpoint: Callable[..., Path],
+@pytest.mark.parametrize(("kv_dtype", "room_gb"), [("int8", 0.00004), ("int4", 0.00003)])
+def test_quantised_everybody_has_the_tokens_of_its_side(
+    kv_dtype: str, room_gb: float, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """R-workers round queries, the device doesn't (``test_int8_sides``)."""
     path, of_side = tiny_checkpoint("llama"), []
     for placement in ("r", "gpu"):
-        options = {**SHARED, "kv_placement": placement, "kv_dtype": "int8", "kv_memory_gb": 0.01}
+        options = {**SHARED, "kv_placement": placement, "kv_dtype": kv_dtype, "kv_memory_gb": 0.01}
         with LLM(str(path), **options) as llm:
             of_side.append(tokens(llm))
-    with hybrid(path, always(Layout.SPLIT_1), kv_dtype="int8", device_kv_gb=0.00004) as llm:
+    with hybrid(path, always(Layout.SPLIT_1), kv_dtype=kv_dtype, device_kv_gb=room_gb) as llm:
         found = tokens(llm)
         assert steps_of(llm)["split-1"] > 0
     for at_r_workers, at_home, mine in zip(*of_side, found, strict=True):
@@ -292,7 +293,6 @@ def test_what_the_device_could_never_hold_goes_to_r_workers(
         {"schedule": "stabilized"},
         {"r_partition": "heads"},
         {"tp": 2},
-        {"kv_dtype": "int4"},
     ],
     ids=str,
 )

@@ -138,8 +138,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("swap", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("host tier", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("host tier", "disk tier", "a cache has one lower tier"),
-        _pairs("int4 KV", "hybrid KV",
-               "tokens would depend on the side, as the two round products of int4 differently"),
         _pairs("swap", "host tier", "swapped KV is in the host's memory already",
                is_contradiction=True),
         _pairs("hybrid KV", "stages, tensor parallelism", _ONE_DEVICE),
