@@ -274,9 +274,10 @@ def _r_worker(args: argparse.Namespace) -> Iterator[tuple[RConnection, str]]:
     silence_s = Cluster.worker_silence_s
     if args.r_worker is None:
         from fastdecode.wire.mpi import joining
+        from fastdecode.wire.mpi.roles import StageRanks
 
-        reached, transport = workers.reach_ranks(silence_s=silence_s), joining.join().library
-        transport = f"MPI ({transport})"
+        reached = workers.reach_stage_ranks(0, StageRanks(1), silence_s=silence_s)
+        transport = f"MPI ({joining.join().library})"
     else:
         Cluster(r_worker_addresses=(args.r_worker,), key=args.key)
         transport = "ZeroMQ" if args.key is None else "ZeroMQ, encrypted"
