@@ -131,7 +131,6 @@ class _Restorer:
         pass
 
 
-@dataclass(eq=False)
 class RWorker:
     """An R-worker at work: its state decides, its executor computes, its peers get answers.
 
@@ -257,17 +256,19 @@ class RWorker:
 
     def _restore(self, order: ReadReplica) -> None:
         """Have the state and the executor do what a replica's file says, up to where it ends."""
-        files, restorer = self.behind.files, _Restorer()
+        files, restorer, is_torn = self.behind.files, _Restorer(), False
         worker = RWorker(restorer, self.state, self.executor, self.behind)
         try:
             for message in () if files is None else files.read(order):
+                is_torn = True
                 worker.obey(self.state.handle(RESTORER, message))
+                is_torn = False
                 if restorer.refusal:
                     break
         except (FastDecodeError, OSError) as error:
             restorer.refusal = str(error)
         logger.info("holder %d's replica was read: %s", order.holder, restorer.refusal or "all")
-        self.obey(self.state.lost(RESTORER))
+        self.obey(self.state.lost(RESTORER, is_torn=is_torn))
 
 
 def tell(peers: Peers, index: int, message: Failed | TransferNews) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.errors import ConfigError, WorkerError
@@ -64,7 +63,9 @@ class ProcessFiles:
             self._disk.num_settled += 1
             self._disk.files[name] = written[-1].records
 
-        discard = partial(self.remove, session, order.holder)
+        def discard() -> None:
+            self._disk.files.pop(name, None)
+
         return ReplicaSink(connect, self._disk.most_bytes, settle, discard)
 
     def read(self, order: ReadReplica) -> Iterator[ToRWorker]:

@@ -79,7 +79,7 @@ class ReplicaFiles:
             partial(self._begin, path),
             max(LEAST_BYTES, MOST_LENGTHS * cache_bytes),
             partial(settle, path),
-            partial(self.remove, hello.session, order.holder),
+            partial(self.remove, hello.session, order.holder, order.number),
         )
 
     def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
@@ -91,9 +91,11 @@ class ReplicaFiles:
         path = self._path(order.session, order.holder, order.link)
         yield from cast(Iterator[ToRWorker], read_records(path))  # its state refuses others
 
-    def remove(self, session: int, holder: int) -> None:
-        """No file has a holder's cache any more. One that can't be removed stays."""
-        for path in self._directory.glob(f"{_stem(session, holder)}*"):
+    def remove(self, session: int, holder: int, link: int | None = None) -> None:
+        """No file of a link, or of all links, has a holder's cache any more. One that can't
+        be removed stays."""
+        of_link = "" if link is None else f"{link}.kv"
+        for path in self._directory.glob(f"{_stem(session, holder)}{of_link}*"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -147,6 +149,7 @@ class FileConnection:
     def __init__(self, path: Path) -> None:
         self.peer = str(path)
         self._writer = RecordWriter(path)
+        sync_directory(path.parent)  # what is answered for can be found, too
         self._answers: deque[FromRWorker] = deque()
         self._error: str | None = None
         self._messages: queue.SimpleQueue[ToRWorker | None] = queue.SimpleQueue()

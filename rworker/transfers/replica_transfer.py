@@ -82,14 +82,18 @@ class ReplicaTransfer:
             yield Replicated(self._holder, lane, step, self._number)
         if not new and copy.num_bytes > self._sink.most_bytes:
             self._copies.append(self._begin())
-        if new and any(step != NO_STEP for _, step in new[0].advance()):
+        held = [each for each in new[0].advance() if each[1] != NO_STEP] if new else []
+        if held:
             self._sink.settle()
             copy.close()
             self._copies = new
+        for lane, step in held:
+            yield Replicated(self._holder, lane, step, self._number)
 
     def end(self, reason: str) -> Unprotected:
-        """See ``Transfer``."""
+        """See ``Transfer``. Nobody goes on with what is there."""
         logger.warning("holder %d has no replica any more: %s", self._holder, reason)
+        self._sink.discard()
         return Unprotected(self._holder, reason, self._number)
 
     def close(self) -> None:
