@@ -120,6 +120,7 @@ def test_what_cannot_be_read_is_recomputed(
     [
         ({"replicas": 0}, "replica_store='disk' needs replicas=1"),
         ({"cache_disk": None, "cache_disk_gb": None}, "needs a disk, and R-worker r[0-2] has none"),
+        ({"cache_disk": None, "cache_disk_gb": None, "pp": 2}, "needs a disk, and .* has none"),
         ({"kv_placement": "gpu", "r_workers": 1}, "KV on the device needs no R-workers"),
     ],
 )

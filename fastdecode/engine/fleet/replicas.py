@@ -593,12 +593,14 @@ def replicate(
         circle: the holders that have replicas; None: all. Others offer all that they have.
 
     Raises:
-        ConfigError: there is to be a single one, or one hasn't the memory.
+        ConfigError: there is to be a single one, or one hasn't the memory, or the disk.
         WorkerError: of a group that shares heads, none is left; or see ``offer_as_kept``.
     """
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
-        if DISK not in options.keepers.values():
+        if DISK in options.keepers.values():
+            _check_disks(fleet, welcomes)
+        else:
             welcomes = offer_room(fleet, hello, welcomes)
         return dict(welcomes), HeadReplicas(fleet, [(circle, options)], clock)
     copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
@@ -614,12 +616,30 @@ def offer_for_replicas(
 ) -> dict[HolderId, Welcome]:
     """Have every R-worker that is there offer what leaves room for the replicas; see
     ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
-    ``keepers``: see ``LinkOptions``."""
+    ``keepers``: see ``LinkOptions``.
+
+    Raises:
+        ConfigError, WorkerError: as these; or an R-worker has no disk for them.
+    """
     if DISK in keepers.values():
+        _check_disks(fleet, welcomes)
         return dict(welcomes)
     if keepers:
         return offer_as_kept(fleet, hello, welcomes, keepers)
     return offer_halves(fleet, hello, welcomes)
+
+
+def _check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None:
+    for holder, welcome in welcomes.items():
+        if not welcome.has_tier:
+            raise ConfigError(
+                Given("replica_store", "disk"),
+                f" needs a disk, and {fleet.members.peer(holder)} has none: add ",
+                Given("cache_disk"),
+                " and ",
+                Given("cache_disk_gb"),
+                " where it is started (R-workers of a command of their own: there)",
+            )
 
 
 def offer_as_kept(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import GREETING_TIMEOUT_S
@@ -28,11 +27,9 @@ def make_replicas(
     on the device has none.
 
     Raises:
-        ConfigError, WorkerError: see ``replicate``; or an R-worker has no disk for them.
+        ConfigError, WorkerError: see ``replicate``.
     """
     keepers = keepers_of(workers, config)
-    if DISK in keepers.values():
-        _check_disks(fleet, {x: welcomes[x] for x in keepers if x in welcomes})
     options = _options(hello.session, workers.addresses, config, keepers)
     circle = fleet.members.holders[: workers.num_holders]
     return replicate(fleet, hello, welcomes, options, circle=circle)
@@ -70,19 +67,6 @@ def keepers_of(workers: Reached, config: EngineConfig) -> Mapping[HolderId, Hold
     if config.r_part.is_replicated_on_disk:
         return dict.fromkeys(map(HolderId, range(workers.num_holders)), DISK)
     return workers.keepers
-
-
-def _check_disks(fleet: HolderPool, welcomes: Welcomes) -> None:
-    for holder, welcome in welcomes.items():
-        if not welcome.has_tier:
-            raise ConfigError(
-                Given("replica_store", "disk"),
-                f" needs a disk, and {fleet.members.peer(holder)} has none: add ",
-                Given("cache_disk"),
-                " and ",
-                Given("cache_disk_gb"),
-                " where it is started (R-workers of a command of their own: there)",
-            )
 
 
 def about_replicas(
