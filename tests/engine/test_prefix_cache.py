@@ -43,7 +43,6 @@ WAYS: list[dict[str, Any]] = [
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s"},
     {"r_workers": 2, "split_tokens": 64, "prefill_chunk": 23, "lanes": 2},
     {"kv_memory_gb": 0.0002, "max_num_sequences": 2},  # 16 blocks: hardly more than one needs
-    {"kv_memory_gb": 0.0002, "max_num_sequences": 2},
 ]
 
 

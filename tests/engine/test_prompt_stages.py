@@ -333,7 +333,7 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"r_partition": "heads", "replicas": 1}, "r_partition='heads' .* prompt_pp=1 and"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),
-        ({"kv_placement": "swap", "pp": 3}, "swap"),
+        ({"kv_placement": "swap", "pp": 3, "tp": 2}, "kv_placement='swap'"),
         ({"prompt_attention": "r"}, "prompt_attention"),
         ({"prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
