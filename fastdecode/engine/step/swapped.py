@@ -3,9 +3,9 @@ lanes' are on the device.
 
 To the engine each lane's KV is a holder of its own, with as many blocks as one
 of the device's two slots has; sequences of a lane go to its own holder
-(``fastdecode.schedule.reserving.own_holders``), so a step sees one holder, as
-with any KV on the device. Which lane is next is foreseen: the one whose last
-step began longest ago, of those that have anything to bring.
+(``OwnHolders``), so a step sees one holder, as with any KV on the device. Which
+lane is next is foreseen: the one whose last step began longest ago, of those
+that have anything to bring.
 """
 
 from __future__ import annotations
