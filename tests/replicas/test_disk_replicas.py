@@ -12,7 +12,10 @@ from replica_jobs import run
 from trouble import crash_after
 
 from fastdecode import LLM
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import CapacityError, ConfigError
+from rworker.attention import AttentionExecutor
+from rworker.instructions import RESTORER, PlaceChunk, Prepare
+from rworker.stream.files import RecordWriter
 from rworker.transfers import replica_file
 
 
@@ -113,6 +116,45 @@ def test_what_cannot_be_read_is_recomputed(
     tokens, stats = run(path, **_on_disk(tmp_path))
     assert tokens == expected
     assert stats.resumed.num_tokens == 0 and stats.num_recomputed > 0
+
+
+@pytest.mark.parametrize("step", ["prepare", "place"])
+def test_a_cache_that_is_restored_in_part_is_not_gone_on_with(
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Its books say more than its memory has."""
+    carry_out = getattr(AttentionExecutor, step)
+
+    def failing(self: AttentionExecutor, order: Prepare | PlaceChunk) -> None:
+        if order.is_on_disk if isinstance(order, Prepare) else order.to == RESTORER:
+            raise CapacityError("there is no room on the disk")
+        carry_out(self, order)
+
+    monkeypatch.setattr(AttentionExecutor, step, failing)
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 40})
+    tokens, stats = run(path, **_on_disk(tmp_path))
+    assert tokens == expected
+    assert stats.resumed.num_tokens == 0 and stats.num_recomputed > 0
+    assert _files(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_file_behind(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    def full(self: RecordWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    monkeypatch.setattr(RecordWriter, "sync", full)
+    tokens, stats = run(path, **_on_disk(tmp_path))
+    assert tokens == expected and _files(tmp_path) == []
+    assert stats.replicas is not None and stats.replicas.lag(50) is None
 
 
 @pytest.mark.parametrize(
