@@ -75,17 +75,11 @@ def make_scheduler(
         guess = options.batching.expected_output_tokens
         lengths = LearntLengths(options.batching.length_quantile, first_guess=guess)
     cache = _cache(options, window, len(blocks), block_size, cache_identity, cache_policy, clock)
-    ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
+    home = None if hybrid is None else hybrid.device
+    ledger = _ledger(options, blocks, block_size, cache, swap_threshold, home)
     return ContinuousScheduler(
         ledger,
-        _lane_maker(
-            options,
-            blocks,
-            block_size,
-            times,
-            places,
-            home=None if hybrid is None else hybrid.device,
-        ),
+        _lane_maker(options, blocks, block_size, times, places, home=home),
         lengths,
         num_lanes=options.num_all_lanes,
         max_num_sequences=options.batching.max_num_sequences,
@@ -124,11 +118,12 @@ def _ledger(
     block_size: int,
     cache: PrefixCache,
     swap_threshold: float,
+    home: HolderId | None,
 ) -> BlockLedger:
     batching, split = options.batching, options.split_tokens
     reserve = 0.0 if batching.length_quantile is None else RESERVE
     most_rows = options.max_closed_rows
-    return BlockLedger(blocks, block_size, split, most_rows, cache, reserve, swap_threshold)
+    return BlockLedger(blocks, block_size, split, most_rows, cache, reserve, swap_threshold, home)
 
 
 def _lanes(

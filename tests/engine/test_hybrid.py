@@ -289,7 +289,6 @@ def test_what_the_device_could_never_hold_goes_to_r_workers(
     "options",
     [
         {"lanes": 2},
-        {"split_tokens": 32},
         {"schedule": "stabilized"},
         {"r_partition": "heads"},
         {"tp": 2},

@@ -240,9 +240,12 @@ class HybridControl:
         return not any(self._could_hold(holder, sequence) for holder in self._inputs.r_workers)
 
     def _could_hold(self, holder: HolderId, sequence: Sequence) -> bool:
-        """Whether it has room for the sequence when it is empty."""
-        most = self._ledger.shape.blocks_for(sequence.max_cached_tokens)
-        return most <= self._ledger.capacity.blocks(holder)
+        """Whether it has room for the sequence when it is empty. The device has none for one
+        in parts: the lane at home would wait for the holders of the others."""
+        shape = self._ledger.shape
+        if holder == self._device and len(shape.sizes(sequence.max_cached_tokens)) > 1:
+            return False
+        return shape.blocks_for(sequence.max_cached_tokens) <= self._ledger.capacity.blocks(holder)
 
     def _frees_home(self) -> bool:
         """Whether a sequence runs on the device, whose end makes room there. What waits

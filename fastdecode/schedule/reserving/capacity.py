@@ -64,6 +64,7 @@ class Capacity:
         shape: in which sequences lie on them.
         max_closed_parts: most closed parts, all but the last of each sequence,
             on one holder.
+        device: a holder that has whole sequences only; None: there is none.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class Capacity:
         blocks: tuple[int, ...],
         shape: PartShape,
         max_closed_parts: int,
+        device: HolderId | None = None,
     ) -> None:
+        self._device = device
         self._holders = holders
         self._blocks = list(blocks)
         self._shape = shape
@@ -102,7 +105,9 @@ class Capacity:
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
         shape, holders = self._shape, self._holders
-        present = [self._blocks[holder] for holder in holders.open or holders.served]
+        sizes = shape.sizes(num_tokens)
+        no_part = self._device if len(sizes) > 1 else None
+        present = [self._blocks[x] for x in holders.open or holders.served if x != no_part]
         most = shape.most_blocks(present)
         if shape.blocks_for(num_tokens) > most:
             if shape.part_tokens is None:
@@ -122,7 +127,6 @@ class Capacity:
                 f"{more[1]})",
                 code="exceeds_capacity",
             )
-        sizes = shape.sizes(num_tokens)
         most_parts = shape.most_parts(present, self._max_closed_parts)
         if len(sizes) > most_parts:
             raise CapacityError(

@@ -42,6 +42,7 @@ class BlockLedger:
             has reserved.
         swap_threshold: of a holder's blocks, the share of which more should be
             free, or be in its lower tier, too.
+        device: see ``Capacity``.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class BlockLedger:
         cache: PrefixCache | None = None,
         reserve: float = 0.0,
         swap_threshold: float = 0.25,
+        device: HolderId | None = None,
     ) -> None:
         assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.shape: Final = PartShape(block_size, part_tokens)
         self.holders: Final = HolderStates(len(blocks))
         """Their states."""
-        self.capacity: Final = Capacity(self.holders, blocks, self.shape, max_closed_parts)
+        self.capacity: Final = Capacity(self.holders, blocks, self.shape, max_closed_parts, device)
         """What would fit if nothing were reserved."""
         self._free = list(blocks)
         """Blocks that aren't reserved, as if nothing were kept."""
