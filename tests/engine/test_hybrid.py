@@ -285,6 +285,24 @@ def test_what_the_device_could_never_hold_goes_to_r_workers(
         assert set(steps_of(llm)) - {"gpu-only"}
 
 
+@pytest.mark.parametrize("layout", [Layout.SPLIT_2, Layout.MIXED])
+def test_a_sequence_in_parts_goes_to_r_workers(
+    layout: Layout, expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """The device would have room for it, and has none for a part."""
+    with hybrid(
+        tiny_checkpoint("llama"), always(layout), split_tokens=32, device_kv_gb=0.001
+    ) as llm:
+        assert tokens(llm) == expected("llama")
+        assert set(steps_of(llm)) - {"gpu-only", "R-only"}, "both sides had some"
+        ledger = llm._running.engine._lifecycle.scheduler.ledger
+        blocks = [ledger.capacity.blocks(HolderId(i)) for i in range(3)]
+        in_parts = sum(num // 2 * 32 for num in blocks[:2])  # of two blocks each
+        assert ledger.capacity.is_possible(in_parts)
+        assert not ledger.capacity.is_possible(in_parts + 32)
+        assert blocks[2] >= 2, "though the device has room for one more"
+
+
 @pytest.mark.parametrize(
     "options",
     [
