@@ -64,7 +64,7 @@ def give(
 
     def start(name: str, **options: Any) -> WorkerThread:
         executor = executors[name]() if name in executors else None
-        if executor is not None:
+        if executor is not None and executor.tiers._disk is None:
             executor.tiers = Tiers(options.get("disk"))
         return start_worker_thread(name, **options, executor=executor)
 

@@ -232,7 +232,7 @@ def test_says_the_nearest_slo_or_rate() -> None:
 def test_refuses_what_fits_nowhere() -> None:
     with pytest.raises(ConfigError, match="fits on no instance of up to 2 GPUs"):
         answer(question(hardware=hardware("Llama-2 70B")))
-    with pytest.raises(ConfigError, match="--rate 0"):
+    with pytest.raises(ConfigError, match="rate=0"):
         question(rate=0)
 
 

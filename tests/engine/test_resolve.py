@@ -342,22 +342,12 @@ def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
         assert resolved(0, lanes=lanes, load_limit=100).schedule.batching.schedule == "stabilized"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_placement": "swap", "pp": 3, "pp_layers": "1,1,1", "lanes": 6},
-    ],
-    ids=str,
-)
-def test_auto_is_no_schedule_that_is_refused_by_name(
-    options: dict[str, Any], resolved: Resolve
-) -> None:
-    """Also where lanes are more than stages, and S-part and R-part overlap."""
-    with pytest.raises(ConfigError, match="schedule"):
-        resolved(1, device="cuda", schedule="stabilized", **options)
-    plan = resolved(1, device="cuda", **options)
-    assert plan.schedule.num_lanes > len(plan.layers)
-    assert plan.schedule.batching.schedule == "greedy"
+def test_swapped_lanes_stabilize_where_they_are_told_to(resolved: Resolve) -> None:
+    """The forecast knows no lanes that are swapped, however many there are."""
+    swapped = {"kv_placement": "swap", "pp": 3, "pp_layers": "1,1,1", "lanes": 6}
+    for schedule, chosen in (("stabilized", "stabilized"), ("auto", "greedy")):
+        plan = resolved(1, device="cuda", schedule=schedule, **swapped)
+        assert plan.schedule.batching.schedule == chosen and plan.schedule.num_lanes == 6
     assert resolved(1, device="cuda", lanes=2).schedule.batching.schedule == "auto"
 
 
