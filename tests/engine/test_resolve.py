@@ -193,7 +193,7 @@ AT_ADDRESSES: dict[str, Any] = {"r_worker_addresses": ("tcp://10.0.0.1:1",), "ke
         (1, AT_ADDRESSES, "hybrid"),
         # What is for one side, or for R-workers, is what somebody asks for.
         (1, {**AT_ADDRESSES, "lanes": 2}, "r"),
-        (1, {**AT_ADDRESSES, "split_tokens": 4096}, "r"),
+        (1, {**AT_ADDRESSES, "split_tokens": 4096}, "hybrid"),
         (1, {**AT_ADDRESSES, "kv_dtype": "int4"}, "r"),
         (1, {"kv_dtype": "int4"}, "r"),
         (1, {"prompt_attention": "r"}, "r"),
