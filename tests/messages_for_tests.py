@@ -183,7 +183,6 @@ def to_r_worker() -> list[ToRWorker]:
         TruncateSequence(2, 7),
         TakeOver(1 << 62, *pieces[:2]),
         DropCache(1 << 62, 3, 2),
-        Restore(1 << 40, 4, 2),
         Replicate("tcp://127.0.0.1:5555", "rank 3", 1 << 26, 4, 300.0),
         Restore(1 << 40, 4, 2),
         KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
