@@ -12,7 +12,7 @@ import psutil
 import pytest
 from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
-from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, running
+from mpi_launch import Running, has_text, mpirun, needs_mpi, open_mpi_options, running
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
@@ -113,7 +113,7 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     launch = [*limit.fastdecode, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
     launch += ["--kv-memory-gb", "0.01", "--"]
     with running([*launch, *options, "--max-num-sequences", "3"], **PATHS) as job:
-        job.wait_for_text(output)
+        job.wait_until(lambda: has_text(output) or limit.extend())
         next(p for p in job.processes() if "launch" in p.cmdline()).send_signal(stop)
         job.wait_until(lambda: told[0] in job.output())
         limit.lift()

@@ -13,10 +13,31 @@ from trouble import crash_after
 
 from fastdecode import LLM
 from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.wire.messages import ToRWorker
 from rworker.attention import AttentionExecutor
 from rworker.instructions import RESTORER, PlaceChunk, Prepare
 from rworker.stream.files import RecordWriter
 from rworker.transfers import replica_file
+from rworker.transfers.replica_file import FileConnection
+
+
+class AtOnce(FileConnection):
+    """Writes in the sender's thread: what is sent is on the disk, however busy the machine."""
+
+    def send(self, message: ToRWorker) -> None:
+        super().send(message)
+        self._write_all()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self) -> None:
+        """There is nothing left for a thread."""
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_file, "FileConnection", AtOnce)
 
 
 def _on_disk(directory: Path, **options: Any) -> dict[str, Any]:
@@ -33,6 +54,7 @@ def _files(directory: Path) -> list[str]:
     [{}, {"spare_r_workers": 1}, {"r_partition": "heads"}, {"pp": 2}],
     ids=["whole", "replaced", "heads", "stages"],
 )
+@pytest.mark.usefixtures("at_once")
 def test_a_lost_r_worker_costs_no_token_that_its_file_has(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -66,6 +88,7 @@ def test_all_memory_is_for_sequences(tiny_checkpoint: Callable[..., Path], tmp_p
     assert offered["memory"] == [number // 2 for number in offered["none"]]
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_restored_cache_is_kept_in_a_file_again(
     monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -82,6 +105,7 @@ def test_a_restored_cache_is_kept_in_a_file_again(
     assert stats.num_recomputed == 0 and _files(tmp_path) == []
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_file_that_grows_is_written_anew(
     monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -163,7 +163,7 @@ class TorchExecutor:
 
     def drop_all(self) -> None:
         """Free every cache."""
-        for holder in list(self.caches):
+        for holder in {*self.caches, *self._chunks_of}:
             self._forget(holder)
 
     def _forget(self, holder: HolderId) -> None:
