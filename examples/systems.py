@@ -46,7 +46,7 @@ def systems(disk: str) -> dict[str, dict[str, Any]]:
 
 
 def jobs() -> dict[str, dict[str, Any]]:
-    """Of those that are MPI jobs, and of none."""
+    """Only of systems that are MPI jobs."""
     device = {"kv_placement": "gpu", "prefix_cache": "on", "cache_memory_gb": 0.1}
     return {
         "plain": {},

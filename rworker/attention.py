@@ -145,7 +145,7 @@ class AttentionExecutor:
         layout, num_layers = prepare.layout, len(prepare.attention)
         total_bytes = num_layers * prepare.num_blocks * layout.block_bytes
         free_bytes = self._free_bytes()
-        # The system would promise more, and kill whoever fills it.
+        # The system would promise more, and kill the process that fills it.
         if total_bytes > free_bytes and not prepare.is_on_disk:
             raise CapacityError(
                 f"the KV cache would take {total_bytes} bytes, but {free_bytes} are free here: "

@@ -95,7 +95,7 @@ class Lane:
 
     @property
     def outgrown(self) -> list[RunningSequence]:
-        """Those that need more room, or another projection, for their next token."""
+        """Sequences that need more room, or another projection, for their next token."""
         runs = self.running.values()
         return [x for x in runs if x.sequence.num_cached >= x.until and not x.prefill and x.is_open]
 

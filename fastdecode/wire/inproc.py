@@ -211,7 +211,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
         """The next message of one connection, if it is here; see ``Connection.poll``."""
         for _ in range(self._arrivals.qsize()):  # nobody else takes from it
             arrival = self._arrivals.get()
-            if arrival is None:  # for whoever waits in ``receive_any`` next
+            if arrival is None:  # for the next caller of ``receive_any``
                 self._arrivals.put(None)
             else:
                 self._pending.append(arrival)

@@ -20,7 +20,7 @@ class MoveJob:
     num_tokens: tuple[int, ...] = ()
     """Up to each block's end, as ``StoreBlocks`` has them; none of a fetch."""
     failed: set[int] = field(default_factory=set)
-    """Those that couldn't be moved."""
+    """Places of blocks that could not be moved."""
     num_left: list[int] = field(default_factory=list)
     """Units to be done: of each group of layers, or of all."""
     asked_s: float = 0.0
@@ -30,7 +30,7 @@ class MoveJob:
     """That it took since it was asked for; while it isn't over, from its
     beginning until its last group was there."""
     num_told: int = 0
-    """Groups of which somebody was told that they are there."""
+    """Groups that were reported to be there."""
     waited_s: float = 0.0
     """That somebody has waited for layers of it."""
 
@@ -45,7 +45,7 @@ class MoveJob:
 
     @property
     def has_more(self) -> bool:
-        """Whether more is there than was told."""
+        """Whether more is there than was reported."""
         return self.num_there > self.num_told
 
 

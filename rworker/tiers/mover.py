@@ -180,7 +180,7 @@ class Mover(LowerTier):
             if self.health.is_broken:
                 self.slots.drop(key)
                 continue
-            with contextlib.suppress(OSError):  # whoever finds it finds it whole
+            with contextlib.suppress(OSError):  # a reader that finds it finds it whole
                 self.slots.erase(key)
 
     def _work(self) -> None:

@@ -121,7 +121,7 @@ class Units:
             return job.num_told
 
     def wait(self, timeout_s: float | None) -> None:
-        """Until there is more of some job than was told, or so long; or no job is left."""
+        """Until there is more of some job than was reported, or so long; or no job is left."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._jobs or any(job.has_more for job in self._jobs.values()),

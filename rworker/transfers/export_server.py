@@ -40,7 +40,7 @@ class Listener(Hub[FromRWorker, ToRWorker], Protocol):
     """Where readers come and go."""
 
     def wake(self) -> None:
-        """Have whoever waits in ``receive_any`` look up; any thread."""
+        """Wake the thread that waits in ``receive_any``; any thread."""
 
     def close(self) -> None:
         """Close every connection."""

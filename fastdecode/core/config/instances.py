@@ -140,7 +140,7 @@ class Instances:
 
     @property
     def placed(self) -> tuple[PlacedInstance, ...]:
-        """Those that are ranks of an MPI job. Raises ConfigError: one is no instance."""
+        """The instances that are ranks of an MPI job. Raises ConfigError: one is no instance."""
         found: list[PlacedInstance] = []
         for each in self.instances:
             if "://" in each or each in _ROLES:

@@ -394,7 +394,7 @@ class WorkerPool:
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """A replacement has connected in the holder's own place, and answered
         ``Welcome``; it keeps the holder from now on. ``has_cache``: and has opened its
-        cache. One that takes a copy over is sent ``told_first`` by whoever asks it to."""
+        cache. One that takes a copy over is sent ``told_first`` by the caller that asks it to."""
         self.placement.give_back(holder)
         index = self.placement[holder]
         self._forget_loss(index)

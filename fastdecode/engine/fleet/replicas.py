@@ -240,7 +240,7 @@ class Failovers:
         return True
 
     def went_on(self, holder: HolderId, *, is_empty: bool) -> bool:
-        """Whoever goes on for a holder has said what it has, or that it has nothing.
+        """The R-worker that replaces a holder has said what it has, or that it has nothing.
         Whether the holder is in its own place again."""
         failover = self.failing.pop(holder, None)
         is_home = self.is_leaving(holder)

@@ -104,7 +104,7 @@ class LocalHub(InprocHub[ToInstance, FromInstance]):
         return greet_together(self, hello, max(timeout_s, LOADING_TIMEOUT_S))
 
     def close(self) -> None:
-        """Stop all instances, or leave those that hang to the end of the process. Safe to
+        """Stop all instances, or leave hung ones to the end of the process. Safe to
         call twice.
 
         Raises:

@@ -166,7 +166,7 @@ class EngineNumbers:
     num_r_workers: int = 0
     """R-workers that it began with."""
     num_live_r_workers: int = 0
-    """Those that aren't lost, or are in the place of one that was."""
+    """R-workers that are not lost, replacements included."""
     has_hung_r_workers: bool = False
     """Whether one was given up because it didn't answer: it may still be there, and hang."""
 

@@ -122,7 +122,7 @@ class RankReaders:
         return ReaderConnection(connection, self._silence_s)
 
     def expect(self, address: str, line: int) -> None:
-        """Whoever comes, knocks; but for a stage that brings prompts, which has one line."""
+        """Every peer knocks, but for a stage that brings prompts, which has one line."""
         if line == FEEDING_LINE:
             self.feeders.append(other_rank(self._job, address))
 
@@ -169,7 +169,7 @@ class Doors:
         self._looked_s = self._took_in_s = 0.0
 
     def look(self, hub: MpiHub[FromRWorker, ToRWorker]) -> None:
-        """Open lines of ``hub`` to those that have knocked."""
+        """Open lines of ``hub`` to the peers that have knocked."""
         while self._readers.feeders:
             rank = self._readers.feeders.pop()
             hub.add(rank, f"the stage at rank {rank}", tag=link_tag(FEEDING_LINE))

@@ -185,7 +185,7 @@ class InstanceRanks:
         return stages.leader((r_rank - r_ranks.start) * stages.num_stages // len(r_ranks))
 
     def others_with_kv(self, own: int) -> list[int]:
-        """Ranks that may keep K and V, but one: R-workers, and those that lead a stage,
+        """Ranks that may keep K and V, but one: R-workers, and leaders of a stage,
         whose device may."""
         kinds = (RankRole.R_WORKER, RankRole.LEADER, RankRole.STAGE)
         return [rank for rank in range(1, self.size) if rank != own and self.role(rank) in kinds]
