@@ -139,6 +139,9 @@ class StoredKV(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See ``PagedKV``."""
 
+    def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+        """See ``PagedKV``."""
+
 
 def store_rows(to: StoredKV, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """``PagedKV.store``, in plain torch."""
@@ -149,6 +152,18 @@ def store_rows(to: StoredKV, layer: int, k: Tensor, v: Tensor, slots: Tensor) ->
             if to.kv.dtype is DType.INT4:
                 x = pack_int4(x)
         to.pool[layer, half].index_copy_(0, slots, x.to(to.pool.dtype))
+
+
+def copy_rows(of: StoredKV, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+    """``PagedKV.copy_blocks``, in plain torch."""
+    source, target = (
+        to_device(torch.from_numpy(ids), of.pool.device) for ids in (source_ids, target_ids)
+    )
+    for of_slots in (of.pool, of.scales):
+        if of_slots is not None:
+            # [layers, 2, num_blocks, block_size, Hkv, …]
+            blocks = of_slots.unflatten(2, (-1, of.kv.block_size))
+            blocks[:, :, target] = blocks[:, :, source]
 
 
 class PagedKV:
@@ -234,14 +249,7 @@ class PagedKV:
 
     def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
         """Copy blocks [C] in every layer."""
-        source, target = (
-            to_device(torch.from_numpy(ids), self.pool.device) for ids in (source_ids, target_ids)
-        )
-        for of_slots in (self.pool, self.scales):
-            if of_slots is not None:
-                # [layers, 2, num_blocks, block_size, Hkv, …]
-                blocks = of_slots.unflatten(2, (-1, self.kv.block_size))
-                blocks[:, :, target] = blocks[:, :, source]
+        copy_rows(self, source_ids, target_ids)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, Given, WorkerError
 from sworker.device import Event, Gpu
-from sworker.paged import PagedKV, store_rows
+from sworker.paged import PagedKV, copy_rows, store_rows
 
 
 def parts_of(cache: PagedKV) -> list[Tensor]:
@@ -61,6 +61,10 @@ class HostKV:
     def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """See ``PagedKV``."""
         store_rows(self, layer, k, v, slots)
+
+    def copy_blocks(self, source_ids: NDArray[np.int64], target_ids: NDArray[np.int64]) -> None:
+        """See ``PagedKV``."""
+        copy_rows(self, source_ids, target_ids)
 
     def place(self, tokens: NDArray[np.int64], staged: Staged) -> None:
         """Take in what has come of tokens' slots [T], each at its own."""

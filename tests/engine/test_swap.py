@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import FEW_FAMILIES, prompts
 from device_engine import device_engine, run
@@ -17,7 +18,9 @@ from recorded_gpu import RecordedGpu
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import PromptRequest
+from rworker.instructions import CopyBlocks
 from sworker.paged import PagedKV
 from sworker.swap.host import HostKV
 from sworker.swap.swapped import SwappedKV
@@ -102,6 +105,18 @@ def test_a_lane_has_what_others_brought_next(
         assert kv_dtype == "int8" or together == expected
         assert llm.stats.num_handed_over == (0 if "prompt_pp" in apart else 2 * len(expected))
         assert not llm.stats.num_moved
+
+
+def test_blocks_that_are_copied_on_the_host_are_old_on_the_device(llama: str) -> None:
+    with LLM(llama, **SWAPPED, block_size=16) as llm:
+        executor = llm._running._workers.hub.connections[0]._executor  # type: ignore[attr-defined]
+        kv: SwappedKV = executor._lanes.kv
+        kv.hosts[0].pool[:, :, :16] = 2.5
+        slot = kv.slots[0]
+        slot.lane, slot.is_here[:] = 0, True
+        executor.copy_blocks(CopyBlocks(HolderId(0), np.array([0]), np.array([1])))
+        assert (kv.hosts[0].pool[:, :, 16:32] == 2.5).all()
+        assert slot.is_here[0] and not slot.is_here[1]
 
 
 def test_what_forks_copy_for_themselves_goes_to_the_host_too(

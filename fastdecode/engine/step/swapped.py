@@ -29,7 +29,7 @@ from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.instructions import Compute, PlaceChunk, Prepare
+from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -178,6 +178,13 @@ class LaneExecutor(TorchExecutor):
         stored = super().compute(compute)
         self._lanes.is_new(compute.holder, compute.plan.slots)
         return stored
+
+    def copy_blocks(self, copy: CopyBlocks) -> None:
+        """See ``TorchExecutor``."""
+        super().copy_blocks(copy)
+        memory = self._memory_of(copy.holder)
+        for block in copy.target_ids.tolist():
+            self._lanes.is_new(copy.holder, memory.slots_of(block))
 
     def place(self, place: PlaceChunk) -> None:
         """See ``TorchExecutor``."""

@@ -101,7 +101,7 @@ class TorchExecutor:
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         """See ``RWorkerExecutor``."""
-        self.caches[copy.holder].copy_blocks(copy.source_ids, copy.target_ids)
+        self._stored(copy.holder).copy_blocks(copy.source_ids, copy.target_ids)
 
     def compute(self, compute: Compute) -> AttendResult:
         """Store a layer's K and V of prompts that other stages run. The S-worker stores and
