@@ -6,6 +6,7 @@ in turns.
     python benchmarks/in_turns.py --before /tmp/before --neighbour 0.5 --add --out F.json
     python benchmarks/in_turns.py --before /tmp/before --part pipeline --rounds 2 --out F.json
     python benchmarks/in_turns.py --before /tmp/before --part host_turns transport --out F.json
+    python benchmarks/in_turns.py --before /tmp/before --part restore serving --out F.json
 
 Each tree has a process with an engine, which is warm and waits; a round runs one
 and then the other, in another order every time, so that what else the machine
@@ -19,7 +20,8 @@ tree's own ``pipeline.py``, cycles in one lane and in two. ``transport``: each t
 own ``transport.py``, what a layer's round trip to 1 and 3 R-workers takes. ``host_turns``:
 what a lane and layer takes of the CPU beside 1, 4 and 16 R-workers that answer at
 once, where layers are tiny, so that the host's loop is most of it; the best of 12
-steps. With ``--add``, rows are added to those that the file has.
+steps. ``OWN``: each tree's own benchmark of that name, small, in seconds. With ``--add``,
+rows are added to those that the file has.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,6 +194,7 @@ SIDES = ("before", "after")
 CYCLES = ("one_lane_ms", "two_lanes_ms", "delayed_1ms_ms")
 """Of what ``pipeline.py`` says."""
 Round = dict[str, dict[str, float]]
+Part = Callable[[dict[str, Path], int], dict[str, Any]]
 
 
 class Program:
@@ -314,7 +318,86 @@ def transports(trees: dict[str, Path], rounds: int, kinds: Sequence[str] = ()) -
     return _in_turns_by(trips, trees, rounds)
 
 
-PARTS = {"host_turns": host_turns, "pipeline": pipelines, "transport": transports}
+@dataclass(frozen=True)
+class Own:
+    """A tree's own benchmark."""
+
+    options: str
+    seconds: Callable[[dict[str, Any]], dict[str, float]]
+    """From what it wrote."""
+    needs_disk: bool = False
+
+
+def _fetching(found: dict[str, Any]) -> dict[str, float]:
+    fetched_s = found["fetch"]["prompt_bytes"] / found["fetch"]["fetch_bytes_per_s"]
+    return {"fetch": fetched_s} | {step["way"]: step["step_p50_s"] for step in found["steps"]}
+
+
+def _restore(found: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{way} {what}": found[way][f"{what}_s"]
+        for way in ("pipelined", "whole") for what in ("ttft", "others_p90_tpot")
+    }  # fmt: skip
+
+
+def _replication(found: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{row['context']} tokens, {way}": seconds
+        for row in found["rows"]
+        for way, seconds in zip(("without", "with"), row["step_s"], strict=True)
+    }
+
+
+def _failover(found: dict[str, Any]) -> dict[str, float]:
+    rows = (row for row in found["rows"] if row["way"] in ("recomputed", "replicas"))
+    return {f"stall, {row['way']}": row["stall_s"] for row in rows}
+
+
+def _conversations(found: dict[str, Any]) -> dict[str, float]:
+    rows = (row for row in found["rows"] if row["pace"] == "peak")
+    return {f"cache {row['mode']}": row["total_s"] for row in rows}
+
+
+def _disaggregation(found: dict[str, Any]) -> dict[str, float]:
+    seconds = {}
+    for row in found["rows"]:
+        for phase in ("quiet", "prompts"):
+            seconds[f"gap {row['way']}, {phase}"] = row[phase]["gap_s"]["p50"]
+        seconds[f"first token {row['way']}"] = row["prompts"]["first_s"]["p50"]
+    return seconds
+
+
+def _serving(found: dict[str, Any]) -> dict[str, float]:
+    rates = found["decode"]["results"]["tokens_per_s"]
+    return {f"token {way}": 1 / rate for way, rate in rates.items()}
+
+
+OWN = {
+    "fetching": Own("--tokens 2048 --rounds 3 --steps 30", _fetching),
+    "restore": Own("--history 1024 --turns 8 --others 2", _restore, needs_disk=True),
+    "replication": Own("--rounds 3 --contexts 256 1024 --kv-memory-gb 0.2", _replication),
+    "failover": Own("--rounds 2 --contexts 1024", _failover),
+    "conversations": Own("--conversations 6 --shrink 16 --kv-memory-gb 0.2", _conversations),
+    "disaggregation": Own("--rounds 2 --tokens 80", _disaggregation),
+    "serving": Own("decode --rounds 2", _serving),
+}
+
+
+def _own(name: str, trees: dict[str, Path], rounds: int) -> dict[str, Any]:
+    def measure(tree: Path) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as disk:
+            more = ["--disk", disk] if OWN[name].needs_disk else []
+            return OWN[name].seconds(
+                _run_own(tree, f"{name}.py", *OWN[name].options.split(), *more)
+            )
+
+    return _in_turns_by(measure, trees, rounds)
+
+
+PARTS: dict[str, Part] = {
+    "host_turns": host_turns, "pipeline": pipelines, "transport": transports,
+    **{name: partial(_own, name) for name in OWN},
+}  # fmt: skip
 
 
 def _run_own(tree: Path, name: str, *options: str) -> dict[str, Any]:
@@ -358,7 +441,7 @@ def main() -> None:
     if options.add and options.out is not None and options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
     sitting = {"provenance": provenance(), "before": before.stdout.strip()}
-    chosen = {**PARTS, "transport": partial(transports, kinds=options.transports)}
+    chosen: dict[str, Part] = {**PARTS, "transport": partial(transports, kinds=options.transports)}
     parts = ({"part": name, **chosen[name](trees, options.rounds)} for name in options.part)
     for row in parts if options.part else end_to_end(trees, options):
         rows.append({**row, **sitting})
