@@ -40,6 +40,7 @@ from fastdecode.wire.messages import (
     Failed,
     OpenSequence,
     Refused,
+    Shutdown,
     Welcome,
 )
 from fastdecode.wire.stages import (
@@ -333,6 +334,45 @@ def test_a_member_goes_on_at_another_r_worker_of_its_stage() -> None:
     assert column == W and joined.num_tokens.tolist() == [8, -1]
     stages.fleet.send(W, CloseSequence(8))
     assert stages.heard(1) == CloseSequence(8, W)  # it is placed once
+
+
+def test_answers_about_a_copy_that_is_given_up_are_of_the_r_worker_that_was_asked() -> None:
+    """They come behind its own, and may come before or after the member is greeted again."""
+    for is_greeted_first in (False, True):
+        stages = Stages()
+        members, group = stages.members, stages.fleet.groups[W]
+        one, other = members.member(1, W), members.member(1, V)
+        greet(stages)
+        stages.say(1, ColumnLost(W, "gone", "it left"))
+        stages.fleet.take_losses()
+        members.placement.move(one, other)
+        stages.fleet.go_on(W)
+        stages.fleet.send(W, OpenSequence(75, 100))
+        stages.fleet.send(V, OpenSequence(76, 100))
+        stages.fleet.give_up(W)
+        members.placement.give_back(one)
+        if is_greeted_first:
+            members.revive(one)
+            stages.fleet.send(W, HELLO)
+        for column, sequence in ((W, 75), (V, 76)):
+            stages.say(1, replace(answer(sequence), column=column))
+        assert not members.pending.owes_answer(other)
+        stages.say(2, replace(answer(76), column=V))
+        stages.own(V, Accepted(76))
+        assert stages.answers.pop() == (V, Accepted(76)) and not stages.answers
+        assert group.loss is not None
+
+
+def test_a_stage_that_says_what_cannot_be_is_let_go_and_not_one_that_is_gone() -> None:
+    stages = Stages()
+    with pytest.raises(WorkerError, match="nobody asked for"):
+        stages.say(1, answer(7))
+    stages.ends[3].close()
+    with pytest.raises(WorkerError, match="stage 2 is lost"):
+        stages.fleet.receive(most_s=1.0)
+    stages.links.shut_down()
+    assert isinstance(stages.heard(1), Shutdown)
+    assert stages.links.gone == {2}
 
 
 def test_replicas_are_spoken_of_by_columns() -> None:

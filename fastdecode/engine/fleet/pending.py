@@ -273,6 +273,10 @@ class PendingReplies:
         self._due[index].clear()
         self.transfers.forget(index)
 
+    def forget_about(self, index: int, holder: HolderId) -> None:
+        """A peer owes no answer about a holder any more."""
+        self._due[index] = deque(one for one in self._due[index] if one.holder != holder)
+
     def is_owed_by(self, index: int) -> bool:
         """Whether a peer owes anything."""
         return self.owes_answer(index) or self.transfers.since_s(index) is not None

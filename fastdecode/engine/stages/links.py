@@ -60,7 +60,7 @@ class StageLinks:
         self.first_prompt_stage = first_prompt_stage
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
         self.gone: set[int] = set()
-        """Stages that are lost."""
+        """Stages that nothing reaches any more."""
         self.num_columns = 0
         """Of R-workers."""
         self._owed: PendingReplies
@@ -169,7 +169,8 @@ class StageLinks:
     def loss(self, stage: int, error: FastDecodeError) -> WorkerError:
         """A stage is lost: the error to raise; its own, if it has said one."""
         name = self._connections[stage].peer
-        self.gone.add(stage)
+        if not isinstance(error, ProtocolError):  # who says what can't be is still there
+            self.gone.add(stage)
         if (failed := last_words(self._connections[stage])) is not None:
             return failure(name, failed)
         return WorkerError(

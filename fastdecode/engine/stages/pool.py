@@ -129,6 +129,8 @@ class StagePool(WorkerPool):
         for member in members:
             if not self.is_here(member):
                 self.pending.forget(self.placement[member])
+                for place in self._beside(member):
+                    self.pending.forget_about(place, member)
                 self._greetings[member] += 1
                 self._void.add(member)
 
@@ -310,7 +312,19 @@ class StagePool(WorkerPool):
             if not isinstance(said, ColumnWelcome) or said.number != self._greetings[member]:
                 return None
             self._void.remove(member)
-        return super()._taken(self.placement[member], self._in_members(stage, member, said))
+        return super()._taken(self._asked(member), self._in_members(stage, member, said))
+
+    def _asked(self, member: HolderId) -> int:
+        """The place of the R-worker that was asked about a later stage's member: maybe one
+        that kept it then, and does no more."""
+        places = self._beside(member) if self.placement.has_moved else ()
+        owes = (place for place in places if self.pending.num_about(place, member))
+        return next(owes, self.placement[member])
+
+    def _beside(self, member: HolderId) -> list[HolderId]:
+        """All places of the stage of a later stage's member."""
+        stage, _ = self.origin(member)
+        return [self.member(stage, column) for column in range(self._num_each)]
 
     def _member_of(self, stage: int, column: int) -> HolderId:
         if 0 <= column < self._num_each:
