@@ -144,11 +144,17 @@ def test_only_tokens_that_the_replica_lacks_run_again(
     assert resumed.num_tokens_lost == stats.num_recomputed == 0
 
 
-def test_a_replica_costs_no_token_while_nothing_fails(model: Path, expected: Any) -> None:
-    tokens, stats = run(model, **ON_DEVICE)
+@pytest.mark.parametrize(
+    "options", [ON_DEVICE, STAGES, SWAPPED], ids=["one", "stages", "swapped lanes"]
+)
+def test_a_replica_costs_no_token_while_nothing_fails(
+    model: Path, expected: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    tokens, stats = run(model, **options)
     assert tokens == expected
     assert stats.replicas is not None and not stats.replicas.failovers
     assert not stats.resumed.num_holders
+    assert "no replica" not in caplog.text, "each cache has its own"
 
 
 @pytest.mark.parametrize("tier", ["host tier", "stages' host tiers", "disk", None])

@@ -23,7 +23,7 @@ from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.transport import SoleHub
 from rworker.tiers.disk import Disk
-from rworker.transfers.neighbours import ThreadNeighbours
+from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
 from sworker.device import Gpu
 from sworker.paged import BlockKernels
@@ -58,10 +58,9 @@ def reach_device(
         keeper: keeps a replica; None: there is none.
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
-    worker = device_worker(
-        executor, kv_bytes, beside, stage, is_reached=is_written or keeper is not None
-    )
-    return _reached([worker], partial(LocalAttention, worker), keeper, stage)
+    neighbours = _neighbours(beside, is_reached=is_written or keeper is not None)
+    worker = device_worker(executor, kv_bytes, beside, stage, neighbours=neighbours)
+    return _reached([worker], partial(LocalAttention, worker), keeper, _prefix(beside, stage))
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,12 @@ def _reached(
     workers: Sequence[DeviceWorker],
     attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention],
     keeper: ReplicaKeeper | None,
-    stage: int,
+    prefix: str,
 ) -> Reached:
     """A device's caches, and an R-worker for each that keeps its replica, if any does."""
     devices = [worker for worker in workers if isinstance(worker, ReachedDevice)]
     if keeper is not None:
-        return _with_keepers(devices, attention, keeper, stage)
+        return _with_keepers(devices, attention, keeper, prefix)
     return Reached(
         SoleHub(workers[0]) if len(workers) == 1 else HubBehind(workers),
         lambda lost, timeout_s: _close_all(workers),
@@ -99,11 +98,11 @@ def _with_keepers(
     devices: Sequence[ReachedDevice],
     attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention],
     keeper: ReplicaKeeper,
-    stage: int,
+    prefix: str,
 ) -> Reached:
     neighbours = devices[0].neighbours
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    names = [f"{_of_stage(stage)}replica{number or ''}" for number in range(len(devices))]
+    names = [f"{prefix}replica{number or ''}" for number in range(len(devices))]
     threads = [
         start_worker_thread(
             name,
@@ -137,9 +136,17 @@ def _with_keepers(
     )
 
 
-def _of_stage(stage: int) -> str:
-    """What names of a later stage's R-workers begin with."""
-    return f"s{stage}-" if stage else ""
+def _prefix(beside: Colocation | None, stage: int) -> str:
+    """What names of an engine's R-workers begin with, of a later stage's too."""
+    engine = "" if beside is None else f"{beside.name}-"
+    return f"{engine}s{stage}-" if stage else engine
+
+
+def _neighbours(beside: Colocation | None, *, is_reached: bool) -> Neighbourhood | None:
+    """Where all caches of a device are reached by others; None: they are not."""
+    if beside is not None:
+        return beside.neighbours
+    return ThreadNeighbours() if is_reached else None
 
 
 def device_worker(
@@ -149,24 +156,20 @@ def device_worker(
     stage: int = 0,
     lane: int | None = None,
     *,
-    is_reached: bool = False,
+    neighbours: Neighbourhood | None = None,
 ) -> DeviceWorker:
     """What has the cache, or a lane's.
 
     Args:
         beside, stage: see ``reach_device``.
         lane: whose it is; None: all lanes'.
-        is_reached: others reach it, engines or not.
+        neighbours: where others reach it; None: they don't.
     """
     peer = None if lane is None else f"lane {lane}'s KV cache on {executor.device}"
-    neighbours = None if beside is None else beside.neighbours
-    if neighbours is None and is_reached:
-        neighbours = ThreadNeighbours()
     if neighbours is None:
         return DeviceWorker(executor, kv_bytes, peer)
-    name = f"{_of_stage(stage)}{'device' if lane is None else f'lane{lane}'}"
-    engine = "" if beside is None else f"{beside.name}-"
-    return ReachedDevice(executor, kv_bytes, f"{engine}{name}", neighbours, peer)
+    name = f"{_prefix(beside, stage)}{'device' if lane is None else f'lane{lane}'}"
+    return ReachedDevice(executor, kv_bytes, name, neighbours, peer)
 
 
 def reach_swapped(
@@ -196,15 +199,14 @@ def reach_swapped(
         keeper: keeps a lane's replica; None: there are none.
     """
     swap = SwappedLanes(device, num_lanes, gpu, kernels, most_tokens)
-    is_reached = is_written or keeper is not None
-    lane_bytes = kv_bytes // NUM_SLOTS
+    neighbours = _neighbours(beside, is_reached=is_written or keeper is not None)
+    executors = [LaneExecutor(swap, disk) for _ in range(num_lanes)]
     workers = [
-        device_worker(
-            LaneExecutor(swap, disk), lane_bytes, beside, stage, lane, is_reached=is_reached
-        )
-        for lane in range(num_lanes)
+        device_worker(executor, kv_bytes // NUM_SLOTS, beside, stage, lane, neighbours=neighbours)
+        for lane, executor in enumerate(executors)
     ]
-    reached = _reached(workers, partial(SwappedAttention, swap, workers), keeper, stage)
+    attention = partial(SwappedAttention, swap, workers)
+    reached = _reached(workers, attention, keeper, _prefix(beside, stage))
 
     def close(lost: Collection[int], timeout_s: float) -> None:
         try:

@@ -70,7 +70,9 @@ def device_beside(
     engines, which read from it."""
     if resolved.config.r_part.kv_placement != "hybrid":
         return None
-    return device_worker(TorchExecutor(resolved.device), resolved.device_kv_bytes, beside)
+    neighbours = None if beside is None else beside.neighbours
+    executor = TorchExecutor(resolved.device)
+    return device_worker(executor, resolved.device_kv_bytes, beside, neighbours=neighbours)
 
 
 def make_attention(
