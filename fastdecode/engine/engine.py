@@ -144,7 +144,7 @@ class Engine:
         are lost and others may come, or an extension waits for other engines."""
         if self._recovery.pause_s or not self._is_idle:
             return self._recovery.pause_s
-        pauses_s = [extension.idle_pause_s for extension in self._extensions]
+        pauses_s = [extension.idle_pause_s for extension in self._reporting]
         return min([pause_s for pause_s in pauses_s if pause_s], default=0.0)
 
     def figures(self) -> EngineFigures:

@@ -44,7 +44,7 @@ class ReplicaRecovery(Recovery):
     def lose(self, holder: HolderId) -> Lost | Interrupted:
         """See ``Recovery``."""
         is_kept = self._replicas.lose(holder, is_used=self._is_used(holder))
-        return Interrupted(holder) if is_kept else Lost(holder)
+        return Interrupted(holder) if is_kept else super().lose(holder)
 
     def _is_used(self, holder: HolderId) -> bool:
         """Whether sequences are on a holder, or conversations go on there."""
@@ -54,7 +54,7 @@ class ReplicaRecovery(Recovery):
     def do(self, order: TakeOver) -> Iterable[Event]:
         """Have a neighbour take over; it may be lost meanwhile, too."""
         if not self._replicas.take_over(order):
-            yield Lost(order.holder)
+            yield super().lose(order.holder)
 
     def take(self, holder: HolderId, answer: TakenOver) -> Iterable[Event]:
         """The neighbour reports what it has. It may be asked once more."""
@@ -89,7 +89,7 @@ class ReplicaRecovery(Recovery):
         ]
         for holder in empty:
             self._replicas.emptied(holder)
-        yield from map(Lost, empty)
+        yield from map(super().lose, empty)
 
     def _reopened(self) -> list[HolderId]:
         """Holders that neighbours took over and where sequences may start again: there
@@ -107,7 +107,7 @@ class ReplicaRecovery(Recovery):
         leaving: list[HolderId] = []
         if not self._state.lifecycle.adoptions:
             leaving = replicas.leaving(self._is_used)
-        joined = list(self._joined(vacant))
+        joined = [*self._given_up(), *self._joined(vacant)]
         yield from map(Leaving, leaving)
         yield from joined
 

@@ -59,12 +59,27 @@ class Recovery(Extension):
     def lose(self, holder: HolderId) -> Lost | Interrupted:
         """A holder is gone. What follows: ``Lost`` for good, or ``Interrupted``
         until its replica takes over."""
-        return Lost(holder)
+        return Lost(holder, self._is_sure_to_return)
+
+    @property
+    def idle_pause_s(self) -> float:
+        """See ``Extension``. What is left of a lost holder may be all that others wait for."""
+        return _FIRST_PAUSE_S if self._holders.returning else 0.0
 
     def news(self) -> Iterable[Event]:
         """Replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and (vacant := self._vacant):
-            yield from self._joined(vacant)
+            yield from (*self._given_up(), *self._joined(vacant))
+
+    @property
+    def _is_sure_to_return(self) -> bool:
+        """Whether what is left of a lost holder is going to be one again."""
+        return self._replacements is not None and self._replacements.timeout_s == math.inf
+
+    def _given_up(self) -> Iterator[Event]:
+        """Lost holders of which nothing is left, though something was."""
+        if self._holders.returning and not self._is_sure_to_return:
+            yield from map(Lost, sorted(self._holders.returning))
 
     @property
     def _vacant(self) -> list[HolderId]:

@@ -57,6 +57,8 @@ class HolderStates:
         self._states = [HolderState.OPEN] * num_holders
         self.are_lost = False
         """Whether all holders are gone."""
+        self.returning: set[HolderId] = set()
+        """Those of the lost ones that are sure to come back."""
 
     def __getitem__(self, holder: HolderId) -> HolderState:
         return self._states[holder]
@@ -86,4 +88,5 @@ class HolderStates:
         is_known = state is before or state in TRANSITIONS[before]
         assert is_known, f"a holder that is {before.value} can't be {state.value}"
         self._states[holder] = state
+        self.returning.discard(holder)
         self.are_lost = not self.served

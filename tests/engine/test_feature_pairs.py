@@ -18,6 +18,7 @@ from simulated_engines import (
     SimulatedCluster,
     ThreadLosses,
 )
+from trouble import Trouble, crash, give
 
 pytest.importorskip("zmq")
 
@@ -72,8 +73,8 @@ ALLOWED = list(_allowed())
 PAIRS = [x for x in ALLOWED if not NOT_RUN.keys() & set(x) and set(x) != OF_A_SIDE]
 
 
-def _options_of(pair: tuple[str, str], directory: Path) -> dict[str, Any]:
-    """The fewest options that turn both on, as small as the model."""
+def _options_of(pair: tuple[str, ...], directory: Path) -> dict[str, Any]:
+    """The fewest options that turn all on, as small as the model."""
     options = dict(OPTIONS)
     for name in pair:
         example = {**FEATURES[name].example, **SMALL.get(name, {})}
@@ -170,6 +171,47 @@ def test_a_loss_changes_no_token(
         assert _tokens(llm) == expected
         assert bool(llm._running.num_r_workers) != has_device
     assert cluster.num_lost == (loses_device or not has_device)
+
+
+WITH_SIDES_AND_HEADS = (
+    "replicas", "replicas on disk", "standby", "prefix cache", "disk tier", "instances",
+    "load limit", "R-workers attend prompts", "addresses",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("other", WITH_SIDES_AND_HEADS)
+def test_a_loss_changes_no_token_of_a_device_beside_r_workers_that_share_heads(
+    other: str,
+    model: str,
+    plain: Callable[[dict[str, Any]], Tokens],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Those that are left share the heads anew; what fits nowhere else waits for that."""
+    options = _options_of(("hybrid KV", "shared heads", other), tmp_path)
+    expected = plain(options | {"kv_placement": "r"})
+    cluster: Losses
+    if THREADED & {other} or other == "replicas":  # simulated time passes only for who waits
+        whose = "d0-" if other == "instances" else ""
+        cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
+    else:
+        has_disk = other == "replicas on disk"
+        cluster = SimulatedCluster(monkeypatch, (0, 1), AFTER, has_disk=has_disk)
+    with LLM(model, **options) as llm:
+        assert _tokens(llm) == expected
+    assert cluster.num_lost
+
+
+def test_what_fits_on_lost_r_workers_alone_fails_when_none_is_left(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give(monkeypatch, {name: lambda: Trouble(AFTER, crash) for name in ("r0", "r1")})
+    options = {**OPTIONS, "r_workers": 2, "kv_placement": "hybrid", "device_kv_gb": 0.00006}
+    with LLM(model, **options, r_partition="heads") as llm:
+        outputs = llm.generate(*_asked())
+        assert any(output.ok for output in outputs), "the device is left"
+        failed = [str(output.error) for output in outputs if not output.ok]
+        assert failed and all("no R-worker that is left has room" in text for text in failed)
 
 
 def test_every_feature_is_run_or_is_said_not_to_be() -> None:

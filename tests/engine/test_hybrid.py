@@ -308,7 +308,6 @@ def test_a_sequence_in_parts_goes_to_r_workers(
     [
         {"lanes": 2},
         {"schedule": "stabilized"},
-        {"r_partition": "heads"},
         {"tp": 2},
     ],
     ids=str,

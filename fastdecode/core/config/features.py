@@ -141,7 +141,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("swap", "host tier", "swapped KV is in the host's memory already",
                is_contradiction=True),
         _pairs("hybrid KV", "stages, tensor parallelism", _ONE_DEVICE),
-        _pairs("hybrid KV", "shared heads", _BOTH_SIDES),
         _pairs("hybrid KV", "stabilized, synchronized",
                "the rule for hybrid KV decides when a sequence starts, and so does a schedule",
                is_contradiction=True),

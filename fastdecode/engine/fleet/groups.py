@@ -115,7 +115,7 @@ class CacheGroup:
         gone, placement = self._pool.gone, self._pool.placement
         if not gone:
             return None
-        if not self.shards and len(gone) == len(placement):
+        if not self.shards and all(map(self._pool.is_lost, self._pool.r_workers)):
             return next(iter(gone.values()))
         return next((gone[placement[x]] for x in self.shards if placement[x] in gone), None)
 
@@ -244,10 +244,8 @@ class GroupPool:
     Args:
         members: one holder a member; ``WorkerPool`` counts and times what they owe.
         shards: of each group.
-        share_out: the shards of a group that is greeted; None: they stay.
+        share_out: the shards of the first group, when it is greeted; None: they stay.
     """
-
-    is_owed_at_once: Final = False
 
     def __init__(
         self,
@@ -293,6 +291,11 @@ class GroupPool:
     def is_owed(self) -> bool:
         """See ``WorkerPool``."""
         return self.members.is_owed and not self.is_greeting
+
+    @property
+    def is_owed_at_once(self) -> bool:
+        """See ``WorkerPool``."""
+        return self.members.is_owed_at_once
 
     def peer(self, holder: HolderId) -> str:
         """See ``WorkerPool``."""
@@ -396,7 +399,7 @@ class GroupPool:
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
         """A group is greeted."""
-        share_out = self._share_out
+        share_out = self._share_out if group is self.groups[0] else None
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 
     def _group_of(self, member: HolderId) -> CacheGroup | None:

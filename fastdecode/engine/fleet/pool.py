@@ -292,6 +292,11 @@ class WorkerPool:
         """All, lost ones included."""
         return list(self.placement)
 
+    @property
+    def r_workers(self) -> list[HolderId]:
+        """Those that R-workers keep which are connected here, lost ones included."""
+        return [*filter(self.is_here, self.placement)]
+
     def is_here(self, holder: HolderId) -> bool:
         """Whether the worker that keeps a holder is connected here, and not relayed to."""
         return holder < self.num_workers
@@ -499,6 +504,11 @@ class MixedPool(WorkerPool):
         if self._device is not None and index == self._device_index:
             return self._device
         return super()._connection(index)
+
+    @property
+    def r_workers(self) -> list[HolderId]:
+        """See ``WorkerPool``."""
+        return [x for x in super().r_workers if self._device is None or x != self._device_index]
 
     @property
     def is_owed_at_once(self) -> bool:

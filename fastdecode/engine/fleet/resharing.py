@@ -30,14 +30,16 @@ GROUP: Final = HolderId(0)
 def in_heads(members: WorkerPool) -> GroupPool:
     """One group whose members share out the KV heads (``--r-partition heads``):
     each keeps some heads of every sequence, and has the same share of every step's
-    work, up to whole heads. The group's capacity is that of its smallest member."""
-    return GroupPool(members, [{}], share_out_heads)
+    work, up to whole heads. The group's capacity is that of its smallest member. A
+    device beside R-workers is a group of its own."""
+    beside = [x for x in members.placement if x not in members.r_workers]
+    return GroupPool(members, [{}, *({x: Shard()} for x in beside)], share_out_heads)
 
 
 def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
     """The heads of each member that is there."""
     lost = members.lost
-    present = [x for x in members.placement if members.is_here(x) and x not in lost]
+    present = [x for x in members.r_workers if x not in lost]
     if not present:
         return {}
     shares = share_heads(hello.attention[0].num_q_heads, hello.kv.num_kv_heads, len(present))
@@ -74,17 +76,17 @@ def offer_room(
         ConfigError: there is to be a single one, or one hasn't the memory.
         WorkerError: none is left.
     """
-    neighbour(HolderId(0), len(fleet.members))  # or there is none
+    neighbour(HolderId(0), len(fleet.members.r_workers))  # or there is none
     if hello.resumes:
-        if welcomes and welcomes[GROUP].is_resumed:
+        if GROUP in welcomes and welcomes[GROUP].is_resumed:
             return dict(welcomes)
         hello = replace(hello, resumes=False)
         welcomes = greet_members(fleet, hello)
     again: dict[HolderId, Welcome] = {}
-    while not again:
-        if welcomes:
+    while GROUP not in again:
+        if GROUP in welcomes:
             again = greet(fleet, hello, {GROUP: most_blocks(fleet.groups[GROUP], hello)})
-        if not again:
+        if GROUP not in again:
             _begin_again(fleet)
             welcomes = greet_members(fleet, hello)
     return again
@@ -96,7 +98,7 @@ def greet_members(fleet: GroupPool, hello: Hello) -> dict[HolderId, Welcome]:
     Raises:
         WorkerError: none is left.
     """
-    while not (welcomes := greet(fleet, hello)):
+    while GROUP not in (welcomes := greet(fleet, hello)):
         _begin_again(fleet)
     return welcomes
 
@@ -108,7 +110,7 @@ def _begin_again(fleet: GroupPool) -> None:
         WorkerError: none is.
     """
     fleet.take_losses()
-    if len(fleet.gone) == len(fleet.members):
+    if all(map(fleet.members.is_lost, fleet.members.r_workers)):
         raise next(iter(fleet.gone.values()))
     fleet.revive(GROUP)
 
@@ -165,8 +167,7 @@ class Resharing:
 
     @property
     def _num_left(self) -> int:
-        gone = sum(map(self._members.is_here, map(HolderId, self._members.gone)))
-        return self._members.num_workers - gone
+        return sum(not self._members.is_lost(x) for x in self._members.r_workers)
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
         """See ``Replacements``. What a group may offer depends on who is left."""

@@ -88,9 +88,11 @@ class Came:
 
 @dataclass(frozen=True)
 class Lost:
-    """A holder is gone, and all that it had."""
+    """A holder is gone, and all that it had. → ``Joined``, later or never"""
 
     holder: HolderId
+    returns: bool = False
+    """It is sure to come: what is left of it is a holder again."""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Lifecycle:
         """Somebody is gone, or there, or goes on for another."""
         match event:
             case Lost():
-                self._lost(event.holder)
+                self._lost(event)
             case Interrupted():
                 self._fails_over = True
                 self.endings.looks_for_room = True
@@ -198,6 +198,7 @@ class Lifecycle:
                 self.holders.move(event.holder, HolderState.OPEN)
             case Joined():
                 self.scheduler.ledger.regain(event.holder, event.num_blocks)
+                self.endings.looks_for_room = True  # it may have less than before
 
     def _plan(self, lane: int) -> None:
         if self.endings.looks_for_room:
@@ -311,9 +312,10 @@ class Lifecycle:
         for sequence in event.coming:
             self._coming.expect(sequence)
 
-    def _lost(self, holder: HolderId) -> None:
+    def _lost(self, lost: Lost) -> None:
+        holder = lost.holder
         self.adoptions.give_up(holder)
-        self.scheduler.ledger.lose(holder)
+        self.scheduler.ledger.lose(holder, returns=lost.returns)
         self.starting.restores.forget_lost()
         self.endings.looks_for_room = True
         for life in list(self.sequences.by_sequence.values()):

@@ -95,7 +95,7 @@ class Capacity:
 
     def is_possible(self, num_tokens: int) -> bool:
         """Whether holders, were they empty, could hold a sequence of ``num_tokens``
-        tokens. If none is open, all count that aren't lost: they will be open again."""
+        tokens: those that aren't lost, or are sure to come back."""
         try:
             self.check_possible(num_tokens)
         except CapacityError:
@@ -107,7 +107,8 @@ class Capacity:
         shape, holders = self._shape, self._holders
         sizes = shape.sizes(num_tokens)
         no_part = self._device if len(sizes) > 1 else None
-        present = [self._blocks[x] for x in holders.open or holders.served if x != no_part]
+        to_be = {*holders.served, *holders.returning} - {no_part}
+        present = [self._blocks[x] for x in sorted(to_be)]
         most = shape.most_blocks(present)
         if shape.blocks_for(num_tokens) > most:
             if shape.part_tokens is None:

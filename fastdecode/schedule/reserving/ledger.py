@@ -71,10 +71,12 @@ class BlockLedger:
         self._max_closed_parts = max_closed_parts
         self._closed_parts = [0] * len(blocks)
 
-    def lose(self, holder: HolderId) -> None:
-        """The holder is gone: nothing fits on it any more."""
+    def lose(self, holder: HolderId, *, returns: bool = False) -> None:
+        """The holder is gone: nothing fits on it any more, until it ``returns``."""
         self.cache.lose(holder)
         self.holders.move(holder, HolderState.LOST)
+        if returns:
+            self.holders.returning.add(holder)
 
     def regain(self, holder: HolderId, num_blocks: int) -> None:
         """A replacement of a lost holder is empty, and has so many blocks."""

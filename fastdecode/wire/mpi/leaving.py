@@ -145,15 +145,14 @@ def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> t
     """End this process in a while, unless the timer is cancelled.
 
     Args:
-        end_job: and the other ranks on this host, which the launcher is asked
-            to; and the launcher, should that hang. It may end this process
-            before the time is over, and nobody else.
+        end_job: and the other ranks on this host, not only those that have been
+            stopped, which the launcher is asked to; and the launcher, should that
+            hang. It may end this process before the time is over, and nobody else.
     """
 
     def give_up() -> None:
         logger.warning("MPI doesn't let this rank go; it leaves all the same")
-        if end_job:
-            end_siblings()
+        end_siblings(stopped=not end_job)  # the launcher would wait for those for ever
         _exit(exit_code)
 
     timer = threading.Timer(timeout_s, give_up)
