@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.wire.kv.chunks import StoreChunk
 from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.messages import FromRWorker, Welcome
@@ -48,6 +48,7 @@ class ReplicaTransfer:
         self._order, self._source, self._sink, self._clock = order, source, sink, clock
         self._copies = [self._begin()]
         """The replica; and behind it the one that is to take its place."""
+        self._most_bytes = sink.most_bytes
 
     def _begin(self) -> _Copy:
         link = PeerLink(self._sink.connect(), self._clock, self._order.timeout_s)
@@ -80,15 +81,32 @@ class ReplicaTransfer:
         copy, *new = self._copies
         for lane, step in copy.advance():
             yield Replicated(self._holder, lane, step, self._number)
-        if not new and copy.num_bytes > self._sink.most_bytes:
+        try:
+            held = self._renew(copy, new)
+        except FastDecodeError as error:
+            self._keep(copy, error)
+            return
+        for lane, step in held:
+            yield Replicated(self._holder, lane, step, self._number)
+
+    def _renew(self, copy: _Copy, new: list[_Copy]) -> list[tuple[int, int]]:
+        """Begin the replica anew if it is due, and go on with that. What it has, once
+        it has all: it takes the place of the one before."""
+        if not new and copy.num_bytes > self._most_bytes:
             self._copies.append(self._begin())
         held = [each for each in new[0].advance() if each[1] != NO_STEP] if new else []
         if held:
             self._sink.settle()
             copy.close()
-            self._copies = new
-        for lane, step in held:
-            yield Replicated(self._holder, lane, step, self._number)
+            self._copies, self._most_bytes = new, self._sink.most_bytes
+        return held
+
+    def _keep(self, copy: _Copy, error: FastDecodeError) -> None:
+        """The new one has failed: the one before is as good as it was, and may be as long again."""
+        logger.warning("the replica of holder %d grows: %s", self._holder, error)
+        for each in self._copies[1:]:
+            each.close()
+        self._copies, self._most_bytes = [copy], copy.num_bytes + self._sink.most_bytes
 
     def end(self, reason: str) -> Unprotected:
         """See ``Transfer``. Nobody goes on with what is there."""

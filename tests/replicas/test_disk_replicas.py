@@ -12,7 +12,7 @@ from replica_jobs import run
 from trouble import crash_after
 
 from fastdecode import LLM
-from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.wire.messages import ToRWorker
 from rworker.attention import AttentionExecutor
 from rworker.instructions import RESTORER, PlaceChunk, Prepare
@@ -125,6 +125,50 @@ def test_a_file_that_grows_is_written_anew(
     crash_after(monkeypatch, {"r1": 60})
     tokens, stats = run(path, **_on_disk(tmp_path))
     assert tokens == expected and settled
+    assert stats.resumed.num_tokens > 0 and stats.num_recomputed == 0
+    assert _files(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["begun", "written", "settled"])
+def test_a_new_file_that_fails_leaves_the_old_one(
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """As good as it was: the cache is restored from it."""
+    failed: list[Path] = []
+
+    class Fails(AtOnce):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            self._path = path
+            if step == "begun" and path.suffix == ".new":
+                raise self._full()
+
+        def _write_all(self) -> bool:
+            if step == "written" and self._path.suffix == ".new":
+                raise WorkerError(str(self._full()))
+            return super()._write_all()
+
+        def _full(self) -> OSError:
+            failed.append(self._path)
+            return OSError(28, "No space left on device")
+
+    def fail(path: Path) -> None:
+        failed.append(path)
+        raise ConfigError("no space is left")
+
+    monkeypatch.setattr(replica_file, "FileConnection", Fails)
+    if step == "settled":
+        monkeypatch.setattr(replica_file, "settle", fail)
+    monkeypatch.setattr(replica_file, "LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr(replica_file, "MOST_LENGTHS", 0.0)
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 60})
+    tokens, stats = run(path, **_on_disk(tmp_path))
+    assert tokens == expected and failed
     assert stats.resumed.num_tokens > 0 and stats.num_recomputed == 0
     assert _files(tmp_path) == []
 
