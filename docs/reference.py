@@ -24,6 +24,9 @@ from fastdecode.core.model.families import ROWS
 from fastdecode.core.model.refused import REFUSED
 from fastdecode.core.model.rows import Row
 from fastdecode.core.vllm_names import OPTION_NAMES
+from fastdecode.engine.figures import EngineFigures, HolderFigures
+from fastdecode.engine.instances.status_report import status_to_json
+from fastdecode.engine.stats import EngineStats
 from fastdecode.server.messages import StatusReport
 from fastdecode.server.observations import Observations
 from fastdecode.wire.messages import PROTOCOL_VERSION
@@ -33,13 +36,9 @@ PAGES = Path(__file__).resolve().parent / "reference"
 README = PAGES.parents[1] / "README.md"
 _TABLE = re.compile(r"(?<=## Models\n\n)(\|.*?)(?=\n\n)", re.DOTALL)
 MADE = "<!-- Made by `python docs/reference.py`. Do not edit. -->"
-_FIGURES = {
-    "r_workers": [{"name": "r0", "kv_blocks": 1, "kv_blocks_used": 0, "load_tokens": 0}],
-    **dict.fromkeys(
-        ("lanes", "num_suspended", "num_steps", "s_compute_s", "wait_s", "r_busy_s",
-         "num_recomputed"), 0,
-    ),
-}  # fmt: skip
+_FIGURES = status_to_json(
+    EngineStats(), EngineFigures(1, (HolderFigures("r0", None, 1, 0, 0, 0.0),))
+)
 """Of an engine that has made a step: the page names every metric."""
 _GROUPS_OF_LLM = (*GROUPS.values(), Keeping)
 TITLES = {

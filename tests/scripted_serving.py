@@ -23,8 +23,11 @@ from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.instances.engine_server import RequestLimits
+from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
+from fastdecode.engine.stats import EngineStats
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Opening, Ready
 from fastdecode.server.options import ServeOptions, key_hashes
@@ -116,18 +119,11 @@ class ScriptedEngine:
 
 def figures(served: Any) -> dict[str, Any]:
     engine = served.engine
-    worker = {
-        "name": "R-worker <b>r0</b>",
-        "lost": None,
-        "kv_blocks": NUM_BLOCKS,
-        "kv_blocks_used": engine.num_unfinished_sequences,
-        "load_tokens": engine.num_unfinished_sequences,
-        "busy_s": engine.num_steps * 0.001,
-    }
-    zeros = dict.fromkeys(
-        ("num_recomputed", "num_suspended", "wait_s", "s_compute_s", "r_busy_s"), 0
+    num_used, num_steps = engine.num_unfinished_sequences, engine.num_steps
+    worker = HolderFigures(
+        "R-worker <b>r0</b>", None, NUM_BLOCKS, num_used, num_used, num_steps * 0.001
     )
-    return {"num_steps": engine.num_steps, "lanes": 1, "r_workers": [worker], **zeros}
+    return status_to_json(EngineStats(num_steps=num_steps), EngineFigures(1, (worker,)))
 
 
 def first_token_delays(engine: ScriptedEngine, num_requests: int) -> list[float]:

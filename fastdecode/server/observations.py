@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastdecode.core.sequence import Request
@@ -23,6 +24,32 @@ REJECTIONS = (
     "queue_full", "draining", "starting", "stalled", "broken", "no_r_worker", "invalid",
     "invalid_api_key", "forbidden", "queue_timeout",
 )  # fmt: skip
+TOTALS: Mapping[str, tuple[str, str]] = {
+    "vllm:num_preemptions_total": (
+        "Sequences whose blocks were taken back for others.", "num_suspended"),
+    "fastdecode:steps_total": ("Steps made.", "num_steps"),
+    "fastdecode:s_busy_seconds_total": ("Seconds the S-worker computed.", "s_compute_s"),
+    "fastdecode:s_wait_seconds_total": ("Seconds the S-worker waited for R-workers.", "wait_s"),
+    "fastdecode:r_busy_seconds_total": (
+        "Seconds the R-workers computed, all together.", "r_busy_s"),
+    "fastdecode:recomputed_sequences_total": (
+        "Sequences that were started again: their R-worker was lost.", "num_recomputed"),
+    "fastdecode:resumed_sequences_total": (
+        "Sequences that went on from a replica.", "resumed.num_sequences"),
+    "fastdecode:rejoined_r_workers_total": (
+        "R-workers that took the place of lost ones.", "num_rejoined"),
+    "fastdecode:offloaded_kv_blocks_total": (
+        "Kept KV blocks that were copied to a lower tier.", "tiers.num_stored"),
+    "fastdecode:restored_kv_blocks_total": (
+        "Kept KV blocks that came back from one.", "tiers.num_fetched"),
+    "fastdecode:failed_kv_block_moves_total": (
+        "Kept KV blocks that could not be copied, or did not come back.", "tiers.num_failed"),
+    "fastdecode:handed_over_requests_total": (
+        "Requests whose prompts another instance ran.", "num_handed_over"),
+    "fastdecode:moved_requests_total": (
+        "Requests that another instance went on with after a failure.", "num_moved"),
+}  # fmt: skip
+"""Counters of the engine: what they say, and where they are in its status report."""
 STAGES = ("reading", "preparing", "waiting", "decoding")
 """How far a request has come: its body, its prompts' tokens, the first of its own."""
 
@@ -143,9 +170,12 @@ def _of_figures(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
     if not figures:
         return {}
 
-    def counter(text: str, name: str) -> Counter:
+    def counter(text: str, path: str) -> Counter:
+        value: Any = figures
+        for name in path.split("."):
+            value = value[name]
         found = Counter(text)
-        found.add(figures[name])
+        found.add(value)
         return found
 
     workers = figures["r_workers"]
@@ -162,21 +192,8 @@ def _of_figures(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
         "vllm:kv_cache_usage_perc": Gauge(
             "Part of the KV blocks that is reserved; 1 is all.", ({}, seen.kv_used)
         ),
-        "vllm:num_preemptions_total": counter(
-            "Sequences whose blocks were taken back for others.", "num_suspended"
-        ),
         "fastdecode:lanes": Gauge("Parts of the batch that take turns.", ({}, figures["lanes"])),
-        "fastdecode:steps_total": counter("Steps made.", "num_steps"),
-        "fastdecode:s_busy_seconds_total": counter("Seconds the S-worker computed.", "s_compute_s"),
-        "fastdecode:s_wait_seconds_total": counter(
-            "Seconds the S-worker waited for R-workers.", "wait_s"
-        ),
-        "fastdecode:r_busy_seconds_total": counter(
-            "Seconds the R-workers computed, all together.", "r_busy_s"
-        ),
-        "fastdecode:recomputed_sequences_total": counter(
-            "Sequences that were started again: their R-worker was lost.", "num_recomputed"
-        ),
+        **{name: counter(*described) for name, described in TOTALS.items()},
         "fastdecode:r_worker_kv_blocks": Gauge("KV blocks of an R-worker.", *blocks),
         "fastdecode:r_worker_load_tokens": Gauge("Tokens cached on an R-worker.", *loads),
     }

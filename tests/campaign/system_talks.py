@@ -158,7 +158,7 @@ class ServedTalks:
     def counts(self) -> Counter[str]:
         """See ``Talks``."""
         figures = self._server.status()["figures"]
-        resumed = figures.get("resumed", {}).get("num_sequences", 0)
+        resumed = figures["resumed"]["num_sequences"]
         moved = {"moved": figures["num_moved"]} if figures.get("num_moved") else {}
         return Counter(resumed=resumed, recomputed=figures["num_recomputed"], **moved)
 

@@ -37,6 +37,7 @@ BAD_NUMBERS = ["1", None, [], {}, True, float("inf"), float("nan"), -1, 1 << 60]
 def told() -> Any:
     stats = EngineStats(num_steps=3, wait_s=1.5)
     stats.ttft.add(0.2)
+    stats.resumed.num_sequences, stats.tiers.fetch_s = 4, 0.5
     return json.loads(json.dumps(status_to_json(stats, FIGURES)))
 
 
@@ -64,6 +65,10 @@ def test_what_an_engine_reports_comes_back_whole() -> None:
     stats, figures = status_from_json(told())
     assert (stats.num_steps, stats.wait_s, len(stats.ttft)) == (3, 1.5, 1)
     assert figures == FIGURES
+    total = sum_stats([stats, stats])
+    assert total.num_steps == 6 and len(total.ttft) == 2
+    assert (total.resumed.num_sequences, total.tiers.fetch_s) == (8, 1.0)
+    assert (stats.resumed.num_sequences, stats.tiers.fetch_s) == (4, 0.5)
     assert status_from_json(json.loads(json.dumps(status_to_json(stats, None))))[1] is None
 
 
@@ -97,7 +102,10 @@ def test_no_figure_of_another_type_is_summed(way: tuple[Any, ...]) -> None:
             json.dumps(status_to_json(stats, figures), allow_nan=False)
 
 
-NUMBERS = [(f.name,) for f in fields(EngineStats) if isinstance(told().get(f.name), (int, float))]
+NUMBERS = [
+    *((f.name,) for f in fields(EngineStats) if isinstance(told().get(f.name), (int, float))),
+    *((name, key) for name in ("resumed", "tiers") for key in told()[name]),
+]
 
 
 @pytest.mark.parametrize("value", BAD_NUMBERS, ids=repr)

@@ -122,6 +122,31 @@ def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, t
     assert re.search(named, outcome.output), outcome.output
 
 
+# Two S-workers that act as one, the second of which is stopped before they have met.
+STOPPED = """
+import os, signal
+from types import SimpleNamespace as Values
+import torch
+from fastdecode.core.config.s_part import SPart
+from fastdecode.engine.setup.ranks import meet_ranks
+from fastdecode.wire.mpi import joining
+from fastdecode.wire.mpi.roles import StageRanks
+if joining.join().rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+config = Values(s_part=SPart(tp=2), cluster=Values(worker_timeout_s=60.0))
+meet_ranks(Values(config=config, ranks=StageRanks(1, 2, 0), device=torch.device("cpu")))
+"""
+
+
+def test_an_s_worker_that_is_stopped_before_they_have_met_ends_the_job() -> None:
+    """Others of its stage would wait for it for ten minutes."""
+    command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable, "-c", STOPPED]
+    outcome = run(command, timeout_s=120, **PATHS)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
+    named = r"the MPI job can't begin: rank 1 \(process \d+\) has been stopped before it joined"
+    assert re.search(named, outcome.output), outcome.output
+
+
 @pytest.mark.parametrize("what", ["noticed", "unnoticed"])
 def test_a_job_ends_though_ranks_hang(what: str) -> None:
     """Open MPI's launcher, asked to end two, doesn't; of one that was stopped at

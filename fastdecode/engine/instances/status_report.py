@@ -12,23 +12,39 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.stats import EngineStats
+from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
+from fastdecode.schedule.life.adoption import AdoptionCounts
 
 _MOST: Final = 1 << 53
 """Of what is counted, and of seconds."""
 _MOST_R_WORKERS: Final = 1 << 16
+_COUNTS: Final = (AdoptionCounts, TierCounts)
+"""Totals that have totals of their own."""
 
 
 def sum_stats(each: Sequence[EngineStats]) -> EngineStats:
     """Totals of several engines."""
     total = EngineStats()
-    for field in fields(EngineStats):
-        values = [getattr(stats, field.name) for stats in each]
+    _sum_into(total, each)
+    for name in _names_of(LatencyHistogram):
+        for stats in each:
+            getattr(total, name).add_all(getattr(stats, name))
+    return total
+
+
+def _sum_into(total: Any, each: Sequence[Any]) -> None:
+    for field in fields(total):
+        values = [getattr(one, field.name) for one in each]
         if values and isinstance(values[0], (int, float)):
             setattr(total, field.name, sum(values))
-        elif values and isinstance(values[0], LatencyHistogram):
-            for histogram in values:
-                getattr(total, field.name).add_all(histogram)
-    return total
+        elif values and isinstance(values[0], _COUNTS):
+            _sum_into(getattr(total, field.name), values)
+
+
+def _names_of(kinds: type | tuple[type, ...]) -> list[str]:
+    """The totals that are of one of these types."""
+    usual = EngineStats()
+    return [field.name for field in fields(usual) if isinstance(getattr(usual, field.name), kinds)]
 
 
 def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
@@ -40,10 +56,10 @@ def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
 def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
     """Totals by their names, and figures if they are reported this time: the one form of status
     files, ``/status.json``, metrics and instances' reports."""
-    values = {field.name: getattr(stats, field.name) for field in fields(EngineStats)}
-    histograms = {name: x for name, x in values.items() if isinstance(x, LatencyHistogram)}
+    histograms = {name: getattr(stats, name) for name in _names_of(LatencyHistogram)}
     return {
-        **{name: x for name, x in values.items() if isinstance(x, (int, float))},
+        **{name: getattr(stats, name) for name in _names_of((int, float))},
+        **{name: asdict(getattr(stats, name)) for name in _names_of(_COUNTS)},
         "s_compute_s": stats.s_compute_s,
         "times": {name: list(x.counts.items()) for name, x in histograms.items()},
         **({} if figures is None else asdict(figures)),
@@ -60,14 +76,20 @@ def status_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
 
 def _stats(totals: Mapping[str, Any], times: Mapping[str, Any]) -> EngineStats:
     stats = EngineStats()
-    for field in fields(EngineStats):
-        usual = getattr(stats, field.name)
-        if isinstance(usual, (int, float)):
-            setattr(stats, field.name, _CHECKS[type(usual).__name__](totals[field.name]))
-        elif isinstance(usual, LatencyHistogram):
-            for bucket, count in times[field.name]:
-                usual.add_count(_whole(bucket), _whole(count))
+    _set(stats, totals)
+    for name in _names_of(LatencyHistogram):
+        for bucket, count in times[name]:
+            getattr(stats, name).add_count(_whole(bucket), _whole(count))
     return stats
+
+
+def _set(counts: Any, totals: Mapping[str, Any]) -> None:
+    for field in fields(counts):
+        usual = getattr(counts, field.name)
+        if isinstance(usual, (int, float)):
+            setattr(counts, field.name, _CHECKS[type(usual).__name__](totals[field.name]))
+        elif isinstance(usual, _COUNTS):
+            _set(usual, totals[field.name])
 
 
 def _figures(said: Mapping[str, Any]) -> EngineFigures | None:

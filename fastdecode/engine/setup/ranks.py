@@ -26,7 +26,9 @@ from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolv
 from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
+from fastdecode.wire.mpi.leaving import give_up_joining
 from fastdecode.wire.mpi.roles import StageRanks
+from fastdecode.wire.mpi.siblings import JoinWatch
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
 from sworker.load.weights import load_model
@@ -78,7 +80,9 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
             f" needs {roles.num_s_ranks} MPI ranks, and R-workers beside: {job.size} were started",
         )
     leader = roles.leader(roles.stage(job.rank))
-    with _meeting_place(job, range(leader, leader + s_part.tp)) as place:
+    members = range(leader, leader + s_part.tp)
+    watch = JoinWatch(s_part.tp, s_part.tp, give_up_joining, among=members)
+    with watch, _meeting_place(job, members) as place:
         shard = Shard(roles.place(job.rank), s_part.tp, s_part.ep)
         patience_s = resolved.config.cluster.worker_timeout_s  # in the middle of a step
         return Ranks.meet(place, shard, resolved.device, patience_s=patience_s)

@@ -96,13 +96,22 @@ class JoinWatch(threading.Thread):
         num_local: ranks on this host.
         num_ranks: of the whole job.
         give_up: told why, once.
+        among: of these ranks it is looked whether they are stopped, and of nobody
+            whether it has ended: that is heard otherwise; None: both, of all ranks.
     """
 
-    def __init__(self, num_local: int, num_ranks: int, give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        num_local: int,
+        num_ranks: int,
+        give_up: Callable[[str], None],
+        among: Collection[int] | None = None,
+    ) -> None:
         super().__init__(name="join-watch", daemon=True)
         self._num_local = num_local
         self._num_ranks = num_ranks
         self._give_up = give_up
+        self._among = None if among is None else {str(rank) for rank in among}
         self._joined = threading.Event()
         self._seen: dict[int, Sibling] = {}
         self._stopped_looks: dict[int, int] = {}
@@ -125,8 +134,9 @@ class JoinWatch(threading.Thread):
 
     def _look(self, num_looks: int) -> str | None:
         """Why this process would wait for ever, if it would."""
-        present = {sibling.pid: sibling for sibling in siblings() if sibling.rank}
-        self._seen.update(present)
+        ranks = (sibling for sibling in siblings() if sibling.rank)
+        present = {x.pid: x for x in ranks if self._among is None or x.rank in self._among}
+        self._seen.update(present if self._among is None else {})
         for sibling in self._seen.values():
             if sibling.pid not in present:
                 return f"{sibling} has ended before it joined, as its own output then says"
@@ -136,7 +146,7 @@ class JoinWatch(threading.Thread):
         for pid, num_stopped in self._stopped_looks.items():
             if num_stopped * _LOOK_S >= _STOPPED_S:
                 return f"{present[pid]} has been stopped before it joined"
-        return self._who_never_came(num_looks * _LOOK_S)
+        return None if self._among is not None else self._who_never_came(num_looks * _LOOK_S)
 
     def _who_never_came(self, waited_s: float) -> str | None:
         missing = self._num_local - len(self._seen)
