@@ -15,7 +15,7 @@ from typing import Final
 
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.exhaustive import assert_never
-from fastdecode.core.holders import HolderId, PartId
+from fastdecode.core.holders import PartId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
