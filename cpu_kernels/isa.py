@@ -28,7 +28,7 @@ class Isa:
     has_int8_dot: bool = False
     """``vpdpbusd``: four u8 · s8 products a lane."""
     tiles: str = ""
-    """What makes products of bfloat16 in tiles: a key of ``amx.TILE_UNITS``, or nothing."""
+    """What makes products in tiles: a key of ``amx.TILE_UNITS``, or nothing."""
 
 
 LEVELS: Final = (
@@ -48,7 +48,7 @@ _NEEDS: Final = {
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx512dot": ("avx512bf16", "avx512vnni"),
-    "amx": ("amx-tile", "amx-bf16"),
+    "amx": ("amx-tile", "amx-bf16", "amx-int8"),
 }
 
 

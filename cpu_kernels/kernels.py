@@ -188,7 +188,7 @@ def attend(
         team: ``num_threads`` threads in place of the process's own helpers.
         level: one of ``isa.LEVELS``' names; None: the host's best, or what the
             environment forces.
-        prefetch: how memory is prefetched. It changes no result.
+        prefetch: how memory is prefetched, and where int8 is multiplied. It changes no result.
 
     Bit by bit means: among calls that all have one query a sequence, or among
     those that don't.
@@ -211,6 +211,7 @@ def attend(
         level,
         compare_levels,
         prefetch.hint,
+        prefetch.byte_tiles,
     )
     k, v = last or (_NO_ROWS[q.dtype], _NO_ROWS[q.dtype])
     room, code, index = 0, driver.MORE_ROOM, 0
@@ -238,9 +239,10 @@ def attend(
         )
 
 
-def compare_levels(tested: str, trusted: str) -> str:
-    """What attention shows against the level ``tested``; nothing if it agrees with ``trusted``."""
-    return disagreement(tested, trusted, append, attend)
+def compare_levels(tested: str, trusted: str, dtype: str) -> str:
+    """What attention to a cache of this dtype shows against the level ``tested``; nothing
+    if it agrees with ``trusted``."""
+    return disagreement(tested, trusted, dtype, append, attend)
 
 
 def copy_blocks(

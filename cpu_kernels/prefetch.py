@@ -1,6 +1,6 @@
-"""How attention prefetches: which hint, and how far ahead.
+"""How attention prefetches: which hint, how far ahead; and where int8 is multiplied.
 
-Which one is best depends on the CPU, the dtype and the head dim. Results don't depend on it.
+Which way is best depends on the CPU, the dtype and the head dim. Results don't depend on it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class Prefetch:
     pieces_ahead: int = 1
     """K or V of one head and block is a piece. 1: the next piece is prefetched; 2: the one
     after it."""
+    byte_tiles: bool = False
+    """int8 is multiplied in AMX tiles, where there are any, and not in vectors."""
 
 
 PREFETCHES: Final = (
@@ -30,6 +32,8 @@ PREFETCHES: Final = (
     Prefetch("t1", PREFETCH_T1),
     Prefetch("t1-far", PREFETCH_T1, 2),
     Prefetch("none", NO_PREFETCH),
+    Prefetch("t0-tiles", PREFETCH_T0, byte_tiles=True),
+    Prefetch("t1-tiles", PREFETCH_T1, byte_tiles=True),
 )
 DEFAULT_PREFETCH: Final = PREFETCHES[0]
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cpu_kernels.dispatch import choose_variant
+from cpu_kernels.dispatch import choose_variant, fits_byte_tiles
 from cpu_kernels.isa import default_level
 from cpu_kernels.kernels import attend
 from cpu_kernels.layout import CARRIERS, BlockLayout, allocate_pool
@@ -49,10 +49,12 @@ class Trial:
 def candidates(layout: BlockLayout, num_q_heads: int, source: str) -> tuple[Prefetch, ...]:
     """The ways that may be the fastest, the default first. Products in AMX tiles gain from no
     prefetch at some shapes and never from T1; other products the other way round."""
-    group = num_q_heads // layout.num_kv_heads
-    variant = choose_variant(layout, group, default_level(), source, ragged=False)
+    group, level = num_q_heads // layout.num_kv_heads, default_level()
+    variant = choose_variant(layout, group, level, source, ragged=False)
     left_out = "t1" if variant.dot == "amx" else "none"
-    return tuple(way for way in PREFETCHES if not way.name.startswith(left_out))
+    has_byte_tiles = fits_byte_tiles(layout, level)
+    fitting = (way for way in PREFETCHES if has_byte_tiles or not way.byte_tiles)
+    return tuple(way for way in fitting if not way.name.startswith(left_out))
 
 
 def favour(seconds: Mapping[Prefetch, Sequence[float]]) -> Prefetch:

@@ -32,7 +32,7 @@ class Variant:
     """Element type of the cache."""
     dot: str
     """How products are summed: "fma" on unpacked floats, "bf16", "int8" on
-    packed words, "amx" on tiles of them."""
+    packed words, "amx" on tiles of bfloat16; "int8" with ``tiles`` in these, too."""
     lanes: int
     has_fma: bool
     has_f16c: bool
@@ -52,7 +52,7 @@ class Variant:
     product_tiles: int = 1
     """Register tiles of rows that are multiplied as one."""
     tiles: str = ""
-    """What makes the products where ``dot`` is "amx": a key of ``amx.TILE_UNITS``."""
+    """What makes the products, where AMX tiles do: a key of ``amx.TILE_UNITS``."""
     hint: int = PREFETCH_T0
     """How lines are prefetched: NO_PREFETCH, PREFETCH_T0 or PREFETCH_T1."""
 
@@ -82,7 +82,7 @@ class Variant:
     @property
     def step_words(self) -> int:
         """Words that one step of a product sums up."""
-        return 16 if self.dot == "amx" else 1
+        return 16 if self.tiles else 1
 
     @property
     def is_quantized(self) -> bool:
@@ -97,7 +97,7 @@ class Variant:
     def passes(self) -> int:
         """Times that a piece is multiplied: once for each plane where planes
         can't be summed in one go."""
-        return self.q_planes if self.is_integer else 1
+        return self.q_planes if self.is_integer and not self.tiles else 1
 
     @property
     def max_query(self) -> int:

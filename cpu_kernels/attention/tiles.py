@@ -24,7 +24,9 @@ from numba.extending import intrinsic
 from cpu_kernels.attention.amx_products import (
     AmxTileType,
     accumulate_totals,
+    add_integer_values,
     load_state,
+    store_integer_scores,
     store_totals,
     zero_totals,
 )
@@ -50,14 +52,16 @@ from cpu_kernels.codegen.simd import (
 
 
 def scores_type(shape) -> TileType | AmxTileType:
-    if shape.dot == "amx":
-        return AmxTileType(shape.product_rows, shape.score_vectors)
+    if shape.tiles:
+        planes = shape.q_planes if shape.is_integer else 0
+        return AmxTileType(shape.product_rows, shape.score_vectors, planes)
     return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.dot == "int8")
 
 
 def values_type(shape) -> TileType | AmxTileType:
-    if shape.dot == "amx":
-        return AmxTileType(shape.product_rows, shape.value_vectors)
+    if shape.tiles:
+        planes = shape.p_planes if shape.is_integer else 0
+        return AmxTileType(shape.product_rows, shape.value_vectors, planes)
     return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.dot == "int8")
 
 
@@ -291,7 +295,11 @@ def store_scores(typingctx, variant, tile, operands, address):
     def codegen(context, builder, signature, args):
         _, value, rows, target = args
         if isinstance(tile, AmxTileType):
-            store_totals(context, builder, variant.variant, tile, value, target, I64(ROW_BYTES))
+            shape = variant.variant
+            if tile.planes:
+                store_integer_scores(context, builder, shape, tile, value, rows, target)
+            else:
+                store_totals(context, builder, shape, tile, value, target, I64(ROW_BYTES))
             return context.get_dummy_value()
         for row in range(tile.rows):
             for vector in range(tile.vectors):
@@ -321,7 +329,8 @@ def begin_values(typingctx, variant, file, factors, state, row_bytes, rescaling)
     def codegen(context, builder, signature, args):
         scales, address, stride, due = args[2:]
         if isinstance(result, AmxTileType):
-            return load_state(context, builder, variant.variant, result, *args[1:])
+            begin = (zero_totals, args[1:2]) if result.planes else (load_state, args[1:])
+            return begin[0](context, builder, variant.variant, result, *begin[1])
         if result.integer:
             return ir.Constant(result.value, None)
         targets = _row_addresses(builder, result, address, stride)
@@ -351,7 +360,10 @@ def end_values(typingctx, variant, tile, factors, state, row_bytes, rescaling):
     def codegen(context, builder, signature, args):
         _, value, scales, address, stride, due = args
         if isinstance(tile, AmxTileType):
-            store_totals(context, builder, shape, tile, value, address, stride)
+            if tile.planes:
+                add_integer_values(context, builder, shape, tile, *args[1:])
+            else:
+                store_totals(context, builder, shape, tile, value, address, stride)
             return context.get_dummy_value()
         lanes = tile.lanes
         targets = _row_addresses(builder, tile, address, stride)
