@@ -14,7 +14,7 @@ import pytest
 from numba import njit
 
 import cpu_kernels
-from cpu_kernels import BlockLayout, allocate_pool, dispatch, isa, reference
+from cpu_kernels import BlockLayout, allocate_pool, dispatch, isa, prefetch_trial, reference
 from cpu_kernels.codegen import amx
 from cpu_kernels.codegen.amx import (
     BRAINS,
@@ -28,7 +28,6 @@ from cpu_kernels.dispatch import choose_variant, plan_attend, tiles_work
 from cpu_kernels.isa import LEVELS, SOFT_AMX, Isa
 from cpu_kernels.kernels import compare_levels
 from cpu_kernels.prefetch import PREFETCHES, find_prefetch
-from cpu_kernels.prefetch_trial import candidates
 from examples import TRIES_ALL
 
 AMX = LEVELS[-1]
@@ -236,7 +235,7 @@ def test_int8_in_tiles_gives_the_same_bits(
     ],
 )
 def test_bytes_are_multiplied_in_tiles_where_that_is_measured_to_be_faster(
-    best_level, layout, is_in_tiles
+    monkeypatch, layout, is_in_tiles
 ):
     """And a step ends with the block and the head's dims."""
     ways = [way for way in PREFETCHES if way.byte_tiles]
@@ -246,8 +245,8 @@ def test_bytes_are_multiplied_in_tiles_where_that_is_measured_to_be_faster(
         )
         assert variant.dot == "int8"
         assert bool(variant.tiles) == (is_in_tiles and way.byte_tiles)
-    best_level(AMX)
-    tried = candidates(layout, 8, "bfloat16")
+    monkeypatch.setattr(prefetch_trial, "default_level", lambda: AMX)
+    tried = prefetch_trial.candidates(layout, 8, "bfloat16")
     assert not tried[0].byte_tiles and (set(ways) <= set(tried)) == is_in_tiles
     assert not is_in_tiles or len(tried) > len(ways)
 
