@@ -35,7 +35,6 @@ from rworker.instructions import (
     ReadChunk,
     StepPlan,
 )
-from rworker.stream.chunks import ChunkShape
 from rworker.stream.memory import gather, scatter
 from rworker.tiers.mover import ArrayMemory
 from rworker.tiers.tiers import Tiers
@@ -199,18 +198,17 @@ class AttentionExecutor:
         """Write a chunk into blocks."""
         cache = self._caches[place.holder]
         layout = cache.prepared.layout
-        gather(layout, cache.pool, place.chunk, place.slots, kernels=self._kernels, **self._threads)
+        gather(
+            layout, cache.pool, place.chunk, place.places, kernels=self._kernels, **self._threads
+        )
 
     def read(self, read: ReadChunk) -> NDArray[np.uint8]:
         """A chunk's data. It holds for as long as somebody refers to it."""
         cache = self._caches[read.holder]
-        layout = cache.prepared.layout
-        data = self._buffers.take(ChunkShape.of(layout, read.request, len(read.slots)).num_bytes)
-        scatter(
-            layout, cache.pool, read.request, read.slots, data,
+        return scatter(
+            cache.prepared.layout, cache.pool, read.request, read.places, self._buffers.take,
             kernels=self._kernels, **self._threads,
         )  # fmt: skip
-        return data
 
     def drop(self, drop: Drop) -> None:
         """Free a holder's cache; one that never came to be is none."""

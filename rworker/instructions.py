@@ -160,7 +160,8 @@ class PlaceChunk:
     to: int
     holder: HolderId
     chunk: StoreChunk
-    slots: NDArray[np.int64]  # [T]
+    places: NDArray[np.int64]
+    """Slots of its tokens, [T]; of whole blocks their ids, [B]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +171,8 @@ class ReadChunk:
     to: int
     holder: HolderId
     request: FetchChunk
-    slots: NDArray[np.int64]  # [T]
+    places: NDArray[np.int64]
+    """As of ``PlaceChunk``."""
 
 
 @dataclass(frozen=True, eq=False)

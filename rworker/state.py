@@ -420,11 +420,11 @@ def _about_chunk(
     """K and V come, are asked for, or are going to come."""
     match message:
         case StoreChunk():
-            slots = store_chunk(cache.books, message)
-            return (PlaceChunk(number, cache.holder, message, slots),)
+            places = store_chunk(cache.books, message)
+            return (PlaceChunk(number, cache.holder, message, places),)
         case FetchChunk():
-            slots = fetch_chunk(cache.books, message)
-            return (ReadChunk(number, cache.holder, message, slots),)
+            places = fetch_chunk(cache.books, message)
+            return (ReadChunk(number, cache.holder, message, places),)
         case ExpectTokens():
             return copies(cache, expect_tokens(cache.books, message))
 

@@ -77,8 +77,8 @@ class Replica:
                     answers.append(told)
                 case CopyBlocks(_, sources, targets):
                     self.memory.pool[:, targets] = self.memory.pool[:, sources]
-                case PlaceChunk(_, _, chunk, slots):
-                    gather(self.memory.layout, self.memory.pool, chunk, slots)
+                case PlaceChunk(_, _, chunk, places):
+                    gather(self.memory.layout, self.memory.pool, chunk, places)
                     answers.append(len(chunk.data))
                 case Prepare() | Drop():
                     pass

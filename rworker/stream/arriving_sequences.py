@@ -22,6 +22,7 @@ class ArrivingSequences:
     def __init__(self, kv: KVSpec) -> None:
         self._shape = kv.num_layers, kv.num_kv_heads
         self._arrived: dict[int, NDArray[np.int32]] = {}  # tokens, [num_layers, num_kv_heads]
+        self._lacking: dict[int, int] = {}  # tokens, of all layers and heads together
         self.ends: Final[dict[int, int]] = {}
         """Tokens that there will be of each."""
 
@@ -40,6 +41,7 @@ class ArrivingSequences:
         if sequence not in self.ends:
             self._arrived[sequence] = np.full(self._shape, num_present, np.int32)
         self.ends[sequence] = num_present + num_more
+        self._count(sequence)
 
     def fork(self, parent: int, child: int, num_shared: int) -> None:
         """A sequence begins with tokens of an arriving one."""
@@ -47,17 +49,19 @@ class ArrivingSequences:
         if arrived.min() < num_shared:
             self._arrived[child] = arrived
             self.ends[child] = num_shared
+            self._count(child)
 
     def truncate(self, sequence: int, num_tokens: int) -> None:
         """An arriving sequence will have so many tokens, and no more."""
         np.minimum(self._arrived[sequence], num_tokens, out=self._arrived[sequence])
         self.ends[sequence] = num_tokens
+        self._count(sequence)
         self._settle(sequence)
 
     def forget(self, sequence: int) -> None:
         """It is closed, or no arriving one."""
-        self._arrived.pop(sequence, None)
-        self.ends.pop(sequence, None)
+        for known in (self._arrived, self._lacking, self.ends):
+            known.pop(sequence, None)
 
     def num_settled(self, sequence: int) -> int:
         """Tokens of an arriving sequence that are there in every layer and head."""
@@ -77,7 +81,7 @@ class ArrivingSequences:
         if sequence not in self.ends:
             raise ProtocolError(f"sequence {sequence} expects no tokens")
         due = self._arrived[sequence][layers, heads]
-        if (due != first_token).any():
+        if np.count_nonzero(due != first_token):
             raise ProtocolError(
                 f"tokens from {first_token} on of sequence {sequence} have come where those from "
                 f"{due.min()} on are due"
@@ -90,9 +94,15 @@ class ArrivingSequences:
 
     def arrive(self, sequence: int, layers: slice, heads: slice, num_tokens: int) -> None:
         """They have come. A sequence of which all have is no longer arriving."""
-        self._arrived[sequence][layers, heads] += num_tokens
+        arrived = self._arrived[sequence][layers, heads]
+        arrived += num_tokens
+        self._lacking[sequence] -= num_tokens * arrived.size
         self._settle(sequence)
 
+    def _count(self, sequence: int) -> None:
+        arrived = self._arrived[sequence]
+        self._lacking[sequence] = self.ends[sequence] * arrived.size - int(arrived.sum())
+
     def _settle(self, sequence: int) -> None:
-        if self._arrived[sequence].min() == self.ends[sequence]:
+        if not self._lacking[sequence]:
             self.forget(sequence)

@@ -7,7 +7,7 @@ Like all that peers say of a cache, what breaks the protocol raises
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,15 @@ from fastdecode.wire.kv.chunks import (
 )
 from rworker.blocks.appending import Appended
 from rworker.cache_state import CacheState
-from rworker.checks import check_array, check_integer
-from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.checks import check_array, check_arrays, check_integer
+from rworker.stream.chunks import ChunkShape, layout_of, sides_of
 
 _MOST_S: Final = 1e6
+_IDS: Final = np.dtype(np.int64)
+_COUNTS: Final = np.dtype(np.int32)
+_BYTES: Final = np.dtype(np.uint8)
+_Piece: TypeAlias = tuple[int, int, int]
+"""Sequence, first token, how many."""
 
 
 def expect_tokens(books: CacheState, message: ExpectTokens) -> Appended:
@@ -37,8 +42,8 @@ def expect_tokens(books: CacheState, message: ExpectTokens) -> Appended:
     shape = np.shape(ids)
     if len(shape) != 1 or not 1 <= shape[0] <= MAX_PIECES:
         raise ProtocolError(f"1 to {MAX_PIECES} sequences expect tokens at a time, not {shape}")
-    check_array("sequence_ids", ids, np.dtype(np.int64), shape)
-    check_array("num_tokens", counts, np.dtype(np.int32), shape)
+    check_array("sequence_ids", ids, _IDS, shape)
+    check_array("num_tokens", counts, _COUNTS, shape)
     sequences = ids.tolist()
     if len(set(sequences)) < len(sequences):
         raise ProtocolError("a sequence expects tokens twice")
@@ -54,7 +59,7 @@ def expect_tokens(books: CacheState, message: ExpectTokens) -> Appended:
 
 
 def store_chunk(books: CacheState, chunk: StoreChunk) -> NDArray[np.int64]:
-    """A chunk has come: where its tokens go, slots int64 [T]."""
+    """A chunk has come: where it goes, as ``PlaceChunk`` has it."""
     hello = books.hello
     if chunk.model_hash != hello.model_hash:
         raise ProtocolError(
@@ -63,34 +68,34 @@ def store_chunk(books: CacheState, chunk: StoreChunk) -> NDArray[np.int64]:
         )
     if chunk.kv != hello.kv:
         raise ProtocolError(f"the chunk is for a cache of {chunk.kv}, this one is of {hello.kv}")
-    num_bytes = _check_shape(books, chunk)
-    check_array("data", chunk.data, np.dtype(np.uint8), (num_bytes,))
-    layers, heads = _sides(chunk)
-    pieces = _pieces(chunk)
+    pieces, num_bytes = _checked(books, chunk)
+    check_array("data", chunk.data, _BYTES, (num_bytes,))
     if len({sequence for sequence, _, _ in pieces}) < len(pieces):
         raise ProtocolError("a chunk has one piece of a sequence at most")
+    layers, heads = sides_of(chunk)
     for sequence, first, count in pieces:
         books.arrivals.check(sequence, layers, heads, first, count)
     for sequence, _, count in pieces:
         books.arrivals.arrive(sequence, layers, heads, count)
-    return books.store.slots(chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens)
+    return _places(books, chunk, pieces)
 
 
 def fetch_chunk(books: CacheState, request: FetchChunk) -> NDArray[np.int64]:
-    """Somebody reads: where the tokens are, slots int64 [T]."""
-    _check_shape(books, request)
-    for sequence, first, count in _pieces(request):
-        num_settled = books.num_settled(sequence)
+    """Somebody reads: from where, as ``ReadChunk`` has it."""
+    pieces, _ = _checked(books, request)
+    settled = books.settled(request.sequence_ids).tolist()
+    for (sequence, first, count), num_settled in zip(pieces, settled, strict=True):
         if first + count > num_settled:
             raise ProtocolError(
                 f"tokens {first}..{first + count - 1} of sequence {sequence} are asked for, of "
                 f"which {num_settled} are in every layer"
             )
-    return books.store.slots(request.sequence_ids, request.first_tokens, request.num_tokens)
+    return _places(books, request, pieces)
 
 
-def _check_shape(books: CacheState, chunk: StoreChunk | FetchChunk) -> int:
-    """Layers, heads and counts are within what there can be. How many bytes that makes."""
+def _checked(books: CacheState, chunk: StoreChunk | FetchChunk) -> tuple[list[_Piece], int]:
+    """Layers, heads and counts are within what there can be. Its pieces, and how many
+    bytes they make."""
     kv = books.hello.kv
     for name, first, count, most in (
         ("layer", chunk.first_layer, chunk.num_layers, kv.num_layers),
@@ -98,41 +103,38 @@ def _check_shape(books: CacheState, chunk: StoreChunk | FetchChunk) -> int:
     ):
         check_integer(f"first_{name}", first, 0, most - 1)
         check_integer(f"num_{name}s", count, 1, most - first)
-    shape = np.shape(chunk.sequence_ids)
+    columns = ids, first_tokens, num_tokens = (
+        chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens,
+    )  # fmt: skip
+    shape = np.shape(ids)
     if len(shape) != 1 or not 1 <= shape[0] <= MAX_PIECES:
         raise ProtocolError(f"a chunk has 1 to {MAX_PIECES} pieces, not {shape}")
-    check_array("sequence_ids", chunk.sequence_ids, np.dtype(np.int64), shape)
-    for name in ("first_tokens", "num_tokens"):
-        check_array(name, getattr(chunk, name), np.dtype(np.int32), shape)
-    first, count = chunk.first_tokens, chunk.num_tokens
-    if first.min() < 0 or count.min() < 1 or count.max() > MAX_SEQUENCE_TOKENS:
+    check_arrays(_IDS, ("sequence_ids", ids, shape))
+    check_arrays(_COUNTS, ("first_tokens", first_tokens, shape), ("num_tokens", num_tokens, shape))
+    sequences, firsts, counts = (column.tolist() for column in columns)
+    if min(firsts) < 0 or min(counts) < 1 or max(counts) > MAX_SEQUENCE_TOKENS:
         raise ProtocolError("first_tokens must be at least 0, and num_tokens at least 1")
-    if chunk.form is ChunkForm.BLOCKS:
-        _check_blocks(first, count, kv.block_size)
-    num_bytes = ChunkShape.of(layout_of(kv), chunk).num_bytes
+    size = kv.block_size
+    if chunk.form is ChunkForm.BLOCKS and any(at % size for at in (*firsts, *counts)):
+        raise ProtocolError(f"tokens must begin and end with a block of {size}")
+    num_bytes = ChunkShape.of(layout_of(kv), chunk, sum(counts)).num_bytes
     if num_bytes > MAX_CHUNK_BYTES:
         raise ProtocolError(f"a chunk of {num_bytes} bytes; {MAX_CHUNK_BYTES} is the most")
-    return num_bytes
+    return list(zip(sequences, firsts, counts, strict=True)), num_bytes
 
 
-def _check_blocks(first: NDArray[np.int32], count: NDArray[np.int32], block_size: int) -> None:
-    """Pieces are whole blocks."""
-    if (first % block_size).any() or (count % block_size).any():
-        raise ProtocolError(f"tokens must begin and end with a block of {block_size}")
-
-
-def _sides(chunk: StoreChunk) -> tuple[slice, slice]:
-    """Its layers and heads."""
-    return (
-        slice(chunk.first_layer, chunk.first_layer + chunk.num_layers),
-        slice(chunk.first_head, chunk.first_head + chunk.num_heads),
-    )
-
-
-def _pieces(chunk: StoreChunk | FetchChunk) -> list[tuple[int, int, int]]:
-    """(sequence, first token, how many) of each."""
-    columns = chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens
-    return list(zip(*[column.tolist() for column in columns], strict=True))
+def _places(
+    books: CacheState, chunk: StoreChunk | FetchChunk, pieces: list[_Piece]
+) -> NDArray[np.int64]:
+    """Of a chunk that fits: see ``PlaceChunk``."""
+    if chunk.form is ChunkForm.TOKENS:
+        return books.store.slots(chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens)
+    tables, size = books.store.tables, books.store.block_size
+    runs = [
+        tables.blocks[tables.row(sequence), first // size : (first + count) // size]
+        for sequence, first, count in pieces
+    ]
+    return np.concatenate(runs, dtype=np.int64)
 
 
 def check_seconds(name: str, value: float) -> float:

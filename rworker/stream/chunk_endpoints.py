@@ -101,11 +101,11 @@ class LocalCache:
 
     def ask(self, request: FetchChunk) -> None:
         """See ``ChunkSource``."""
-        self.ask_slots(request, fetch_chunk(self._books, request))
+        self.ask_places(request, fetch_chunk(self._books, request))
 
-    def ask_slots(self, request: FetchChunk, slots: NDArray[np.int64]) -> None:
-        """Ask for what lies in these slots, [T], be it any sequence's or none's."""
-        self._asked.append(ReadChunk(_NO_PEER, self._holder, request, slots))
+    def ask_places(self, request: FetchChunk, places: NDArray[np.int64]) -> None:
+        """Ask for what lies there, as ``ReadChunk`` has it, be it any sequence's or none's."""
+        self._asked.append(ReadChunk(_NO_PEER, self._holder, request, places))
 
     def fetch(self) -> Array:
         """See ``ChunkSource``."""
@@ -113,8 +113,8 @@ class LocalCache:
 
     def flush(self, chunk: StoreChunk) -> None:
         """Write a chunk that sequences expect. Raises ProtocolError: none does."""
-        slots = store_chunk(self._books, chunk)
-        self._memory.place(PlaceChunk(_NO_PEER, self._holder, chunk, slots))
+        places = store_chunk(self._books, chunk)
+        self._memory.place(PlaceChunk(_NO_PEER, self._holder, chunk, places))
 
 
 class _PoolMemory:
@@ -126,13 +126,12 @@ class _PoolMemory:
         self._buffers = BufferPool()
 
     def read(self, read: ReadChunk) -> Array:
-        shape = ChunkShape.of(self._where[0], read.request, len(read.slots))
-        data = self._buffers.take(shape.num_bytes)
-        scatter(*self._where, read.request, read.slots, data, num_threads=self._num_threads)
-        return data
+        layout, pool = self._where
+        take, num_threads = self._buffers.take, self._num_threads
+        return scatter(layout, pool, read.request, read.places, take, num_threads=num_threads)
 
     def place(self, place: PlaceChunk) -> None:
-        gather(*self._where, place.chunk, place.slots, num_threads=self._num_threads)
+        gather(*self._where, place.chunk, place.places, num_threads=self._num_threads)
 
 
 class MemoryCache(LocalCache):

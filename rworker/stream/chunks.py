@@ -31,12 +31,6 @@ def layout_of(kv: KVSpec) -> BlockLayout:
     return BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
 
 
-@lru_cache(_REMEMBERED)
-def head_bytes_of(layout: BlockLayout) -> int:
-    """Of one head of a block."""
-    return layout.head_bytes
-
-
 @dataclass(frozen=True)
 class ChunkShape:
     """What a chunk holds: so many tokens of all its sequences, of so many
@@ -100,7 +94,7 @@ class ChunkShape:
         """Of one more block or token."""
         heads = self.num_layers * self.num_heads
         if self.form is ChunkForm.BLOCKS:
-            return heads * head_bytes_of(self.layout)
+            return heads * self.layout.head_bytes
         return heads * (2 * self._row_bytes + self._scale_bytes)
 
     @property
@@ -114,7 +108,7 @@ class ChunkShape:
 
     @property
     def _block_bytes(self) -> int:
-        return self.num_heads * head_bytes_of(self.layout)
+        return self.num_heads * self.layout.head_bytes
 
     @property
     def _num_rows(self) -> int:
@@ -133,6 +127,22 @@ class ChunkShape:
         """Where V ends, or scales begin."""
         half = self._num_rows * self._row_bytes
         return aligned(aligned(half) + half) if self._scale_bytes else aligned(half) + half
+
+
+def sides_of(chunk: StoreChunk | FetchChunk) -> tuple[slice, slice]:
+    """Its layers and heads."""
+    return (
+        slice(chunk.first_layer, chunk.first_layer + chunk.num_layers),
+        slice(chunk.first_head, chunk.first_head + chunk.num_heads),
+    )
+
+
+def slots_of(form: ChunkForm, places: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Slots [T] of a chunk's tokens, by what ``PlaceChunk`` says of them."""
+    if form is ChunkForm.TOKENS:
+        return places
+    slots: NDArray[np.int64] = places[:, None] * block_size + np.arange(block_size)
+    return slots.reshape(-1)
 
 
 def expectation(tokens: Mapping[int, int]) -> ExpectTokens:

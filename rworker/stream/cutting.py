@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,17 @@ class TokenRuns:
     at_target: NDArray[np.int32]  # [N]
     num_tokens: NDArray[np.int32]  # [N]
 
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]]) -> TokenRuns:
+        """A row of each field's value for every sequence; one at least."""
+        dtypes = np.int64, np.int64, np.int32, np.int32, np.int32
+        return cls(*map(np.array, zip(*rows, strict=True), dtypes))
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """See ``of``."""
+        fields = self.source_ids, self.target_ids, self.at_source, self.at_target, self.num_tokens
+        return zip(*[field.tolist() for field in fields], strict=True)
+
     def part(self, starts: NDArray[np.int32], ends: NDArray[np.int32]) -> TokenRuns:
         """Some tokens of each, [N]; runs of which there are none are left out."""
         some = ends > starts
@@ -71,17 +83,33 @@ class TokenRuns:
         return int(self.num_tokens.sum(dtype=np.int64))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class ChunkCut:
     """One chunk: read this, and send it as that."""
 
     request: FetchChunk
-    header: StoreChunk
-    """Without its data."""
+    num_bytes: int
+    target: CacheKind
+    to_layer: int
+    to_head: int
+    runs: TokenRuns
 
     def filled(self, data: Array) -> StoreChunk:
         """The chunk, once what was asked for is here."""
-        return replace(self.header, data=data)
+        asked, runs = self.request, self.runs
+        return StoreChunk(
+            self.target.model_hash,
+            self.target.kv,
+            asked.form,
+            self.to_layer,
+            asked.num_layers,
+            self.to_head,
+            asked.num_heads,
+            runs.target_ids,
+            runs.at_target,
+            runs.num_tokens,
+            data,
+        )
 
 
 def cut_pieces(
@@ -135,11 +163,7 @@ def _by_sides(pieces: Sequence[Piece]) -> dict[tuple[range, range, range, range]
         ids = int(piece.source.part_id), int(piece.target.part_id)
         run = *ids, here.tokens.start, there.tokens.start, len(here.tokens)
         sides.setdefault(both, []).append(run)
-    dtypes = np.int64, np.int64, np.int32, np.int32, np.int32
-    return {
-        both: TokenRuns(*map(np.array, zip(*runs, strict=True), dtypes))
-        for both, runs in sides.items()
-    }
+    return {both: TokenRuns.of(runs) for both, runs in sides.items()}
 
 
 def _forms(runs: TokenRuns, block_size: int | None) -> list[tuple[ChunkForm, TokenRuns]]:
@@ -161,6 +185,10 @@ def _forms(runs: TokenRuns, block_size: int | None) -> list[tuple[ChunkForm, Tok
     return [(form, some) for form, some in forms if len(some.num_tokens)]
 
 
+_Lot: TypeAlias = tuple[ChunkForm, range, int, TokenRuns, int]
+"""Heads of the source, where the target's begin, tokens, and bytes of all."""
+
+
 @dataclass(frozen=True)
 class _Cutter:
     """Cuts runs of one form after the other, over the same heads."""
@@ -176,15 +204,17 @@ class _Cutter:
         """As many layers to a chunk as it holds with all tokens, else one."""
         num_bytes = sum(self._shape(form, 1, runs).num_bytes for form, runs in self.forms)
         step = max(1, self.most_bytes // num_bytes)
+        lots: list[_Lot] = []
         for first in range(0, len(layers), step):
             group = layers[first : first + step]
-            for form, runs in self.forms:
-                yield from self._cut_form(form, runs, group, to_layer + first)
+            if not lots or len(group) < step:
+                lots = [lot for form in self.forms for lot in self._lots(*form, len(group))]
+            for lot in lots:
+                yield self._cut(lot, group, to_layer + first)
 
-    def _cut_form(
-        self, form: ChunkForm, runs: TokenRuns, layers: range, to_layer: int
-    ) -> Iterator[ChunkCut]:
-        shape = self._shape(form, len(layers), runs)
+    def _lots(self, form: ChunkForm, runs: TokenRuns, num_layers: int) -> Iterator[_Lot]:
+        """What chunks of so many layers hold, which layers ever they are."""
+        shape = self._shape(form, num_layers, runs)
         room = self.most_bytes - shape.padding_bytes
         # Fewer heads only where a single block or token of all is too much.
         width = len(self.heads)
@@ -193,46 +223,30 @@ class _Cutter:
             width = -(-width // 2)
         num_units = max(1, room // (head_bytes * width))
         unit = self.source.kv.block_size if form is ChunkForm.BLOCKS else 1
+        some = list(_fill(runs, num_units * unit))
         for first in range(0, len(self.heads), width):
             heads = self.heads[first : first + width]
-            for lot in _fill(runs, num_units * unit):
-                yield self._cut(form, lot, (layers, to_layer), (heads, self.to_head + first))
+            for lot in some:
+                of_lot = replace(shape, num_heads=len(heads), num_tokens=lot.total)
+                yield form, heads, self.to_head + first, lot, of_lot.num_bytes
 
     def _shape(self, form: ChunkForm, num_layers: int, runs: TokenRuns) -> ChunkShape:
         layout = layout_of(self.source.kv)
         return ChunkShape(layout, form, num_layers, len(self.heads), runs.total)
 
-    def _cut(
-        self,
-        form: ChunkForm,
-        runs: TokenRuns,
-        layers: tuple[range, int],
-        heads: tuple[range, int],
-    ) -> ChunkCut:
+    def _cut(self, lot: _Lot, layers: range, to_layer: int) -> ChunkCut:
+        form, heads, to_head, runs, num_bytes = lot
         request = FetchChunk(
             form,
-            layers[0].start,
-            len(layers[0]),
-            heads[0].start,
-            len(heads[0]),
+            layers.start,
+            len(layers),
+            heads.start,
+            len(heads),
             runs.source_ids,
             runs.at_source,
             runs.num_tokens,
         )
-        header = StoreChunk(
-            self.target.model_hash,
-            self.target.kv,
-            form,
-            layers[1],
-            len(layers[0]),
-            heads[1],
-            len(heads[0]),
-            runs.target_ids,
-            runs.at_target,
-            runs.num_tokens,
-            _NO_DATA,
-        )
-        return ChunkCut(request, header)
+        return ChunkCut(request, num_bytes, self.target, to_layer, to_head, runs)
 
 
 def _fill(runs: TokenRuns, most_tokens: int) -> Iterator[TokenRuns]:
@@ -240,14 +254,15 @@ def _fill(runs: TokenRuns, most_tokens: int) -> Iterator[TokenRuns]:
     if runs.total <= most_tokens and len(runs.num_tokens) <= MAX_PIECES:
         yield runs
         return
-    ends = np.cumsum(runs.num_tokens, dtype=np.int64)
-    begins, at = ends - runs.num_tokens, 0
-    while at < runs.total:
-        last = min(int(ends.searchsorted(at, "right")) + MAX_PIECES, len(ends)) - 1
-        stop = min(at + most_tokens, int(ends[last]))
-        cuts = [np.clip(x - begins, 0, runs.num_tokens).astype(np.int32) for x in (at, stop)]
-        yield runs.part(*cuts)
-        at = stop
-
-
-_NO_DATA = np.zeros(0, np.uint8)
+    lot, room = [], most_tokens
+    for *ids, at_source, at_target, num_tokens in runs.rows():
+        done = 0
+        while done < num_tokens:
+            num = min(num_tokens - done, room)
+            lot.append((*ids, at_source + done, at_target + done, num))
+            done, room = done + num, room - num
+            if not room or len(lot) == MAX_PIECES:
+                yield TokenRuns.of(lot)
+                lot, room = [], most_tokens
+    if lot:
+        yield TokenRuns.of(lot)

@@ -120,11 +120,9 @@ class KeptLog:
             return None
         return [key for key in missing if self._cached.is_there(key)]
 
-    def slots(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
-        """Where the tokens of these blocks are in the cache, [T]."""
-        first = self._cached.of_keys(keys).astype(np.int64) * self._block_size
-        slots: NDArray[np.int64] = (first[:, None] + np.arange(self._block_size)).reshape(-1)
-        return slots
+    def places(self, keys: Sequence[bytes]) -> NDArray[np.int64]:
+        """Ids of these blocks in the cache, [B]."""
+        return self._cached.of_keys(keys).astype(np.int64)
 
     def _arrive(self, keys: Iterable[bytes]) -> None:
         for key in keys:

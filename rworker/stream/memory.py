@@ -12,7 +12,7 @@ import cpu_kernels
 from cpu_kernels import BlockLayout
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
-from rworker.stream.chunks import ChunkShape, head_bytes_of, layout_of
+from rworker.stream.chunks import ChunkShape, layout_of, sides_of
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
@@ -38,42 +38,48 @@ def scatter(
     layout: BlockLayout,
     pool: NDArray[np.uint8],
     chunk: FetchChunk,
-    slots: NDArray[np.int64],
-    data: NDArray[np.uint8],
+    places: NDArray[np.int64],
+    take: Callable[[int], NDArray[np.uint8]],
     *,
     kernels: ChunkKernels = cpu_kernels,
     num_threads: int = 1,
     team: OpenMPTeam | None = None,
-) -> None:
-    """Make contiguous what lies scattered over a cache's blocks.
+) -> NDArray[np.uint8]:
+    """Make contiguous what lies scattered over a cache's blocks: a chunk's data, uint8
+    [num_bytes]; bytes between its arrays are zero.
 
     Args:
         pool: uint8 [num_layers, num_blocks, block_bytes].
         chunk: what to read; it fits the cache.
-        slots: int64 [T], where its tokens are.
-        data: uint8 [num_bytes], overwritten; bytes between its arrays are
-            zeroed.
+        places: where that is, as ``PlaceChunk`` has it.
+        take: gives uint8 [num_bytes] of memory, which is overwritten.
     """
-    shape = ChunkShape.of(layout, chunk, len(slots))
-    layers = pool[chunk.first_layer : chunk.first_layer + chunk.num_layers]
+    layers, heads = sides_of(chunk)
     if chunk.form is ChunkForm.BLOCKS:
-        for layer, out in zip(layers, shape.blocks(data), strict=True):
-            _read_blocks(layout, layer, _block_ids(layout, slots), _head_bytes(layout, chunk), out)
-        return
-    _clear_padding(shape, data)
-    heads = range(chunk.first_head, chunk.first_head + chunk.num_heads)
-    for index, layer in enumerate(layers):
+        rows, some = _head_rows(layout, pool, layers), _rows_of(layout, places, heads)
+        data = take(len(rows) * some.size * rows.shape[2])
+        # "clip": as they are in the pool, without a buffer in between
+        np.take(rows, some, 1, data.reshape(len(rows), *some.shape, -1), "clip")
+        return data
+    shape = ChunkShape.of(layout, chunk, len(places))
+    data = take(shape.num_bytes)
+    for start, end in shape.gaps:  # what the memory held before is nobody's business
+        data[start:end] = 0
+    of_heads = range(heads.start, heads.stop)
+    for index, layer in enumerate(pool[layers]):
         k, v, scales = shape.tokens(data, index)
         kernels.gather(
-            layout, layer, slots, k, v, scales, heads=heads, num_threads=num_threads, team=team
-        )
+            layout, layer, places, k, v, scales,
+            heads=of_heads, num_threads=num_threads, team=team,
+        )  # fmt: skip
+    return data
 
 
 def gather(
     layout: BlockLayout,
     pool: NDArray[np.uint8],
     chunk: StoreChunk,
-    slots: NDArray[np.int64],
+    places: NDArray[np.int64],
     *,
     kernels: ChunkKernels = cpu_kernels,
     num_threads: int = 1,
@@ -84,49 +90,31 @@ def gather(
     Args:
         pool: uint8 [num_layers, num_blocks, block_bytes].
         chunk: what to write; it fits the cache.
-        slots: int64 [T], where its tokens go.
+        places: where it goes, as ``PlaceChunk`` has it.
     """
-    shape = ChunkShape.of(layout, chunk, len(slots))
-    layers = pool[chunk.first_layer : chunk.first_layer + chunk.num_layers]
+    layers, heads = sides_of(chunk)
     if chunk.form is ChunkForm.BLOCKS:
-        part = _head_bytes(layout, chunk)
-        for layer, blocks in zip(layers, shape.blocks(chunk.data), strict=True):
-            for block, block_id in zip(blocks, _block_ids(layout, slots), strict=True):
-                layer[block_id, part] = block
+        rows, some = _head_rows(layout, pool, layers), _rows_of(layout, places, heads)
+        rows[:, some] = chunk.data.reshape(len(rows), *some.shape, -1)
         return
-    heads = range(chunk.first_head, chunk.first_head + chunk.num_heads)
-    for index, layer in enumerate(layers):
+    shape = ChunkShape.of(layout, chunk, len(places))
+    of_heads = range(heads.start, heads.stop)
+    for index, layer in enumerate(pool[layers]):
         k, v, scales = shape.tokens(chunk.data, index)
         kernels.append(
-            layout, layer, k, v, slots,
-            source=layout.dtype, scales=scales, heads=heads, num_threads=num_threads, team=team,
+            layout, layer, k, v, places,
+            source=layout.dtype, scales=scales, heads=of_heads, num_threads=num_threads, team=team,
         )  # fmt: skip
 
 
-def _read_blocks(
-    layout: BlockLayout,
-    layer: NDArray[np.uint8],
-    block_ids: list[int],
-    part: slice,
-    out: NDArray[np.uint8],
-) -> None:
-    for block, block_id in zip(out, block_ids, strict=True):
-        block[:] = layer[block_id, part]
+def _head_rows(layout: BlockLayout, pool: NDArray[np.uint8], layers: slice) -> NDArray[np.uint8]:
+    """[layers, num_blocks * num_kv_heads, head_bytes], a view."""
+    some = pool[layers]
+    return some.reshape(len(some), -1, some.shape[2] // layout.num_kv_heads)
 
 
-def _block_ids(layout: BlockLayout, slots: NDArray[np.int64]) -> list[int]:
-    ids: list[int] = (slots[:: layout.block_size] // layout.block_size).tolist()
-    return ids
-
-
-def _head_bytes(layout: BlockLayout, chunk: StoreChunk | FetchChunk) -> slice:
-    """Where a chunk's heads are in a block."""
-    head_bytes = head_bytes_of(layout)
-    end = chunk.first_head + chunk.num_heads
-    return slice(chunk.first_head * head_bytes, end * head_bytes)
-
-
-def _clear_padding(shape: ChunkShape, data: NDArray[np.uint8]) -> None:
-    """What a chunk's memory held before is nobody's business."""
-    for start, end in shape.gaps:
-        data[start:end] = 0
+def _rows_of(layout: BlockLayout, block_ids: NDArray[np.int64], heads: slice) -> NDArray[np.int64]:
+    """Where blocks' heads are in ``_head_rows``, [num_blocks, heads]."""
+    firsts = block_ids[:, None] * layout.num_kv_heads
+    rows: NDArray[np.int64] = firsts + np.arange(heads.start, heads.stop)
+    return rows

@@ -208,7 +208,7 @@ class ReplicaLog:
         num_tokens = len(keys) * self._kv.block_size
         yield OpenSequence(CARRIER, num_tokens)
         yield expectation({CARRIER: num_tokens})
-        yield from self._chunks({CARRIER: num_tokens}, self._kept.slots(keys))
+        yield from self._chunks({CARRIER: num_tokens}, self._kept.places(keys))
         yield self._kept.carried(CARRIER, keys)
         yield CloseSequence(CARRIER)
 
@@ -225,9 +225,9 @@ class ReplicaLog:
             yield expectation({sequence: lacking})
 
     def _chunks(
-        self, tokens: dict[int, int], slots: NDArray[np.int64] | None = None
+        self, tokens: dict[int, int], blocks: NDArray[np.int64] | None = None
     ) -> Iterator[StoreChunk]:
-        """In as few chunks as hold them. ``slots``: where the tokens are, [T], if they are
+        """In as few chunks as hold them. ``blocks``: whose tokens they are, [B], if they are
         none of a sequence's of the cache."""
         kv, kind = self._kv, self._kind
         ids = np.fromiter(tokens, np.int64, len(tokens))
@@ -236,9 +236,10 @@ class ReplicaLog:
         runs = TokenRuns(ids, ids, first, first, counts)
         sides = (range(kv.num_layers), 0), (range(kv.num_kv_heads), 0)
         for cut in cut_runs(runs, kind, kind, *sides):
-            if slots is None:
+            if blocks is None:
                 self._source.ask(cut.request)
             else:
                 at, count = int(cut.request.first_tokens[0]), int(cut.request.num_tokens[0])
-                self._source.ask_slots(cut.request, slots[at : at + count])
+                there = slice(at // kv.block_size, (at + count) // kv.block_size)
+                self._source.ask_places(cut.request, blocks[there])
             yield cut.filled(self._source.fetch())

@@ -22,7 +22,6 @@ from fastdecode.wire.kv.exporting import (
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import BeginPull
 from rworker.stream.chunk_endpoints import LocalCache
-from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.stream.cutting import CacheKind, ChunkCut
 from rworker.stream.pieces import Box, Region, redistribute
 from rworker.stream.transfer_plan import TransferPlan
@@ -136,7 +135,7 @@ class ImportTransfer:
         (index, _), cut = taken
         request = replace(cut.request, ticket=self._sources[index].ticket)
         self._ask(index, request, partial(self._came, cut))
-        return ChunkShape.of(layout_of(self._kinds[index].kv), cut.request).num_bytes
+        return cut.num_bytes
 
     def _ask_again(self) -> None:
         asked, self._not_yet = self._not_yet, []

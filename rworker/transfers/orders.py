@@ -112,10 +112,10 @@ def _told(
     if isinstance(message, DescribeExport):
         return Send(number, ExportDescription(hello.model_hash, hello.kv, offered.num_tokens))
     request = replace(message, sequence_ids=np.array([offered.sequence], np.int64))
-    slots = fetch_chunk(cache.books, request)
-    if message.first_tokens[0] + len(slots) > offered.num_tokens:
+    places = fetch_chunk(cache.books, request)
+    if int(message.first_tokens[0] + message.num_tokens[0]) > offered.num_tokens:
         raise ProtocolError(f"{offered.num_tokens} tokens are on offer, and not what is behind")
-    return ReadChunk(number, cache.holder, request, slots)
+    return ReadChunk(number, cache.holder, request, places)
 
 
 def _offer(books: CacheState, message: ExportSequence) -> None:

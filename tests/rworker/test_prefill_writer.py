@@ -246,7 +246,7 @@ def settled() -> Fed:
 def test_what_is_cached_is_read_by_prompt_stages() -> None:
     worker = settled()
     (read,) = worker.by(2, fetched(1, 4))
-    assert isinstance(read, ReadChunk) and (read.to, len(read.slots)) == (2, 4)
+    assert isinstance(read, ReadChunk) and (read.to, len(read.places)) == (2, 4)
     assert (read.request.first_layer, read.request.num_layers) == (1, 1)
     assert read.request.num_heads == HKV
 

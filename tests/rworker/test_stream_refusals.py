@@ -78,7 +78,7 @@ def test_tokens_arrive_layer_by_layer_and_then_it_steps(worker: Worker) -> None:
     for layer in range(NUM_LAYERS):
         (place,) = worker.tell(replace(first, first_layer=layer))
         assert isinstance(place, PlaceChunk)
-        assert place.slots.tolist() == [0, 1, 2, 3]
+        assert place.places.tolist() == [0, 1, 2, 3]
     assert len(worker.run_step(step_of((1, 4, 1)))) == NUM_LAYERS
 
 
@@ -177,7 +177,7 @@ def test_copies_come_before_what_arrives(worker: Worker) -> None:
     assert (len(copy.source_ids), len(copy.target_ids)) == (1, 1)  # type: ignore[union-attr]
     (place,) = worker.tell(chunk((2, 3, 1), data=np.zeros(NUM_LAYERS * HKV * ROW_BYTES, np.uint8)))
     assert isinstance(place, PlaceChunk)
-    assert place.slots[0] // BLOCK_SIZE == copy.target_ids[0]  # type: ignore[union-attr]
+    assert place.places[0] // BLOCK_SIZE == copy.target_ids[0]  # type: ignore[union-attr]
 
 
 # Files.

@@ -18,7 +18,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
-from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
 from rworker.stream.stored_rows import StoredRows
 from sworker.buffers import to_device
 from sworker.device import Gpu
@@ -43,14 +43,15 @@ class DeviceChunks:
         self._cache, self._gpu = cache, gpu
         self._buffers = BufferPool()
 
-    def read(self, request: FetchChunk, slots: NDArray[np.int64]) -> Array:
+    def read(self, request: FetchChunk, places: NDArray[np.int64]) -> Array:
         """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
 
         Args:
             request: fits the cache.
-            slots: int64 [T], of its tokens.
+            places: where that is, as ``PlaceChunk`` has it.
         """
-        cache, (layers, heads), there = self._cache, _sides(request), self._there(slots)
+        cache, (layers, heads) = self._cache, sides_of(request)
+        there = self._there(request, places)
         rows = _as_stored(cache.pool[layers, :, there, heads].cpu(), cache.kv)
         scales = None
         if cache.scales is not None:
@@ -59,31 +60,25 @@ class DeviceChunks:
         StoredRows(rows, scales).write(cache.kv, request, data)
         return data
 
-    def place(self, chunk: StoreChunk, slots: NDArray[np.int64]) -> None:
+    def place(self, chunk: StoreChunk, places: NDArray[np.int64]) -> None:
         """Write a chunk.
 
         Args:
             chunk: fits the cache.
-            slots: int64 [T], where its tokens go.
+            places: where it goes, as ``PlaceChunk`` has it.
         """
-        cache, (layers, heads), there = self._cache, _sides(chunk), self._there(slots)
-        stored = StoredRows.of(cache.kv, chunk, len(slots))
+        cache, (layers, heads) = self._cache, sides_of(chunk)
+        there = self._there(chunk, places)
+        stored = StoredRows.of(cache.kv, chunk, len(there))
         rows = _as_held(torch.from_numpy(stored.rows), cache.kv)
         cache.pool[layers, :, there, heads] = rows.to(cache.pool.device)
         if cache.scales is not None and stored.scales is not None:
             scales = torch.from_numpy(stored.scales)
             cache.scales[layers, :, there, heads] = scales.to(cache.pool.device)
 
-    def _there(self, slots: NDArray[np.int64]) -> Tensor:
+    def _there(self, chunk: FetchChunk | StoreChunk, places: NDArray[np.int64]) -> Tensor:
+        slots = slots_of(chunk.form, places, self._cache.kv.block_size)
         return to_device(torch.from_numpy(slots), self._cache.pool.device, self._gpu)
-
-
-def _sides(chunk: FetchChunk | StoreChunk) -> tuple[slice, slice]:
-    """Its layers and heads."""
-    return (
-        slice(chunk.first_layer, chunk.first_layer + chunk.num_layers),
-        slice(chunk.first_head, chunk.first_head + chunk.num_heads),
-    )
 
 
 def _as_stored(rows: Tensor, kv: KVSpec) -> NDArray[Any]:

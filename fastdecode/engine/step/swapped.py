@@ -30,6 +30,7 @@ from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
 from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
+from rworker.stream.chunks import slots_of
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -189,7 +190,8 @@ class LaneExecutor(TorchExecutor):
     def place(self, place: PlaceChunk) -> None:
         """See ``TorchExecutor``."""
         super().place(place)
-        self._lanes.is_new(place.holder, place.slots)
+        block_size = self._lanes.settle(place.holder).kv.block_size
+        self._lanes.is_new(place.holder, slots_of(place.chunk.form, place.places, block_size))
 
     def _stored(self, holder: HolderId) -> StoredKV:
         return self._lanes.settle(holder)

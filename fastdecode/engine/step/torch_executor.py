@@ -125,11 +125,11 @@ class TorchExecutor:
 
     def place(self, place: PlaceChunk) -> None:
         """See ``RWorkerExecutor``."""
-        self._chunks(place.holder).place(place.chunk, place.slots)
+        self._chunks(place.holder).place(place.chunk, place.places)
 
     def read(self, read: ReadChunk) -> Array:
         """See ``RWorkerExecutor``."""
-        return self._chunks(read.holder).read(read.request, read.slots)
+        return self._chunks(read.holder).read(read.request, read.places)
 
     def _chunks(self, holder: HolderId) -> DeviceChunks:
         found = self._chunks_of.get(holder)
