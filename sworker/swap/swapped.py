@@ -197,12 +197,12 @@ class SwappedKV:
                 self._place(slot)
         return self.hosts[lane]
 
-    def is_new(self, lane: int, tokens: NDArray[np.int64]) -> None:
-        """A lane's slots [T] on the host were written by others: what the device has of
-        these blocks is worth nothing."""
+    def is_new(self, lane: int, blocks: NDArray[np.integer]) -> None:
+        """A lane's blocks [B] on the host were written by others: what the device has of
+        them is worth nothing."""
         for slot in self.slots:
             if slot.lane == lane:
-                slot.is_here[np.unique(tokens // slot.cache.kv.block_size)] = False
+                slot.is_here[blocks] = False
 
     def close(self) -> None:
         """What is under way has come, so memory may be given back: its owners

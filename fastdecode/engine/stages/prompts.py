@@ -26,7 +26,7 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.device_chunks import DeviceChunks
+from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, MergingStep
@@ -207,7 +207,7 @@ class Past:
         self.home = home
         self.holders = frozenset(part.holder for part in missing)
         """They have them."""
-        self._slots, self._kv, self._chunks = slots, cache.kv, DeviceChunks(cache)
+        self._slots, self._kv, self._memory = slots, cache.kv, DeviceMemory(cache)
         self._missing = {part.sequence_id: part for part in missing}
         kv = cache.kv
         shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, 1, kv.num_kv_heads, 1)
@@ -243,7 +243,7 @@ class Past:
         slots = self._slots[first : first + num_tokens].cpu()
         for data in past.parts:
             chunk = self._chunk(asked, data, first_head)
-            self._chunks.place(chunk, slots.numpy())
+            self._memory.place_chunk(chunk, slots.numpy())
             first_head += chunk.num_heads
         if first_head != self._kv.num_kv_heads:
             raise ProtocolError(f"K and V of {first_head} of {self._kv.num_kv_heads} heads came")

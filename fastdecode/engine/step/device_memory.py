@@ -1,34 +1,56 @@
-"""A KV cache on a device as the mover of a disk tier sees it: bytes of blocks."""
+"""A KV cache on a device, as others see it: bytes of blocks to the mover of a disk tier,
+chunks (``fastdecode.wire.kv.chunks``) to whoever fetches from it or brings it something.
+
+A chunk's bytes are those of an R-worker's cache, so R-workers and devices read from
+one another. Copies are queued behind the device's other work, and waited for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.arrays import Array
+from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
+from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
+from rworker.stream.stored_rows import StoredRows
+from sworker.buffers import to_device
+from sworker.device import Gpu
+from sworker.dtypes import pack_int4, torch_dtype, unpack_int4
 from sworker.paged import StoredKV
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
+_SIGN = 0x80
+"""An R-worker stores int8 as value + 128."""
+_CELL = 8
+"""Elements of int4 that share 4 bytes in a stored row."""
+
 
 class DeviceMemory:
     """See ``rworker.tiers.mover.CacheMemory``. A block of a layer is its K and V, and
-    behind them their scales, if there are any. Copies are queued behind the device's
-    other work, and waited for: call this in threads that nobody waits for.
+    behind them their scales, if there are any. Call its methods of blocks in threads that
+    nobody waits for.
 
     Args:
         cache: on the device, or what such a cache has in the host's memory.
+        gpu: the device's driver, in place of torch's.
     """
 
-    def __init__(self, cache: StoredKV) -> None:
-        self._parts = [part for part in (cache.pool, cache.scales) if part is not None]
+    def __init__(self, cache: StoredKV, gpu: Gpu | None = None) -> None:
+        self._cache, self._gpu = cache, gpu
         self._block_size = cache.kv.block_size
         self.num_layers = len(cache.pool)
-        self.layer_bytes = sum(self._bytes_of(part) for part in self._parts)
+        self.layer_bytes = sum(map(self._bytes_of, self._parts))
+        self._buffers = BufferPool()
 
     def read(self, block: int, into: Bytes) -> None:
         """See ``CacheMemory``."""
@@ -45,9 +67,47 @@ class DeviceMemory:
         for part in self._parts:
             self._rows(part, block).zero_()
 
-    def slots_of(self, block: int) -> NDArray[np.int64]:
-        """Of a block's tokens."""
-        return np.arange(block * self._block_size, (block + 1) * self._block_size)
+    def read_chunk(self, request: FetchChunk, places: NDArray[np.int64]) -> Array:
+        """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
+
+        Args:
+            request: fits the cache.
+            places: where that is, as ``PlaceChunk`` has it.
+        """
+        cache, (layers, heads) = self._stored(), sides_of(request)
+        there = self._there(request, places)
+        rows = _as_stored(cache.pool[layers, :, there, heads].cpu(), cache.kv)
+        scales = None
+        if cache.scales is not None:
+            scales = cache.scales[layers, :, there, heads].cpu().numpy()
+        data = self._buffers.take(ChunkShape.of(layout_of(cache.kv), request).num_bytes)
+        StoredRows(rows, scales).write(cache.kv, request, data)
+        return data
+
+    def place_chunk(self, chunk: StoreChunk, places: NDArray[np.int64]) -> None:
+        """Write a chunk.
+
+        Args:
+            chunk: fits the cache.
+            places: where it goes, as ``PlaceChunk`` has it.
+        """
+        cache, (layers, heads) = self._stored(), sides_of(chunk)
+        there = self._there(chunk, places)
+        stored = StoredRows.of(cache.kv, chunk, len(there))
+        rows = _as_held(torch.from_numpy(stored.rows), cache.kv)
+        cache.pool[layers, :, there, heads] = rows.to(cache.pool.device)
+        if cache.scales is not None and stored.scales is not None:
+            scales = torch.from_numpy(stored.scales)
+            cache.scales[layers, :, there, heads] = scales.to(cache.pool.device)
+
+    def _stored(self) -> StoredKV:
+        """The cache, with all that ended steps have stored."""
+        return self._cache
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        cache = self._stored()
+        return [part for part in (cache.pool, cache.scales) if part is not None]
 
     def _both(self, block: int, layers: range, data: Bytes) -> Iterator[tuple[Tensor, Bytes]]:
         """A block's rows of each part in some layers, and their bytes of ``data``
@@ -65,3 +125,42 @@ class DeviceMemory:
     def _bytes_of(self, part: Tensor) -> int:
         """Of a block, in one layer."""
         return 2 * self._block_size * part[0, 0, 0].nbytes
+
+    def _there(self, chunk: FetchChunk | StoreChunk, places: NDArray[np.int64]) -> Tensor:
+        """Slots on the device."""
+        slots = torch.from_numpy(slots_of(chunk.form, places, self._block_size))
+        return to_device(slots, self._cache.pool.device, self._gpu)
+
+
+def _as_stored(rows: Tensor, kv: KVSpec) -> NDArray[Any]:
+    """Rows of a pool, on the host, as an R-worker stores them."""
+    if kv.dtype is DType.INT8:
+        return rows.view(torch.uint8).numpy() ^ _SIGN
+    if kv.dtype is DType.INT4:
+        return _as_cells(unpack_int4(rows, kv.head_dim)).numpy()
+    return (rows if kv.dtype is DType.FLOAT32 else rows.view(torch.uint16)).numpy()
+
+
+def _as_held(rows: Tensor, kv: KVSpec) -> Tensor:
+    """The inverse of ``_as_stored``."""
+    if kv.dtype is DType.INT8:
+        return (rows ^ _SIGN).view(torch.int8)
+    if kv.dtype is DType.INT4:
+        return pack_int4(_of_cells(rows)[..., : kv.head_dim])
+    return rows.view(torch_dtype(kv.dtype))
+
+
+def _as_cells(whole: Tensor) -> Tensor:
+    """int4 as int8 [..., D] → uint8 [..., 4 * ceil(D / 8)]: of each eight elements byte i
+    holds element i in its lower half and element i + 4 in its upper half."""
+    biased = torch.nn.functional.pad(whole + 8, (0, -whole.shape[-1] % _CELL)).to(torch.uint8)
+    low, high = biased.unflatten(-1, (-1, 2, _CELL // 2)).unbind(-2)
+    packed: Tensor = (low | high << 4).flatten(-2)
+    return packed
+
+
+def _of_cells(cells: Tensor) -> Tensor:
+    """The inverse of ``_as_cells``, int8 [..., 8 * ceil(D / 8)]."""
+    words: Tensor = cells.unflatten(-1, (-1, _CELL // 2))
+    biased: Tensor = torch.stack((words & 15, words >> 4), dim=-2).flatten(-3)
+    return biased.to(torch.int8).sub_(8)

@@ -20,17 +20,16 @@ from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
+from fastdecode.wire.kv.chunks import ChunkForm
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
 from rworker.instructions import Compute, CopyBlocks, PlaceChunk, Prepare
-from rworker.stream.chunks import slots_of
 from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -140,10 +139,10 @@ class SwappedLanes:
         with self._moving:
             return self.kv.settle(lane)
 
-    def is_new(self, lane: HolderId, slots: NDArray[np.int64]) -> None:
-        """Slots [T] of a lane were written on the host: the device has what was there before."""
+    def is_new(self, lane: HolderId, blocks: NDArray[np.integer]) -> None:
+        """Blocks [B] of a lane were written on the host: the device has what was there before."""
         with self._moving:
-            self.kv.is_new(lane, slots)
+            self.kv.is_new(lane, blocks)
 
 
 class LaneExecutor(TorchExecutor):
@@ -177,30 +176,26 @@ class LaneExecutor(TorchExecutor):
     def compute(self, compute: Compute) -> AttendResult:
         """See ``TorchExecutor``."""
         stored = super().compute(compute)
-        self._lanes.is_new(compute.holder, compute.plan.slots)
+        size = self._stored(compute.holder).kv.block_size
+        self._lanes.is_new(compute.holder, compute.plan.slots // size)
         return stored
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         """See ``TorchExecutor``."""
         super().copy_blocks(copy)
-        memory = self._memory_of(copy.holder)
-        for block in copy.target_ids.tolist():
-            self._lanes.is_new(copy.holder, memory.slots_of(block))
+        self._lanes.is_new(copy.holder, copy.target_ids)
 
     def place(self, place: PlaceChunk) -> None:
         """See ``TorchExecutor``."""
         super().place(place)
-        block_size = self._lanes.settle(place.holder).kv.block_size
-        self._lanes.is_new(place.holder, slots_of(place.chunk.form, place.places, block_size))
+        size, places = self._stored(place.holder).kv.block_size, place.places
+        is_whole = place.chunk.form is ChunkForm.BLOCKS
+        self._lanes.is_new(place.holder, places if is_whole else places // size)
 
     def _stored(self, holder: HolderId) -> StoredKV:
         return self._lanes.settle(holder)
 
-    def _chunks(self, holder: HolderId) -> DeviceChunks:
-        self._lanes.settle(holder)
-        return super()._chunks(holder)
-
-    def _memory_of(self, holder: HolderId) -> DeviceMemory:
+    def _new_memory(self, holder: HolderId) -> DeviceMemory:
         return LaneMemory(self._lanes, holder)
 
 
@@ -208,23 +203,21 @@ class LaneMemory(DeviceMemory):
     """A lane's blocks, in the host's memory; see ``DeviceMemory``."""
 
     def __init__(self, lanes: SwappedLanes, lane: HolderId) -> None:
-        super().__init__(lanes.settle(lane))
         self._lanes, self._lane = lanes, lane
-
-    def read(self, block: int, into: Bytes) -> None:
-        """See ``DeviceMemory``."""
-        self._lanes.settle(self._lane)
-        super().read(block, into)
+        super().__init__(lanes.settle(lane), lanes.gpu)
 
     def write(self, layers: range, block: int, data: Bytes) -> None:
         """See ``DeviceMemory``."""
         super().write(layers, block, data)
-        self._lanes.is_new(self._lane, self.slots_of(block))
+        self._lanes.is_new(self._lane, np.array([block]))
 
     def clear(self, block: int) -> None:
         """See ``DeviceMemory``."""
         super().clear(block)
-        self._lanes.is_new(self._lane, self.slots_of(block))
+        self._lanes.is_new(self._lane, np.array([block]))
+
+    def _stored(self) -> StoredKV:
+        return self._lanes.settle(self._lane)
 
 
 class SwappedAttention:

@@ -19,7 +19,6 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.arrays import Array
@@ -73,7 +72,7 @@ class TorchExecutor:
         self.caches: dict[HolderId, PagedKV] = {}
         self.memories: dict[HolderId, BlockMemory] = {}
         """In the host's memory, where kept blocks go there."""
-        self._chunks_of: dict[HolderId, DeviceChunks] = {}
+        self._memory: dict[HolderId, DeviceMemory] = {}
 
     def prepare(self, prepare: Prepare) -> None:
         """See ``RWorkerExecutor``.
@@ -125,25 +124,24 @@ class TorchExecutor:
 
     def place(self, place: PlaceChunk) -> None:
         """See ``RWorkerExecutor``."""
-        self._chunks(place.holder).place(place.chunk, place.places)
+        self._memory_of(place.holder).place_chunk(place.chunk, place.places)
 
     def read(self, read: ReadChunk) -> Array:
         """See ``RWorkerExecutor``."""
-        return self._chunks(read.holder).read(read.request, read.places)
-
-    def _chunks(self, holder: HolderId) -> DeviceChunks:
-        found = self._chunks_of.get(holder)
-        if found is None:
-            found = self._chunks_of[holder] = DeviceChunks(self._stored(holder), self.gpu)
-        return found
+        return self._memory_of(read.holder).read_chunk(read.request, read.places)
 
     def _stored(self, holder: HolderId) -> StoredKV:
         """Where a holder's K and V are, between two steps."""
         return self.caches[holder]
 
     def _memory_of(self, holder: HolderId) -> DeviceMemory:
-        """The blocks that go to disk and come back."""
-        return DeviceMemory(self._stored(holder))
+        """A holder's cache, as others read and write it."""
+        if holder not in self._memory:
+            self._memory[holder] = self._new_memory(holder)
+        return self._memory[holder]
+
+    def _new_memory(self, holder: HolderId) -> DeviceMemory:
+        return DeviceMemory(self._stored(holder), self.gpu)
 
     def drop(self, drop: Drop) -> None:
         """See ``RWorkerExecutor``."""
@@ -163,14 +161,14 @@ class TorchExecutor:
 
     def drop_all(self) -> None:
         """Free every cache."""
-        for holder in {*self.caches, *self._chunks_of}:
+        for holder in {*self.caches, *self._memory}:
             self._forget(holder)
 
     def _forget(self, holder: HolderId) -> None:
         self.tiers.close(holder)
         self.caches.pop(holder, None)
         self.memories.pop(holder, None)
-        self._chunks_of.pop(holder, None)
+        self._memory.pop(holder, None)
 
 
 def kv_spec_of(prepare: Prepare) -> KVSpec:
