@@ -204,15 +204,9 @@ def attend(
     check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
     ragged = num_rows > context_lens.shape[0]
     plan = plan_attend(
-        layout,
-        num_q_heads // layout.num_kv_heads,
-        source,
-        ragged,
-        level,
-        compare_levels,
-        prefetch.hint,
-        prefetch.byte_tiles,
-    )
+        layout, num_q_heads // layout.num_kv_heads, source, ragged, level, compare_levels,
+        prefetch.hint, prefetch.byte_tiles,
+    )  # fmt: skip
     k, v = last or (_NO_ROWS[q.dtype], _NO_ROWS[q.dtype])
     room, code, index = 0, driver.MORE_ROOM, 0
     while code == driver.MORE_ROOM:

@@ -17,7 +17,7 @@ PATH = (ROOT / "docs" / "design" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
 
 MOST_FILES = 52
-MOST_LINES = 2_478
+MOST_LINES = 2_474
 """Lower them when a change makes them smaller; the goal is 45 and 2,000."""
 
 
