@@ -208,10 +208,11 @@ class ReadReplica:
 
 @dataclass(frozen=True)
 class RemoveReplica:
-    """No file has a holder's replica any more."""
+    """No file has a holder's replica of a link up to this one any more."""
 
     holder: HolderId
     session: int
+    link: int
 
 
 @dataclass(frozen=True)

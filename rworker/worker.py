@@ -234,9 +234,9 @@ class RWorker:
                 self.behind.obey(instruction)
             case ReadReplica():
                 self._restore(instruction)
-            case RemoveReplica(holder, session):
+            case RemoveReplica(holder, session, link):
                 if self.behind.files is not None:
-                    self.behind.files.remove(session, holder)
+                    self.behind.files.remove(session, holder, link)
             case OpenTier():
                 for page in executor.open_tier(instruction):
                     self._send(instruction.to, page)

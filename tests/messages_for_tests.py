@@ -182,7 +182,7 @@ def to_r_worker() -> list[ToRWorker]:
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
         TruncateSequence(2, 7),
         TakeOver(1 << 62, *pieces[:2]),
-        DropCache(1 << 62, 3, 2),
+        DropCache(1 << 62, 3, 2, 5),
         Replicate("tcp://127.0.0.1:5555", "rank 3", 1 << 26, 4, 300.0),
         Restore(1 << 40, 4, 2),
         KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),

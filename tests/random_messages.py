@@ -226,7 +226,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Attend: attends(),
     TruncateSequence: st.builds(TruncateSequence, INTS, INTS),
     TakeOver: st.builds(TakeOver, INTS, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS),
-    DropCache: st.builds(DropCache, INTS, INTS, INTS),
+    DropCache: st.builds(DropCache, INTS, INTS, INTS, INTS),
     Replicate: st.builds(Replicate, TEXTS, TEXTS, INTS, INTS, FLOATS, INTS),
     Replicated: st.builds(Replicated, INTS, INTS, INTS, INTS),
     Restore: st.builds(Restore, INTS, INTS, INTS),

@@ -49,7 +49,7 @@ class ProcessFiles:
 
     def sink(self, order: LinkReplica) -> ReplicaSink:
         session = order.books.hello.session
-        self.remove(session, order.holder)
+        self.remove(session, order.holder, order.number)
         name = session, order.holder, order.number
         written: list[_File] = []
 
@@ -74,9 +74,9 @@ class ProcessFiles:
             raise ConfigError("there is no such file")
         yield from list(self._disk.files[name])
 
-    def remove(self, session: int, holder: int) -> None:
+    def remove(self, session: int, holder: int, link: int) -> None:
         files = self._disk.files
-        for name in [name for name in files if name[:2] == (session, holder)]:
+        for name in [x for x in files if x[:2] == (session, holder) and x[2] <= link]:
             del files[name]
 
 

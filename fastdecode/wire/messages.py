@@ -158,7 +158,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""

@@ -15,9 +15,11 @@ one's place when it has all of it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,11 +36,15 @@ from rworker.stream.files import RecordWriter, read_records
 from rworker.stream.mirror import UNANSWERED
 from rworker.transfers.neighbours import NeighbourConnection
 
+logger = logging.getLogger(__name__)
+
 MOST_LENGTHS: Final = 2.0
 """Of the cache, that a file may be long before it is written anew."""
 LEAST_BYTES: Final = 1 << 26
 """That it may be long in any case."""
 _NEW: Final = ".new"
+_OLD_S: Final = 3600.0
+"""Since a file was written last that its job may have left behind."""
 
 
 def _nothing() -> None:
@@ -68,11 +74,13 @@ class ReplicaFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._has_looked = False
 
     def sink(self, order: LinkReplica) -> ReplicaSink:
         """For the replica that is asked for."""
         hello = order.books.hello
-        self.remove(hello.session, order.holder)  # earlier ones are over
+        self._tell_of_old(hello.session)
+        self.remove(hello.session, order.holder, order.number)  # earlier ones are over
         path = self._path(hello.session, order.holder, order.number)
         cache_bytes = order.books.store.num_blocks * hello.kv.block_bytes
         return ReplicaSink(
@@ -91,13 +99,34 @@ class ReplicaFiles:
         path = self._path(order.session, order.holder, order.link)
         yield from cast(Iterator[ToRWorker], read_records(path))  # its state refuses others
 
-    def remove(self, session: int, holder: int, link: int | None = None) -> None:
-        """No file of a link, or of all links, has a holder's cache any more. One that can't
+    def remove(self, session: int, holder: int, link: int) -> None:
+        """No file of a link, or of an earlier one, has a holder's cache any more. A later one
+        is a successor's, of which an R-worker that was given up may not know. One that can't
         be removed stays."""
-        of_link = "" if link is None else f"{link}.kv"
-        for path in self._directory.glob(f"{_stem(session, holder)}{of_link}*"):
+        for path in self._directory.glob(f"{_stem(session, holder)}*.kv*"):
+            with contextlib.suppress(OSError, ValueError):  # not a number: not ours
+                if int(path.name.split(".")[0].rpartition("-")[2]) <= link:
+                    path.unlink()
+
+    def _tell_of_old(self, session: int) -> None:
+        """Once: what killed jobs may have left here. Whether they are over, only people know."""
+        if self._has_looked:
+            return
+        self._has_looked, since_s = True, time.time() - _OLD_S
+        own, old = _stem(session, 0)[:-2], dict[str, int]()
+        for path in self._directory.glob("replica-*.kv*"):
             with contextlib.suppress(OSError):
-                path.unlink()
+                found = path.lstat()
+                if not path.name.startswith(own) and found.st_mtime < since_s:
+                    old[path.name] = found.st_size
+        if old:
+            logger.warning(
+                "%s: replicas of other jobs (%d bytes) that nobody has written for an hour: %s. "
+                "Remove those of jobs that are over",
+                self._directory,
+                sum(old.values()),
+                ", ".join(sorted(old)),
+            )
 
     def _path(self, session: int, holder: int, link: int) -> Path:
         return self._directory / f"{_stem(session, holder)}{link}.kv"

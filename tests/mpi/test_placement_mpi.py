@@ -195,8 +195,10 @@ def write_long_prompts(path: Path) -> None:
 
 PROTECTED = ("prefill:2", "decode:2")
 """Ranks: 0 controls; 1 to 3 run prompts; 4 to 6 go on with them. 5 and 6 are R-workers."""
+IN_FILES = "--replicas 1 --replica-store disk --cache-disk DIR --cache-disk-gb 0.01 --prefix-cache on"
 LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
     "R-worker with a replica": (PROTECTED, "--replicas 1", 6, signal.SIGKILL),
+    "R-worker with a file": (PROTECTED, IN_FILES, 6, signal.SIGKILL),
     "decode stopped": (THREE, "", 5, signal.SIGSTOP),
 }
 MORE_LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
@@ -224,11 +226,11 @@ def test_who_is_lost_is_gone_on_without(
     trouble: signal.Signals,
     limit: StepLimit,
 ) -> None:
-    counted = Job(tmp_path, model, *instances, options=options.split(), limit=limit).lose(
-        rank, trouble
-    )
+    given = options.replace("DIR", str(tmp_path / "kv")).split()
+    counted = Job(tmp_path, model, *instances, options=given, limit=limit).lose(rank, trouble)
     if "--replicas" in options:
         assert counted["moved"] == 0  # the replica takes over
+    assert not list(tmp_path.glob("kv/replica-*"))
 
 
 SEVERAL = ("prefill:1:tp=2", "decode:2:pp=2", "decode:1")

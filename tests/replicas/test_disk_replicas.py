@@ -51,8 +51,8 @@ def _files(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"spare_r_workers": 1}, {"r_partition": "heads"}, {"pp": 2}],
-    ids=["whole", "replaced", "heads", "stages"],
+    [{}, {"r_workers": 2}, {"spare_r_workers": 1}, {"r_partition": "heads"}, {"pp": 2}],
+    ids=["whole", "two", "replaced", "heads", "stages"],
 )
 @pytest.mark.usefixtures("at_once")
 def test_a_lost_r_worker_costs_no_token_that_its_file_has(

@@ -100,8 +100,39 @@ def test_a_new_link_ends_the_files_of_those_before(tmp_path: Path) -> None:
     other.touch()
     _written(files, number=2)
     assert len(list(tmp_path.iterdir())) == 2 and other.exists()
-    files.remove(HELLO.session, HOLDER)
+    files.remove(HELLO.session, HOLDER, 2)
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_an_r_worker_that_was_given_up_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+    """On a disk that both reach: it learns late what was to be removed, or begins a link
+    that is over."""
+    files = ReplicaFiles(tmp_path)
+    _written(files, *CHANGES, number=LINK)
+    late = ReplicaFiles(tmp_path)
+    late.remove(HELLO.session, HOLDER, LINK - 1)
+    sink = late.sink(_order(LINK - 1))
+    sink.connect().close()
+    sink.discard()
+    assert _read(files, "torn") == [HELLO, *CHANGES]
+    late.remove(HELLO.session, HOLDER, LINK)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_jobs_that_were_killed_have_left_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing of it is removed: a file that is old may be one of a job that rests."""
+    old, new = (tmp_path / f"replica-000000000000000{session}-0-1.kv" for session in (6, 7))
+    for path in (old, new):
+        path.write_bytes(bytes(2000))
+    os.utime(old, (1.0, 1.0))
+    files = ReplicaFiles(tmp_path)
+    for number in (1, 2):
+        _written(files, number=number)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "(2000 bytes)" in said and f"for an hour: {old.name}. " in said
+    assert old.exists() and new.exists()
 
 
 def test_the_second_file_of_a_link_takes_the_place_of_the_first(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import Role
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Drop, HangUp, Send, Stop, Unlink
+from rworker.instructions import Drop, HangUp, RemoveReplica, Send, Stop, Unlink
 from rworker.stream.chunks import expectation
 from rworker.worker import RWorker, serve_next
 
@@ -366,6 +366,13 @@ def test_a_replica_is_dropped_with_whoever_kept_it_up_to_date(peers: Peers) -> N
     assert peers.say(S_WORKER, DropCache(SESSION, 0, 1)) == (Send(S_WORKER, Dropped(1, 0)),)
     peers.gone(NEIGHBOUR)
     assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome), "its memory is free"
+
+
+def test_files_end_with_a_replica_that_was_in_one(peers: Peers) -> None:
+    """Up to the link that is named, and none, where it was in memory."""
+    removed = RemoveReplica(HolderId(0), SESSION, 3)
+    assert removed in peers.say(S_WORKER, DropCache(SESSION, 0, 1, link=3))
+    assert peers.say(S_WORKER, DropCache(SESSION, 0, 1)) == (Send(S_WORKER, Dropped(1, 0)),)
 
 
 def test_a_cache_that_was_taken_over_is_dropped_when_nothing_is_left_of_it(peers: Peers) -> None:

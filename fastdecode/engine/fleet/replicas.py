@@ -598,7 +598,7 @@ def replicate(
     """
     circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
-        if DISK in options.keepers.values():
+        if options.are_in_files:
             _check_disks(fleet, {x: each for x, each in welcomes.items() if x == GROUP})
         else:
             welcomes = offer_room(fleet, hello, welcomes)

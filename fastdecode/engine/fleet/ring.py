@@ -59,6 +59,15 @@ class LinkOptions:
     begin_s: float = 0.0
     """How long the start waits for all replicas; 0: they come while sequences run."""
 
+    @property
+    def are_in_files(self) -> bool:
+        """Whether all replicas are."""
+        return DISK in self.keepers.values()
+
+    def address(self, keeper: HolderId) -> str:
+        """Where a keeper is, as R-workers call it."""
+        return ON_DISK if keeper == DISK else self.addresses[keeper]
+
 
 class Links:
     """The last link of each holder: the number by which news of it are told
@@ -184,8 +193,7 @@ class Ring:
             names = self.options.addresses
             expected = names[guest] if guest is not None and guest in new else ""
             guest_line = 0 if guest is None else self.links.line(guest)
-            keeper = self._keepers[holder]
-            address = ON_DISK if keeper == DISK else names[keeper]
+            address = self.options.address(self._keepers[holder])
             self.links.tell(holder, address, expected, guest_line)
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
@@ -204,9 +212,9 @@ class Ring:
     def keeper_of(self, holder: HolderId) -> HolderId | None:
         """The R-worker that keeps a holder's replica, or restores it; None: there is none,
         or it is lost."""
-        keeper = self._keepers.get(holder)
         gone, placement = self._fleet.gone, self._fleet.placement
-        if keeper != DISK:
+        if not self._is_in_file(holder):
+            keeper = self._keepers.get(holder)
             return None if keeper in gone else keeper
         circle = [*self.options.keepers]
         at = circle.index(holder)
@@ -215,15 +223,18 @@ class Ring:
 
     def restore(self, holder: HolderId) -> None:
         """The R-worker that a lost holder was moved to reads the replica, if it is in a file."""
-        if self._keepers.get(holder) == DISK:
+        if self._is_in_file(holder):
             order = Restore(self.options.session, self.links.number(holder), holder)
             self._fleet.send(holder, order)
 
     def keep_again(self, holder: HolderId) -> None:
         """The R-worker that restored a holder keeps its replica in a file."""
-        if self._keepers.get(holder) == DISK:
+        if self._is_in_file(holder):
             self._begin(holder)
             self.links.tell(holder, ON_DISK, "")
+
+    def _is_in_file(self, holder: HolderId) -> bool:
+        return self._keepers.get(holder) == DISK
 
     def lose(self, holder: HolderId) -> None:
         """A holder is lost: its replica is the last of it, and the one that it
@@ -240,9 +251,9 @@ class Ring:
     def forget(self, holder: HolderId) -> None:
         """Nobody goes on with a replica, or not any more; also where it was
         taken over."""
-        keeper = self.keeper_of(holder)
-        is_own = self._keepers.pop(holder, None) == DISK and keeper == holder
-        if keeper is not None and not is_own:
+        keeper, is_own = self.keeper_of(holder), self._is_in_file(holder)
+        self._keepers.pop(holder, None)
+        if keeper is not None and not (is_own and keeper == holder):
             self._drop(holder, keeper)
 
     def copy(self, holder: HolderId) -> None:
@@ -296,7 +307,8 @@ class Ring:
         """Have a cache dropped."""
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
-            self._fleet.send(keeper, DropCache(self.options.session, holder, keeper))
+            link = self.links.number(holder) if self.options.are_in_files else 0
+            self._fleet.send(keeper, DropCache(self.options.session, holder, keeper, link))
 
     def _end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""

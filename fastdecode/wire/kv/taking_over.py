@@ -117,6 +117,8 @@ class DropCache(ForHolder):
     peer's. There needn't be one."""
     holder: int = THE_ONLY
     """Another of the R-worker's, for the answer."""
+    link: int = 0
+    """Files of replicas that were made over links up to this one are over, too."""
 
     said_by = S_WORKERS
 
