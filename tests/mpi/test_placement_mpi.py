@@ -105,6 +105,8 @@ class Job:
         ]  # fmt: skip
         self._alone = ("--model", model, *ENGINE, "--r-threads", "1")
         self._limit = limit
+        self.said = ""
+        """By all ranks."""
 
     @property
     def alone(self) -> str:
@@ -124,6 +126,7 @@ class Job:
     def check(self, outcome: Outcome) -> dict[str, Any]:
         """All was answered as one engine does. What is told of the instances."""
         assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
+        self.said = outcome.output
         assert answers_of(self.output.read_text()) == answers_of(self.alone)
         counted: dict[str, Any] = json.loads(self.summary.read_text())["instances"]
         return counted
@@ -195,10 +198,9 @@ def write_long_prompts(path: Path) -> None:
 
 PROTECTED = ("prefill:2", "decode:2")
 """Ranks: 0 controls; 1 to 3 run prompts; 4 to 6 go on with them. 5 and 6 are R-workers."""
-IN_FILES = "--replicas 1 --replica-store disk --cache-disk DIR --cache-disk-gb 0.01 --prefix-cache on"
 LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
     "R-worker with a replica": (PROTECTED, "--replicas 1", 6, signal.SIGKILL),
-    "R-worker with a file": (PROTECTED, IN_FILES, 6, signal.SIGKILL),
+    "R-worker with a file": (PROTECTED, "--replicas 1 --replica-store disk", 6, signal.SIGKILL),
     "decode stopped": (THREE, "", 5, signal.SIGSTOP),
 }
 MORE_LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
@@ -226,10 +228,13 @@ def test_who_is_lost_is_gone_on_without(
     trouble: signal.Signals,
     limit: StepLimit,
 ) -> None:
-    given = options.replace("DIR", str(tmp_path / "kv")).split()
-    counted = Job(tmp_path, model, *instances, options=given, limit=limit).lose(rank, trouble)
+    disk = ["--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01"]
+    launch = disk if "disk" in options else []
+    job = Job(tmp_path, model, *instances, options=options.split(), launch=launch, limit=limit)
+    counted = job.lose(rank, trouble)
     if "--replicas" in options:
-        assert counted["moved"] == 0  # the replica takes over
+        assert counted["moved"] == 0
+        assert "with the replica that it has kept" in job.said
     assert not list(tmp_path.glob("kv/replica-*"))
 
 
