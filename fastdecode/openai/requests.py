@@ -246,7 +246,7 @@ class RequestReader:
     def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
             text = (
-                "need a chat template, and the model has none: give one by --chat-template, or "
+                "can't be rendered: the model has no chat template. Give one by --chat-template, or "
                 "use /v1/completions"
             )
             refuse("messages", text, "no_chat_template")
