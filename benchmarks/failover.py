@@ -103,8 +103,7 @@ class Run:
                 dtype="float32",
                 lanes=1,
                 prefill_chunk=len(self._prompts[0]) + options.tokens,
-                replicas=self._way.replicas,
-                replica_store=self._way.store,
+                replicas="disk" if self._way.store == "disk" else self._way.replicas,
                 prefix_cache="off",
             ) as llm,
         ):

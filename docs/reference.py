@@ -103,6 +103,8 @@ def options_type() -> Iterator[str]:
 
 def _type_of(each: Declared) -> str:
     kind = "Sequence[str]" if each.kind is tuple else each.kind.__name__
+    if each.kind is int and each.option.choices:
+        kind = "int | str"
     if each.name == "dtype":
         kind = f"{kind} | torch.dtype"
     return f"{kind} | None" if each.default is None else kind

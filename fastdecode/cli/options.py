@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -86,11 +86,17 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
         arguments.add_argument(
             each.flag,
             dest=each.name,
-            type=lanes if each.option.auto else each.kind,
+            type=_reader(each),
             default=each.default,
             metavar=each.option.metavar,
             help=shown,
         )
+
+
+def _reader(each: Declared) -> Callable[[str], object]:
+    if each.kind is int and each.option.choices:
+        return lambda text: int(text) if text.isdecimal() else text
+    return lanes if each.option.auto else each.kind
 
 
 def lanes(text: str) -> int | None:

@@ -34,8 +34,7 @@ class LLMOptions(TypedDict, total=False):
     kv_memory_gb: float | None
     device_kv_gb: float | None
     block_size: int
-    replicas: int
-    replica_store: str
+    replicas: int | str
     max_num_sequences: int
     prefill_chunk: int | None
     max_step_tokens: int | None

@@ -213,7 +213,7 @@ def _session(
             session_path(options.output),
             addresses,
             counts if options.begin == "resume" else None,
-            num_replicas=config.r_part.replicas,
+            num_replicas=config.r_part.num_replicas,
         )
     except BaseException:
         held.let_go()

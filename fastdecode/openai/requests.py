@@ -246,8 +246,8 @@ class RequestReader:
     def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
             text = (
-                "can't be rendered: the model has no chat template. Give one by --chat-template, or "
-                "use /v1/completions"
+                "can't be rendered, as the model has no chat template: give one by "
+                "--chat-template, or use /v1/completions"
             )
             refuse("messages", text, "no_chat_template")
         variables = body.get("chat_template_kwargs")

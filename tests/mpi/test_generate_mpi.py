@@ -230,7 +230,7 @@ def test_a_killed_r_worker_is_restored_from_its_file(
     """Only tokens that had not reached the disk are run again; no file is left."""
     summary, directory = tmp_path / "summary.json", tmp_path / "kv"
     options, output, expected = job(80)
-    options += ["--replicas", "1", "--replica-store", "disk", "--summary", str(summary)]
+    options += ["--replicas", "disk", "--summary", str(summary)]
     command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options, ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     command += ["--cache-disk", str(directory), "--cache-disk-gb", "0.01"]

@@ -200,7 +200,7 @@ PROTECTED = ("prefill:2", "decode:2")
 """Ranks: 0 controls; 1 to 3 run prompts; 4 to 6 go on with them. 5 and 6 are R-workers."""
 LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {
     "R-worker with a replica": (PROTECTED, "--replicas 1", 6, signal.SIGKILL),
-    "R-worker with a file": (PROTECTED, "--replicas 1 --replica-store disk", 6, signal.SIGKILL),
+    "R-worker with a file": (PROTECTED, "--replicas disk", 6, signal.SIGKILL),
     "decode stopped": (THREE, "", 5, signal.SIGSTOP),
 }
 MORE_LOST: dict[str, tuple[tuple[str, ...], str, int, signal.Signals]] = {

@@ -41,7 +41,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _on_disk(directory: Path, **options: Any) -> dict[str, Any]:
-    disk = {"replica_store": "disk", "cache_disk": str(directory), "cache_disk_gb": 0.01}
+    disk = {"replicas": "disk", "cache_disk": str(directory), "cache_disk_gb": 0.01}
     return {**disk, **options}
 
 
@@ -228,7 +228,7 @@ def test_a_full_disk_leaves_no_file_behind(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"replicas": 0}, "replica_store='disk' needs replicas=1"),
+        ({"replicas": "disc"}, "replicas='disc' is not disk, or a whole number from 0 to 1"),
         ({"cache_disk": None, "cache_disk_gb": None}, "needs a disk, and R-worker r[0-2] has none"),
         ({"cache_disk": None, "cache_disk_gb": None, "pp": 2}, "needs a disk, and .* has none"),
         ({"kv_placement": "gpu", "r_workers": 1}, "KV on the device needs no R-workers"),

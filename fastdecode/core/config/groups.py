@@ -12,7 +12,6 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
-REPLICA_STORES = ("memory", "disk")
 KV_PLACEMENTS = ("r", "gpu", "swap", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
@@ -90,30 +89,21 @@ class RPart:
         "that is free there; on a CPU as much as each R-worker has"
     )
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
-    replicas: int = option(
+    replicas: int | str = option(
         0,
-        "copies of each R-worker's KV cache, kept by another R-worker; with 1, sequences continue"
-        " from the copy after a loss; takes half of the KV memory (with KV on the device: as much"
-        " host memory as the device's cache)",
+        "copies of each R-worker's KV cache, from which sequences continue after a loss: 0, 1 (kept"
+        " by another R-worker; takes half of the KV memory, or with KV on the device as much host "
+        "memory as the device's cache), disk (one, as a file in the R-workers' --cache-disk: any "
+        "R-worker that reaches the directory restores a lost one's)",
         low=0,
         high=1,
-        common=True,
-    )
-    replica_store: str = option(
-        "memory",
-        "where replicas are: memory (of other R-workers), disk (files in the R-workers' "
-        "--cache-disk, which takes none of their memory: any R-worker that reaches the directory "
-        "restores a lost one's)",
-        choices=REPLICA_STORES,
+        choices=("disk",),
         metavar="WHERE",
+        common=True,
     )
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.is_replicated_on_disk and not self.replicas:
-            raise ConfigError(
-                Given("replica_store", "disk"), " needs ", Given("replicas", 1), ": add it"
-            )
         if self.kv_dtype != "auto":
             DType.parse(self.kv_dtype, option="kv_dtype", of_kv=True, or_auto=True)
         if self.block_size % 16:
@@ -135,9 +125,14 @@ class RPart:
         return self.kv_placement == "swap"
 
     @property
+    def num_replicas(self) -> int:
+        """Of each cache, wherever they are."""
+        return int(bool(self.replicas))
+
+    @property
     def is_replicated_on_disk(self) -> bool:
         """Whether replicas are in files, and not in the memory of other R-workers."""
-        return self.replica_store == "disk"
+        return self.replicas == "disk"
 
     def _check_split(self, split_tokens: int) -> None:
         if split_tokens % self.block_size:

@@ -21,6 +21,7 @@ _KEY = "option"
 REMOVED: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(("transport", "interval", "min_r_workers", "cache_policy")),
     "swap": "kv_placement",
+    "replica_store": "replicas",
     "replan": "replan_slo",
     **dict.fromkeys(
         ("prefill_instances", "decode_instances", "instance_addresses", "instance_ranks"),
@@ -39,7 +40,7 @@ class Option:
     high: float = math.inf
     """Of numbers."""
     choices: tuple[str, ...] = ()
-    """Of texts; none: any."""
+    """Of texts; none: any. Of numbers: texts that are taken, too."""
     metavar: str = "N"
     unit: str = ""
     """Of numbers that aren't whole."""
@@ -90,12 +91,15 @@ class Declared:
             if self.option.choices and value not in self.option.choices:
                 return f"one of {', '.join(self.option.choices)}"
             return None if isinstance(value, str) else "a text"
+        if value in self.option.choices:
+            return None
+        also = "".join(f"{text}, or " for text in self.option.choices)
         is_number = isinstance(value, (int, self.kind)) and not isinstance(value, bool)
         if is_number and low <= value <= high:  # type: ignore[operator]  # a number
             return None
         if self.kind is int:
-            return f"a whole number from {low:g} to {high:.0f}"
-        return f"a number of {self.option.unit} from {low:g} to {high:g}"
+            return f"{also}a whole number from {low:g} to {high:.0f}"
+        return f"{also}a number of {self.option.unit} from {low:g} to {high:g}"
 
 
 def declared(group: type[Any]) -> tuple[Declared, ...]:
@@ -109,11 +113,11 @@ def declared(group: type[Any]) -> tuple[Declared, ...]:
 
 
 def _kind(hint: Any) -> type:
-    """int of int | None, tuple of tuple[str, ...]."""
+    """int of int | None and int | str, tuple of tuple[str, ...]."""
     if getattr(hint, "__origin__", None) is tuple:
         return tuple
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
-    assert len(kinds) == 1 and isinstance(kinds[0], type), f"an option has one type, not {hint}"
+    assert kinds[1:] in ([], [str]) and isinstance(kinds[0], type), f"not an option: {hint}"
     return kinds[0]
 
 

@@ -633,7 +633,7 @@ def _check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> Non
     for holder, welcome in welcomes.items():
         if not welcome.has_tier:
             raise ConfigError(
-                Given("replica_store", "disk"),
+                Given("replicas", "disk"),
                 f" needs a disk, and {fleet.members.peer(holder)} has none: add ",
                 Given("cache_disk"),
                 " and ",

@@ -100,7 +100,7 @@ class StageSetup:
     def hello(self, num_columns: int) -> StageHello:
         """What the first stage tells it to be."""
         is_device = self.resolved.transport == "local"
-        is_kept = is_device and self.resolved.config.r_part.replicas > 0
+        is_kept = is_device and self.resolved.config.r_part.num_replicas > 0
         return StageHello(
             PROTOCOL_VERSION,
             self.checkpoint.model_hash,

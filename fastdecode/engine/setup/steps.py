@@ -172,7 +172,7 @@ class Steps:
         num_threads = of_stage * self.config.s_part.pp
         stored_bytes = self.kv_token_bytes * schedule.stored_tokens(r_part.block_size)
         # With replicas each device's cache has another one, on the host.
-        on_host = 1 + r_part.replicas if self.free.device_bytes is None else 1
+        on_host = 1 + r_part.num_replicas if self.free.device_bytes is None else 1
         of_devices = self.num_stages_here * on_host
         in_process = {"local": of_devices, "inline": num_threads, "inproc": num_threads}
         return KVDemand(
