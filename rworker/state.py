@@ -404,8 +404,8 @@ class RWorkerState:
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         session = check_integer("session", message.session, 0, MAX_ID)
-        found = self._caches.remove(number, message.cache, session)
         link = check_integer("link", message.link, 0, MAX_ID)
+        found = self._caches.remove(number, message.cache, session)
         files = (RemoveReplica(HolderId(message.cache), session, link),) if link else ()
         answer = (*files, Send(number, Dropped(message.holder, message.cache)))
         if found is None:
