@@ -63,6 +63,8 @@ class ReplicaSink:
     """One that was begun anew has all of the cache: it takes the place of the one before."""
     discard: Callable[[], None] = _nothing
     """Nobody needs it any more."""
+    abandon: Callable[[], None] = _nothing
+    """One that was begun anew has failed: nothing is left of it."""
 
 
 class ReplicaFiles:
@@ -88,6 +90,7 @@ class ReplicaFiles:
             max(LEAST_BYTES, MOST_LENGTHS * cache_bytes),
             partial(settle, path),
             partial(self.remove, hello.session, order.holder, order.number),
+            partial(_remove, _new(path)),
         )
 
     def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
@@ -104,28 +107,28 @@ class ReplicaFiles:
         is a successor's, of which an R-worker that was given up may not know. One that can't
         be removed stays."""
         for path in self._directory.glob(f"{_stem(session, holder)}*.kv*"):
-            with contextlib.suppress(OSError, ValueError):  # not a number: not ours
+            with contextlib.suppress(ValueError):  # not a number: not ours
                 if int(path.name.split(".")[0].rpartition("-")[2]) <= link:
-                    path.unlink()
+                    _remove(path)
 
     def _tell_of_old(self, session: int) -> None:
         """Once: what killed jobs may have left here. Whether they are over, only people know."""
         if self._has_looked:
             return
         self._has_looked, since_s = True, time.time() - _OLD_S
-        own, old = _stem(session, 0)[:-2], dict[str, int]()
+        own, old = _stem(session, 0)[:-2], list[int]()
         for path in self._directory.glob("replica-*.kv*"):
             with contextlib.suppress(OSError):
                 found = path.lstat()
                 if not path.name.startswith(own) and found.st_mtime < since_s:
-                    old[path.name] = found.st_size
+                    old.append(found.st_size)
         if old:
             logger.warning(
-                "%s: replicas of other jobs (%d bytes) that nobody has written for an hour: %s. "
-                "Remove those of jobs that are over",
+                "%s: %d file(s) with replicas of other jobs (replica-*.kv, %d bytes) were not "
+                "written for an hour. Remove those of jobs that are over",
                 self._directory,
-                sum(old.values()),
-                ", ".join(sorted(old)),
+                len(old),
+                sum(old),
             )
 
     def _path(self, session: int, holder: int, link: int) -> Path:
@@ -133,7 +136,7 @@ class ReplicaFiles:
 
     def _begin(self, path: Path) -> NeighbourConnection:
         if path.exists():
-            path = path.with_name(path.name + _NEW)
+            path = _new(path)
         try:
             path.unlink(missing_ok=True)
             return FileConnection(path)
@@ -151,10 +154,21 @@ def settle(path: Path) -> None:
         ConfigError: it can't be.
     """
     try:
-        path.with_name(path.name + _NEW).rename(path)
-        sync_directory(path.parent)
+        _new(path).rename(path)
     except OSError as error:
         raise _refusal(path, error) from None
+    with contextlib.suppress(OSError):  # else the one before is back when the power fails
+        sync_directory(path.parent)
+
+
+def _new(path: Path) -> Path:
+    """Where the file is that is to take another's place."""
+    return path.with_name(path.name + _NEW)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _refusal(path: Path, error: OSError) -> ConfigError:

@@ -106,6 +106,7 @@ class ReplicaTransfer:
         logger.warning("the replica of holder %d grows: %s", self._holder, error)
         for each in self._copies[1:]:
             each.close()
+        self._sink.abandon()
         self._copies, self._most_bytes = [copy], copy.num_bytes + self._sink.most_bytes
 
     def end(self, reason: str) -> Unprotected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import prompts
+from stream_suite import hello_for
 from trouble import Trouble, crash_after, give
 
 from fastdecode import LLM, SamplingParams
@@ -23,8 +25,9 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
-from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.resharing import GROUP, in_heads, share_heads
+from fastdecode.engine.fleet.pending import Deadlines
+from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
+from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import Moved
@@ -219,6 +222,54 @@ def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
     assert fleet.receive() == (GROUP, refused)
     assert [peer.poll() for peer in peers] == [OpenSequence(7, 100)] * 2
     assert [peer.poll() for peer in peers] == [CloseSequence(7), None]
+
+
+class Device:
+    """A cache that answers at once, beside two R-workers."""
+
+    peer = "the device"
+    heard_s = None
+    is_open = True
+
+    def __init__(self) -> None:
+        self._answers: deque[FromRWorker] = deque()
+
+    def send(self, message: ToRWorker) -> None:
+        assert isinstance(message, OpenSequence)
+        self._answers.append(Accepted(message.sequence_id))
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        return self._answers.popleft()
+
+    def poll(self) -> FromRWorker | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_answers_of_a_device_are_kept_while_the_heads_are_shared_anew() -> None:
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
+    fleet = in_heads(MixedPool(hub, timeout_s=5.0, device=Device()))
+    shares = share_heads(4, 2, 2)
+    fleet.groups[0].begin({HolderId(i): Shard(share) for i, share in enumerate(shares)})
+    device = HolderId(1)
+    assert fleet.holders == [GROUP, device]
+    peers[0].close()
+    fleet.send(GROUP, OpenSequence(4, 100))
+    while not fleet.gone:
+        assert fleet.receive(most_s=0.0) is None
+    assert [holder for holder, _ in fleet.take_losses()] == [GROUP]
+    hello = hello_for(KVSpec(1, 2, 8, DType.FLOAT32, 16))
+    resharing = Resharing(fleet, hello, Deadlines(5.0, 5.0))
+    for sequence in (5, 6, 7):
+        fleet.send(device, OpenSequence(sequence, 100))
+    for _ in range(4):
+        assert resharing.look([GROUP]) == {}
+    assert fleet.is_owed and fleet.is_owed_at_once
+    assert [fleet.receive() for _ in range(3)] == [(device, Accepted(x)) for x in (5, 6, 7)]
+    assert not fleet.is_owed_at_once
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def test_what_jobs_that_were_killed_have_left_is_said_once(
     for number in (1, 2):
         _written(files, number=number)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "(2000 bytes)" in said and f"for an hour: {old.name}. " in said
+    assert "1 file(s) with replicas of other jobs (replica-*.kv, 2000 bytes)" in said
+    assert old.name not in said, "its session is a secret of that job"
     assert old.exists() and new.exists()
 
 
@@ -144,6 +145,11 @@ def test_the_second_file_of_a_link_takes_the_place_of_the_first(tmp_path: Path) 
         assert _answer(connection) == Accepted(number)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"replica-0000000000000005-3-2.kv{end}" for end in ("", ".new")]
+    sink.abandon()
+    assert [path.name for path in tmp_path.iterdir()] == names[:1], "the first one stays"
+    connection = sink.connect()
+    connection.send(OpenSequence(2, 8))
+    assert _answer(connection) == Accepted(2)
     sink.settle()
     (path,) = tmp_path.iterdir()
     assert path.name == names[0]

@@ -262,6 +262,8 @@ class GroupPool:
         self.moves: Final = GroupMoves(self.groups, self._take_moves)
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a group is sent first that replaces a lost one."""
+        self._kept: deque[tuple[HolderId, Answer]] = deque()
+        """Answers that came while nobody awaited them (``take_in``)."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -290,12 +292,12 @@ class GroupPool:
     @property
     def is_owed(self) -> bool:
         """See ``WorkerPool``."""
-        return self.members.is_owed and not self.is_greeting
+        return bool(self._kept) or (self.members.is_owed and not self.is_greeting)
 
     @property
     def is_owed_at_once(self) -> bool:
         """See ``WorkerPool``."""
-        return self.members.is_owed_at_once
+        return bool(self._kept) or self.members.is_owed_at_once
 
     def peer(self, holder: HolderId) -> str:
         """See ``WorkerPool``."""
@@ -357,6 +359,17 @@ class GroupPool:
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
         """See ``WorkerPool``."""
+        return self._kept.popleft() if self._kept else self._receive(most_s)
+
+    def take_in(self) -> None:
+        """Take in what has come, while nobody awaits it: an answer of another group, as of
+        a device beside R-workers, is kept for ``receive``."""
+        if not self.members.is_owed:
+            self.look()
+        elif (received := self._receive(0.0)) is not None:
+            self._kept.append(received)
+
+    def _receive(self, most_s: float) -> tuple[HolderId, Answer] | None:
         num_gone = len(self.gone)
         while (received := self.members.receive(most_s=most_s)) is not None:
             if (joined := self._take(*received)) is not None:
@@ -368,7 +381,8 @@ class GroupPool:
     def look(self) -> None:
         """See ``WorkerPool``."""
         for received in self.members.look():
-            self._take(*received)
+            if (joined := self._take(*received)) is not None:
+                self._kept.append(joined)
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up a member of a group, unless one is lost already."""

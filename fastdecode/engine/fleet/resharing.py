@@ -157,11 +157,13 @@ class Resharing:
         """Those of the members' answers; None: nobody is being greeted."""
         self._most_blocks = 0  # that they were greeted with
         self._welcome: Welcome | None = None
+        self._too_few = 0
+        """Members that have not the memory to share all heads; 0: it wasn't tried."""
 
     @property
     def timeout_s(self) -> float:
         """See ``Replacements``."""
-        if self._num_left:
+        if self._num_left and self._num_left != self._too_few:
             return math.inf
         return 0.0 if self._places is None else self._places.timeout_s
 
@@ -193,7 +195,7 @@ class Resharing:
                 if self._usual is not None and not self._let_in():
                     break
                 self._greet(0)
-            self._take_in()
+            self._fleet.take_in()
             if self._group.broken is None:
                 self._hear()
                 break
@@ -217,12 +219,13 @@ class Resharing:
         """Whether nothing is left of replicas, nor in the way of new ones."""
         if self._usual is not None or self._welcome is not None:
             return True
-        return (self._have_ended is None or self._have_ended()) and self._let_in()
+        has_ended = self._have_ended is None or self._have_ended()
+        return has_ended and self._let_in() and self._num_left != self._too_few
 
     def _let_in(self) -> bool:
         """Replacements that wait are members from now on. False: some have been
         greeted and haven't answered, or a later stage has none for a lost member."""
-        self._take_in()  # later stages report their replacements
+        self._fleet.take_in()  # later stages report their replacements
         if self._places is not None:
             self._limit()
             gone = map(HolderId, self._members.gone)
@@ -249,12 +252,6 @@ class Resharing:
             self._fleet.is_greeting = False
             self._usual = None
 
-    def _take_in(self) -> None:
-        if self._members.is_owed:
-            self._fleet.receive(most_s=0.0)
-        else:
-            self._fleet.look()
-
     def _hear(self) -> None:
         """Everybody's answer, once all have given it."""
         answer = self._group.welcome
@@ -269,6 +266,7 @@ class Resharing:
             most = most_blocks(self._group, self._hello)
         except ConfigError as error:
             logger.error("the heads can't be shared anew: %s", error)
+            self._too_few = self._num_left
             self._end_greeting()
         else:
             if most:
