@@ -20,7 +20,7 @@ def neighbour(holder: HolderId, num_holders: int) -> HolderId:
     """
     if num_holders < 2:
         raise ConfigError(
-            Given("replicas", 1),
+            Given("replicas"),
             " needs a second R-worker, which keeps the copies: add ",
             Given("r_workers", 2),
             " (or a second R-worker's address or rank), or choose ",
