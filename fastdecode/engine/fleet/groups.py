@@ -363,10 +363,14 @@ class GroupPool:
 
     def take_in(self) -> None:
         """Take in what has come, while nobody awaits it: an answer of another group, as of
-        a device beside R-workers, is kept for ``receive``."""
+        a device beside R-workers, is kept for ``receive``. A ``Welcome`` is the group's."""
         if not self.members.is_owed:
             self.look()
         elif (received := self._receive(0.0)) is not None:
+            self._keep(received)
+
+    def _keep(self, received: tuple[HolderId, Answer]) -> None:
+        if not isinstance(received[1], Welcome):
             self._kept.append(received)
 
     def _receive(self, most_s: float) -> tuple[HolderId, Answer] | None:
@@ -382,7 +386,7 @@ class GroupPool:
         """See ``WorkerPool``."""
         for received in self.members.look():
             if (joined := self._take(*received)) is not None:
-                self._kept.append(joined)
+                self._keep(joined)
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up a member of a group, unless one is lost already."""
