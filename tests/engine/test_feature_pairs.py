@@ -187,7 +187,7 @@ def test_a_loss_changes_no_token_of_a_device_beside_r_workers_that_share_heads(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Those that are left share the heads anew; what fits nowhere else waits for that."""
+    """The other R-workers share the heads anew; requests that fit nowhere else wait for that."""
     options = _options_of(("hybrid KV", "shared heads", other), tmp_path)
     expected = plain(options | {"kv_placement": "r"})
     cluster: Losses

@@ -3,6 +3,7 @@ whole sequences, also after a loss."""
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections import deque
@@ -23,6 +24,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
+from fastdecode.engine.fleet import resharing as resharing_module
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import Deadlines
@@ -246,6 +248,31 @@ class Device:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def test_members_without_the_memory_for_all_heads_are_greeted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With replicas; then the group is not sure to come back any more."""
+
+    def no_memory(*_: Any) -> int:
+        raise ConfigError("there is no memory for replicas")
+
+    monkeypatch.setattr(resharing_module, "most_blocks", no_memory)
+    fleet, peers = group_of(2)
+    resharing = Resharing(fleet, hello_for(KVSpec(1, 2, 8, DType.FLOAT32, 16)), Deadlines(5.0, 5.0))
+    resharing.keep_replicas(lambda: True)
+    peers[1].close()
+    fleet.look()
+    fleet.take_losses()
+    assert resharing.timeout_s == math.inf
+    assert resharing.look([GROUP]) == {}
+    assert isinstance(peers[0].poll(), Hello)
+    peers[0].send(Welcome("r0", 9, 16, 1))
+    for _ in range(3):
+        assert resharing.look([GROUP]) == {}
+    assert resharing.timeout_s == 0.0 and peers[0].poll() is None
+    assert not fleet.is_greeting
 
 
 def test_answers_of_a_device_are_kept_while_the_heads_are_shared_anew() -> None:

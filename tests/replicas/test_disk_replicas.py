@@ -45,6 +45,12 @@ def _on_disk(directory: Path, **options: Any) -> dict[str, Any]:
     return {**disk, **options}
 
 
+def _write_anew_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written anew once they have 4 KB."""
+    monkeypatch.setattr(replica_file, "LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr(replica_file, "MOST_LENGTHS", 0.0)
+
+
 def _files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("replica-*"))
 
@@ -118,8 +124,7 @@ def test_a_file_that_grows_is_written_anew(
         settled.append(path)
 
     monkeypatch.setattr(replica_file, "settle", noting)
-    monkeypatch.setattr(replica_file, "LEAST_BYTES", 1 << 12)
-    monkeypatch.setattr(replica_file, "MOST_LENGTHS", 0.0)
+    _write_anew_often(monkeypatch)
     path = tiny_checkpoint("llama")
     expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 60})
@@ -162,8 +167,7 @@ def test_a_new_file_that_fails_leaves_the_old_one(
     monkeypatch.setattr(replica_file, "FileConnection", Fails)
     if step == "settled":
         monkeypatch.setattr(replica_file, "settle", fail)
-    monkeypatch.setattr(replica_file, "LEAST_BYTES", 1 << 12)
-    monkeypatch.setattr(replica_file, "MOST_LENGTHS", 0.0)
+    _write_anew_often(monkeypatch)
     path = tiny_checkpoint("llama")
     expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 60})

@@ -294,7 +294,7 @@ class WorkerPool:
 
     @property
     def r_workers(self) -> list[HolderId]:
-        """Those that R-workers keep which are connected here, lost ones included."""
+        """The holders of R-workers that are connected here, lost ones included."""
         return [*filter(self.is_here, self.placement)]
 
     def is_here(self, holder: HolderId) -> bool:

@@ -1,5 +1,5 @@
 """A KV cache on a device, as others see it: bytes of blocks to the mover of a disk tier,
-chunks (``fastdecode.wire.kv.chunks``) to whoever fetches from it or brings it something.
+chunks (``fastdecode.wire.kv.chunks``) to peers that read from it or write to it.
 
 A chunk's bytes are those of an R-worker's cache, so R-workers and devices read from
 one another. Copies are queued behind the device's other work, and waited for.

@@ -95,7 +95,7 @@ class Capacity:
 
     def is_possible(self, num_tokens: int) -> bool:
         """Whether holders, were they empty, could hold a sequence of ``num_tokens``
-        tokens: those that aren't lost, or are sure to come back."""
+        tokens: all but lost ones that may not come back."""
         try:
             self.check_possible(num_tokens)
         except CapacityError:
