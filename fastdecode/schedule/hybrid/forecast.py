@@ -177,7 +177,8 @@ def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int
     )
     if not num_home:
         return Paces(math.inf, period_s)
-    return Paces(home_s / (1 - lanes * lane_s / period_s), period_s)
+    share = max(1e-6, 1 - lanes * lane_s / period_s)  # away lanes may take all the time
+    return Paces(home_s / share, period_s)
 
 
 class _Side:
