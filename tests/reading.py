@@ -1,15 +1,19 @@
-"""Which functions a plain decode step enters: what a person must read to follow one token."""
+"""The functions that a plain decode step, or the loss of an R-worker, enters."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+from trouble import Trouble, crash, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.engine import Engine
@@ -21,9 +25,13 @@ STEP = 12
 PROMPTS = ["Once upon a time", "The old map showed", "On a stormy night"]
 
 
+LAYERS_BEFORE_LOSS = 40
+"""Layers that an R-worker attends before it crashes. All sequences decode by then."""
+
+
 class Entered:
-    """Calls of the product's functions, in every thread: all of a run in order,
-    and those of one decode step by number."""
+    """Calls of the product's functions in every thread: their order in the whole run, and
+    their number in the recorded part."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
@@ -50,6 +58,17 @@ class Entered:
         order = self._order_in_step if in_step else self._order
         assert (file, function) in order, f"{function} of {file} was not entered"
         return order[file, function]
+
+    @contextlib.contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Profile every thread that starts inside the context."""
+        threading.setprofile(self.listen)
+        sys.setprofile(self.listen)
+        try:
+            yield
+        finally:
+            threading.setprofile(None)
+            sys.setprofile(None)
 
     @property
     def functions(self) -> dict[tuple[str, str], int]:
@@ -88,7 +107,7 @@ def _num_lines(code: CodeType) -> int:
 
 
 def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> Entered:
-    """Run three requests, and watch one step that only decodes."""
+    """Run three requests and record one step that only decodes."""
     entered, number = Entered(), 0
     step = Engine.step
 
@@ -102,15 +121,32 @@ def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> En
             entered.is_counting = False
 
     monkeypatch.setattr(Engine, "step", counted)
-    threading.setprofile(entered.listen)
-    sys.setprofile(entered.listen)
-    try:
-        with LLM(model, **options) as llm:
-            gc.collect()  # what others have left runs no finalizers in the step
-            entered.is_listening = True
-            llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    finally:
-        threading.setprofile(None)
-        sys.setprofile(None)
+    with entered.profiling(), LLM(model, **options) as llm:
+        gc.collect()  # what others have left runs no finalizers in the step
+        entered.is_listening = True
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert number > STEP
+    return entered
+
+
+def entered_by_a_loss(model: str, monkeypatch: Any, *, is_lost: bool, **options: Any) -> Entered:
+    """Run three requests and record the whole run. R-worker ``r1`` crashes if ``is_lost``.
+
+    What a loss alone enters is the difference of the two runs.
+    """
+    entered = Entered()
+    after = LAYERS_BEFORE_LOSS if is_lost else sys.maxsize
+    lost: list[str] = []
+
+    def lose() -> None:
+        lost.append("r1")
+        crash()
+
+    give(monkeypatch, {"r1": lambda: Trouble(after, lose)})
+    with entered.profiling(), LLM(model, **options) as llm:
+        gc.collect()
+        entered.is_listening = entered.is_counting = True
+        llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        entered.is_listening = False
+    assert bool(lost) == is_lost
     return entered

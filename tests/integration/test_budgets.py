@@ -1,0 +1,104 @@
+"""Budgets of lines: a package may shrink and never grow.
+
+A commit that shrinks a package lowers its number to the new size. No commit raises one: a
+feature or a mend takes its lines from its own package.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reading import entered_by_a_decode_step, entered_by_a_loss
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = str(ROOT / "examples" / "model" / "checkpoint")
+MOST_LINES = {
+    "fastdecode/cli": 5804,
+    "fastdecode/conversations": 1819,
+    "fastdecode/core": 10786,
+    "fastdecode/engine": 21927,
+    "fastdecode/jobs": 3896,
+    "fastdecode/measure": 3456,
+    "fastdecode/openai": 1596,
+    "fastdecode/schedule": 10885,
+    "fastdecode/server": 4372,
+    "fastdecode/text": 4431,
+    "fastdecode/wire": 9112,
+    "rworker": 10905,
+    "sworker": 11965,
+    "cpu_kernels": 6980,
+    "cost_model": 9674,
+    "tests": 80164,
+    "benchmarks": 13792,
+    "examples": 2046,
+}
+"""Lines of ``*.py`` files under each directory."""
+MOST_DOCS = 7101
+"""Lines of Markdown under ``docs/``."""
+
+MOST_IN_A_STEP = (52, 2_474)
+MOST_IN_A_LOSS = (43, 528)
+MOST_IN_A_TAKEOVER = (54, 1_131)
+"""Files and function lines that a plain decode step enters, that the loss of an R-worker
+enters beyond an undisturbed run, and the same with a replica that takes over."""
+
+
+def _num_lines(directory: str, pattern: str) -> int:
+    return sum(_lines_of(path) for path in (ROOT / directory).rglob(pattern))
+
+
+def _lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+@pytest.mark.parametrize("directory", MOST_LINES)
+def test_package_is_within_its_budget(directory: str) -> None:
+    num_lines = _num_lines(directory, "*.py")
+    assert 0 < num_lines <= MOST_LINES[directory], f"shrink {directory}: {num_lines} lines"
+
+
+def test_every_package_has_a_budget() -> None:
+    packages = {path.parent for path in ROOT.glob("fastdecode/*/__init__.py")}
+    packages |= {path.parent for path in ROOT.glob("*/__init__.py")} - {ROOT / "fastdecode"}
+    assert {path.relative_to(ROOT).as_posix() for path in packages} <= MOST_LINES.keys()
+
+
+def test_docs_are_within_their_budget() -> None:
+    assert 0 < _num_lines("docs", "*.md") <= MOST_DOCS
+
+
+needs_names = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="qualified names of code objects are new in Python 3.11"
+)
+
+
+@needs_names
+def test_decode_step_enters_no_more_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = entered_by_a_decode_step(MODEL, monkeypatch, r_workers=2, prefix_cache="off")
+    _check(entered.functions, MOST_IN_A_STEP)
+
+
+@needs_names
+@pytest.mark.parametrize(("replicas", "most"), [(0, MOST_IN_A_LOSS), (1, MOST_IN_A_TAKEOVER)])
+def test_loss_of_an_r_worker_enters_no_more_code(
+    replicas: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"r_workers": 3, "prefix_cache": "off", "replicas": replicas}
+    plain, loss = (_entered(monkeypatch, is_lost, options) for is_lost in (False, True))
+    _check({name: loss[name] for name in loss.keys() - plain.keys()}, most)
+
+
+def _entered(
+    monkeypatch: pytest.MonkeyPatch, is_lost: bool, options: dict[str, Any]
+) -> dict[tuple[str, str], int]:
+    with monkeypatch.context() as patch:
+        return entered_by_a_loss(MODEL, patch, is_lost=is_lost, **options).functions
+
+
+def _check(functions: dict[tuple[str, str], int], most: tuple[int, int]) -> None:
+    files = sorted({file for file, _ in functions})
+    assert 0 < len(files) <= most[0], files
+    assert sum(functions.values()) <= most[1]
