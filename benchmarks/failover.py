@@ -16,7 +16,7 @@ split: until the loss was noticed (``notice_s``), until no step was in flight
 (``drain_s``), until the neighbour had taken over (``resume_s``), and the rest:
 the step that follows, in which what had not arrived is run again. ``timeline``
 has the tokens of each tenth of a second, from the first token on, of the first
-round's run; ``killed_at_s`` says when. ``failover_picture.py`` draws it.
+round's run; ``killed_at_s`` says when.
 """
 
 from __future__ import annotations

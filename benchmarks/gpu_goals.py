@@ -21,7 +21,7 @@ GOALS = {
     "KV on both sides, a tenth of it on the GPU: of the GPU alone": (1.0, None, "1.4"),
     "step of a lane that is swapped, of the longer of computing and copying": (None, 1.15, "1"),
 }  # fmt: skip
-"""At least, at most, and what a model says (docs/evidence/device_checks.md)."""
+"""At least, at most, and what a model says."""
 _OF_MORE = "step of a lane that is swapped"
 """Measured by --more only."""
 

@@ -101,26 +101,6 @@ def row_of(cell: Cell, alone: GridRun, both: GridRun, ratio_off: float | None) -
     }
 
 
-def grid_lines(cells: list[dict[str, Any]]) -> list[str]:
-    """A row for each context and demand; ratios by R-workers."""
-    found = ["| context | asked for | 1 R-worker | 4 R-workers |", "|---|---|---|---|"]
-    for context, demand in dict.fromkeys((row["context"], row["demand"]) for row in cells):
-        of_cell = [row for row in cells if (row["context"], row["demand"]) == (context, demand)]
-        asked = "all fits" if demand == 1 else f"{demand:g} x"
-        shown = " | ".join(_cell(of_cell, num) for num in (1, 4))
-        found.append(f"| {context:,} | {asked} | {shown} |")
-    return found
-
-
-def _cell(rows: list[dict[str, Any]], num_r_workers: int) -> str:
-    rows = [row for row in rows if row["r_workers"] == num_r_workers]
-    by_arrivals = {row["arrivals"]: row for row in rows}
-    at_once, at_random = by_arrivals["at once"], by_arrivals["random"]
-    off = at_once["ratio_costs_off"]
-    steady = at_once["steady"]["ratio"]
-    return f"{at_once['ratio']:.2f}, {at_random['ratio']:.2f}, {off:.2f}; {steady:.2f}"
-
-
 def shown(row: dict[str, Any]) -> str:
     modes = " ".join(f"{name} {num}" for name, num in sorted(row["modes"].items()))
     return (

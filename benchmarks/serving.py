@@ -2,9 +2,7 @@
 process, in turns; chunks a second from an engine that costs nothing, the
 client on the same cores; the first token's delay; CPU of an idle server; what
 a reader of a byte a second costs the others; and 10,000 requests, 30% of which
-are left at random moments, of which nothing may be left. What a whole load does
-in half an hour is ``serving_soak.py``'s; what ``bench-serve`` itself is off by,
-``bench_serve_error.py``'s.
+are left at random moments, of which nothing may be left.
 
     python benchmarks/serving.py decode --model examples/model/checkpoint
     python benchmarks/serving.py chunks --out benchmarks/results/serving.json

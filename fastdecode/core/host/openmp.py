@@ -16,7 +16,7 @@ from typing import Final
 
 _SPINS: Final = {"GOMP_SPINCOUNT": "6000", "KMP_BLOCKTIME": "1"}
 """GNU's, in turns of a loop; LLVM's and Intel's, in ms. With fewer of GNU's an idle machine is
-slower, with more a busy one: benchmarks/LOG.md has both, measured in turns."""
+slower, with more a busy one: measured in turns (docs/evidence/measurements.md)."""
 _LONG: Final = "300000"
 """GNU's own default."""
 _POLICY: Final = "OMP_WAIT_POLICY"
