@@ -1,9 +1,11 @@
-"""Sentences that users meet are plain: no private dialect, none above 30 words."""
+"""Sentences that users meet are plain, and no file gets more faults of style than it had."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from language import Said, said_in_code, said_in_docs
+from language import ROOT, Said, counted, debt, faults_of_style, said_in_code, said_in_docs
 
 
 def test_help_errors_and_warnings_are_plain() -> None:
@@ -32,3 +34,35 @@ def test_a_fault_is_found(text: str) -> None:
 
 def test_a_plain_sentence_has_no_fault() -> None:
     assert not list(Said("x.py:1", "The R-worker is lost. Start another one.").faults())
+
+
+def test_no_file_has_more_faults_of_style_than_its_debt() -> None:
+    allowed = debt()
+    grown = [path for path, number in counted().items() if number > allowed[path]]
+    assert not grown, [fault for path in grown for fault in faults_of_style(ROOT / path)]
+
+
+def test_debt_names_only_files_that_exist() -> None:
+    assert not [path for path in debt() if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Of all links."""\n',
+        'def lose():\n    """A holder is lost."""\n',
+        'def wait():\n    """Wait.\n\n    Raises:\n        ConfigError: it has none.\n    """\n',
+        "x = 1  # nobody waits for this\n",
+        '"""See ``other``."""\n',
+    ],
+)
+def test_fault_of_style_is_found(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text(source)
+    assert len(list(faults_of_style(path))) == 1
+
+
+def test_plain_docstring_has_no_fault_of_style(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text('def add(n):\n    """Add ``n`` blocks to the pool."""\n')
+    assert not list(faults_of_style(path))
