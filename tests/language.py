@@ -111,7 +111,7 @@ DEBT = ROOT / "tests" / "data" / "style_debt.txt"
 EXEMPT = "# style: ok"
 """Marks a line that may break a rule; the reason follows it."""
 _OPENS = r'^\s*r?"""'
-_UNIT = "layer|token|sequence|request|lane|step|row|prompt|line|stage|process|holder|worker|block|member"
+_UNIT = "layer|token|sequence|request|lane|step|row|prompt|line|stage|process|holder|worker|block"
 RULES = {
     "fragment": _OPENS
     + r"(Of (?!course)|That (?!is |\w+ is )|Those |Whose |Likewise|None: |By (its|their|the) "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import add_log_level_option
 
 if TYPE_CHECKING:
-    from fastdecode.conversations.inspection import Contents
+    from fastdecode.conversations.store import Contents
     from rworker.tiers.inspection import KeptBlocksOnDisk
 
 EXIT_DAMAGED = 1
@@ -28,7 +28,7 @@ def add_cache(commands: Any) -> None:
         help="show, verify or clear the conversations or KV blocks that are kept in a directory",
         description="Show what is kept of conversations in the directory of --conversations, or "
         "in the file that run-batch keeps beside its output; or what KV blocks R-workers keep in "
-        "the directory of --cache-disk. Every record is read, and held against its checksum (KV "
+        "the directory of --cache-disk. Every turn is read and compared with its checksum (KV "
         "blocks with --verify only); nothing is changed.",
     )
     parser.set_defaults(run=run_cache)
@@ -49,7 +49,7 @@ def add_cache(commands: Any) -> None:
 
 def run_cache(args: argparse.Namespace) -> int:
     """Look, and tell. Returns the exit code."""
-    from fastdecode.conversations.inspection import clear, file_of, inspect
+    from fastdecode.conversations.store import clear, file_of, inspect
     from rworker.tiers.disk import slot_files
 
     if args.place.is_dir() and slot_files(args.place):
@@ -110,8 +110,7 @@ def _lines(found: Contents) -> list[str]:
     told = [
         f"{found.path}: {found.conversations} conversations, {found.turns} turns, "
         f"{found.tokens} tokens; {found.over} are over",
-        f"{found.num_bytes} bytes, {found.erased_bytes} of them forgotten and written over; "
-        f"model and tokenizer {found.identity[:16]}",
+        f"{found.num_bytes} bytes; model and tokenizer {found.identity[:16]}",
     ]
     if found.last_active_s is not None:
         last = datetime.fromtimestamp(found.last_active_s).replace(microsecond=0)
@@ -122,9 +121,6 @@ def _lines(found: Contents) -> list[str]:
 
 
 def _verdict(found: Contents) -> str:
-    """Whether it is whole."""
     if found.damage:
-        return "damaged, and not as a crash leaves it:\n  " + "\n  ".join(found.damage)
-    if found.torn_bytes:
-        return f"whole, but for {found.torn_bytes} bytes at its end that were never finished"
+        return f"damaged, and not by a crash: {found.damage}"
     return "whole"

@@ -158,7 +158,7 @@ def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:
 
 def _conversations(directory: Path) -> Finding:
     """Whether there is room for conversations, and those that are there are whole."""
-    from fastdecode.conversations.inspection import FILE, inspect
+    from fastdecode.conversations.store import FILE, inspect
     from fastdecode.measure.doctor import Finding
 
     check, path = "conversations", directory / FILE
@@ -170,7 +170,7 @@ def _conversations(directory: Path) -> Finding:
         return Finding("FAIL", check, f"{directory}: {error}", mend)
     if found is not None and found.damage:
         mend = "restore it from a copy, or clear it (fastdecode cache --clear)"
-        return Finding("FAIL", check, f"{path} is damaged: {found.damage[0]}", mend)
+        return Finding("FAIL", check, f"{path} is damaged: {found.damage}", mend)
     told = "none yet" if found is None else f"{found.conversations} in {found.num_bytes} bytes"
     text = f"{directory}: {told}; {free_gb:.1f} GB of disk free"
     if free_gb < _LITTLE_DISK_GB:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.conversations.conversations import ConversationLimits, Conversations
-from fastdecode.conversations.inspection import FILE
-from fastdecode.conversations.turn_log import TurnLog, identity_of
+from fastdecode.conversations.store import FILE, ConversationStore, identity_of
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.os_errors import explained
@@ -66,4 +65,4 @@ class Keeping:
             raise ConfigError(
                 f"can't keep conversations in {directory}: {explained(error)}"
             ) from None
-        return Conversations(limits, TurnLog(directory / FILE, identity_of(model)))
+        return Conversations(limits, ConversationStore(directory / FILE, identity_of(model)))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdecode.conversations.conversations import ConversationLimits, Conversations
 from fastdecode.conversations.history import History
-from fastdecode.conversations.turn_log import TurnLog
+from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import (
     PREVIOUS_FAILED,
     ChatTurn,
@@ -123,7 +123,7 @@ class BatchJob:
         found: Survey,
         output: Output,
         recovered: Recovered,
-        turns: TurnLog | None = None,
+        turns: ConversationStore | None = None,
         session: JobSession | None = None,
     ) -> None:
         self.session = session

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fastdecode.conversations import database
 from fastdecode.conversations.reuse import why_no_kv, why_none
-from fastdecode.conversations.turn_log import TurnLog, identity_of
+from fastdecode.conversations.store import ConversationStore, identity_of
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import STANDARD, check_paths
@@ -236,7 +237,7 @@ def _turns_path(output: Path) -> Path:
 
 def _turns(
     options: JobOptions, model: Path, held: HeldOutput, recovered: Recovered, *, are_wanted: bool
-) -> TurnLog | None:
+) -> ConversationStore | None:
     """What the conversations among the lines have come to, of those that are
     answered; None: there are none. What another run has left is thrown away with
     its output."""
@@ -247,8 +248,8 @@ def _turns(
 
     try:
         if not recovered.done:
-            path.unlink(missing_ok=True)
-        return TurnLog(path, identity_of(model), counts=counts) if are_wanted else None
+            database.remove(path)
+        return ConversationStore(path, identity_of(model), counts=counts) if are_wanted else None
     except BaseException:
         held.let_go()
         raise

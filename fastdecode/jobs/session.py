@@ -1,20 +1,11 @@
-"""A batch job's session: what its R-workers need to be told when another process
-goes on with it, kept beside its output.
+"""A batch job's session: what another process tells R-workers to resume the job.
 
-R-workers keep K and V, and know no tokens. So this file has, of every
-unfinished sequence, its tokens and by which names holders know it, as a record
-for each start and one for each step::
+R-workers keep K and V, and know no tokens. So an SQLite file beside the output has the tokens of
+every unfinished sequence and its name at each holder: a row per start, and one per step.
 
-    0    magic, zeros to 64 bytes
-    64   records (``fastdecode.conversations.records``):
-           the session: JSON, its number and each holder's addresses
-           a place: length of JSON (4 bytes), JSON, all tokens so far (int32)
-           tokens: sequences (int64), places in them (int32), tokens (int32)
-
-The number is a secret: whoever has it can take the job's caches over. So the
-file is its owner's alone. It is there as long as there may be something to go on
-with. Without it, or with less of it than there was, a job goes on and recomputes;
-every token is drawn alike. What it says of tokens is taken as drawn.
+The session's number is a secret: a process that has it can take the job's caches over. So only
+the owner may read the file. Without the file, or with less of it, a job resumes and recomputes:
+every token is drawn alike. What the file says of tokens is taken as drawn.
 """
 
 from __future__ import annotations
@@ -22,35 +13,36 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import secrets
-import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from fastdecode.conversations.records import HEADER_BYTES, make_record, read_records, write_at
+from fastdecode.conversations import database
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
-from fastdecode.core.json_file import sync_directory
 from fastdecode.core.os_errors import explained
 from fastdecode.core.resuming import BegunRequest, HeldSequence, begun_requests, known_tokens
 from fastdecode.core.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
-MAGIC: Final = b"FDSESSN\x01"
-_HEADER: Final = MAGIC.ljust(HEADER_BYTES, b"\0")
-_SESSION: Final = 1
-_PLACE: Final = 2
-_TOKENS: Final = 3
+_KIND: Final = int.from_bytes(b"FDSE", "big")
+_SCHEMA: Final = """
+CREATE TABLE session (about BLOB NOT NULL);
+CREATE TABLE starts (number INTEGER PRIMARY KEY, about BLOB NOT NULL, tokens BLOB NOT NULL);
+CREATE TABLE steps (number INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
+"""
+"""``tokens`` of a start: all so far (int32). Of a step: sequences (int64), their lengths before
+the token (int32), tokens (int32). Rows of both tables share one count, their order in time."""
 _TOKEN_BYTES: Final = 16
 _Held = dict[int, HeldSequence]
 Addresses = tuple[str, ...]
-"""Of the R-workers that keep one holder."""
+"""R-workers that keep one holder."""
 
 
 def session_path(output: Path) -> Path:
@@ -69,20 +61,19 @@ class _Recorded:
 
 
 class JobSession:
-    """See the module, and ``fastdecode.core.resuming.Session``.
+    """A ``fastdecode.core.resuming.Session`` in a file.
 
     Args:
-        path: of the file.
-        addresses: of each holder's R-workers, in the order of holders.
-        num_replicas: that R-workers keep of each cache; it says how much of their memory
-            a cache has, so nothing is resumed that was kept with another number.
-        counts: whether a request of this id is unfinished; None: no request
-            that is on record is gone on with.
-        most_more_bytes: that may be written before what is over is thrown away;
-            or as much as was left of it then.
+        path: The file.
+        addresses: R-workers of each holder, in the order of holders.
+        num_replicas: Replicas of each cache. They decide how much memory a cache has, so a
+            session with another number is not resumed.
+        counts: True if a request of this id is unfinished. None to resume no request.
+        most_more_bytes: Bytes that may be written before finished sequences are removed, or as
+            many as were left after the last time.
 
     Raises:
-        ConfigError: the file can't be written.
+        ConfigError: If the file can't be written, or belongs to another user.
     """
 
     def __init__(
@@ -98,65 +89,59 @@ class JobSession:
         self._path = path
         self._addresses = list(addresses)
         self._num_replicas = num_replicas
-        self._fd: int | None = None
-        self._end = self._condensed_at = 0
+        self._num_rows = 0
+        self._num_bytes = self._num_condensed_bytes = 0
         self._num_known: dict[SequenceId, int] = {}
-        """Tokens on record, of the sequences that have a place."""
-        found = _read(path)
+        """Recorded tokens of the sequences that have started."""
+        self._database: database.Database | None = self._open()
+        found = self._read()
         before = found or _Recorded(1 + secrets.randbelow((1 << 63) - 1))
         self.number: int = before.number
-        """Also an output that is begun anew has the caches that are kept for it."""
+        """The secret of an output, kept when the output is begun again."""
         self.held: list[HeldSequence] = []
         fits = before.num_replicas == num_replicas
         self.is_resumed = found is not None and counts is not None and fits
         if counts is not None:
-            there = addresses if fits else ()
+            same = addresses if fits else ()
             held = [x for x in before.held if counts(x.request_id)]
-            self.held = [_still_at(x, before.addresses, there) for x in held]
+            self.held = [_still_at(x, before.addresses, same) for x in held]
         self.begun: dict[str, BegunRequest] = begun_requests(self.held)
         if found is None:
             try:
-                self._write_anew(())
-            except OSError as error:
-                raise ConfigError(f"can't write {path}: {explained(error)}") from None
+                self._write(())
+            except sqlite3.Error as error:
+                raise ConfigError(f"can't write {path}: {error}") from None
 
     def begin(self) -> None:
-        """See ``Session``.
+        """Record that this process resumes what was held, under names that it gives.
 
         Raises:
-            ConfigError: the file can be neither written anew nor removed, and
-                what it says isn't so any more.
+            ConfigError: If the file can neither be written nor removed. Its names are stale.
         """
         try:
-            self._write_anew(())
-            assert self._fd is not None
-            os.fsync(self._fd)
-            sync_directory(self._path.parent)
-        except OSError as error:
+            self._write(())
+            assert self._database is not None
+            self._database.checkpoint()
+        except sqlite3.Error as error:
+            logger.warning(
+                "%s can't be written (%s): a run that resumes this job will recompute all",
+                self._path, error,
+            )  # fmt: skip
             self._drop()
-            self._remove(error)
-
-    def _remove(self, error: OSError) -> None:
-        logger.warning(
-            "%s can't be written (%s): who goes on with this job will recompute all",
-            self._path, error.strerror,
-        )  # fmt: skip
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError:
-            raise ConfigError(
-                f"can't write {self._path}: {error.strerror}. Remove it, or make room"
-            ) from None
+            try:
+                database.remove(self._path)
+            except OSError as left:
+                raise ConfigError(
+                    f"can't write {self._path}: {explained(left)}. Remove it, or make room"
+                ) from None
 
     def place(self, sequence: TokenSequence) -> None:
-        """See ``Session``."""
         tokens = known_tokens(sequence)
         self._num_known[sequence.sequence_id] = len(tokens)
         about = _about(sequence.sequence_id, _held_of(sequence))
-        self._try(lambda: self._append(_PLACE, _place_payload(about, tokens)))
+        self._try(lambda: self._insert("starts", about, _int32(tokens)))
 
     def add(self, sequences: Iterable[TokenSequence]) -> None:
-        """See ``Session``."""
         ids: list[int] = []
         places: list[int] = []
         tokens: list[int] = []
@@ -171,84 +156,109 @@ class JobSession:
                 tokens.append(sequence.token_ids[place])
                 known[sequence.sequence_id] = place + 1
         if ids:
-            columns = (np.array(ids, "<i8"), np.array(places, "<i4"), np.array(tokens, "<i4"))
-            payload = b"".join(column.tobytes() for column in columns)
-            self._try(lambda: self._append(_TOKENS, payload))
+            columns = np.array(ids, "<i8").tobytes() + _int32(places) + _int32(tokens)
+            self._try(lambda: self._insert("steps", columns))
 
     @property
     def is_long(self) -> bool:
-        """See ``Session``."""
-        more = self._end - self._condensed_at
-        return self._fd is not None and more > max(self._most_more_bytes, self._condensed_at)
+        more = self._num_bytes - self._num_condensed_bytes
+        most = max(self._most_more_bytes, self._num_condensed_bytes)
+        return self._database is not None and more > most
 
     def condense(self, sequences: Iterable[TokenSequence]) -> None:
-        """See ``Session``."""
         every = list(sequences)
         self._num_known = {x.sequence_id: len(known_tokens(x)) for x in every}
-        self._try(lambda: self._write_anew(every))
+        self._try(lambda: self._write(every))
 
     def close(self, *, is_over: bool) -> None:
-        """Let go of the file. ``is_over``: nothing is kept for it any more."""
+        """Let other processes use the file. If the job ``is_over``, remove it."""
         self._drop()
         if is_over:
-            self._path.unlink(missing_ok=True)
+            database.remove(self._path)
 
-    def _write_anew(self, sequences: Iterable[TokenSequence]) -> None:
-        """With what these have; and what is known of those that haven't come
-        yet, whose caches are known by other names now. Raises OSError."""
-        beside = self._path.with_name(self._path.name + ".tmp")
-        beside.unlink(missing_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(beside, flags, 0o600)
+    def _open(self) -> database.Database:
+        """Open the file, in place of one that is damaged or another program's."""
         try:
-            end = _write_records(fd, self._records(list(sequences)))
-            os.rename(beside, self._path)
-        except BaseException:
-            os.close(fd)
-            beside.unlink(missing_ok=True)
-            raise
-        self._drop()
-        self._fd, self._end, self._condensed_at = fd, end, end
+            with contextlib.suppress(database.OtherFileError, sqlite3.DatabaseError):
+                return database.Database(self._path, _KIND, _SCHEMA)
+            logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
+            database.remove(self._path)
+            return database.Database(self._path, _KIND, _SCHEMA)
+        except BlockingIOError:
+            raise ConfigError(f"another process uses {self._path}: wait for it to end") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} is not a file of this user's ({explained(error)}): remove it"
+            ) from None
+        except sqlite3.Error as error:
+            raise ConfigError(f"can't write {self._path}: {error}") from None
 
-    def _records(self, sequences: list[TokenSequence]) -> Iterator[bytes]:
+    def _read(self) -> _Recorded | None:
+        """Return what the file says. None if it is new or damaged."""
+        assert self._database is not None
+        try:
+            session = self._database.execute("SELECT about FROM session").fetchone()
+            return None if session is None else _taken_in(session[0], self._database)
+        except (LookupError, TypeError, ValueError, sqlite3.Error):
+            logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
+            return None
+
+    def _write(self, sequences: Iterable[TokenSequence]) -> None:
+        """Replace the content: ``sequences``, and held ones that have not been submitted yet.
+        Holders know the KV of those by other names now, so they have no parts.
+
+        Raises:
+            sqlite3.Error: If it can't be written. The content is what it was.
+        """
+        assert self._database is not None
+        every = list(sequences)
+        submitted = {sequence.request.request_id for sequence in every}
         said = {
             "session": self.number,
             "addresses": self._addresses,
             "replicas": self._num_replicas,
         }
-        yield make_record(_SESSION, json.dumps(said).encode())
-        come = {sequence.request.request_id for sequence in sequences}
-        for number, held in enumerate(self.held, 1):
-            if held.request_id not in come:
-                about = _about(-number, replace(held, parts=()))
-                yield make_record(_PLACE, _place_payload(about, held.token_ids))
-        for sequence in sequences:
-            about = _about(sequence.sequence_id, _held_of(sequence))
-            yield make_record(_PLACE, _place_payload(about, known_tokens(sequence)))
+        self._num_bytes = 0
+        with self._database.transaction():
+            for table in ("session", "starts", "steps"):
+                self._database.execute(f"DELETE FROM {table}")
+            self._database.execute("INSERT INTO session VALUES (?)", json.dumps(said).encode())
+            for number, held in enumerate(self.held, 1):
+                if held.request_id not in submitted:
+                    about = _about(-number, replace(held, parts=()))
+                    self._insert("starts", about, _int32(held.token_ids))
+            for sequence in every:
+                about = _about(sequence.sequence_id, _held_of(sequence))
+                self._insert("starts", about, _int32(known_tokens(sequence)))
+        self._num_condensed_bytes = self._num_bytes
 
-    def _append(self, kind: int, payload: bytes) -> None:
-        if self._fd is not None:
-            record = make_record(kind, payload)
-            write_at(self._fd, record, self._end)
-            self._end += len(record)
+    def _insert(self, table: str, *columns: bytes) -> None:
+        if self._database is not None:
+            self._num_rows += 1
+            marks = ", ?" * len(columns)
+            self._database.execute(
+                f"INSERT INTO {table} VALUES (?{marks})", self._num_rows, *columns
+            )
+            self._num_bytes += sum(map(len, columns))
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Without room nothing more is recorded; what is on record holds."""
+        """Write, or stop recording without room. What is recorded stays right."""
         try:
-            act()
-        except OSError as error:
+            if self._database is not None:
+                act()
+        except sqlite3.Error as error:
             logger.warning(
-                "%s can't be written (%s): a run that goes on with this job will recompute what "
-                "comes from now on",
+                "%s can't be written (%s): a run that resumes this job will recompute what follows",
                 self._path,
-                error.strerror,
+                error,
             )
             self._drop()
 
     def _drop(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.close()
+            self._database = None
 
 
 def _held_of(sequence: TokenSequence) -> HeldSequence:
@@ -281,54 +291,24 @@ def _about(number: int, held: HeldSequence) -> bytes:
     return json.dumps(said).encode()
 
 
-def _place_payload(about: bytes, tokens: Sequence[int]) -> bytes:
-    data: bytes = np.array(tokens, "<i4").tobytes()
-    return len(about).to_bytes(4, "little") + about + data
+def _int32(numbers: Sequence[int]) -> bytes:
+    data: bytes = np.array(numbers, "<i4").tobytes()
+    return data
 
 
-def _write_records(fd: int, records: Iterable[bytes]) -> int:
-    """Returns where they end."""
-    write_at(fd, _HEADER, 0)
-    end = HEADER_BYTES
-    for record in records:
-        write_at(fd, record, end)
-        end += len(record)
-    return end
-
-
-def _read(path: Path) -> _Recorded | None:
-    """What is on record of a session; None: there is none, or none that can be read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {explained(error)}") from None
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise ConfigError(f"{path} is not a file of this user's: remove it")
-        with contextlib.suppress(LookupError, TypeError, ValueError):
-            if os.pread(fd, HEADER_BYTES, 0) == _HEADER:
-                return _taken_in(fd)
-    finally:
-        os.close(fd)
-    logger.warning("%s is damaged: R-workers' caches can't be gone on with", path)
-    return None
-
-
-def _taken_in(fd: int) -> _Recorded:
-    """Raises LookupError, TypeError, ValueError: that isn't a session."""
+def _taken_in(about: bytes, rows: database.Database) -> _Recorded:
+    """Raises LookupError, TypeError, ValueError: If the rows form no session."""
     known: _Held = {}
     tokens_of: dict[int, list[int]] = {}
-    session: dict[str, Any] = {}
-    for kind, _, payload in read_records(fd):
-        if kind == _SESSION:
-            session = json.loads(payload)
-        elif kind == _PLACE:
-            _take_place(payload, known, tokens_of)
-        elif kind == _TOKENS:
-            _take_tokens(payload, known, tokens_of)
+    session = json.loads(about)
+    for _, start, tokens in rows.execute(
+        "SELECT number, about, tokens FROM starts "
+        "UNION ALL SELECT number, NULL, tokens FROM steps ORDER BY number"
+    ):
+        if start is None:
+            _take_tokens(tokens, known, tokens_of)
+        else:
+            _take_start(json.loads(start), tokens, known, tokens_of)
     number = session["session"]
     if not isinstance(number, int) or not 0 < number < 1 << 63:
         raise ValueError("it has no number")
@@ -340,16 +320,16 @@ def _taken_in(fd: int) -> _Recorded:
     return _Recorded(number, addresses, int(session["replicas"]), list(latest.values()))
 
 
-def _take_place(payload: bytes, known: _Held, tokens_of: dict[int, list[int]]) -> None:
-    end = 4 + int.from_bytes(payload[:4], "little")
-    about = json.loads(payload[4:end])
+def _take_start(
+    about: dict[str, Any], data: bytes, known: _Held, tokens_of: dict[int, list[int]]
+) -> None:
     parts = tuple(_part(*map(int, each)) for each in about["parts"])
-    tokens = tuple(np.frombuffer(payload[end:], "<i4").tolist())
+    tokens = tuple(np.frombuffer(data, "<i4").tolist())
     salt, num_prompt = str(about["salt"]), int(about["prompt"])
     index, num_siblings = int(about["index"]), int(about["n"])
     name = str(about["request"])
     if not (0 <= index < num_siblings and 0 < num_prompt <= len(tokens)):
-        raise ValueError("that is no place")
+        raise ValueError("that is no start")
     number = int(about["number"])
     known.pop(number, None)  # the latest comes last
     known[number] = HeldSequence(name, index, num_siblings, salt, num_prompt, tokens, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import HistoryStep
-from fastdecode.conversations.turn_log import TurnLog
+from fastdecode.conversations.store import FILE, ConversationStore
 from fastdecode.core.errors import ConfigError
 
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     """Three turns of two conversations, and one that was forgotten."""
-    path = tmp_path / "turns.log"
-    store = TurnLog(path, bytes(32))
+    path = tmp_path / FILE
+    store = ConversationStore(path, bytes(32))
     some = Conversations(None, store, lambda: 1000.0)
     for whose, added in (("a", (1, 2)), ("gone", (9,)), ("b", (3,)), ("a", (4, 5, 6))):
         before = some.begin(whose)
@@ -41,27 +42,30 @@ def test_it_shows_what_there_is(log: Path, capsys: pytest.CaptureFixture[str]) -
     assert code == 0 and "2 conversations, 3 turns, 6 tokens; 1 are over" in text
     assert text.splitlines()[-1] == "whole" and log.read_bytes() == before
     found: dict[str, Any] = json.loads(told(capsys, str(log), "--json")[1])
-    assert (found["tokens"], found["last_active_s"], found["damage"]) == (6, 1000.0, [])
-    assert found["erased_bytes"] > 50 and found["num_bytes"] == len(before)
+    assert (found["tokens"], found["last_active_s"], found["damage"]) == (6, 1000.0, None)
+    assert found["num_bytes"] == len(before)
 
 
-def test_what_a_crash_leaves_is_whole_and_what_it_does_not_is_damage(
-    log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = log.read_bytes()
+def damage(path: Path) -> None:
+    """Change a token of a turn."""
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(array("i", (4, 5, 6)).tobytes())] ^= 1
+    path.write_bytes(whole)
+
+
+def test_damage_is_found_and_refused(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys, str(log), "--verify") == (0, "whole\n")
-    log.write_bytes(whole[:-3])
+    damage(log)
     code, text = told(capsys, str(log), "--verify")
-    assert code == 0 and "never finished" in text
-    log.write_bytes(whole[:80] + bytes([whole[80] ^ 1]) + whole[81:])
-    code, text = told(capsys, str(log), "--verify")
-    assert code == 1 and "byte 64: no whole record" in text
-    with pytest.raises(ConfigError, match="damaged at byte 64"):
-        TurnLog(log, bytes(32))
+    assert code == 1 and "turn 4 is damaged" in text
+    with pytest.raises(ConfigError, match="turn 4 is damaged"):
+        ConversationStore(log, bytes(32))
+    log.write_bytes(log.read_bytes()[:5000])
+    assert told(capsys, str(log), "--verify")[0] == 1
 
 
 def test_it_clears_what_nobody_holds(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    held = TurnLog(log, bytes(32))
+    held = ConversationStore(log, bytes(32))
     assert "a process uses it" in told(capsys, str(log))[1]
     code, text = told(capsys, str(log), "--clear")
     assert code == 2 and "another process" in text and log.exists()
@@ -81,9 +85,8 @@ def test_the_doctor_looks_at_it_too(log: Path, capsys: pytest.CaptureFixture[str
     (text,) = findings(log.parent).values()
     assert "2 in " in text and "of disk free" in text
     assert "is damaged" not in text and "No such file" in findings(log.parent / "none")["FAIL"]
-    whole = log.read_bytes()
-    log.write_bytes(whole[:80] + bytes([whole[80] ^ 1]) + whole[81:])
-    assert "is damaged: byte 64" in findings(log.parent)["FAIL"]
+    damage(log)
+    assert "is damaged: turn 4" in findings(log.parent)["FAIL"]
 
 
 def test_where_nothing_is_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -19,8 +20,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History, HistoryStep
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.talk import Talk
-from fastdecode.conversations.turn_log import TurnLog
 from fastdecode.conversations.turns import PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
@@ -142,7 +143,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llm: LLM) -> None:
 
 
 def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> None:
-    class Full(TurnLog):
+    class Full(ConversationStore):
         def append(self, conversation_id: str, *more: Any) -> None:
             if conversation_id == "full" and len(more[1].token_ids):
                 raise FastDecodeError(f"no space left on {tmp_path}", code="output_failed")
@@ -319,26 +320,18 @@ def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
     first, last = bodies["a1"]["usage"], bodies["a3"]["usage"]
     assert last["prompt_tokens"] == first["prompt_tokens"] + 7 + 30 + 7 + 1
     answers = batch.output.read_bytes().splitlines(keepends=True)
-    turns = batch.turns.read_bytes()
-    ends = [64, *(place + 12 + num for _, place, num in records(turns))]
+    whole = batch.turns.read_bytes()
     names = [json.loads(answer)["custom_id"] for answer in answers]
     is_turn = [name not in ("lone", "bad", "c2") for name in names]
     for count in range(2, len(answers), 1 if TRIES_ALL else 3):
-        num_records = sum(is_turn[:count])
-        ahead = ends[num_records + is_turn[count]]
-        for end in {ends[num_records], ahead, max(ends[num_records], ahead - 3)}:
+        num_turns = sum(is_turn[:count])
+        for kept in {num_turns, num_turns + is_turn[count]}:
             batch.output.write_bytes(b"".join(answers[:count]))
-            batch.turns.write_bytes(turns[:end])
+            batch.turns.write_bytes(whole)
+            with sqlite3.connect(batch.turns) as connection:
+                connection.execute("DELETE FROM turns WHERE number > ?", (kept,))
+            connection.close()
             assert said_of(batch.run("resume")) == expected
-
-
-def records(log: bytes) -> Iterator[tuple[int, int, int]]:
-    """Kind, place and length of each record in a log of turns."""
-    place = 64
-    while place < len(log):
-        num, kind = (int.from_bytes(log[at : at + 4], "little") for at in (place, place + 4))
-        yield kind, place, num
-        place += 12 + num
 
 
 def test_bodies_that_cannot_be_turns_are_bad_lines(llm: LLM, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History, HistoryStep
 from fastdecode.conversations.open_turns import OpenTurn, OpenTurns
-from fastdecode.conversations.turn_log import TurnLog
+from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import PromptTurn, Turn
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import FastDecodeError, RequestError
@@ -24,7 +24,7 @@ from fastdecode.text.codec import TextCodec
 WITHIN_S = 30
 
 
-class FullDisk(TurnLog):
+class FullDisk(ConversationStore):
     """Has no room for a turn."""
 
     def append(
@@ -34,7 +34,9 @@ class FullDisk(TurnLog):
         raise FastDecodeError("no room", code="output_failed")
 
 
-def run(test: Callable[[OpenTurns], Awaitable[None]], store: TurnLog | None = None) -> None:
+def run(
+    test: Callable[[OpenTurns], Awaitable[None]], store: ConversationStore | None = None
+) -> None:
     """A test in a loop of its own, with an end to it."""
     thread = ThreadPoolExecutor(1)
     try:

@@ -100,6 +100,7 @@ class Returns:
                 self._fault()
         self.num_run += rig.engine.stats.num_output_tokens
         self.story.append(f"{network.time.now:.4f} the S-worker is killed")
+        session.close(is_over=False)
         network.forsake(is_seen=chance.random() < 0.7)
         network.time.pass_by(chance.choice([0.0, 1e-3, 1.0, 2 * KEEP_S]))
         return False
@@ -203,7 +204,8 @@ def test_only_what_is_not_held_runs_again(tmp_path: Path) -> None:
     token of it twice but the last."""
     network = Network(2, 64 * KV.block_bytes, random.Random(1), KEEP_S)
     path, asked = tmp_path / "job.session", [request("a", 40, 30), request("bb", 21, 30)]
-    first = _rig(network, JobSession(path, PLACES, lambda name: True))
+    lost = JobSession(path, PLACES, lambda name: True)
+    first = _rig(network, lost)
     for one in asked:
         first.submit(one)
     for _ in range(20):
@@ -211,6 +213,7 @@ def test_only_what_is_not_held_runs_again(tmp_path: Path) -> None:
     ran = {life.sequence.request.request_id: life.sequence.num_cached
            for life in first.lifecycle.sequences.by_sequence.values()}  # fmt: skip
     network.forsake(is_seen=False)
+    lost.close(is_over=False)
     session = JobSession(path, PLACES, lambda name: True)
     second = _rig(network, session)
     counts = attach(second.fleet, second.lifecycle.scheduler.ledger.cache, session)
@@ -245,12 +248,14 @@ def _rig(network: Network, session: JobSession) -> Rig:
 def test_the_first_s_worker_ends_when_a_second_goes_on(tmp_path: Path) -> None:
     network = Network(2, 64 * KV.block_bytes, random.Random(1), KEEP_S)
     path = tmp_path / "job.session"
-    first = _rig(network, JobSession(path, PLACES, lambda name: True))
+    lost = JobSession(path, PLACES, lambda name: True)
+    first = _rig(network, lost)
     first.submit(request("a", 40, 60))
     for _ in range(20):
         first.engine.step()
     links = network._links
     network._links = [type(links[0])(network, number) for number in range(2)]
+    lost.close(is_over=False)
     session = JobSession(path, PLACES, lambda name: True)
     second = _rig(network, session)
     attach(second.fleet, second.lifecycle.scheduler.ledger.cache, session)

@@ -1,11 +1,11 @@
-"""A job's session: what is on record of it, and what becomes of a file that is
-torn, damaged or another one's."""
+"""A job's session: what its file records, and damaged, foreign and full files."""
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from fastdecode.core.holders import HolderId, Part, PartId, Residence, SequenceI
 from fastdecode.core.resuming import HeldSequence
 from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams
 from fastdecode.core.sequence import Sequence as TokenSequence
-from fastdecode.jobs import session as module
 from fastdecode.jobs.session import Addresses, JobSession
 
 ADDRESSES = (("tcp://h1:1", "tcp://h1:2"), ("tcp://h2:1", "tcp://h2:2"))
@@ -25,7 +24,7 @@ ADDRESSES = (("tcp://h1:1", "tcp://h1:2"), ("tcp://h2:1", "tcp://h2:2"))
 def sequence(
     number: int, name: str = "1.0", index: int = 0, cache: CacheUse | None = None
 ) -> TokenSequence:
-    """Of three tokens' prompt, on holder 1."""
+    """Return a sequence with a prompt of three tokens, on holder 1."""
     params = SamplingParams(n=2, max_tokens=100)
     request = Request(name, (5, 6, 7), params, 100, 0, cache or CacheUse(salt="a salt"))
     made = TokenSequence.of(SequenceId(number), request, index)
@@ -35,6 +34,11 @@ def sequence(
 
 def opened(path: Path, addresses: Sequence[Addresses] = ADDRESSES, **options: int) -> JobSession:
     return JobSession(path, addresses, lambda name: name != "done.0", **options)
+
+
+def killed(session: JobSession) -> None:
+    """End it as a killed process does: nothing more is written, and the lock is gone."""
+    session.close(is_over=False)
 
 
 def known(session: JobSession) -> dict[tuple[str, int], HeldSequence]:
@@ -55,6 +59,7 @@ def test_what_a_killed_job_knew_is_there(tmp_path: Path) -> None:
     other.token_ids[-1] = 22
     first.add([other])
 
+    killed(first)
     second = opened(path)
     assert second.is_resumed and second.number == first.number
     assert set(known(second)) == {("1.0", 0), ("1.0", 1)}
@@ -89,6 +94,7 @@ def test_a_sequence_that_starts_anew_is_where_it_was_last(tmp_path: Path) -> Non
     session.place(one)
     one.token_ids += [12]
     session.add([one])
+    killed(session)
     held = known(opened(path))["1.0", 0]
     assert held.token_ids == (5, 6, 7, 11, 12) and held.parts[0].part_id == 77
 
@@ -102,7 +108,10 @@ def test_what_is_gone_on_with_is_on_record_before_it_has_come(tmp_path: Path) ->
     first.place(one)
     one.token_ids += [11]
     first.add([one])
-    opened(path).begin()
+    killed(first)
+    second = opened(path)
+    second.begin()
+    killed(second)
     third = opened(path)
     assert known(third)["1.0", 0].token_ids == (5, 6, 7, 11)
     assert known(third)["1.0", 0].parts == ()
@@ -121,31 +130,49 @@ def test_what_is_over_is_thrown_away_in_time(tmp_path: Path) -> None:
         if session.is_long:
             session.condense([one])
         sizes.append(path.stat().st_size)
-    assert max(sizes) < 2 * 4 * 2000 + 4000
+    killed(session)
+    assert max(sizes) < 2 * 4 * 2000 + 8 * 4096
     held = known(opened(path))
     assert held["1.0", 0].token_ids[3:] == tuple(range(2000)) and ("1.0", 1) not in held
 
 
-@pytest.mark.parametrize("cut", [1, 7, 30])
-def test_a_torn_end_is_left_out(tmp_path: Path, cut: int) -> None:
-    path, one = tmp_path / "out.session", sequence(0)
-    session = opened(path)
-    session.begin()
-    session.place(one)
-    for token in (11, 12):
-        one.token_ids.append(token)
-        session.add([one])
-    os.truncate(path, path.stat().st_size - cut)
-    found = known(opened(path))["1.0", 0].token_ids
-    assert (5, 6, 7, 11, 12)[: len(found)] == found and len(found) >= 3
+WRITER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_session import opened, sequence
+session, one = opened(Path(sys.argv[1])), sequence(0)
+session.begin()
+session.place(one)
+for token in itertools.count():
+    one.token_ids.append(token)
+    session.add([one])
+    if token % 50 == 49:
+        session.condense([one])
+    print(token, flush=True)
+"""
 
 
-@pytest.mark.parametrize("content", [b"", b"something else", b"FDSESSN\x01".ljust(64, b"\0")])
+@pytest.mark.parametrize("num_lines", [1, 2, 40, 51, 120])
+def test_killed_writer_loses_no_recorded_token(tmp_path: Path, num_lines: int) -> None:
+    path = tmp_path / "out.session"
+    words = ["-c", f"import itertools\nfrom pathlib import Path\n{WRITER}", str(path)]
+    words += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        last = [int(writer.stdout.readline()) for _ in range(num_lines)][-1]
+        writer.send_signal(signal.SIGKILL)
+        last += sum(1 for _ in writer.stdout)
+    found = known(opened(path))["1.0", 0].token_ids[3:]
+    assert found in (tuple(range(last + 1)), tuple(range(last + 2)))
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", b"FDSESSN\x01".ljust(4096, b"\0")])
 def test_another_file_there_is_no_session(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out.session"
     path.write_bytes(content)
     session = opened(path)
     assert not session.is_resumed and session.held == [] and session.number
+    killed(session)
     assert opened(path).is_resumed  # the new one has taken its place
 
 
@@ -161,9 +188,11 @@ def test_r_workers_at_other_places_hold_nothing_that_is_known(tmp_path: Path) ->
     session = opened(path)
     session.begin()
     session.place(sequence(0))
-    assert known(opened(path, ADDRESSES))["1.0", 0].parts
-    for others in ((ADDRESSES[0], ("tcp://h2:1", "tcp://h3:2")), ADDRESSES[:1]):
-        assert not known(opened(path, others))["1.0", 0].parts
+    killed(session)
+    for addresses in (ADDRESSES, (ADDRESSES[0], ("tcp://h2:1", "tcp://h3:2")), ADDRESSES[:1]):
+        again = opened(path, addresses)
+        assert bool(known(again)["1.0", 0].parts) == (addresses is ADDRESSES)
+        killed(again)
 
 
 def test_caches_that_have_another_share_of_memory_are_not_resumed(tmp_path: Path) -> None:
@@ -171,7 +200,10 @@ def test_caches_that_have_another_share_of_memory_are_not_resumed(tmp_path: Path
     session = opened(path, num_replicas=1)
     session.begin()
     session.place(sequence(0))
-    assert opened(path, num_replicas=1).is_resumed
+    killed(session)
+    again = opened(path, num_replicas=1)
+    assert again.is_resumed
+    killed(again)
     without = opened(path)
     assert without.number == session.number and not without.is_resumed
     assert known(without)["1.0", 0].token_ids == (5, 6, 7)
@@ -185,8 +217,9 @@ def test_what_leaves_nothing_to_others_is_nowhere(tmp_path: Path) -> None:
     checked = sequence(1, "2.0")
     checked.is_checked = True
     session.place(checked)
-    assert all(not held.parts for held in opened(path).held)
-    assert len(opened(path).held) == 2
+    killed(session)
+    held = opened(path).held
+    assert len(held) == 2 and not any(each.parts for each in held)
 
 
 def test_an_output_that_is_begun_anew_has_the_caches_that_were_kept_for_it(tmp_path: Path) -> None:
@@ -194,30 +227,22 @@ def test_an_output_that_is_begun_anew_has_the_caches_that_were_kept_for_it(tmp_p
     first = opened(path)
     first.begin()
     first.place(sequence(0))
-    anew = JobSession(path, ADDRESSES, None)
-    assert anew.number == first.number and not anew.is_resumed and anew.held == []
+    killed(first)
+    again = JobSession(path, ADDRESSES, None)
+    assert again.number == first.number and not again.is_resumed and again.held == []
 
 
-def test_a_full_disk_costs_what_comes_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_costs_only_what_follows(tmp_path: Path) -> None:
     path, one = tmp_path / "out.session", sequence(0)
     session = opened(path)
     session.begin()
     session.place(one)
-
-    def full(fd: int, data: bytes, place: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "write_at", full)
+    with files_of_at_most(0):
         one.token_ids.append(11)
         session.add([one])
     one.token_ids.append(12)
     session.add([one])
-    assert known(opened(path))["1.0", 0] == replace(
-        known(opened(path))["1.0", 0], token_ids=(5, 6, 7)
-    )
+    assert known(opened(path))["1.0", 0].token_ids == (5, 6, 7)
 
 
 def test_names_of_a_run_before_are_no_more_where_a_new_run_cant_write_its_own(
@@ -228,6 +253,7 @@ def test_names_of_a_run_before_are_no_more_where_a_new_run_cant_write_its_own(
     first = opened(path)
     first.begin()
     first.place(sequence(0))
+    killed(first)
     second = opened(path)
     assert second.held
     with files_of_at_most(0):

@@ -1,0 +1,365 @@
+"""Conversations in an SQLite file, which outlives the process.
+
+A turn is written before its answer is given. Of a conversation that is over only a digest of
+its id stays. SQLite detects pages that contradict each other, and a checksum damage within a turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from fastdecode.conversations import database
+from fastdecode.conversations.conversations import Kept, digest_of
+from fastdecode.conversations.history import History, HistoryStep, Spelled
+from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
+from fastdecode.core.os_errors import explained
+
+FILE: Final = "conversations.sqlite"
+"""Its name in a directory of conversations."""
+_KIND: Final = int.from_bytes(b"FDCV", "big")
+_SCHEMA: Final = """
+CREATE TABLE model (identity BLOB NOT NULL);
+CREATE TABLE over (digest BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE turns (
+    number INTEGER PRIMARY KEY, conversation BLOB NOT NULL, name BLOB NOT NULL,
+    about BLOB NOT NULL, tokens BLOB NOT NULL, crc INTEGER NOT NULL
+);
+CREATE INDEX turns_of ON turns (conversation);
+"""
+_UNREADABLE: Final = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+
+
+def identity_of(model: Path) -> bytes:
+    """Return 32 bytes that change with the meaning of tokens.
+
+    Raises:
+        CheckpointError: If a file of the model can't be read.
+    """
+    digest = blake2b(digest_size=32)
+    for name in ("config.json", "tokenizer.json"):
+        path = model / name
+        content = read_model_file(path, MAX_TOKENIZER_BYTES) if path.exists() else b""
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()
+
+
+class ConversationStore:
+    """A ``TurnStore`` in a file. Close it.
+
+    Args:
+        path: The file. It is created if it is missing.
+        identity: ``identity_of`` the model. A file of another one is refused.
+        counts: True for the name of a turn that counts. Other turns are deleted.
+        sync_turns: Turns after which all are made to survive a power cut.
+        sync_s: Seconds after which the next turn does the same.
+
+    Raises:
+        ConfigError: If the file holds something else, belongs to another model or process, is
+            damaged, or can't be used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        identity: bytes,
+        *,
+        counts: Callable[[str], bool] = lambda name: True,
+        sync_turns: int = 100,
+        sync_s: float = 5.0,
+    ) -> None:
+        self._path = path
+        self._sync_turns, self._sync_s = sync_turns, sync_s
+        self._num_unsynced, self._synced_s = 0, time.monotonic()
+        self.names: set[str] = set()
+        """Names of the turns that the file had."""
+        self._is_closed = False
+        with _refusing(path):
+            self._database = database.Database(path, _KIND, _SCHEMA)
+            try:
+                self._check_model(identity)
+                over = self._database.execute("SELECT digest FROM over")
+                self._over = {digest for (digest,) in over}
+                self._kept = self._read(counts)
+            except BaseException:
+                self._database.close()
+                raise
+
+    def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
+        """Return what the file had when it was opened. Call once."""
+        found, self._kept = self._kept, {}
+        return found, self._over
+
+    def append(
+        self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
+    ) -> None:
+        """Write a turn.
+
+        Raises:
+            FastDecodeError: If the disk is full or fails (code ``output_failed``). Nothing of
+                the turn is kept.
+        """
+        is_late = time.monotonic() - self._synced_s >= self._sync_s
+        if is_late or self._num_unsynced >= self._sync_turns:
+            self.sync()
+        about = {
+            "kept": step.num_kept,
+            "begun": history.begun.isoformat(),
+            "at": now_s,
+            "messages": step.messages,
+            "spelled": _as_json(step.spelled),
+        }
+        row = (
+            _as_blob(conversation_id),
+            _as_blob(name),
+            json.dumps(about).encode(),
+            array("i", step.token_ids).tobytes(),
+        )
+        with self._writing():
+            self._database.execute(
+                "INSERT INTO turns VALUES (NULL, ?, ?, ?, ?, ?)", *row, _crc_of(*row)
+            )
+        self._num_unsynced += 1
+
+    def forget(self, conversation_ids: Sequence[str]) -> None:
+        """End conversations. Nothing of them is left in the file when this returns."""
+        with self._writing():
+            for each in conversation_ids:
+                self._database.execute("INSERT OR IGNORE INTO over VALUES (?)", digest_of(each))
+                self._database.execute("DELETE FROM turns WHERE conversation = ?", _as_blob(each))
+        self.sync()
+
+    def sync(self) -> None:
+        """Make all turns survive a power cut."""
+        with _explaining(self._path):
+            self._database.checkpoint()
+        self._num_unsynced, self._synced_s = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Let other processes use the file. Safe to call twice."""
+        self._is_closed = True
+        with _explaining(self._path):
+            self._database.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        if self._is_closed:
+            raise FastDecodeError("the conversations were closed", code="closed")
+        with _explaining(self._path), self._database.transaction():
+            yield
+
+    def _check_model(self, identity: bytes) -> None:
+        found = self._database.execute("SELECT identity FROM model").fetchone()
+        if found is None:
+            self._database.execute("INSERT INTO model VALUES (?)", identity)
+        elif found != (identity,):
+            raise ConfigError(
+                f"{self._path} holds conversations with another model or tokenizer: use that one, "
+                "or name another place for them"
+            )
+
+    def _read(self, counts: Callable[[str], bool]) -> dict[str, Kept]:
+        kept: dict[str, Kept] = {}
+        dropped: list[int] = []
+        for row in self._database.execute("SELECT * FROM turns ORDER BY number"):
+            turn = read_turn(row)
+            if not counts(turn.name):
+                dropped.append(turn.number)
+                continue
+            kept[turn.conversation_id] = turn.after(kept.get(turn.conversation_id))
+            self.names.add(turn.name)
+        with self._database.transaction():
+            for number in dropped:
+                self._database.execute("DELETE FROM turns WHERE number = ?", number)
+        if dropped:
+            self._database.checkpoint()
+        return kept
+
+
+@dataclass(frozen=True)
+class StoredTurn:
+    """A row of ``turns``."""
+
+    number: int
+    conversation_id: str
+    name: str
+    begun: datetime
+    at_s: float
+    """End of the turn, in seconds since 1970."""
+    step: HistoryStep
+
+    def after(self, kept: Kept | None) -> Kept:
+        """Return the conversation with this turn.
+
+        Raises:
+            sqlite3.DatabaseError: If tokens before it are missing.
+        """
+        history = History(self.begun) if kept is None else kept.history
+        if not 0 <= self.step.num_kept <= len(history.token_ids):
+            raise sqlite3.DatabaseError(f"turn {self.number} continues from missing tokens")
+        return Kept(history.then(self.step), self.at_s)
+
+
+def read_turn(row: tuple[Any, ...]) -> StoredTurn:
+    """Return the turn of a row.
+
+    Raises:
+        sqlite3.DatabaseError: If the row is damaged.
+    """
+    number, *payload, crc = row
+    try:
+        if _crc_of(*payload) != crc:
+            raise ValueError("checksum")
+        conversation, name, about, tokens = payload
+        said = json.loads(about)
+        spelled = None if said["spelled"] is None else _from_json(said["spelled"])
+        step = HistoryStep(
+            said["kept"], tuple(array("i", tokens)), tuple(said["messages"]), spelled
+        )
+        begun = datetime.fromisoformat(said["begun"])
+        return StoredTurn(
+            number, _as_text(conversation), _as_text(name), begun, float(said["at"]), step
+        )
+    except _UNREADABLE:
+        raise sqlite3.DatabaseError(f"turn {number} is damaged") from None
+
+
+@dataclass
+class Contents:
+    """Summary of one file."""
+
+    path: str
+    num_bytes: int
+    identity: str
+    """``identity_of`` the model, as hexadecimal digits."""
+    is_held: bool
+    """True if a process has the file open."""
+    conversations: int = 0
+    turns: int = 0
+    tokens: int = 0
+    """Sum of the conversations' current lengths."""
+    over: int = 0
+    """Conversations that have ended. A digest of each id stays."""
+    last_active_s: float | None = None
+    """End of the latest turn, in seconds since 1970."""
+    damage: str | None = None
+
+
+def file_of(place: Path) -> Path:
+    """Return the file of a directory of conversations, or ``place`` if it is a file.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    path = place / FILE if place.is_dir() else place
+    if not path.is_file():
+        raise ConfigError(f"there are neither conversations nor KV blocks in {place}")
+    return path
+
+
+def inspect(path: Path) -> Contents:
+    """Read every turn of a file, without a model and without changing it.
+
+    Raises:
+        ConfigError: If it holds no conversations, or can't be read.
+    """
+    with _refusing(path):
+        found = Contents(str(path), path.stat().st_size, "", database.is_held(path))
+        kept: dict[str, Kept] = {}
+        try:
+            with database.reading(path, _KIND) as connection:
+                database.check_whole(connection)
+                found.identity = "".join(
+                    each.hex() for (each,) in connection.execute("SELECT identity FROM model")
+                )
+                ((found.over,),) = connection.execute("SELECT count(*) FROM over")
+                for row in connection.execute("SELECT * FROM turns ORDER BY number"):
+                    turn = read_turn(row)
+                    kept[turn.conversation_id] = turn.after(kept.get(turn.conversation_id))
+                    found.turns += 1
+        except sqlite3.Error as error:
+            found.damage = str(error)
+    found.conversations = len(kept)
+    found.tokens = sum(len(each.history.token_ids) for each in kept.values())
+    found.last_active_s = max((each.active_s for each in kept.values()), default=None)
+    return found
+
+
+def clear(path: Path) -> None:
+    """Overwrite and remove a file of conversations, damaged or whole.
+
+    Raises:
+        ConfigError: If a process uses it, or it can't be written.
+    """
+    with _refusing(path):
+        database.erase(path)
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Raise a ConfigError in place of what ``Database`` raises."""
+    try:
+        yield
+    except database.OtherFileError:
+        raise ConfigError(
+            f"{path} holds no conversations of this version: name another place for them"
+        ) from None
+    except BlockingIOError:
+        raise ConfigError(
+            f"another process keeps conversations in {path}: wait for it to end, or name another "
+            "place"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"can't keep conversations in {path}: {explained(error)}") from None
+    except sqlite3.OperationalError as error:
+        raise ConfigError(f"can't keep conversations in {path}: {error}") from None
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}), and not by a crash: restore the file, or name another "
+            "place for conversations"
+        ) from None
+
+
+@contextlib.contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise FastDecodeError(
+            f"can't write the conversations in {path}: {error}", code="output_failed"
+        ) from None
+
+
+def _crc_of(*columns: bytes) -> int:
+    crc = 0
+    for column in columns:
+        crc = zlib.crc32(column, zlib.crc32(len(column).to_bytes(8, "little"), crc))
+    return crc
+
+
+def _as_blob(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _as_text(blob: bytes) -> str:
+    return blob.decode(errors="surrogatepass")
+
+
+def _as_json(spelled: Spelled | None) -> list[Any] | None:
+    return None if spelled is None else [spelled.num_chars, spelled.digest.hex(), spelled.end]
+
+
+def _from_json(said: list[Any]) -> Spelled:
+    num_chars, digest, end = said
+    return Spelled(int(num_chars), bytes.fromhex(digest), str(end))
