@@ -38,7 +38,6 @@ from cpu_kernels import allocate_pool
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.measure.links.rates import Raw, copy_twice, write_file
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Hello, OpenSequence, Shutdown
 from rworker.cache_state import CacheState
@@ -56,6 +55,8 @@ TOKENS = 256
 HERE, THERE = HolderId(0), HolderId(1)
 SIZES = (1 << 18, 1 << 20, MAX_CHUNK_BYTES)
 KV_BYTES = 2 << 30
+Raw = Callable[[int, int], float]
+"""(bytes in all, bytes of a buffer) -> seconds."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,34 @@ def run_all(rounds: int) -> dict[str, Any]:
     step = by_region(3)
     print(step)
     return {"provenance": provenance(), "rows": all_rows, "step": step}
+
+
+def copy_twice(num_bytes: int, size: int) -> float:
+    """Into a buffer, and out of it."""
+    one, buffer, other = (np.ones(x, np.uint8) for x in (num_bytes, size, num_bytes))
+    started = time.perf_counter()
+    for at in range(0, num_bytes, size):
+        count = min(size, num_bytes - at)
+        buffer[:count] = one[at : at + count]
+        other[at : at + count] = buffer[:count]
+    return time.perf_counter() - started
+
+
+def write_file(path: Path) -> Raw:
+    """Into a new file of this name, and on to the disk."""
+
+    def write(num_bytes: int, size: int) -> float:
+        data = np.ones(size, np.uint8)
+        path.unlink(missing_ok=True)
+        started = time.perf_counter()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        for at in range(0, num_bytes, size):
+            os.write(fd, data[: min(size, num_bytes - at)].data)
+        os.fsync(fd)
+        os.close(fd)
+        return time.perf_counter() - started
+
+    return write
 
 
 def main() -> None:

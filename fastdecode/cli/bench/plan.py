@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.bench.stream import add_stream
 from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.core.errors import ConfigError, imports_for
@@ -34,13 +33,10 @@ def add_bench(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
-        help="run a plan, or its scaled-down twin here: predicted against measured; or stream: "
-        "links' rates",
+        help="run a plan, or its scaled-down twin here: predicted against measured",
         description="Run a plan's batch here, scaled down to this machine, with R-workers as "
-        "threads. Compare what is measured with what this machine's profiles predict. "
-        "`bench stream` measures links instead.",
+        "threads. Compare what is measured with what this machine's profiles predict.",
     )
-    add_stream(parser.add_subparsers(dest="bench", metavar="[stream]"))
     parser.set_defaults(run=run_bench)
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="of `size --json` or `size --emit`"
@@ -72,10 +68,7 @@ def run_bench(args: argparse.Namespace) -> int:
     from cost_model.steady import read_plan
 
     if args.plan is None or args.model is None:
-        raise ConfigError(
-            "bench needs a plan and a model to run it with (--plan FILE --model DIR); or say what "
-            "else is to be measured (bench stream)"
-        )
+        raise ConfigError("bench needs a plan and a model to run it with (--plan FILE --model DIR)")
     whole_number("steps", args.steps, 1, 100_000)
     if not 0.0 < args.tolerance <= 1e6:
         raise ConfigError(f"--tolerance {args.tolerance} is not a number above 0 and at most 1e6")

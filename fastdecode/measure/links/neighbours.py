@@ -16,42 +16,48 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, WorkerError
-from fastdecode.measure.links.caches import (
-    HERE,
-    KV,
-    SEQUENCE_BYTES,
-    THERE,
-    TIMEOUT_S,
-    TOKENS,
-    MemoryTarget,
-    Worker,
-    hello,
-    pieces,
-)
+from fastdecode.core.holders import HolderId, PartId
+from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, Unprotected
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import (
     MAX_ID,
+    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
     BeginStep,
     Failed,
     FromRWorker,
+    Hello,
     OpenSequence,
     Refused,
     ToRWorker,
     Welcome,
 )
 from fastdecode.wire.transport import Connection
-from rworker.stream.chunk_endpoints import LINK_BYTES
+from rworker.cache_state import CacheState
+from rworker.stream.chunk_endpoints import LINK_BYTES, MemoryCache, WorkerCache
+from rworker.stream.cutting import CacheKind
+from rworker.stream.memory import new_pool
+from rworker.stream.pieces import Box, Piece, Region
 from rworker.stream.streams import expect_pieces, stream_out
 
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 MOST_SEQUENCES: Final = 8
 REACH_S: Final = 10.0
-"""That a neighbour may take to be reached, and to make room."""
+"""Longest time for a neighbour to be reached and to make room."""
+TIMEOUT_S: Final = 300.0
+"""Longest time for an answer. Before the first one an R-worker may compile kernels."""
+KV: Final = KVSpec(4, 8, 128, DType.BFLOAT16, 64)
+TOKENS: Final = 256
+"""Tokens of each sequence: 4 MiB."""
+SEQUENCE_BYTES: Final = TOKENS * KV.token_bytes
+_MODEL: Final = "streamed"
+_HERE: Final = HolderId(0)
+_THERE: Final = HolderId(1)
 
 
 @dataclass(frozen=True)
@@ -128,18 +134,22 @@ class _Member:
         Raises FastDecodeError."""
         if self._is_full:
             return
-        # What was measured with may have all memory, and the name of a neighbour's.
-        self._connection.send(hello(KV, session=self._session, max_blocks=1))
+        # An earlier measurement may hold all memory, and the name of a neighbour's cache.
+        self._connection.send(_hello(session=self._session, max_blocks=1))
         self._receive(Welcome)
         self._connection.send(DropCache(self._session, 0, self._holder))
         self._receive(Dropped)
         num_sequences = self._num_sequences
         most = num_sequences * KV.num_blocks_for(TOKENS) + 1
-        greeting = hello(KV, holder=self._holder, session=self._session, max_blocks=most)
-        sink = Worker(self._connection, greeting, num_sequences).begin()
-        some = pieces(range(num_sequences))
-        expect_pieces(some, {THERE: sink})
-        stream_out(some, {HERE: MemoryTarget(KV, num_sequences).fill()}, {THERE: sink})
+        self._connection.send(_hello(holder=self._holder, session=self._session, max_blocks=most))
+        self._receive(Welcome)
+        for i in range(num_sequences):
+            self._connection.send(OpenSequence(i, TOKENS))
+            self._receive(Accepted)
+        sink = WorkerCache(self._connection, CacheKind(_MODEL, KV))
+        some = _pieces(num_sequences)
+        expect_pieces(some, {_THERE: sink})
+        stream_out(some, {_HERE: _filled(num_sequences)}, {_THERE: sink})
         self._connection.send(OpenSequence(num_sequences, 1))
         self._receive(Accepted)
         self._is_full = True
@@ -189,3 +199,30 @@ class _Member:
         if not isinstance(answer, kinds):
             raise WorkerError(f"it answered {type(answer).__name__}")
         return answer
+
+
+def _hello(**more: object) -> Hello:
+    """Return the message that opens a cache. ``more``: its other fields."""
+    spec = AttentionSpec(KV.num_kv_heads, KV.num_kv_heads, KV.head_dim, 0.1)
+    specs = (spec,) * KV.num_layers
+    return Hello(PROTOCOL_VERSION, _MODEL, KV, specs, DType.BFLOAT16, **more)  # type: ignore[arg-type]
+
+
+def _filled(num_sequences: int) -> MemoryCache:
+    """Return a cache of this process with all sequences, each page of it written."""
+    num_blocks = num_sequences * KV.num_blocks_for(TOKENS)
+    books = CacheState(_hello(), num_blocks)
+    pool = new_pool(KV, num_blocks)
+    pool[:] = 1
+    for i in range(num_sequences):
+        books.reserve(OpenSequence(i, TOKENS))
+        books.store.append(np.array([i], np.int64), np.array([TOKENS], np.int32))
+    return MemoryCache(books, pool)
+
+
+def _pieces(num_sequences: int) -> list[Piece]:
+    whole = Box(range(KV.num_layers), range(KV.num_kv_heads), range(TOKENS))
+    return [
+        Piece(Region(_HERE, PartId(i), whole), Region(_THERE, PartId(i), whole), whole)
+        for i in range(num_sequences)
+    ]
