@@ -146,6 +146,7 @@ _EXTRAS = {
     "starlette": ("starlette", "server"),
     "uvicorn": ("uvicorn", "server"),
     "httptools": ("httptools", "server"),
+    "aiohttp": ("aiohttp", "bench"),
 }
 """Package and extra of the modules that not every host has."""
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("aiohttp", reason='needs the client: pip install ".[bench]"')
+
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.measure.serving.client import Endpoint, Record
@@ -303,13 +305,12 @@ def test_chunks_of_http_end_where_they_like_and_are_tokens_where_none_are_counte
         (chunked(b'data: {"usage": {"x": 1}}\n\n'), "malformed", "KeyError: 'completion_tokens'"),
         (chunked(b'data: {"choices": [1]}\n\n'), "cut off", ""),
         (HEAD + b"ff\r\nabc", "cut off", ""),
-        (HEAD + b"-5\r\nabc", "malformed", "ValueError: a chunk of HTTP is too large"),
-        (b"220 mail.example ESMTP\r\n", "malformed", "ValueError: what came is no answer of HTTP"),
+        (b"220 mail.example ESMTP\r\n", "malformed", "ClientResponseError: 400, message="),
     ],
 )  # fmt: skip
 def test_servers_that_err_are_quoted(raw: bytes, kind: str, message: str) -> None:
     record, _ = ran_against(raw)
-    assert (record.error, record.message) == (kind, message)
+    assert record.error == kind and record.message.startswith(message)
     text = told(report([record], None))
     assert f"errors: {kind}: 1" in text and message in text
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, add_status_option
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import write_json
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 
@@ -95,7 +95,8 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     """Run the load. Returns the exit code."""
     import asyncio
 
-    from fastdecode.measure.serving.client import Endpoint
+    with imports_for("fastdecode bench-serve"):
+        from fastdecode.measure.serving.client import Endpoint
     from fastdecode.measure.serving.report import Slo, told
 
     _check(args)

@@ -1,37 +1,28 @@
-"""A client of OpenAI's API that costs little and takes times: HTTP/1.1 over
-asyncio's streams."""
+"""A client of OpenAI's API that takes times."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.os_errors import explained
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
-from fastdecode.measure.serving.answer import (
-    AnswerHead,
-    lines,
-    message_of,
-    read_body,
-    read_head,
-    read_message,
-    shown,
-)
-from fastdecode.measure.serving.connections import Connections, HttpConnection
 from fastdecode.measure.serving.load import Planned
 
 _MAX_MODELS_BYTES = 8 << 20
 _MODELS_WITHIN_S = 30.0
-_ENDS_WITHIN_S = 1.0
-"""The body of a stream, after its last event; else the connection isn't used again."""
+_MOST_OF_AN_ERROR = 64 << 10
+_LINE_BYTES = 1 << 24
+_SHOWN = 300
 
 
 @dataclass
@@ -41,16 +32,16 @@ class Record:
     due_s: float
     sent_s: float = 0.0
     chunk_s: list[float] = field(default_factory=list)
-    """When chunks with choices came."""
+    """Arrivals of chunks with choices."""
     num_prompt: int = 0
     num_tokens: int = 0
-    """As the server counts them, or else the chunks."""
+    """Counted by the server, or else the chunks."""
     error: str | None = None
-    """Its kind."""
+    """Kind of the error."""
     message: str = ""
-    """What the server, or the system, says of it."""
+    """Words of the server, or of the operating system, about the error."""
     has_usage: bool = False
-    """Whether the server has counted the tokens."""
+    """True if the server has counted the tokens."""
 
     @property
     def ttft_s(self) -> float:
@@ -62,7 +53,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """None where there was one token only."""
+        """None for an answer of one token."""
         if self.num_tokens < 2:
             return None
         return (self.chunk_s[-1] - self.chunk_s[0]) / (self.num_tokens - 1)
@@ -73,11 +64,11 @@ class Endpoint:
 
     Args:
         url: http://HOST:PORT, perhaps with a path before /v1.
-        key: sent with every request.
-        timeout_s: a request that takes longer is given up.
+        key: Sent with every request.
+        timeout_s: Longest time for an answer.
 
     Raises:
-        ConfigError: that is no address.
+        ConfigError: If ``url`` is not such an address.
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
@@ -85,17 +76,25 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url} is not like http://HOST:PORT")
         self._host = parts.hostname
-        tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._port = parts.port or (443 if tls else 80)
-        self._connections = Connections(self._host, self._port, tls)
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._key = key
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        self._url = f"{parts.scheme}://{host}:{self._port}{path}/v1"
+        # Compressed events would arrive late.
+        self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
+        if key is not None:
+            self._headers["authorization"] = f"Bearer {key}"
         self._timeout_s = timeout_s
+        self._shared: aiohttp.ClientSession | None = None
         self.num_done = self.num_failed = 0
         """Requests that are over, and those of them with an error."""
 
     async def model(self) -> str:
-        """The first that it serves. Raises ConfigError: it doesn't say."""
+        """Return the first model that the server names.
+
+        Raises:
+            ConfigError: If it names none.
+        """
         try:
             why = await asyncio.wait_for(self._models(), min(self._timeout_s, _MODELS_WITHIN_S))
             if not isinstance(why, str):
@@ -104,38 +103,52 @@ class Endpoint:
             why = "it doesn't answer"
         except OSError as error:
             raise self._unreached(explained(error)) from None
-        except (ValueError, LookupError, TypeError, asyncio.IncompleteReadError):
+        except (ValueError, LookupError, TypeError, aiohttp.ClientError):
             why = "what it answers is no list of models; is this a server of OpenAI's API?"
-        where = f"{self._host}:{self._port}{self._path}/v1/models"
-        raise ConfigError(f"{where} doesn't name a model: {why}")
+        raise ConfigError(f"{self._url}/models doesn't name a model: {why}")
 
     async def reach(self) -> None:
-        """Raises ConfigError: nothing accepts connections there."""
+        """Connect and disconnect.
+
+        Raises:
+            ConfigError: If the server accepts no connection.
+        """
         try:
-            connection = await asyncio.wait_for(self._connections.take(), self._timeout_s)
+            connecting = asyncio.open_connection(self._host, self._port)
+            _, writer = await asyncio.wait_for(connecting, self._timeout_s)
         except asyncio.TimeoutError:
             raise self._unreached("no connection was accepted in time") from None
         except OSError as error:
             raise self._unreached(explained(error)) from None
-        connection.writer.close()
+        writer.close()
 
     def _unreached(self, why: str) -> ConfigError:
         return ConfigError(f"--base-url: nothing answers at {self._host}:{self._port}: {why}")
 
     async def _models(self) -> Any:
-        """The list of models, or the words why there is none."""
-        connection, head = await self._ask("GET", "/v1/models", b"")
-        try:
-            if head.status != 200:
-                return _told_status(head, await read_message(connection.reader, head))
-            said = json.loads(await read_body(connection.reader, head, _MAX_MODELS_BYTES))
+        """Return the list of models, or the reason why there is none."""
+        async with self._session() as session, session.get(f"{self._url}/models") as answer:
+            if answer.status != 200:
+                return await _told_status(answer)
+            said = json.loads(await answer.content.read(_MAX_MODELS_BYTES))
             return said if isinstance(said, dict) else {}
-        finally:
-            connection.writer.close()
 
-    def keeping_connections(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, which is in one event loop, requests use connections again."""
-        return self._connections.kept()
+    @contextlib.asynccontextmanager
+    async def keeping_connections(self) -> AsyncIterator[None]:
+        """Reuse connections, as clients do: to open one takes longer than some tokens."""
+        async with self._session() as self._shared:
+            try:
+                yield
+            finally:
+                self._shared = None
+
+    def _session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            read_bufsize=_LINE_BYTES,
+        )
 
     async def run(self, planned: Planned, model: str, start_s: float) -> Record:
         """Send a request, and read its stream to the end."""
@@ -152,15 +165,15 @@ class Endpoint:
         record = Record(planned.due_s, sent_s=time.monotonic() - start_s)
         record.num_prompt = len(planned.prompt)
         try:
-            await asyncio.wait_for(self._stream(raw, record, start_s), self._timeout_s)
+            await self._send(raw, record, start_s)
         except asyncio.TimeoutError:
             record.error = "timeout"
             record.message = f"the answer took more than {self._timeout_s:g} s: see --timeout-s"
+        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError):
+            record.error = "cut off"
         except OSError as error:
             record.error, record.message = type(error).__name__, explained(error)
-        except asyncio.IncompleteReadError:
-            record.error = "cut off"
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, aiohttp.ClientError) as error:
             record.error, record.message = "malformed", shown(f"{type(error).__name__}: {error}")
         if record.error is None and not record.chunk_s:
             record.error = "empty"
@@ -170,76 +183,33 @@ class Endpoint:
         self.num_failed += record.error is not None
         return record
 
-    async def _stream(self, raw: bytes, record: Record, start_s: float) -> None:
-        connection, head = await self._ask("POST", "/v1/completions", raw)
-        try:
-            if head.status == 200:
-                every = lines(connection.reader, head)
-                await _read_events(every, record, start_s)
-                if record.error is None and head.is_kept and await _is_over(every):
-                    self._connections.give_back(connection)
+    async def _send(self, raw: bytes, record: Record, start_s: float) -> None:
+        if self._shared is not None:
+            # A server may close an idle connection just when it is used again.
+            with contextlib.suppress(aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                await self._stream(self._shared, raw, record, start_s)
+                return
+        async with self._session() as session:
+            await self._stream(session, raw, record, start_s)
+
+    async def _stream(
+        self, session: aiohttp.ClientSession, raw: bytes, record: Record, start_s: float
+    ) -> None:
+        async with session.post(f"{self._url}/completions", data=raw) as answer:
+            if answer.status != 200:
+                record.error = f"status {answer.status}"
+                record.message = await _told_status(answer)
+                return
+            async for line in answer.content:
+                if line.startswith(b"data: [DONE]"):
                     return
-            else:
-                record.error = f"status {head.status}"
-                record.message = _told_status(head, await read_message(connection.reader, head))
-        except BaseException:
-            connection.writer.close()
-            raise
-        connection.writer.close()
-
-    async def _ask(self, method: str, path: str, body: bytes) -> tuple[HttpConnection, AnswerHead]:
-        """Send a request. Returns the head of its answer, and where the rest is read.
-        Raises OSError, ValueError."""
-        sent = self._head(method, path, body) + body
-        while True:
-            connection = await self._connections.take()
-            try:
-                connection.writer.write(sent)
-                await connection.writer.drain()
-                return connection, await read_head(connection.reader)
-            except BaseException as error:
-                connection.writer.close()
-                # A server may close one that is idle just when it is used again.
-                if not (connection.was_used and isinstance(error, (OSError, ValueError))):
-                    raise
-
-    def _head(self, method: str, path: str, body: bytes) -> bytes:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        head = [f"{method} {self._path}{path} HTTP/1.1", f"host: {host}:{self._port}"]
-        head += ["accept: */*", f"content-length: {len(body)}"]
-        head += [] if self._connections.are_kept else ["connection: close"]
-        head += ["content-type: application/json"] if body else []
-        head += [] if self._key is None else [f"authorization: Bearer {self._key}"]
-        return "\r\n".join([*head, "", ""]).encode()
-
-
-async def _read_events(every: AsyncIterator[bytes], record: Record, start_s: float) -> None:
-    """The lines of a stream, to the last event."""
-    async for line in every:
-        if line.startswith(b"data: [DONE]"):
-            return
-        if line.startswith(b"data:"):
-            now_s = time.monotonic() - start_s
-            _take(json.loads(line[5:]), record, now_s)
-    record.error = record.error or "cut off"
-
-
-async def _is_over(every: AsyncIterator[bytes]) -> bool:
-    """Whether a body ends by itself."""
-
-    async def rest() -> None:
-        async for _ in every:
-            pass
-
-    try:
-        await asyncio.wait_for(rest(), _ENDS_WITHIN_S)
-    except (asyncio.TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
-        return False
-    return True
+                if line.startswith(b"data:"):
+                    _take(json.loads(line[5:]), record, time.monotonic() - start_s)
+            record.error = record.error or "cut off"
 
 
 def _take(said: Any, record: Record, now_s: float) -> None:
-    """Raises ValueError, LookupError, TypeError: it is no event of OpenAI's."""
+    """Raises ValueError, LookupError, TypeError: If it is no event of OpenAI's."""
     if not isinstance(said, dict):
         raise ValueError("an event is no JSON object")
     if "error" in said:
@@ -251,6 +221,26 @@ def _take(said: Any, record: Record, now_s: float) -> None:
         record.has_usage = True
 
 
-def _told_status(head: AnswerHead, message: str) -> str:
-    told = f"{head.status}: {message}" if message else str(head.status)
-    return f"{told} (set {KEY_VARIABLE})" if head.status == 401 else told
+async def _told_status(answer: aiohttp.ClientResponse) -> str:
+    message = ""
+    with contextlib.suppress(aiohttp.ClientError, OSError):
+        body = await answer.content.read(_MOST_OF_AN_ERROR)
+        try:
+            message = message_of(json.loads(body))
+        except (ValueError, RecursionError):
+            message = body.decode("utf-8", "replace")
+    told = f"{answer.status}: {shown(message)}" if message else str(answer.status)
+    return f"{told} (set {KEY_VARIABLE})" if answer.status == 401 else told
+
+
+def message_of(said: Any) -> str:
+    """Return what an error says, in the forms that servers give it."""
+    while isinstance(said, dict):
+        said = said.get("error") or said.get("message") or said.get("detail") or ""
+    return said if isinstance(said, str) else json.dumps(said)
+
+
+def shown(text: str) -> str:
+    """Return a server's words on one line of a terminal."""
+    line = " ".join(text.split())[:_SHOWN]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -16,7 +16,7 @@ _HALVINGS = 5
 
 async def run_open(endpoint: Endpoint, model: str, load: Sequence[Planned]) -> list[Record]:
     """Every request when it is due, whatever has become of the others."""
-    with endpoint.keeping_connections():
+    async with endpoint.keeping_connections():
         start_s = time.monotonic()
         tasks = []
         for planned in load:
@@ -41,7 +41,7 @@ async def run_closed(
             record.due_s = record.sent_s
             records.append(record)
 
-    with endpoint.keeping_connections():
+    async with endpoint.keeping_connections():
         await asyncio.gather(*[client() for _ in range(concurrency)])
     return records
 
