@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from small_jobs import LIMIT_S
+from jobs import LIMIT_S
 
 AGAIN = ("no_r_worker", "rate_limit_exceeded", "starting")
 """Errors after which a client asks again."""
@@ -33,7 +33,7 @@ def ask(
     is_over: threading.Event,
     opened: Callable[[socket.socket], None] = lambda _: None,
 ) -> Answer:
-    """Ask for the answer to a line of ``small_jobs.lines``; again where there is
+    """Ask for the answer to a line of ``jobs.lines``; again where there is
     no R-worker for the moment, until ``is_over``. ``opened``: told each connection."""
     body = {name: value for name, value in line.items() if name not in ("id", "prompt_token_ids")}
     body.update(prompt=line["prompt_token_ids"], stream=is_stream)

@@ -1,21 +1,13 @@
 """Faults at random moments of many small jobs.
 
-    make campaign        # or: python tests/campaign/campaign.py --losses 20 --minutes 5
+    make campaign        # or: python tests/campaign/campaign.py --jobs 40 --minutes 20
 
-R-workers are killed, stopped and terminated (``losses``), and so are pipeline
-stages and theirs (``stage_losses``), and instances that are ranks
-(``placement_losses``), jobs are told to stop (``stops``), S-workers are killed
-and others go on with their sessions (``returns``), servers under load lose
-R-workers and processes of their own, or are told to stop (``servers``), calls are
-interrupted (``interrupts``), batches of conversations are killed and resumed
-(``turns``), messages are damaged (``damaged_frames``), and what R-workers keep on
-disk is damaged, or they are killed while they write it (``hurt_slots``), or in
-conversations (``disks``).
-Every job's answers, greedy and sampled, are held against those of an
-undisturbed one. Counted are jobs that **hung**, that were **lost** (an answer
-is missing though an R-worker is left) and whose answers were **changed**. The
-moments are random within a phase, whose beginning is an event and whose length
-an undisturbed job's.
+``jobs``: processes of batch jobs are killed, stopped and told to stop. ``interrupts``: calls of an
+``LLM`` are interrupted. ``frames``: messages are damaged. ``slots`` and ``disks``: blocks on disk
+are damaged, or R-workers are killed while they write them. ``systems.py`` strikes whole systems.
+
+Answers, greedy and sampled, are compared with those of an undisturbed run. The moments are random
+within a phase, whose beginning is an event and whose length is an undisturbed job's.
 """
 
 from __future__ import annotations
@@ -28,10 +20,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -39,226 +30,99 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 import damaged_frames  # noqa: E402
 import disks  # noqa: E402
 import hurt_slots  # noqa: E402
-import losses  # noqa: E402
-import placement_losses  # noqa: E402
-import returns  # noqa: E402
-import servers  # noqa: E402
-import stage_losses  # noqa: E402
-import stops  # noqa: E402
-import turns  # noqa: E402
 from damaged_links import to_links  # noqa: E402
 from inherited_signals import hear_interrupts  # noqa: E402
+from jobs import FASTDECODE, LIMIT_S, PATHS, R_WORKER, Jobs, addresses, drawn  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
-from small_jobs import FASTDECODE, LIMIT_S, PATHS, R_WORKER, SmallJobs, addresses  # noqa: E402
 
-T = TypeVar("T")
 GOOD = ("right", "ended by MPI")
-INTERRUPTED: dict[str, dict[str, Any]] = {
+Row = dict[str, Any]
+COUNTED: dict[str, Callable[[int, random.Random], Counter[str]]] = {
+    "frames to the codec": damaged_frames.to_codec,
+    "frames to an R-worker's state": damaged_frames.to_state,
+    "frames to an R-worker's port": damaged_frames.to_port,
+    "frames on links": to_links,
+    "slots: killed movers": hurt_slots.kills,
+    "slots: flipped bits": hurt_slots.flips,
+    "disks: killed R-workers": disks.killed,
+}
+"""Name -> function of a number and a random generator that counts outcomes."""
+SHARES = {"frames to the codec": 0.6}
+"""Share of ``--frames``, where it is not an eighth."""
+BAD = ("changed", "failed", "orphans")
+INTERRUPTED: dict[str, Row] = {
     "one thread": {"r_workers": 1},
     "threads": {"r_workers": 2},
     "lanes": {"r_workers": 2, "lanes": 2},
     "zmq": {},
     "mpi": {},
 }
-FRAMES = {
-    "codec": (damaged_frames.to_codec, 5),
-    "state": (damaged_frames.to_state, 1),
-    "port": (damaged_frames.to_port, 1),
-    "links": (to_links, 1),
-}
-"""Targets, and their shares."""
 
 
-class Campaign:
-    """Runs the parts one after another, until the time is over, and keeps what became of them.
-
-    Args:
-        options: see ``main``.
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._end = time.monotonic() + 60 * options.minutes
-        self.rows: dict[str, list[dict[str, Any]]] = {
-            "losses": [], "stages": [], "placements": [], "stops": [], "returns": [],
-            "servers": [], "kills": [], "interrupts": [], "frames": [], "slots": [],
-        }  # fmt: skip
-        self._before = runs_of(options.out)
-
-    def run(self) -> None:
-        """All parts."""
-        options = self._options
-        self._frames(options.frames)
-        self._slots(hurt_slots, {"kills": options.slot_kills, "flips": options.slot_flips})
-        self._slots(disks, {"killed": options.disk_kills})
-        self._interrupts(options.interrupts)
-        self._returns(options.returns)
-        self._of_ranks(
-            "stages", options.stages, stage_losses.StageLosses,
-            partial(stage_losses.stage_losses, of=options.of), stage_losses.row,
-        )  # fmt: skip
-        self._of_ranks(
-            "placements", options.placements, placement_losses.PlacementLosses,
-            placement_losses.placement_losses, placement_losses.row,
-        )  # fmt: skip
-        if not (options.losses or options.signals or options.servers or options.kills):
-            return
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Run all parts, and yield a row for each job and each count."""
+    logging.disable(logging.CRITICAL)
+    for name, act in COUNTED.items():
+        number = getattr(options, name.split()[0].rstrip(":"))
+        if name.startswith("frames"):
+            number = round(number * SHARES.get(name, 0.125))
+        if number:
+            counts = act(number, random.Random(options.seed))
+            verdict = "changed" if any(counts[bad] for bad in BAD) else "right"
+            yield {"part": name, "number": number, "counts": counts, "verdict": verdict}
+    logging.disable(logging.NOTSET)
+    if options.interrupts:
+        for where, more in INTERRUPTED.items():
+            each = -(-options.interrupts // len(INTERRUPTED))
+            yield {"part": f"interrupts: {where}", **interrupt(where, more, each, options.seed)}
+    if options.jobs:
+        chance = random.Random(options.seed)
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
-            jobs = SmallJobs(Path(directory), losses.TIMES if options.replicas else 1)
-            chance = random.Random(options.seed)
-            hurt = losses.Losses(jobs, chance)
-            chosen = losses.losses(
-                options.losses, chance, replicated=options.replicas, of=options.of
-            )
-            for loss in self._in_time(chosen):
-                self._keep("losses", losses.row(hurt.lose(loss)))
-            told = stops.Stops(jobs, chance)
-            for stop in self._in_time(stops.stops(options.signals, chance)):
-                self._keep("stops", stops.row(told.stop(stop)))
-            serving = servers.Servers(jobs, chance)
-            for blow in self._in_time(servers.blows(options.servers, chance)):
-                self._keep("servers", servers.row(serving.strike(blow)))
-            if options.kills:
-                talks = turns.Kills(jobs, chance)
-                for kill in self._in_time(turns.kills(options.kills, chance)):
-                    self._keep("kills", turns.row(talks.kill(kill)))
-
-    def write(self) -> None:
-        """What is known so far, behind the runs that the file has already."""
-        if self._options.out is not None and any(self.rows.values()):
-            found = {kind: rows for kind, rows in self.rows.items() if rows}
-            runs = [*self._before, {**provenance(), "seed": self._options.seed, **found}]
-            self._options.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
-
-    @property
-    def is_good(self) -> bool:
-        return all(row["verdict"] in GOOD for rows in self.rows.values() for row in rows)
-
-    def table(self) -> str:
-        """How many of what became of what."""
-        told = []
-        for kind in ("losses", "stages", "placements", "stops", "returns", "servers",
-                     "kills"):  # fmt: skip
-            rows = self.rows[kind]
-            told.append(f"{len(rows)} {kind}: {_counted(Counter(row['verdict'] for row in rows))}")
-            for column in ("transport", "partition", "command", "trouble", "phase", "memory",
-                           "shape"):  # fmt: skip
-                values = sorted({row[column] for row in rows if column in row})
-                for value in values:
-                    counts = Counter(row["verdict"] for row in rows if row[column] == value)
-                    told.append(f"    {column:10} {value:10} {_counted(counts)}")
-        hits = Counter(hit for row in self.rows["losses"] for hit in row["hits"])
-        told.append(f"losses: {_counted(Counter(hit.split()[0] for hit in hits.elements()))}")
-        told.append(f"    {_counted(hits)}")
-        for kind in ("stages", "placements"):
-            blows = Counter(blow for row in self.rows[kind] for blow in row["blows"])
-            told.append(f"{kind}: {sum(blows.values())} blows: {_counted(blows)}")
-        kills = Counter(kill for row in self.rows["returns"] for kill in row["kills"])
-        told.append(f"returns: killed {_counted(kills)}")
-        for kind in ("interrupts", "frames", "slots"):
-            for row in self.rows[kind]:
-                told.append(f"{kind} {row['where']}: {row['verdict']}, {_counted(row['counts'])}")
-        return "\n".join(told)
-
-    def _in_time(self, items: Iterable[T]) -> Iterator[T]:
-        for item in items:
-            if time.monotonic() >= self._end:
-                return
-            yield item
-
-    def _keep(self, kind: str, row: dict[str, Any]) -> None:
-        self.rows[kind].append(row)
-        self.write()
-        print(" ".join(f"{k}={v}" for k, v in row.items() if k != "last_words"), flush=True)
-
-    def _frames(self, number: int) -> None:
-        logging.disable(logging.CRITICAL)
-        share = number / sum(weight for _, weight in FRAMES.values())
-        for target, (act, weight) in self._in_time(FRAMES.items()):
-            if number:
-                counts = act(round(share * weight), random.Random(self._options.seed))
-                verdict = "changed" if counts["changed"] else "right"
-                row = {"where": target, "number": round(share * weight), "counts": counts}
-                self._keep("frames", {**row, "verdict": verdict})
-
-    def _slots(self, module: Any, numbers: dict[str, int]) -> None:
-        for where, number in self._in_time(numbers.items()):
-            if number:
-                act = getattr(module, where)
-                counts = act(number, random.Random(self._options.seed))
-                is_bad = counts["changed"] or counts["failed"] or counts["orphans"]
-                verdict = "changed" if is_bad else "right"
-                self._keep("slots", {"where": where, "counts": counts, "verdict": verdict})
-
-    def _returns(self, number: int) -> None:
-        if not number:
-            return
-        chance = random.Random(self._options.seed)
-        with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
-            comes = returns.Returns(SmallJobs(Path(directory), returns.TIMES), chance)
-            for job in self._in_time(returns.returns(number, chance)):
-                self._keep("returns", returns.row(comes.kill(job)))
-
-    def _of_ranks(self, kind: str, number: int, make: Any, choose: Any, row: Any) -> None:
-        """Jobs over MPI that lose ranks."""
-        if not number:
-            return
-        chance = random.Random(self._options.seed)
-        with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
-            hurt = make(SmallJobs(Path(directory)), chance)
-            for loss in self._in_time(choose(number, chance)):
-                self._keep(kind, row(hurt.lose(loss)))
-
-    def _interrupts(self, number: int) -> None:
-        each = -(-number // len(INTERRUPTED))
-        for where, options in self._in_time(INTERRUPTED.items()):
-            if number:
-                outcome = interrupt(where, options, each, self._options.seed)
-                last = outcome.output.strip().splitlines()[-1:] or [""]
-                counts = json.loads(last[0]) if outcome.exit_code == 0 else {}
-                verdict = "changed" if counts.get("changed") else "right"
-                if outcome.exit_code != 0 or outcome.orphans:
-                    verdict = "hung" if outcome.exit_code is None else "failed"
-                row = {"where": where, "counts": counts, "verdict": verdict}
-                words = {} if verdict == "right" else {"last_words": outcome.output[-5000:]}
-                self._keep("interrupts", {**row, **words})
+            jobs = Jobs(Path(directory), chance)
+            for job in drawn(options.jobs, chance, options.of):
+                yield {"part": f"jobs: {job.kind}", **jobs.strike(job).row()}
 
 
-def runs_of(path: Path | None) -> list[dict[str, Any]]:
-    """Those that a file has, in their order."""
-    if path is None or not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    runs: list[dict[str, Any]] = found.get("runs", [found])
-    return runs
-
-
-def interrupt(where: str, options: dict[str, Any], number: int, seed: int) -> Any:
-    """A program whose calls are interrupted so often. Returns its outcome."""
+def interrupt(where: str, options: Row, number: int, seed: int) -> Row:
+    """Run a program whose calls are interrupted ``number`` times."""
     script = str(Path(__file__).with_name("interrupts.py"))
     common = {"kv_memory_gb": 0.02, "r_threads": 1}
-    limit_s = LIMIT_S + 5 * number
 
     def program(**more: Any) -> list[str]:
         given = json.dumps({**({} if where in ("zmq", "mpi") else common), **options, **more})
         return [sys.executable, script, str(number), str(seed), given]
 
+    def outcome_of(line: list[str]) -> Any:
+        with running(line, **PATHS) as job:
+            return job.wait(LIMIT_S + 5 * number)
+
     if where == "zmq":
-        with (
-            addresses(2, PATHS) as (_, at),
-            running(program(r_worker_addresses=at[1::2]), **PATHS) as job,
-        ):
-            return job.wait(limit_s)
-    if where == "mpi":
+        with addresses(2) as (_, at):
+            outcome = outcome_of(program(r_worker_addresses=at[1::2]))
+    elif where == "mpi":
         line = [mpirun(), *open_mpi_options(), "-n", "1", *program()]
-        with running([*line, ":", "-n", "2", *FASTDECODE, *R_WORKER], **PATHS) as job:
-            return job.wait(limit_s)
-    with running(program(), **PATHS) as job:
-        return job.wait(limit_s)
+        outcome = outcome_of([*line, ":", "-n", "2", *FASTDECODE, *R_WORKER])
+    else:
+        outcome = outcome_of(program())
+    if outcome.exit_code != 0 or outcome.orphans:
+        verdict = "hung" if outcome.exit_code is None else "failed"
+        return {"verdict": verdict, "last_words": outcome.output[-5000:]}
+    counts = json.loads(outcome.output.strip().splitlines()[-1])
+    return {"counts": counts, "verdict": "changed" if counts.get("changed") else "right"}
 
 
-def _counted(counts: dict[str, int]) -> str:
+def table(found: list[Row]) -> str:
+    """Return counts of verdicts by part, and of blows by phase, victim and signal."""
+    parts: dict[str, Counter[str]] = {}
+    hits = Counter(hit for row in found for hit in row.get("hits", ()))
+    for row in found:
+        parts.setdefault(row["part"], Counter())[row["verdict"]] += 1
+    lines = [f"{part}: {_counted(counts)}" for part, counts in sorted(parts.items())]
+    return "\n".join([*lines, f"{sum(hits.values())} blows: {_counted(hits)}"])
+
+
+def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{number} {what}" for what, number in sorted(counts.items()))
 
 
@@ -267,43 +131,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, number, what in (
-        ("losses", 90, "jobs that lose R-workers, six or eight each"),
-        ("stages", 60, "jobs of pipeline stages that lose one of those, or R-workers of theirs"),
-        ("placements", 30, "jobs of instances that lose ranks, or their controller"),
-        ("signals", 60, "jobs that are told to stop"),
-        ("returns", 60, "S-workers that are killed, and whose session another goes on with"),
-        ("servers", 60, "servers under load that are hit"),
-        ("kills", 20, "times that a batch of conversations is killed, and resumed"),
+        ("jobs", 120, "jobs that are struck"),
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 800_000, "messages that are damaged"),
-        ("slot-kills", 50, "R-workers' movers that are killed while they store"),
-        ("slot-flips", 10_000, "bits flipped in what is kept on disk"),
-        ("disk-kills", 50, "R-workers with a disk that are killed in conversations"),
+        ("slots", 50, "movers that are killed, and bits that are flipped on disk"),
+        ("disks", 50, "R-workers with a disk that are killed in conversations"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=number, help=f"{what} (default: {number})"
         )
-    parser.add_argument(
-        "--minutes", type=float, default=120, help="begin nothing after so long (default: 120)"
-    )
-    parser.add_argument(
-        "--replicas", action="store_true", help="losses: of R-workers that keep replicas"
-    )
-    parser.add_argument(
-        "--of",
-        default="",
-        help="with --replicas: partitions whose names begin so (heads); of stages: shapes (swap)",
-    )
+    parser.add_argument("--minutes", type=float, default=120, help="start nothing after this time")
+    parser.add_argument("--of", default="", help="beginning of the kinds' names, for jobs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file, to which this run is added")
-    campaign = Campaign(parser.parse_args())
+    parser.add_argument("--out", type=Path, help="file to which this run is added")
+    options = parser.parse_args()
     hear_interrupts()
-    try:
-        campaign.run()
-    finally:
-        campaign.write()
-        print(campaign.table())
-    sys.exit(0 if campaign.is_good else 1)
+    end_s, found = time.monotonic() + 60 * options.minutes, []
+    out: Path | None = options.out
+    before = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
+    for row in rows(options):
+        found.append(row)
+        print(" ".join(f"{k}={v}" for k, v in row.items() if k != "last_words"), flush=True)
+        if out is not None:
+            run = {**provenance(), "seed": options.seed, "rows": found}
+            out.write_text(json.dumps({"runs": [*before, run]}, indent=1) + "\n")
+        if time.monotonic() >= end_s:
+            break
+    print(table(found))
+    sys.exit(0 if all(row["verdict"] in GOOD for row in found) else 1)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 from dying import WRITES_A_BLOCK
+from jobs import LIMIT_S, PATHS, SHAPE, address_of
 from mpi_launch import Running, running
 from random_llama import llama_config, write_checkpoint
-from small_jobs import LIMIT_S, PATHS, SHAPE, address_of
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.sequence import CacheUse

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any, Protocol, TypeAlias
 
 from asking import Answer, ask
+from jobs import LIMIT_S
 from server_process import Server
-from small_jobs import LIMIT_S
 
 from fastdecode import LLM, SamplingParams
 

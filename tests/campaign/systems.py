@@ -36,11 +36,11 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from inherited_signals import hear_interrupts  # noqa: E402
+from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of  # noqa: E402
 from mpi_launch import Running, mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
 from random_llama import llama_config, write_checkpoint  # noqa: E402
 from server_process import serving  # noqa: E402
-from small_jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of  # noqa: E402
 from system_talks import (  # noqa: E402
     NUM_CONVERSATIONS,
     Judge,

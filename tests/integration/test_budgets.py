@@ -31,12 +31,12 @@ MOST_LINES = {
     "sworker": 11965,
     "cpu_kernels": 6980,
     "cost_model": 9674,
-    "tests": 80291,
+    "tests": 78021,
     "benchmarks": 10156,
     "examples": 2046,
 }
 """Lines of ``*.py`` files under each directory."""
-MOST_DOCS = 6797
+MOST_DOCS = 6793
 """Lines of Markdown under ``docs/``."""
 
 MOST_IN_A_STEP = (52, 2_474)
