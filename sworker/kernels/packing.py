@@ -42,11 +42,12 @@ def pack(model: Model) -> None:
     with torch.inference_mode():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if type(child) is Linear and _has_kernels(child.weight):
+                if type(child) is Linear and can_pack(child.weight):
                     setattr(parent, name, PackedLinear(child))
 
 
-def _has_kernels(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
+    """Return True if oneDNN multiplies the weight's dtype on this CPU."""
     mkldnn = torch.ops.mkldnn
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
