@@ -78,8 +78,8 @@ class NarrowWeight:
         """Return rows of the first matrix: numbers [T] → float32 [T, K]."""
         panel = numbers // self._panel
         half, lane = numbers % self._panel // self._lanes, numbers % self._lanes
-        places = (half, lane) if self._is_half else (lane, half)
-        found: Tensor = self._panels[0].permute(0, 2, 3, 1)[(panel, *places)]
+        first, second = (half, lane) if self._is_half else (lane, half)
+        found: Tensor = self._panels[0].permute(0, 2, 3, 1)[panel, first, second]
         return found.float()
 
 
