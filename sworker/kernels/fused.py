@@ -258,7 +258,7 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
         elif isinstance(module, RMSNorm) and module.size[0] <= _MAX_NORM_SIZE:
             fused[module] = FusedRMSNorm(module, kernels)
     kinds = {type(layer.mlp): layer for layer in reversed(model.layers)}
-    if not all(_same_parts(layer, fused, kernels) for layer in kinds.values()):
+    if not all(_same_parts(layer, model.dtype, fused, kernels) for layer in kinds.values()):
         logger.warning("fused kernels differ from torch's operators here: those are used")
         return False
     num_gates = 0
@@ -324,13 +324,15 @@ def _gate_of(mlp: Gated, kernels: Kernels) -> Callable[[Tensor], Tensor]:
     return gated
 
 
-def _same_parts(layer: Layer, fused: dict[nn.Module, nn.Module], kernels: Kernels) -> bool:
-    """Whether the kernels say what torch says of a layer's parts."""
+def _same_parts(
+    layer: Layer, dtype: torch.dtype, fused: dict[nn.Module, nn.Module], kernels: Kernels
+) -> bool:
+    """Return True if the kernels compute what torch does for a layer's parts, in ``dtype``."""
     weight = layer.qkv.weight
     generator = torch.Generator(weight.device).manual_seed(0)  # torch's own is the caller's
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(shape, device=weight.device, generator=generator).to(weight.dtype)
+        return torch.randn(shape, device=weight.device, generator=generator).to(dtype)
 
     x, a = some(_ROWS, weight.shape[1]), some(_ROWS, weight.shape[1])
     heads = some(_ROWS, 5, layer.head_dim)[:, :4]  # of a fused projection

@@ -68,6 +68,10 @@ class Embedding(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:  # [T] → [T, size]
         return F.embedding(rows, self.weight)
 
+    def project(self, x: Tensor) -> Tensor:
+        """Multiply with the table, as a head that is tied to it: [T, size] → [T, num_rows]."""
+        return F.linear(x, self.weight)
+
 
 class Linear(nn.Module):
     """y = x · weightᵀ + bias. ``splits`` are the output sizes of the

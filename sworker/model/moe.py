@@ -133,6 +133,8 @@ class ExpertLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    is_packed = False
+    """True if ``forward`` is the only product, for any number of rows."""
 
     def __init__(self, experts: range, in_size: int, splits: tuple[int, ...], bias: bool) -> None:
         super().__init__()
@@ -141,6 +143,10 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num, sum(splits), in_size), requires_grad=False)
         biases = nn.Parameter(torch.empty(num, sum(splits)), requires_grad=False)
         self.bias = biases if bias else None
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        """Multiply one expert's rows: x [n, in_size] → [n, sum(splits)]."""
+        return F.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
 
 
 class Experts(Gated):
@@ -265,9 +271,9 @@ class Experts(Gated):
     def _multiply_one(self, x: Tensor, expert: int) -> Tensor:
         """One expert's rows [n, hidden] → same. Where there are many, a CPU is
         faster with the weights as the first factor, which it needn't pack."""
-        if x.shape[0] < _MANY_ROWS or x.device.type != "cpu":
-            h = F.linear(x, self.up.weight[expert], _bias(self.up, expert))
-            return F.linear(self.apply_gate(h), self.down.weight[expert], _bias(self.down, expert))
+        if x.shape[0] < _MANY_ROWS or x.device.type != "cpu" or self.up.is_packed:
+            y: Tensor = self.down(self.apply_gate(self.up(x, expert)), expert)
+            return y
         h = _product(self.up, expert, x.T)
         return _product(self.down, expert, self.apply_gate(h, dim=0)).T
 
@@ -284,6 +290,8 @@ class Experts(Gated):
 
     @property
     def _is_grouped(self) -> bool:
+        if self.up.is_packed:
+            return False
         return can_group(self.up.weight) and can_group(self.down.weight)
 
 
@@ -314,12 +322,10 @@ def _grouped(x: Tensor, linear: ExpertLinear, ends: Tensor, experts: Tensor) -> 
 
 def _product(linear: ExpertLinear, expert: int, x: Tensor) -> Tensor:
     """x [in, n] → [out, n]."""
-    weight, bias = linear.weight[expert], _bias(linear, expert)
-    return torch.mm(weight, x) if bias is None else torch.addmm(bias[:, None], weight, x)
-
-
-def _bias(linear: ExpertLinear, expert: int) -> Tensor | None:
-    return None if linear.bias is None else linear.bias[expert]
+    weight = linear.weight[expert]
+    if linear.bias is None:
+        return torch.mm(weight, x)
+    return torch.addmm(linear.bias[expert][:, None], weight, x)
 
 
 def _weighted_sum(y: Tensor, places: Tensor, is_weighed: bool, weights: Tensor) -> Tensor:

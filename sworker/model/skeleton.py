@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdecode.core.model.moe import Moe
@@ -230,7 +229,7 @@ class Model(nn.Module):
         self.spec = spec
         self.with_embedding, self.with_head = with_embedding, with_head
         self.dtype = torch.get_default_dtype()
-        """Of weights and activations, once it is loaded."""
+        """Of activations, once it is loaded, and of weights that are not packed narrower."""
         has_table = with_embedding or (with_head and spec.tied_embeddings)
         self.embed_tokens = Embedding(spec.vocab_size, spec.embedding_size) if has_table else None
         self.embed_positions = self.project_in = self.embed_norm = None
@@ -284,7 +283,7 @@ class Model(nn.Module):
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] (int32 or int64) → hidden states [T, hidden]."""
         assert self.embed_tokens is not None
-        x: Tensor = self.embed_tokens(token_ids)  # [T, embedding]
+        x: Tensor = self.embed_tokens(token_ids).to(self.dtype)  # [T, embedding]
         if self.spec.embedding_scale != 1.0:
             # Rounded to the activations' dtype, as Gemma was trained; a CPU
             # scalar, so nothing is copied to the device.
@@ -316,7 +315,7 @@ class Model(nn.Module):
             head: Tensor = self.lm_head(x)
             return head
         assert self.embed_tokens is not None
-        return F.linear(x, self.embed_tokens.weight)
+        return self.embed_tokens.project(x)
 
 
 def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdecode.core.errors import ConfigError, Given
@@ -138,38 +137,41 @@ def _check_divides(spec: ModelSpec, what: str, num: int, option: str, parts: int
         )
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(nn.Module):
     """A projection whose input dims are spread over ranks: partial products,
     summed; the bias is added once."""
 
     def __init__(self, linear: Linear, add_up: AddUp) -> None:
-        super().__init__(1, linear.splits[:0], bias=False)
-        self.splits, self.weight, self.bias = linear.splits, linear.weight, linear.bias
+        super().__init__()
+        self.splits, self.bias = linear.splits, linear.bias
+        self.partial, linear.bias = linear, None
         self._add_up = add_up
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in_size / ranks] → [T, out_size]
-        y = F.linear(x, self.weight)
+        y: Tensor = self.partial(x)
         self._add_up(y)
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(Embedding):
+class VocabParallelEmbedding(nn.Module):
     """Row lookup in a table whose rows are spread over ranks."""
 
     def __init__(self, embedding: Embedding, shard: Shard, add_up: AddUp) -> None:
-        super().__init__(0, 1)
-        self.weight = embedding.weight
-        self._first = shard.rank * embedding.weight.shape[0]
+        super().__init__()
+        self.table, self._num_rows = embedding, embedding.weight.shape[0]
+        self._first = shard.rank * self._num_rows
         self._add_up = add_up
 
     def forward(self, rows: Tensor) -> Tensor:  # [T] → [T, size]
         own = rows - self._first
-        elsewhere = (own < 0) | (own >= self.weight.shape[0])
-        x = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(
-            elsewhere[:, None], 0
-        )
+        elsewhere = (own < 0) | (own >= self._num_rows)
+        x: Tensor = self.table(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0)
         self._add_up(x)
         return x
+
+    def project(self, x: Tensor) -> Tensor:
+        """See ``Embedding``: this rank's part of the vocabulary."""
+        return self.table.project(x)
 
 
 class ParallelFullNorm(nn.Module):
@@ -198,16 +200,17 @@ def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
     if shard.size == 1:
         return
     if model.embed_tokens is not None:
-        model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
+        own = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
+        model.add_module("embed_tokens", own)
     for layer in model.layers:
         if isinstance(layer.q_norm, FullNorm) and isinstance(layer.k_norm, FullNorm):
             layer.q_norm = ParallelFullNorm(layer.q_norm, shard.size, add_up)
             layer.k_norm = ParallelFullNorm(layer.k_norm, shard.size, add_up)
-        layer.o = RowParallelLinear(layer.o, add_up)
+        layer.add_module("o", RowParallelLinear(layer.o, add_up))
         if isinstance(layer.mlp, Experts):
             _parallelize_experts(layer.mlp, shard, add_up)
         else:
-            layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)
+            layer.mlp.add_module("down", RowParallelLinear(layer.mlp.down, add_up))
 
 
 def _parallelize_experts(experts: Experts, shard: Shard, add_up: AddUp) -> None:

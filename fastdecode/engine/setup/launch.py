@@ -322,6 +322,8 @@ class RunningEngine:
         )
         if decoding := self._checkpoint.about_decoding(self.spec, resolved.dtype):
             tell(decoding)
+        if resolved.about_products:
+            tell(resolved.about_products)
         if resolved.why_placed:
             tell(resolved.why_placed)
         if config.s_part.tp > 1:

@@ -69,6 +69,8 @@ class StepSizes:
     """Most rows of a step that draw a token, where lanes are fewest."""
     itemsize: int
     """Bytes of an activation."""
+    weight_itemsize: int | None = None
+    """Bytes of a weight. None: as many as of an activation."""
     num_shards: int = 1
     """S-workers that act as one, of which this is one."""
     num_graphs: int = 0
@@ -257,7 +259,8 @@ def _checked_staging_bytes(spec: ModelSpec, sizes: StepSizes, room: int) -> int:
 
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    parameters = spec.num_parameters * sizes.itemsize * sizes.num_models // sizes.num_shards
+    itemsize = sizes.weight_itemsize or sizes.itemsize
+    parameters = spec.num_parameters * itemsize * sizes.num_models // sizes.num_shards
     rotary = sum(rope.dim for rope in set(spec.ropes) if rope) * spec.max_model_len * 4
     return parameters + rotary
 

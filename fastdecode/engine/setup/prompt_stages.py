@@ -137,7 +137,7 @@ class PromptStageSetup(StageSetup):
         kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
         first_lane, most_tokens = resolved.schedule.num_lanes, resolved.max_model_len
         num_tokens = resolved.schedule.num_prompt_lanes * most_tokens
-        num_blocks, dtype = -(-num_tokens // kv.block_size), torch_dtype(resolved.dtype)
+        num_blocks, dtype = -(-num_tokens // kv.block_size), torch_dtype(resolved.activation_dtype)
         cache = PagedKV(kv, spec.attention, num_blocks, s_worker.device, dtype=dtype)
         cache.sinks = s_worker.model.sinks
         holder = Holder(workers.kind, False, workers.answers_at_once, kv.token_bytes)

@@ -164,7 +164,7 @@ class _KeptByRank:
 
     def __init__(self, spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks) -> None:
         self._kv, self._attention = kept_by_rank(spec, resolved, ranks.shard.rank)
-        self._device, self._dtype = ranks.device, torch_dtype(resolved.dtype)
+        self._device, self._dtype = ranks.device, torch_dtype(resolved.activation_dtype)
         self._most_tokens = resolved.stored_tokens
 
     def cache(self, num_blocks: int) -> PagedKV:

@@ -361,7 +361,7 @@ def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig
         checkpoint.model_hash,
         kv,
         attention,
-        resolved.dtype,
+        resolved.activation_dtype,
         session=new_session() if config.r_part.replicas or feeders else 0,
         feeders=feeders,
     )
@@ -396,7 +396,7 @@ def _held_prompts(
         return None  # they run elsewhere
     if not num_blocks:
         return None
-    dtype = torch_dtype(resolved.dtype)
+    dtype = torch_dtype(resolved.activation_dtype)
     cache = PagedKV(kv, spec.attention, num_blocks, s_worker.device, dtype=dtype)
     cache.sinks = s_worker.model.sinks
     return DevicePrefill(cache)

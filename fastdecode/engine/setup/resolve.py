@@ -22,6 +22,8 @@ from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.launcher import launched_size, local_size
 from fastdecode.wire.mpi.roles import StageRanks
+from sworker.dtypes import torch_dtype
+from sworker.kernels.packing import activation_dtype, stays_narrow
 from sworker.ranks.sharding import Shard, shard_kv
 
 
@@ -72,8 +74,22 @@ class ResolvedConfig:
 
     @property
     def dtype(self) -> DType:
-        """Of weights and activations."""
+        """Of weights in memory, and of activations where the device multiplies them so."""
         return self.identity.dtype
+
+    @property
+    def activation_dtype(self) -> DType:
+        """float32 where the device has no products of ``dtype``."""
+        return computed_in(self.dtype, self.device)
+
+    @property
+    def about_products(self) -> str:
+        """How weights are multiplied that the device has no products of. Empty if it has."""
+        if self.activation_dtype is self.dtype:
+            return ""
+        stays = stays_narrow(torch_dtype(self.dtype), self.device)
+        way = f"stay {self.dtype} in memory" if stays else "are widened once, to twice the memory"
+        return f"this CPU has no {self.dtype} products: weights {way} and are multiplied in float32"
 
     @property
     def kv_dtype(self) -> DType:
@@ -81,7 +97,8 @@ class ResolvedConfig:
 
     def slot_bytes(self, spec: ModelSpec) -> int:
         """Most that a layer's q, k and v of a lane's step take."""
-        return self.schedule.batching.step_tokens * sum(spec.qkv_sizes) * self.dtype.size_bytes
+        row = sum(spec.qkv_sizes) * self.activation_dtype.size_bytes
+        return self.schedule.batching.step_tokens * row
 
     @property
     def stored_tokens(self) -> int:
@@ -199,15 +216,22 @@ def _steps(
     if holds_prompts:
         held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
     return Steps(
-        config, on_device, identity.dtype, transport, free, uses_graphs(config.s_part, device),
-        held_token_bytes,
+        config, on_device, computed_in(identity.dtype, device), transport, free,
+        uses_graphs(config.s_part, device), held_token_bytes,
         prompt_token_bytes=kv_token_bytes if prompt_layers else 0,
         num_models=2 if prompt_layers and len(here) > 1 else 1,
         kv_token_bytes=kv_token_bytes,
         num_stages_here=on_host if device.type == "cpu" else len(here),
         num_stages_on_host=on_host,
         usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
+        weight_dtype=identity.dtype if stays_narrow(torch_dtype(identity.dtype), device) else None,
     )  # fmt: skip
+
+
+def computed_in(dtype: DType, device: torch.device) -> DType:
+    """Return the dtype of activations on a device whose weights have ``dtype``."""
+    is_kept = activation_dtype(torch_dtype(dtype), device) == torch_dtype(dtype)
+    return dtype if is_kept else DType.FLOAT32
 
 
 def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:

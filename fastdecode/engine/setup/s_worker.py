@@ -20,7 +20,7 @@ from fastdecode.engine.setup.transport import shares_thread
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import call_layers, fuse
-from sworker.kernels.packing import pack
+from sworker.kernels.packing import pack, widen
 from sworker.kernels.spinning import IdleThreads, watch_idle_threads
 from sworker.kernels.threads import openmp_library
 from sworker.model.skeleton import Model
@@ -73,12 +73,13 @@ def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> Step
     shorten_sleeps()
     if device.type == "cuda":
         switch_threads_sooner()
+    if device.type == "cpu":
+        widen(model)
     fuse(model, device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)
-    elif device.type == "cpu":
-        pack(model)
     if device.type == "cpu":
+        pack(model)
         call_layers(model)
     return step_graphs(model, resolved, ranks)
 

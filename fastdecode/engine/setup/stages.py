@@ -111,7 +111,7 @@ class StageSetup:
             num_layers=len(self.layers),
             hidden_size=self.spec.hidden_size,
             block_size=self.resolved.config.r_part.block_size,
-            activation_dtype=self.resolved.dtype,
+            activation_dtype=self.resolved.activation_dtype,
             kv_dtype=self.resolved.kv_dtype,
             num_keepers=num_columns if is_kept else 0,
         )

@@ -73,6 +73,7 @@ class Steps:
     config: EngineConfig
     spec: ModelSpec
     dtype: DType
+    """Of activations."""
     transport: str
     free: FreeMemory
     uses_graphs: bool
@@ -92,6 +93,8 @@ class Steps:
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
     """Where S-part and R-part don't overlap: as many as stages that do."""
+    weight_dtype: DType | None = None
+    """Of weights in memory. None: that of activations."""
 
     def plan(self, *, may_overlap: bool) -> StepSetup:
         """As many lanes as may be of use and there is memory for.
@@ -149,6 +152,7 @@ class Steps:
             step_tokens=batching.step_tokens,
             logit_rows=-(-batching.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
+            weight_itemsize=(self.weight_dtype or self.dtype).size_bytes,
             num_shards=config.s_part.tp,
             num_graphs=self._buckets(lanes.most).num_graphs(self._lane_graphs(lanes.most)),
             num_kernels=self._buckets(lanes.most).num_kernels(self._lane_graphs(lanes.most)),
