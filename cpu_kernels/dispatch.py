@@ -77,8 +77,8 @@ def _amx_variant(layout: BlockLayout, group_size: int, isa: Isa, ragged: bool) -
 def _choose_dot(dtype: str, isa: Isa) -> str:
     if dtype == "bfloat16" and isa.has_bf16_dot:
         return "bf16"
-    if dtype in ("int8", "int4") and isa.has_int8_dot:
-        return "int8"
+    if dtype in ("int8", "int4") and (isa.has_int8_dot or isa.name == "avx2"):
+        return "int8" if isa.has_int8_dot or dtype == "int4" else "int16"
     return "fma"
 
 
