@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ dtype; nothing if they agree."""
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
+_MOST_WORDS = 2
 
 
 def _fits_amx(layout: BlockLayout, source: str) -> bool:
@@ -136,6 +138,11 @@ def choose_variant(
     unpacked = layout.pack if dot == "fma" else 1
     fitting = max(1, (isa.registers - 2) // (rows + unpacked))
     most_vectors = min(most_vectors, accumulators // rows, fitting)
+    vectors = [_largest_divisor(count, most_vectors) for count in (score_vectors, value_vectors)]
+    words = 1
+    if isa.name == "avx2" and layout.pack > 1:
+        words = math.gcd(layout.dim_words, layout.token_words, _MOST_WORDS)
+        spread = min(spread, max(1, words * min(vectors) * isa.lanes * layout.cell_bytes // 64))
     return Variant(
         dtype=layout.dtype,
         dot=dot,
@@ -143,11 +150,12 @@ def choose_variant(
         has_fma=isa.has_fma,
         has_f16c=isa.has_fma,
         rows=rows,
-        score_vectors=_largest_divisor(score_vectors, most_vectors),
-        value_vectors=_largest_divisor(value_vectors, most_vectors),
+        score_vectors=vectors[0],
+        value_vectors=vectors[1],
         q_planes=q_planes,
         p_planes=p_planes,
         spread=spread,
+        words=words,
     )
 
 

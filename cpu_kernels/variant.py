@@ -50,6 +50,8 @@ class Variant:
     """The same for the softmax weights."""
     spread: int
     """Planes of tiles of rows over which asking for the next piece of memory is spread."""
+    words: int = 1
+    """Words that one step of a product sums up, where vectors make it."""
     product_tiles: int = 1
     """Register tiles of rows that are multiplied as one."""
     tiles: str = ""
@@ -83,7 +85,7 @@ class Variant:
     @property
     def step_words(self) -> int:
         """Words that one step of a product sums up."""
-        return 16 if self.tiles else 1
+        return 16 if self.tiles else self.words
 
     @property
     def is_quantized(self) -> bool:

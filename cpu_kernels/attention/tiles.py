@@ -282,7 +282,13 @@ def _accumulator(of_keys: bool):
                 "int8": _accumulate_int8 if shape.lanes == 16 else _accumulate_pairs,
                 "int16": _accumulate_pairs,
             }[shape.dot]
-            return emit(builder, shape, tile, *args[1:4], of_keys)
+            _, value, operands, cells, row_bytes, _ = args
+            for word in range(shape.words):
+                if word:
+                    operands = builder.add(operands, I64(shape.word_bytes))
+                    cells = builder.add(cells, row_bytes)
+                value = emit(builder, shape, tile, value, operands, cells, of_keys)
+            return value
 
         return tile(variant, tile, *[types.int64] * 4), codegen
 
