@@ -22,7 +22,7 @@ from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
 from cpu_kernels.prefetch import PREFETCH_T0
-from cpu_kernels.read_kernel import copy_unit, read_unit
+from cpu_kernels.read_kernel import copy_unit, multiply_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
 from cpu_kernels.tokens.append import append_row, append_unit
@@ -191,6 +191,12 @@ def gather_entry() -> int:
 def read_entry() -> int:
     """Address of ``read_unit``."""
     return _address_of(read_unit, plain_variant(default_level().lanes, False))
+
+
+@cache
+def multiply_entry(variant: Variant) -> int:
+    """Address of ``multiply_unit`` for this variant."""
+    return _address_of(multiply_unit, variant)
 
 
 @cache
