@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
 from cpu_kernels.prefetch import PREFETCH_T0
-from cpu_kernels.read_kernel import copy_unit, read_unit
+from cpu_kernels.read_kernel import copy_unit, multiply_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
 from cpu_kernels.tokens.append import append_row, append_unit
@@ -36,6 +37,7 @@ dtype; nothing if they agree."""
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
+_MOST_WORDS = 2
 
 
 def _fits_amx(layout: BlockLayout, source: str) -> bool:
@@ -77,8 +79,8 @@ def _amx_variant(layout: BlockLayout, group_size: int, isa: Isa, ragged: bool) -
 def _choose_dot(dtype: str, isa: Isa) -> str:
     if dtype == "bfloat16" and isa.has_bf16_dot:
         return "bf16"
-    if dtype in ("int8", "int4") and isa.has_int8_dot:
-        return "int8"
+    if dtype in ("int8", "int4") and (isa.has_int8_dot or isa.name == "avx2"):
+        return "int8" if isa.has_int8_dot or dtype == "int4" else "int16"
     return "fma"
 
 
@@ -136,6 +138,11 @@ def choose_variant(
     unpacked = layout.pack if dot == "fma" else 1
     fitting = max(1, (isa.registers - 2) // (rows + unpacked))
     most_vectors = min(most_vectors, accumulators // rows, fitting)
+    vectors = [_largest_divisor(count, most_vectors) for count in (score_vectors, value_vectors)]
+    words = 1
+    if isa.name == "avx2" and layout.pack > 1:
+        words = math.gcd(layout.dim_words, layout.token_words, _MOST_WORDS)
+        spread = min(spread, max(1, words * min(vectors) * isa.lanes * layout.cell_bytes // 64))
     return Variant(
         dtype=layout.dtype,
         dot=dot,
@@ -143,11 +150,12 @@ def choose_variant(
         has_fma=isa.has_fma,
         has_f16c=isa.has_fma,
         rows=rows,
-        score_vectors=_largest_divisor(score_vectors, most_vectors),
-        value_vectors=_largest_divisor(value_vectors, most_vectors),
+        score_vectors=vectors[0],
+        value_vectors=vectors[1],
         q_planes=q_planes,
         p_planes=p_planes,
         spread=spread,
+        words=words,
     )
 
 
@@ -183,6 +191,12 @@ def gather_entry() -> int:
 def read_entry() -> int:
     """Address of ``read_unit``."""
     return _address_of(read_unit, plain_variant(default_level().lanes, False))
+
+
+@cache
+def multiply_entry(variant: Variant) -> int:
+    """Address of ``multiply_unit`` for this variant."""
+    return _address_of(multiply_unit, variant)
 
 
 @cache

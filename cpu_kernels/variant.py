@@ -31,8 +31,9 @@ class Variant:
     dtype: str
     """Element type of the cache."""
     dot: str
-    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on
-    packed words, "amx" on tiles of bfloat16; "int8" with ``tiles`` in these, too."""
+    """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words,
+    "int16" on bytes unpacked to pairs, "amx" on tiles of bfloat16; "int8" with ``tiles`` in
+    these, too."""
     lanes: int
     has_fma: bool
     has_f16c: bool
@@ -49,6 +50,8 @@ class Variant:
     """The same for the softmax weights."""
     spread: int
     """Planes of tiles of rows over which asking for the next piece of memory is spread."""
+    words: int = 1
+    """Words that one step of a product sums up, where vectors make it."""
     product_tiles: int = 1
     """Register tiles of rows that are multiplied as one."""
     tiles: str = ""
@@ -68,11 +71,11 @@ class Variant:
     @property
     def operand_bytes(self) -> int:
         """Bytes of one element in one plane of an operand row."""
-        return {"fma": 4, "bf16": 2, "amx": 2, "int8": 1}[self.dot]
+        return {"fma": 4, "bf16": 2, "amx": 2, "int16": 2, "int8": 1}[self.dot]
 
     @property
     def has_brain_operands(self) -> bool:
-        return self.operand_bytes == 2
+        return self.dot in ("bf16", "amx")
 
     @property
     def product_rows(self) -> int:
@@ -82,7 +85,7 @@ class Variant:
     @property
     def step_words(self) -> int:
         """Words that one step of a product sums up."""
-        return 16 if self.tiles else 1
+        return 16 if self.tiles else self.words
 
     @property
     def is_quantized(self) -> bool:
@@ -91,7 +94,7 @@ class Variant:
     @property
     def is_integer(self) -> bool:
         """Products are summed in integers."""
-        return self.dot == "int8"
+        return self.dot in ("int8", "int16")
 
     @property
     def passes(self) -> int:
@@ -102,11 +105,13 @@ class Variant:
     @property
     def max_query(self) -> int:
         """The largest magnitude of an integer query operand."""
-        return 127 if self.q_planes == 1 else 127 * 128
+        return 127 if self.operand_bytes * self.q_planes == 1 else 127 * 128
 
     @property
     def max_weight(self) -> int:
         """The largest integer weight."""
+        if self.dot == "int16":
+            return 32767  # its products are of signed numbers
         return 255 if self.p_planes == 1 else 65535
 
     @property

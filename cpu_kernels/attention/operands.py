@@ -14,7 +14,8 @@ An **operand row** is what the small side of the product looks like in memory,
     dot "int8"   the same with bytes: element ≈ unit · (128 · high + low) for
                  queries, both planes signed, and unit · (256 · high + low) for
                  weights, both planes unsigned; or one plane, unit · byte
-    + 2048       float32 unit and int32 bias of a query (int8 only)
+    dot "int16"  unit · int16, of each four elements the first and third, then the others
+    + 2048       float32 unit and int32 bias of a query (integers only)
 
 The softmax leaves two vectors for each tile's weights, FACTOR_BYTES apart: what
 the state has to be multiplied with first, row for row, and what a unit of
@@ -90,14 +91,19 @@ def _store_bf16(builder, shape, value, address, offset: int, planes: int) -> Non
         store_at(builder, bits, address, offset + PLANE_BYTES, align=2)
 
 
-def _store_int8(builder, value, address, offset: int, planes: int, bits: int):
+def _store_integers(builder, shape, value, address, offset: int, planes: int, bits: int):
     """``bits`` of each integer go to the low plane: 7 for signed planes, 8 for unsigned ones."""
-    shifted = builder.bitcast(builder.fadd(value, constant(F32, 16, _ROUNDING)), vec(I32, 16))
-    integer = builder.sub(shifted, constant(I32, 16, _ROUNDING_BITS))
-    shift = constant(I32, 16, bits)
+    lanes = shape.lanes
+    shifted = builder.bitcast(builder.fadd(value, constant(F32, lanes, _ROUNDING)), vec(I32, lanes))
+    integer = builder.sub(shifted, constant(I32, lanes, _ROUNDING_BITS))
+    shift = constant(I32, lanes, bits)
     if planes == 1:
-        store_at(builder, builder.trunc(integer, vec(I8, 16)), address, offset, align=1)
-        return builder.sitofp(integer, vec(F32, 16))
+        stored = builder.trunc(integer, vec(I8 if shape.dot == "int8" else I16, lanes))
+        if shape.dot == "int16":
+            order = [word + element for word in range(0, lanes, 4) for element in (0, 2, 1, 3)]
+            stored = builder.shuffle_vector(stored, stored, ir.Constant(vec(I32, lanes), order))
+        store_at(builder, stored, address, offset, align=1)
+        return builder.sitofp(integer, vec(F32, lanes))
     if bits == 7:
         high = builder.ashr(builder.add(integer, constant(I32, 16, 64)), shift)
         low = builder.sub(integer, builder.shl(high, shift))
@@ -106,12 +112,12 @@ def _store_int8(builder, value, address, offset: int, planes: int, bits: int):
     for plane, part in enumerate((high, low)):
         store_at(
             builder,
-            builder.trunc(part, vec(I8, 16)),
+            builder.trunc(part, vec(I8, lanes)),
             address,
             offset + plane * PLANE_BYTES,
             align=1,
         )
-    return builder.sitofp(integer, vec(F32, 16))
+    return builder.sitofp(integer, vec(F32, lanes))
 
 
 @intrinsic
@@ -126,8 +132,8 @@ def store_query(typingctx, variant, value, address):
             element, offset = builder.extract_value(column, row), row * ROW_BYTES
             if shape.has_brain_operands:
                 _store_bf16(builder, shape, element, target, offset, shape.q_planes)
-            elif shape.dot == "int8":
-                return _store_int8(builder, element, target, offset, shape.q_planes, 7)
+            elif shape.is_integer:
+                return _store_integers(builder, shape, element, target, offset, shape.q_planes, 7)
             else:
                 store_at(builder, element, target, offset)
             return element
@@ -148,8 +154,8 @@ def store_weights(typingctx, variant, value, address):
             element, offset = builder.extract_value(column, row), row * ROW_BYTES
             if shape.has_brain_operands:
                 _store_bf16(builder, shape, element, target, offset, shape.p_planes)
-            elif shape.dot == "int8":
-                _store_int8(builder, element, target, offset, shape.p_planes, 8)
+            elif shape.is_integer:
+                _store_integers(builder, shape, element, target, offset, shape.p_planes, 8)
             else:
                 store_at(builder, element, target, offset)
         return context.get_dummy_value()

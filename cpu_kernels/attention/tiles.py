@@ -55,14 +55,14 @@ def scores_type(shape) -> TileType | AmxTileType:
     if shape.tiles:
         planes = shape.q_planes if shape.is_integer else 0
         return AmxTileType(shape.product_rows, shape.score_vectors, planes)
-    return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.dot == "int8")
+    return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.is_integer)
 
 
 def values_type(shape) -> TileType | AmxTileType:
     if shape.tiles:
         planes = shape.p_planes if shape.is_integer else 0
         return AmxTileType(shape.product_rows, shape.value_vectors, planes)
-    return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.dot == "int8")
+    return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.is_integer)
 
 
 def _zero(result_of):
@@ -187,20 +187,65 @@ def _accumulate_bf16(builder, shape, tile_type, tile, operands, cells, of_keys: 
 
 
 def _integer_cells(builder, shape, cells, vector: int, of_keys: bool):
-    """The byte vectors of a vector of cells: unsigned (and biased) for K, signed for V."""
-    loaded = load_at(builder, cells, vec(I32, 16), 64 * vector)
+    """The vectors of integers that a vector of cells holds, biased for K and signed for V:
+    bytes, or the even and the odd ones as int16."""
+    lanes = shape.lanes
+    kind = vec(I32, lanes)
+    loaded = load_at(builder, cells, kind, 4 * lanes * vector)
+    if shape.dot == "int16":
+        pairs, eight = builder.bitcast(loaded, vec(I16, 2 * lanes)), constant(I16, 2 * lanes, 8)
+        if of_keys:
+            low = constant(I16, 2 * lanes, 255)
+            return [builder.and_(pairs, low), builder.lshr(pairs, eight)]
+        return [builder.ashr(x, eight) for x in (builder.shl(pairs, eight), pairs)]
     if shape.dtype == "int8":
         return [loaded]
-    nibbles = constant(I32, 16, 0x0F0F0F0F)
-    halves = [loaded, builder.lshr(loaded, constant(I32, 16, 4))]
+    nibbles = constant(I32, lanes, 0x0F0F0F0F)
+    halves = [loaded, builder.lshr(loaded, constant(I32, lanes, 4))]
     halves = [builder.and_(half, nibbles) for half in halves]
     if of_keys:
         return halves
-    bias = constant(I8, 64, 8)
+    bias = constant(I8, 4 * lanes, 8)
     return [
-        builder.bitcast(builder.sub(builder.bitcast(half, vec(I8, 64)), bias), vec(I32, 16))
+        builder.bitcast(builder.sub(builder.bitcast(half, vec(I8, 4 * lanes)), bias), kind)
         for half in halves
     ]
+
+
+def _accumulate_pairs(builder, shape, tile_type, tile, operands, cells, of_keys: bool):
+    """Products of AVX2, which has none that sum up four bytes: bytes of 8 bits take one of
+    int16 for each half; of 4, two that are summed up in int16, which holds 4 · 255 · 8."""
+    lanes = shape.lanes
+    pairs, words, bytes_ = (
+        vec(kind, count * lanes) for kind, count in ((I16, 2), (I32, 1), (I8, 4))
+    )
+    vectors = [
+        _integer_cells(builder, shape, cells, vector, of_keys)
+        for vector in range(tile_type.vectors)
+    ]
+
+    def multiply(name, result, kind, a, b):
+        a, b = builder.bitcast(a, kind), builder.bitcast(b, kind)
+        return call(builder, f"llvm.x86.avx2.pmadd.{name}", result, [a, b])
+
+    def emit(value, scalars, parts):
+        if shape.dot == "int16":
+            sums = [
+                multiply("wd", words, pairs, *pair) for pair in zip(scalars, parts, strict=True)
+            ]
+            return builder.add(value, builder.add(*sums))
+        sums = [
+            multiply("ub.sw", pairs, bytes_, *((cells, scalar) if of_keys else (scalar, cells)))
+            for scalar, cells in zip(scalars, parts, strict=True)
+        ]
+        ones = constant(I16, 2 * lanes, 1)
+        return builder.add(value, multiply("wd", words, pairs, builder.add(*sums), ones))
+
+    scalars = [
+        [_operand(builder, operands, row, offset, lanes, I32) for offset in (0, 4)]
+        for row in range(tile_type.rows)
+    ]
+    return _multiply(builder, tile_type, tile, scalars, vectors, emit)
 
 
 def _accumulate_int8(builder, shape, tile_type, tile, operands, cells, of_keys: bool):
@@ -231,10 +276,19 @@ def _accumulator(of_keys: bool):
         def codegen(context, builder, signature, args):
             if isinstance(tile, AmxTileType):
                 return accumulate_totals(context, builder, shape, tile, *args[1:], of_keys)
-            emit = {"bf16": _accumulate_bf16, "int8": _accumulate_int8, "fma": _accumulate_fma}[
-                shape.dot
-            ]
-            return emit(builder, shape, tile, *args[1:4], of_keys)
+            emit = {
+                "fma": _accumulate_fma,
+                "bf16": _accumulate_bf16,
+                "int8": _accumulate_int8 if shape.lanes == 16 else _accumulate_pairs,
+                "int16": _accumulate_pairs,
+            }[shape.dot]
+            _, value, operands, cells, row_bytes, _ = args
+            for word in range(shape.words):
+                if word:
+                    operands = builder.add(operands, I64(shape.word_bytes))
+                    cells = builder.add(cells, row_bytes)
+                value = emit(builder, shape, tile, value, operands, cells, of_keys)
+            return value
 
         return tile(variant, tile, *[types.int64] * 4), codegen
 

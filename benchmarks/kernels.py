@@ -1,21 +1,21 @@
-"""How near attention comes to the speed at which memory can be read.
+"""How near attention comes to what memory and arithmetic allow.
 
-``python -m cpu_kernels.bench --q-heads 32 --kv-heads 8 --context 2048
+``python benchmarks/kernels.py --q-heads 32 --kv-heads 8 --context 2048
 --kv-dtype bfloat16 --threads 2``
 
 The cache is filled with random data in randomly placed blocks. Runs of the
-kernel and pure reads of the same memory take turns; the **ceiling** is the best
-of several read loops (by the hardware's prefetching, and with software prefetch
-at several distances), and the ratio is the median over pairs that ran side by
-side, so that a noisy machine spoils both alike.
+kernel, pure reads of the same memory and pure products take turns. Reads are the
+best of several loops (by the hardware's prefetching, and with software prefetch
+at several distances). Products are those of the kernel's register tile, with
+conversions, on cells that stay in L1. The **ceiling** is the lesser of the two.
+Ratios are medians over loops that ran side by side, so that a noisy machine
+spoils all alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,16 +24,24 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from provenance import provenance
 
 from cpu_kernels import reference
-from cpu_kernels.dispatch import read_entry, team_of, thread_scratch
+from cpu_kernels.dispatch import (
+    choose_variant,
+    multiply_entry,
+    read_entry,
+    team_of,
+    thread_scratch,
+)
 from cpu_kernels.isa import default_level
 from cpu_kernels.kernels import append, attend
 from cpu_kernels.layout import DTYPES, BlockLayout, allocate_pool
-from cpu_kernels.read_kernel import run_read
+from cpu_kernels.read_kernel import MULTIPLY_WORDS, run_multiply, run_read
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _READ_AHEAD_BYTES = (0, 1024, 4096, 8192)
+_MULTIPLY_REPEATS = 20_000
 _FILL_TOKENS = 4096
 _CHECKED_TOKENS = 4096
 
@@ -78,8 +86,11 @@ class Result:
     """What was measured; medians."""
 
     gb_per_s: float
-    ceiling_gb_per_s: float
-    ratio: float
+    read_gb_per_s: float
+    multiply_gb_per_s: float
+    """What the register tile's products alone would take of K and V."""
+    of_reads: float
+    of_ceiling: float
     tokens_per_s: float
     max_abs_err: float
     call_us: float
@@ -100,6 +111,19 @@ def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> No
         2 << 20,
         ahead_bytes,
     )
+
+
+def multiply_rate(layout: BlockLayout, group_size: int, source: str, num_threads: int) -> float:
+    """Return the bytes of K and V per second that the register tile of this shape multiplies,
+    on all threads, where memory takes no time. The first call compiles it."""
+    variant = choose_variant(layout, group_size, default_level(), source, ragged=False)
+    entry, team = multiply_entry(variant), team_of(num_threads).address
+    run_multiply(entry, team, thread_scratch(), num_threads, 1)
+    begin = time.perf_counter()
+    run_multiply(entry, team, thread_scratch(), num_threads, _MULTIPLY_REPEATS)
+    seconds = time.perf_counter() - begin
+    cells = num_threads * _MULTIPLY_REPEATS * MULTIPLY_WORDS * variant.score_vectors * variant.lanes
+    return cells * variant.cell_bytes / -(-group_size // variant.product_rows) / seconds
 
 
 class BenchWorkload:
@@ -166,19 +190,24 @@ def measure(
         return clock() - begin
 
     workload.attend()
-    kernel, reads = [], []
+    kernel, reads, products = [], [], []
+    group_size = case.num_q_heads // case.num_kv_heads
     for _ in range(repeats):
         kernel.append(seconds(workload.attend))
+        products.append(multiply_rate(case.layout, group_size, case.source, case.num_threads))
         reads.append([seconds(workload.read, ahead) for ahead in _READ_AHEAD_BYTES])
     kernel_s: NDArray[Any] = np.array(kernel)
     reads_s: NDArray[Any] = np.array(reads)
     kernel_rate = case.kv_bytes / kernel_s / 1e9
     read_rates = workload.pool.size / reads_s / 1e9
     best = int(np.median(read_rates, axis=0).argmax())
+    read_rate, multiply = read_rates[:, best], np.array(products) / 1e9
     return Result(
         gb_per_s=float(np.median(kernel_rate)),
-        ceiling_gb_per_s=float(np.median(read_rates[:, best])),
-        ratio=float(np.median(kernel_rate / read_rates[:, best])),
+        read_gb_per_s=float(np.median(read_rate)),
+        multiply_gb_per_s=float(np.median(multiply)),
+        of_reads=float(np.median(kernel_rate / read_rate)),
+        of_ceiling=float(np.median(kernel_rate / np.minimum(read_rate, multiply))),
         tokens_per_s=float(case.batch / np.median(kernel_s)),
         max_abs_err=workload.max_abs_err(),
         call_us=float(np.median(kernel_s) * 1e6),
@@ -188,34 +217,8 @@ def measure(
     )
 
 
-def host_facts() -> dict[str, Any]:
-    """The machine, as far as a result depends on it."""
-    import numba
-
-    name = platform.processor()
-    try:
-        with open("/proc/cpuinfo") as cpuinfo:
-            name = next(
-                line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        pass
-    return {
-        "cpu": name,
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-        "load_average": os.getloadavg()[0],
-    }
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m cpu_kernels.bench", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -254,13 +257,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps({**asdict(result), "case": asdict(case), "host": host_facts()}))
+        print(json.dumps({**asdict(result), "case": asdict(case), **provenance()}))
         return 0
     print(
         f"{case.num_q_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.batch} x "
         f"{case.context} tokens, {case.kv_dtype}, {case.num_threads} threads, {result.level}\n"
-        f"{result.gb_per_s:.1f} GB/s of KV, {result.ratio:.3f} of the "
-        f"{result.ceiling_gb_per_s:.1f} GB/s that pure reads reach; {result.call_us:.0f} us a "
+        f"{result.gb_per_s:.1f} GB/s of KV, {result.of_ceiling:.3f} of the lesser of pure reads "
+        f"({result.read_gb_per_s:.1f} GB/s, {result.of_reads:.3f}) and pure products "
+        f"({result.multiply_gb_per_s:.1f} GB/s); {result.call_us:.0f} us a "
         f"call, {result.tokens_per_s:.0f} tokens/s a layer; largest error {result.max_abs_err:.1e}"
     )
     return 0
