@@ -652,6 +652,7 @@ HUNYUAN = LLAMA.derive(
     names=names.LLAMA.derive(
         {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
     ),
+    rotary=RotaryRules(keys=("alpha",)),
 )  # fmt: skip
 ARCEE = LLAMA.derive(
     "arcee", "ArceeForCausalLM", "ArceeModel",
@@ -698,7 +699,7 @@ MINISTRAL3 = LLAMA.derive(
     head_dim=_head_dim(128),
     positions=_positions("max_position_embeddings", default=262144),
     window=window(),
-    rotary=RotaryRules(theta=1e6),
+    rotary=RotaryRules(theta=1e6, keys=("llama_4_scaling_beta",)),
 )  # fmt: skip
 MIMO = QWEN2.derive("mimo", "MiMoForCausalLM", "MiMoModel",
     models="MiMo-7B",
@@ -708,12 +709,12 @@ MIMO = QWEN2.derive("mimo", "MiMoForCausalLM", "MiMoModel",
 QWEN25_VL = QWEN2.derive(
     "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration",
     models="Qwen2.5-VL (text)",
-    rotary=RotaryRules(theta=1e6, has_sections=True),
+    rotary=RotaryRules(theta=1e6, keys=("mrope_section",)),
 )  # fmt: skip
 QWEN3_VL = QWEN3.derive(
     "qwen3_vl_text", "Qwen3VLForConditionalGeneration", "Qwen3VLModel",
     models="Qwen3-VL (text)",
-    rotary=RotaryRules(theta=500000.0, has_sections=True),
+    rotary=RotaryRules(theta=500000.0, keys=("mrope_section",)),
     window=no_value,
     slides=None,
 )  # fmt: skip
@@ -988,7 +989,7 @@ QWEN3_VL_MOE = QWEN3_MOE.derive(
     fields={"moe": moe_rows.experts(softmax_router(True), defaults=(60, 4, 1408))},
     names=names.QWEN_VL_MOE,
     kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=16),
-    rotary=RotaryRules(theta=500000.0, has_sections=True),
+    rotary=RotaryRules(theta=500000.0, keys=("mrope_section",)),
     window=no_value,
 )  # fmt: skip
 MIXTRAL = MISTRAL.derive(
@@ -1222,7 +1223,7 @@ MELLUM = QWEN3_MOE.derive(
     "mellum", "MellumForCausalLM", "MellumModel",
     models="Mellum 2",
     fields={
-        "moe": moe_rows.experts(softmax_router(True), defaults=(64, 8, 896)),
+        "moe": moe_rows.experts(softmax_router(default=True), defaults=(64, 8, 896)),
         "mlps": moe_rows.mlps(lambda reader, spec: lambda layer: True),
     },
     window=window(1024),
