@@ -238,7 +238,8 @@ def test_rope_scaling_takes_keys_that_change_nothing(scaling: dict[str, Any]) ->
 @pytest.mark.parametrize("architecture", ["HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"])
 def test_hunyuan_alpha_scales_theta(architecture: str) -> None:
     config = {
-        **LLAMA, "architectures": [architecture], "head_dim": 128, "rope_theta": 10000.0, "max_position_embeddings": 32768,
+        **LLAMA, "architectures": [architecture], "head_dim": 128, "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
         "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32,
                          "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
     }  # fmt: skip

@@ -197,8 +197,7 @@ def _find_rope(config: ConfigReader, kind: str) -> tuple[ConfigReader, bool]:
 
 
 def _refuse_unknown_keys(rope: ConfigReader, known: Collection[str]) -> None:
-    unknown = sorted(set(name for name, value in rope.fields.items() if value) - set(known))
-    if unknown:
+    if unknown := rope.unknown(known):
         raise UnsupportedModelError(
             f"{rope.where}: {unknown[0]!r} isn't known for this family's rotary embedding, and "
             "leaving it out could give wrong text. Use a checkpoint without it."
