@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
-from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoint
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
