@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoint
@@ -39,6 +40,7 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.model.tensor_entry import TensorEntry
 from sworker.device import Gpu, gpu_of
 from sworker.dtypes import torch_dtype
+from sworker.load.key_scales import even_out_keys
 from sworker.load.reader import PLAIN_DTYPES, TensorReader
 from sworker.model.linear import Linear
 from sworker.model.moe import Correction, ExpertLinear
@@ -60,6 +62,7 @@ def load_model(
     *,
     device: str | torch.device,
     dtype: torch.dtype | None = None,
+    kv_dtype: DType | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
     shard: Shard | None = None,
@@ -76,6 +79,7 @@ def load_model(
         device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is
             the checkpoint's own.
+        kv_dtype: of the KV cache. If it is quantised, keys beside large biases are evened out.
         max_model_len: see ``read_model_spec``.
         progress: called after every tensor with bytes read and bytes to read.
         shard: load this rank's part only; None: all.
@@ -112,6 +116,8 @@ def load_model(
         _fill_randomly(loaded, whole, paths, shard)
     else:
         _stream(placements, spec, loaded, shard, progress, gpu or gpu_of(target))
+    if kv_dtype is not None and not kv_dtype.is_float:
+        even_out_keys(loaded, kv_dtype)
     return spec, loaded.eval()
 
 
