@@ -27,14 +27,7 @@ from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoin
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
 from fastdecode.core.model.hf_config import text_part
-from fastdecode.core.model.names import (
-    CheckpointNames,
-    Either,
-    Layout,
-    Names,
-    PerExpert,
-    Source,
-)
+from fastdecode.core.model.names import CheckpointNames, Either, Layout, Names, PerExpert, Source
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.model.tensor_entry import TensorEntry
@@ -173,15 +166,8 @@ def _fill_randomly(
                 target.fill_(1.0 - model.spec.norm_offset)
             elif isinstance(own, ExpertLinear):
                 for number, expert in enumerate(target, own.first):
-                    key = f"{seed} {path}.{name}.{number}"
-                    _draw(
-                        key,
-                        expert,
-                        own.splits,
-                        unfilled.shape[1:],
-                        model.spec,
-                        _shard_of(own, shard),
-                    )
+                    key, part = f"{seed} {path}.{name}.{number}", _shard_of(own, shard)
+                    _draw(key, expert, own.splits, unfilled.shape[1:], model.spec, part)
             else:
                 splits = own.splits if isinstance(own, Linear) else tuple(target.shape[:1])
                 key = f"{seed} {path}.{name}"
@@ -189,13 +175,9 @@ def _fill_randomly(
 
 
 def _draw(
-    key: str,
-    target: Tensor,
-    splits: Sequence[int],
-    shape: torch.Size,
-    spec: ModelSpec,
+    key: str, target: Tensor, splits: Sequence[int], shape: torch.Size, spec: ModelSpec,
     shard: Shard | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill a matrix, or a shard's part of one of this shape, with what the key says."""
     drawn = target if shard is None else target.new_empty(shape)
     digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
@@ -470,20 +452,15 @@ def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _is_of_later_layer(name: str, spec: ModelSpec, names: CheckpointNames) -> bool:
-    """Whether it belongs to a layer beyond the model's own, which predicts more
-    than one token."""
+    """Return True for tensors of layers beyond the model's own, which predict ahead."""
     start, end = names.layer.split("{}")
     found = re.match(f"(?:.*\\.)?{re.escape(start)}(\\d+){re.escape(end)}", name)
     return found is not None and int(found[1]) >= spec.num_layers
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:4])
-    return (
-        f"the tensor {shown}"
-        if len(names) == 1
-        else f"{len(names)} tensors ({shown}{', ...' if len(names) > 4 else ''})"
-    )
+    shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
+    return f"the tensor {shown}" if len(names) == 1 else f"{len(names)} tensors ({shown})"
 
 
 def _check_device(device: str | torch.device) -> torch.device:
@@ -508,8 +485,7 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
                 kept = getattr(module, "kept_dtype", None) or dtype
                 storage = torch.empty(parameter.shape, dtype=kept, device=device)
             except RuntimeError:
-                # torch.OutOfMemoryError is one, but a CPU's allocator raises it
-                # bare.
+                # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare.
                 size_gib = model.spec.num_parameters * dtype.itemsize / (1 << 30)
                 raise CapacityError(
                     f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} hasn't "
@@ -521,13 +497,9 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _stream(
-    placements: list[_Placement],
-    spec: ModelSpec,
-    model: Model,
-    shard: Shard | None,
-    progress: Progress | None,
-    gpu: Gpu | None,
-) -> None:
+    placements: list[_Placement], spec: ModelSpec, model: Model, shard: Shard | None,
+    progress: Progress | None, gpu: Gpu | None,
+) -> None:  # fmt: skip
     total = sum(placement.entry.num_bytes for placement in placements)
     done = 0
     entries = (placement.entry for placement in placements)
@@ -616,13 +588,9 @@ def _with_idle_heads(source: Tensor, heads: _Heads, spec: ModelSpec) -> Tensor:
 
 
 def _place(
-    target: Tensor,
-    splits: Sequence[int],
-    source: Tensor,
-    layout: Layout,
-    spec: ModelSpec,
+    target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec,
     shard: Shard | None,
-) -> None:
+) -> None:  # fmt: skip
     """Copy a tensor of the checkpoint, or the shard's part of each projection
     fused in it, to where it belongs. ``splits``: rows of the target that belong
     to each."""

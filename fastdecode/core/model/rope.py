@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fastdecode.core.errors import UnsupportedModelError
@@ -159,8 +159,8 @@ def _read_one(
             return base, max_positions
         case "linear" | "dynamic":
             factor = _factor(rope)
-            scaled = RopeSpec(kind, theta, dim, max_positions, factor)
-            return scaled, min(int(max_positions * factor), MAX_POSITIONS)
+            served = min(int(max_positions * factor), MAX_POSITIONS)
+            return replace(base, factor=factor), served
         case "llama3":
             return _llama3(config, rope, base), max_positions
         case "yarn":
@@ -234,15 +234,10 @@ def _llama3(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> RopeSpe
     if high < low:
         raise rope.refuse("high_freq_factor", high, f"low_freq_factor ({low:g}) or more")
     original = _original_max_len(config, rope, base.original_max_len)
-    return RopeSpec(
-        base.kind,
-        base.theta,
-        base.dim,
-        original,
-        _factor(rope),
-        low_freq_factor=low,
+    return replace(
+        base, original_max_len=original, factor=_factor(rope), low_freq_factor=low,
         high_freq_factor=high,
-    )
+    )  # fmt: skip
 
 
 def _yarn(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> tuple[RopeSpec, int]:
@@ -258,17 +253,12 @@ def _yarn(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> tuple[Rop
         top = rope.optional_number("mscale", high=1e6)
         bottom = rope.optional_number("mscale_all_dim", high=1e6)
         attention_factor = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
-    spec = RopeSpec(
-        base.kind,
-        base.theta,
-        base.dim,
-        original,
-        factor,
-        attention_factor,
+    spec = replace(
+        base, original_max_len=original, factor=factor, attention_factor=attention_factor,
         beta_fast=rope.number("beta_fast", high=1e6, default=32.0),
         beta_slow=rope.number("beta_slow", high=1e6, default=1.0),
         truncate=rope.flag("truncate", True),
-    )
+    )  # fmt: skip
     return spec, min(max(base.original_max_len, int(original * factor)), MAX_POSITIONS)
 
 
@@ -287,13 +277,8 @@ def _longrope(
     short = rope.numbers("short_factor", base.num_frequencies, high=1e6)
     long = rope.numbers("long_factor", base.num_frequencies, high=1e6)
     use_long = max_len is not None and max_len > original
-    spec = RopeSpec(
-        base.kind,
-        base.theta,
-        base.dim,
-        original,
-        factor,
-        attention_factor,
+    spec = replace(
+        base, original_max_len=original, factor=factor, attention_factor=attention_factor,
         frequency_factors=long if use_long else short,
-    )
+    )  # fmt: skip
     return spec, max_positions if use_long else original
