@@ -1,11 +1,8 @@
 """From a model directory to a model on a device.
 
-Modules are built without storage; then the tensors stream from disk in the
-order in which they lie there, one at a time and decoded where they are
-quantised, straight to their place on the target device in the target dtype. So
-the peak is the model's own size and the
-largest tensor's, whatever the number of shards, and every name and shape has
-been checked before anything is allocated.
+Modules are built without storage. Then tensors stream from disk in their order there, one at a
+time and decoded where they are quantised, straight to their place on the device. So the peak is
+the model's own size and the largest tensor's, and every name and shape is checked before.
 """
 
 from __future__ import annotations
