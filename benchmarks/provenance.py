@@ -14,7 +14,8 @@ from typing import Any
 import numpy
 import psutil
 
-from fastdecode.core.host.machine import available_cores, this_machine
+from fastdecode.core.host.cpus import available_cores
+from fastdecode.core.host.machine import this_machine
 
 
 def provenance() -> dict[str, Any]:

@@ -21,6 +21,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.core.host.cpus import note_cpus
 from fastdecode.core.host.openmp import bound_spinning
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+note_cpus()
 bound_spinning(os.environ, sys.modules)  # here, as every way to torch leads through this package
 
 _HOME = {

@@ -314,7 +314,10 @@ class AttentionExecutor:
     def _report_compiling(self, number: int, total: int, passed_s: float) -> None:
         """Kernels that are on disk load in less than this; then nothing is said."""
         if self._report is not None and passed_s > QUIET_S:
-            self._report(f"compiling kernels {number} of {total} (kept for the next start)")
+            from cpu_kernels.codegen.kept import KeptCode  # Numba is loaded by now
+
+            kept = "" if KeptCode.complained else " (kept for the next start)"
+            self._report(f"compiling kernels {number} of {total}{kept}")
 
 
 def _output(

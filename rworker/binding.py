@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.host.cpus import bind_cpus, usable_cpus
 
 MAX_CPUS = 1 << 16
 _NODES = Path("/sys/devices/system/node")
@@ -30,10 +31,13 @@ def parse_cpu_list(text: str, *, option: str = "--cpus") -> frozenset[int]:
     return frozenset(cpus)
 
 
-def numa_nodes(*, nodes: Path = _NODES) -> list[int]:
-    """This host's NUMA nodes that have CPUs; none if it doesn't say."""
-    found = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
-    return [node for node in found if (nodes / f"node{node}" / "cpulist").read_text().strip()]
+def usable_nodes(*, nodes: Path = _NODES) -> list[frozenset[int]]:
+    """Return the CPUs that this process may use of each NUMA node that has such; none if the
+    host doesn't say."""
+    numbers = sorted(int(path.name[4:]) for path in nodes.glob("node[0-9]*"))
+    listed = [(nodes / f"node{number}" / "cpulist").read_text() for number in numbers]
+    found = (parse_cpu_list(cpus) & usable_cpus() for cpus in listed if cpus.strip())
+    return [cpus for cpus in found if cpus]
 
 
 def numa_node_cpus(node: int, *, nodes: Path = _NODES) -> frozenset[int]:
@@ -60,7 +64,7 @@ def bind(cpus: frozenset[int]) -> None:
         ConfigError: some of them aren't there, or may not be used.
     """
     try:
-        os.sched_setaffinity(0, cpus)
+        bind_cpus(cpus)
     except AttributeError:
         raise ConfigError(
             "this operating system doesn't bind processes to CPUs: leave --cpus out"
@@ -70,21 +74,16 @@ def bind(cpus: frozenset[int]) -> None:
             f"can't run on the CPUs {sorted(cpus)}: {getattr(error, 'strerror', None) or error}. "
             "Name CPUs of this host that the process may use"
         ) from None
-    missing = cpus - os.sched_getaffinity(0)
+    missing = cpus - usable_cpus()
     if missing:
         raise ConfigError(
             f"the CPUs {sorted(missing)} do not exist, or this process may not use them"
         )
 
 
-def usable_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def is_bound() -> bool:
-    """Whether whoever started this process has given it CPUs of its own: fewer than itself has."""
+    """Return True if this process was given CPUs of its own: fewer than its parent has."""
     try:
-        return os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
+        return usable_cpus() < os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):
         return False

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import launcher, leaving
-from rworker.binding import bind, is_bound, numa_node_cpus, numa_nodes, parse_cpu_list, usable_cpus
+from rworker.binding import bind, is_bound, numa_node_cpus, parse_cpu_list, usable_nodes
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.tiers.disk import Disk, disk_of
 
@@ -61,7 +62,7 @@ def make_worker(
 
     threads = num_threads
     if threads is None:
-        threads = usable_cpus() if is_bound() else max(1, usable_cpus() // num_sharing)
+        threads = available_cores(num_sharing, 1 if is_bound() else None)
     if not 1 <= threads <= MAX_THREADS:
         raise ConfigError(
             Given("threads", threads), f" is not a whole number from 1 to {MAX_THREADS}"
@@ -95,8 +96,8 @@ def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:
 
 
 def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
-    """Run on these CPUs only, or on those of a NUMA node (``auto``: the ranks
-    on this host take turns).
+    """Run on these CPUs only, or on those of a NUMA node. With ``auto`` the ranks on this host
+    take turns on its nodes, and keep to the CPUs that they were given.
 
     Returns:
         How many ranks share the CPUs, if that is known.
@@ -109,10 +110,10 @@ def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
     if cpus is not None:
         bind(parse_cpu_list(cpus))
     elif numa_node == "auto":
-        nodes = numa_nodes()
+        has_own, nodes = is_bound(), usable_nodes()
         if nodes:
-            bind(numa_node_cpus(nodes[launcher.local_rank() % len(nodes)]))
-        return max(1, launcher.local_size() // max(1, len(nodes)))
+            bind(nodes[launcher.local_rank() % len(nodes)])
+        return 1 if has_own else max(1, launcher.local_size() // max(1, len(nodes)))
     elif numa_node is not None:
         if not (numa_node.isascii() and numa_node.isdigit() and len(numa_node) <= 5):
             raise ConfigError(f"--numa-node={numa_node!r} is neither a number nor auto")
@@ -155,7 +156,7 @@ def serve_rank(
     from rworker.worker import serve
 
     if num_threads is None and num_sharing_cpus is not None:
-        num_threads = max(1, usable_cpus() // num_sharing_cpus)
+        num_threads = available_cores(launcher.local_size(), num_sharing_cpus)
     end = None if instances is None else TheEnd(job)
     # It gives signs of life from now on.
     hub, neighbours = _connected(job, instances, end, silence_s)

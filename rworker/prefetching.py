@@ -18,6 +18,7 @@ from cpu_kernels.prefetch import DEFAULT_PREFETCH, Prefetch, find_prefetch
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import write_json
 from fastdecode.core.host.machine import cpu_name
+from fastdecode.core.host.user_cache import can_write, user_cache
 
 if TYPE_CHECKING:
     from cpu_kernels.prefetch_trial import Trial
@@ -86,7 +87,7 @@ class PrefetchChoices:
         Raises:
             ConfigError: the environment names a way that there isn't.
         """
-        return cls(user_directory(environ), environ.get(PREFETCH_VARIABLE) or "auto")
+        return cls(user_cache("prefetch", environ), environ.get(PREFETCH_VARIABLE) or "auto")
 
     def choose(
         self,
@@ -118,7 +119,8 @@ class PrefetchChoices:
                 kept = _read(path)  # the process before may have written it
                 if kept is None:
                     if report is not None:
-                        report("measuring how to prefetch (kept for the next start)")
+                        kept_too = " (kept for the next start)" if can_write(path.parent) else ""
+                        report(f"measuring how to prefetch{kept_too}")
                     kept = self._try_all(path, case, (layout, num_q_heads, source), threads)
         logger.debug("attention prefetches %s", kept.text())
         return find_prefetch(kept.chosen)
@@ -141,12 +143,6 @@ class PrefetchChoices:
         except (OSError, ConfigError) as error:
             logger.info("how attention prefetches isn't kept: %s", error)
         return kept
-
-
-def user_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's measurements are kept."""
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fastdecode" / "prefetch"
 
 
 def kept_trials(directory: Path) -> list[KeptTrial]:

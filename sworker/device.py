@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -22,10 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastdecode.core.host.cpus import available_cores, release_cpus
 from fastdecode.core.host.facts import TF32_SWITCH
 from fastdecode.wire.buffers import Pages, map_pages, pages_of
 
 log = logging.getLogger(__name__)
+
+release_cpus()  # importing torch may have bound this thread
+if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > available_cores():
+    torch.set_num_threads(available_cores())  # torch counts CPUs, and no quota of their time
 
 _STAGED_BYTES = 64 << 10
 """Of memory that isn't pinned, CUDA takes so many to itself at once, without a

@@ -20,6 +20,8 @@ _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 32}  # fmt: skip
+_ALPHA = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1,
+          "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 _MULTIPLIERS = {
     "embedding_multiplier": (12.0, 3.0), "residual_multiplier": (0.22, 0.7),
     "attention_multiplier": (0.25, 0.1), "logits_scaling": (2.0, 0.3),
@@ -87,7 +89,8 @@ FAMILIES: dict[str, Tiny] = {
     "seed_oss": Tiny("SeedOssConfig", {"attention_bias": _BOTH, "attention_out_bias": _BOTH,
                                        "mlp_bias": _BOTH}),
     "ernie4_5": Tiny("Ernie4_5Config", {"use_bias": _BOTH}),
-    "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", {"attention_bias": _BOTH}),
+    "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", {
+        "attention_bias": _BOTH, "rope_scaling": (None, _ALPHA)}),
     "arcee": Tiny("ArceeConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH}, has_head_dim=False),
     "apertus": Tiny("ApertusConfig", {"attention_bias": _BOTH, "rope_scaling": (None, _LLAMA3)},
                     has_head_dim=False),
@@ -162,7 +165,8 @@ FAMILIES: dict[str, Tiny] = {
         "moe_layer_start_index": (0, 1), "moe_layer_interval": (1, 2),
         "use_bias": _BOTH}, has_head_dim=False),
     "hunyuan_v1_moe": Tiny("HunYuanMoEV1Config", {
-        "": _experts("num_experts", "intermediate_size", top_k="moe_topk")}),
+        "": _experts("num_experts", "intermediate_size", top_k="moe_topk"),
+        "rope_scaling": (None, _ALPHA)}),
     "hy_v3": Tiny("HYV3Config", {
         "": _experts("num_experts"), "num_shared_experts": (1, 2),
         "router_scaling_factor": (1.0, 2.8), "enable_moe_fp32_combine": _BOTH}),
@@ -176,7 +180,8 @@ FAMILIES: dict[str, Tiny] = {
         **_MULTIPLIERS, "": _experts("num_local_experts", "intermediate_size"),
         "shared_intermediate_size": (7, 12)}, has_head_dim=False),
     "mellum": Tiny("MellumConfig", {
-        "": _experts("num_experts"), "sliding_window": (5, 9), "layer_types": ("FSF", "SFS")}),
+        "": _experts("num_experts"), "sliding_window": (5, 9), "layer_types": ("FSF", "SFS"),
+        "norm_topk_prob": _BOTH}),
 }  # fmt: skip
 
 FAMILIES |= {

@@ -191,7 +191,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from cost_model.shapes import read_model
     from fastdecode.core.doubts import doubts
     from fastdecode.core.dtype import DType
-    from fastdecode.core.host.machine import available_cores
+    from fastdecode.core.host.cpus import available_cores
     from fastdecode.core.measurement import write_profile
     from rworker.measure import Effort, Host, measure_r_part
 

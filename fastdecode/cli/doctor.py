@@ -91,6 +91,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
         print(refusals_as_text())
         return 0
+    from fastdecode.core.host.cpus import cpu_quota
     from fastdecode.core.host.facts import lacks_for_triton, this_host
     from fastdecode.measure.doctor import Finding, ModelFacts, examine_all, judge
 
@@ -111,7 +112,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         examined = _noting(examine_all(reached.asked), workers)
         ways = _noting(_ways(reached, workers), neighbours)
         lacks = lacks_for_triton()
-        for finding in judge(here, examined, model, lacks, ways, os.environ):
+        for finding in judge(here, examined, model, lacks, ways, os.environ, cpu_quota()):
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
@@ -180,12 +181,13 @@ def _conversations(directory: Path) -> Finding:
 
 def _prefetches() -> Iterator[Finding]:
     """How R-workers on this host prefetch, as far as they have measured it."""
+    from fastdecode.core.host.user_cache import user_cache
     from fastdecode.measure.doctor import Finding
-    from rworker.prefetching import PREFETCH_VARIABLE, kept_trials, user_directory
+    from rworker.prefetching import PREFETCH_VARIABLE, kept_trials
 
     if named := os.environ.get(PREFETCH_VARIABLE):
         yield Finding("PASS", "prefetch", f"{PREFETCH_VARIABLE} names {named}")
-    for kept in kept_trials(user_directory()):
+    for kept in kept_trials(user_cache("prefetch")):
         yield Finding("PASS", "prefetch", kept.text())
 
 

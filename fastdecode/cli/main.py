@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import io
 import logging
 import os
 import sys
@@ -78,6 +79,8 @@ def _keep_standard_files() -> None:
     for name, mode in (("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (as long as the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for what the terminal can't show
 
 
 def _collect_seldom() -> None:

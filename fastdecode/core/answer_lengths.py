@@ -77,7 +77,7 @@ def spread_evenly(num: int, num_tokens: int, limits: Collection[int]) -> AnswerC
     """Running answers of which only the sum of tokens is known, and all limits: their
     lengths from none to twice the mean, with the highest limit."""
     most = 0 if 0 in limits else max(limits, default=0)
-    mean = num_tokens / num if num else 0.0
+    mean = max(0, num_tokens) / num if num else 0.0
     return Counter((round(2 * mean * (place + 0.5) / num), most) for place in range(num))
 
 

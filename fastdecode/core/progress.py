@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -19,6 +20,10 @@ from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.5
 BAR_CHARS = 20
+MOST_S = 1e10
+"""No longer time is shown."""
+
+logger = logging.getLogger(__name__)
 
 
 class StatusLine:
@@ -214,8 +219,9 @@ class Progress:
 
     @property
     def remaining_s(self) -> float | None:
-        """Until all is done; None: too little is known."""
-        num_tokens = self._num_tokens - self._ended.num_tokens
+        """Estimate of the seconds until all is done. None if too little is known."""
+        # Counts of several threads: an answer may have ended whose tokens aren't in the sum.
+        num_tokens = max(0, self._num_tokens - self._ended.num_tokens)
         running = self._running or spread_evenly(self._num_running, num_tokens, self._limits)
         counts = JobCounts(
             lines_left=self._total - self._done_before,
@@ -226,7 +232,11 @@ class Progress:
             limits=self._limits,
             num_lines=self._total,
         )
-        return remaining_s(counts, self._times)
+        try:
+            return remaining_s(counts, self._times)
+        except (ArithmeticError, LookupError, ValueError):
+            logger.debug("no estimate of the time that is left", exc_info=True)
+            return None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -241,7 +251,8 @@ class Progress:
 
     def _eta(self) -> str:
         left_s = self.remaining_s
-        return "-" if left_s is None else str(timedelta(seconds=round(left_s)))
+        is_known = left_s is not None and 0 <= left_s < MOST_S
+        return str(timedelta(seconds=round(left_s or 0.0))) if is_known else "-"
 
     def print(self, text: str) -> None:
         """Print to stdout, which may be the same terminal."""

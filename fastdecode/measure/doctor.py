@@ -16,6 +16,7 @@ from cost_model.quantities import seconds_text
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
@@ -162,6 +163,7 @@ def judge(
     lacks_for_triton: str = "",
     neighbours: Iterable[NeighbourFacts] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    cpu_quota: float | None = None,
 ) -> Iterator[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers, each
     finding as soon as what it is about is known.
@@ -174,6 +176,7 @@ def judge(
         neighbours: the ways from each R-worker to the next, taken when all of
             those are known.
         environment: variables of the process that would be the S-worker.
+        cpu_quota: CPUs' worth of time that this host's control groups leave it, if limited.
     """
     if forces_tf32(environment):
         yield Finding(
@@ -183,6 +186,10 @@ def judge(
             "other programs here don't",
             "unset it where results are compared with a CPU's",
         )
+    binding = [f"{name}={environment[name]}" for name in BINDING_VARIABLES if environment.get(name)]
+    if binding:
+        text = f"{', '.join(binding)}: torch's threads are bound to single CPUs, R-workers' are not"
+        yield Finding("WARN", "binding", text, "unset it, or nothing else may run on these CPUs")
     if lacks_for_triton:
         yield Finding(
             "WARN",
@@ -206,7 +213,7 @@ def judge(
     yield from _models(reports, None if model is None else model.hash)
     yield from _huge_pages(here, reports)
     if not reports:
-        yield from _host(here)
+        yield from _host(here, cpu_quota)
     yield from _cores(here, reports)
     yield from _memory(reports)
     yield from _neighbours(neighbours, None if model is None else model.token_bytes)
@@ -279,11 +286,13 @@ def _huge_pages(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]
             )
 
 
-def _host(here: HostFacts) -> Iterator[Finding]:
+def _host(here: HostFacts, cpu_quota: float | None) -> Iterator[Finding]:
     """This host's CPUs and memory, where no R-worker reports its own."""
     nodes = sum(bool(listed) for listed in here.numa_cpus)
     num_cpus = len(here.cpus) or here.num_host_cpus
     text = f"{here.host}: {num_cpus} of {here.num_host_cpus} CPU(s) may be used"
+    if cpu_quota is not None:
+        text += f", for {cpu_quota:.3g} CPU(s) of time (the control group's quota)"
     yield Finding("PASS", "cores", f"{text}; {nodes} NUMA node(s)" if nodes else text)
     yield Finding("PASS", "memory", f"{here.host}: {here.free_bytes / 1e9:.3g} GB free")
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.files import write_json
+from fastdecode.core.host.user_cache import user_cache
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 
 TEKKEN_FILE: Final = "tekken.json"
@@ -41,8 +42,7 @@ def convert_tekken(path: Path, kept: Path | None = None) -> Path:
         CheckpointError: the file isn't such a one, or nothing can be kept.
     """
     content = read_model_file(path, MAX_TOKENIZER_BYTES)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = kept or Path(base) / "fastdecode" / "tokenizers"
+    directory = kept or user_cache("tokenizers")
     made = directory / f"{hashlib.sha256(content).hexdigest()}.json"
     if made.is_file() and made.stat().st_uid == os.geteuid():
         return made

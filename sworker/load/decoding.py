@@ -1,7 +1,7 @@
 """From codes and scales to weights: one formula for every format.
 
-``weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]``, in float32,
-rounded once to the dtype that is asked for. See
+``weight[r, c] = (value(code[r, c]) - zero[block]) · scale[block]``, computed in float32
+and rounded to the dtype that is asked for. See
 ``fastdecode.core.model.weight_formats`` for the formats.
 """
 
@@ -195,7 +195,13 @@ def _read_zeros(encoding: Encoding, read: ReadBytes) -> Tensor | None:
     unpacked = _unpack(zeros.view(count * stored_rows, -1), encoding, rows_packed=along_rows)
     if encoding.zero_offset:
         unpacked = (unpacked + encoding.zero_offset) % (1 << encoding.bits)
-    return unpacked.view(count, -1, unpacked.shape[1])[:, :num_rows, :num_columns]
+    found = unpacked.view(count, -1, unpacked.shape[1])[:, :num_rows, :num_columns]
+    if encoding.zero_offset is not None:
+        return found
+    middle = 1 << (encoding.bits - 1)
+    if bool(((found != middle) & (found != middle - 1)).any()):
+        raise _broken(part, "has zero points that differ, though config.json's 'sym' is true")
+    return torch.full_like(found, middle)  # stored as it is, or one less: writers differ
 
 
 def _read_index(encoding: Encoding, read: ReadBytes) -> Tensor | None:

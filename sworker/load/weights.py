@@ -1,11 +1,8 @@
 """From a model directory to a model on a device.
 
-Modules are built without storage; then the tensors stream from disk in the
-order in which they lie there, one at a time and decoded where they are
-quantised, straight to their place on the target device in the target dtype. So
-the peak is the model's own size and the
-largest tensor's, whatever the number of shards, and every name and shape has
-been checked before anything is allocated.
+Modules are built without storage. Then tensors stream from disk in their order there, one at a
+time and decoded where they are quantised, straight to their place on the device. So the peak is
+the model's own size and the largest tensor's, and every name and shape is checked before.
 """
 
 from __future__ import annotations
@@ -20,25 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
-from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoint
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
 from fastdecode.core.model.hf_config import text_part
-from fastdecode.core.model.names import (
-    CheckpointNames,
-    Either,
-    Layout,
-    Names,
-    PerExpert,
-    Source,
-)
+from fastdecode.core.model.names import CheckpointNames, Either, Layout, Names, PerExpert, Source
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.model.tensor_entry import TensorEntry
 from sworker.device import Gpu, gpu_of
 from sworker.dtypes import torch_dtype
+from sworker.load.key_scales import even_out_keys
 from sworker.load.reader import PLAIN_DTYPES, TensorReader
 from sworker.model.linear import Linear
 from sworker.model.moe import Correction, ExpertLinear
@@ -60,6 +52,7 @@ def load_model(
     *,
     device: str | torch.device,
     dtype: torch.dtype | None = None,
+    kv_dtype: DType | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
     shard: Shard | None = None,
@@ -76,6 +69,7 @@ def load_model(
         device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is
             the checkpoint's own.
+        kv_dtype: of the KV cache. If it is quantised, keys beside large biases are evened out.
         max_model_len: see ``read_model_spec``.
         progress: called after every tensor with bytes read and bytes to read.
         shard: load this rank's part only; None: all.
@@ -112,6 +106,8 @@ def load_model(
         _fill_randomly(loaded, whole, paths, shard)
     else:
         _stream(placements, spec, loaded, shard, progress, gpu or gpu_of(target))
+    if kv_dtype is not None and not kv_dtype.is_float:
+        even_out_keys(loaded, kv_dtype)
     return spec, loaded.eval()
 
 
@@ -167,15 +163,8 @@ def _fill_randomly(
                 target.fill_(1.0 - model.spec.norm_offset)
             elif isinstance(own, ExpertLinear):
                 for number, expert in enumerate(target, own.first):
-                    key = f"{seed} {path}.{name}.{number}"
-                    _draw(
-                        key,
-                        expert,
-                        own.splits,
-                        unfilled.shape[1:],
-                        model.spec,
-                        _shard_of(own, shard),
-                    )
+                    key, part = f"{seed} {path}.{name}.{number}", _shard_of(own, shard)
+                    _draw(key, expert, own.splits, unfilled.shape[1:], model.spec, part)
             else:
                 splits = own.splits if isinstance(own, Linear) else tuple(target.shape[:1])
                 key = f"{seed} {path}.{name}"
@@ -183,13 +172,9 @@ def _fill_randomly(
 
 
 def _draw(
-    key: str,
-    target: Tensor,
-    splits: Sequence[int],
-    shape: torch.Size,
-    spec: ModelSpec,
+    key: str, target: Tensor, splits: Sequence[int], shape: torch.Size, spec: ModelSpec,
     shard: Shard | None,
-) -> None:
+) -> None:  # fmt: skip
     """Fill a matrix, or a shard's part of one of this shape, with what the key says."""
     drawn = target if shard is None else target.new_empty(shape)
     digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
@@ -464,20 +449,15 @@ def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _is_of_later_layer(name: str, spec: ModelSpec, names: CheckpointNames) -> bool:
-    """Whether it belongs to a layer beyond the model's own, which predicts more
-    than one token."""
+    """Return True for tensors of layers beyond the model's own, which predict ahead."""
     start, end = names.layer.split("{}")
     found = re.match(f"(?:.*\\.)?{re.escape(start)}(\\d+){re.escape(end)}", name)
     return found is not None and int(found[1]) >= spec.num_layers
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:4])
-    return (
-        f"the tensor {shown}"
-        if len(names) == 1
-        else f"{len(names)} tensors ({shown}{', ...' if len(names) > 4 else ''})"
-    )
+    shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
+    return f"the tensor {shown}" if len(names) == 1 else f"{len(names)} tensors ({shown})"
 
 
 def _check_device(device: str | torch.device) -> torch.device:
@@ -502,8 +482,7 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
                 kept = getattr(module, "kept_dtype", None) or dtype
                 storage = torch.empty(parameter.shape, dtype=kept, device=device)
             except RuntimeError:
-                # torch.OutOfMemoryError is one, but a CPU's allocator raises it
-                # bare.
+                # torch.OutOfMemoryError is one, but a CPU's allocator raises it bare.
                 size_gib = model.spec.num_parameters * dtype.itemsize / (1 << 30)
                 raise CapacityError(
                     f"{model.spec.name} takes {size_gib:.1f} GiB in {dtype}, which {device} hasn't "
@@ -515,13 +494,9 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _stream(
-    placements: list[_Placement],
-    spec: ModelSpec,
-    model: Model,
-    shard: Shard | None,
-    progress: Progress | None,
-    gpu: Gpu | None,
-) -> None:
+    placements: list[_Placement], spec: ModelSpec, model: Model, shard: Shard | None,
+    progress: Progress | None, gpu: Gpu | None,
+) -> None:  # fmt: skip
     total = sum(placement.entry.num_bytes for placement in placements)
     done = 0
     entries = (placement.entry for placement in placements)
@@ -610,13 +585,9 @@ def _with_idle_heads(source: Tensor, heads: _Heads, spec: ModelSpec) -> Tensor:
 
 
 def _place(
-    target: Tensor,
-    splits: Sequence[int],
-    source: Tensor,
-    layout: Layout,
-    spec: ModelSpec,
+    target: Tensor, splits: Sequence[int], source: Tensor, layout: Layout, spec: ModelSpec,
     shard: Shard | None,
-) -> None:
+) -> None:  # fmt: skip
     """Copy a tensor of the checkpoint, or the shard's part of each projection
     fused in it, to where it belongs. ``splits``: rows of the target that belong
     to each."""

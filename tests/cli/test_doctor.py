@@ -44,6 +44,20 @@ def on(host: HostFacts) -> Report:
     return replace(GOOD, host=host)
 
 
+@pytest.mark.parametrize(
+    "name", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"]
+)
+def test_doctor_names_variables_that_bind_threads(name: str) -> None:
+    (finding,) = [each for each in judge(HERE, [], environment={name: "close"})
+                  if each.level == "WARN"]  # fmt: skip
+    assert finding.check == "binding" and f"{name}=close" in finding.text
+
+
+def test_doctor_shows_the_cpu_quota() -> None:
+    (cores,) = [each.text for each in judge(HERE, [], cpu_quota=0.5) if each.check == "cores"]
+    assert "for 0.5 CPU(s) of time" in cores
+
+
 def test_a_good_set_of_hosts_has_nothing_wrong() -> None:
     assert found(GOOD, model="abc") == {}
 

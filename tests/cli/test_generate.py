@@ -191,6 +191,18 @@ def test_options_are_defaults_that_lines_override(run: Run) -> None:
     assert [answer["id"] for answer in out] == [1, 2]  # as they were given, not as text
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_show_on_a_terminal_that_is_not_utf8(
+    run: Run, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", shown)
+    code, out = run([line("\u4f60\u597d caf\u00e9", prompt_token_ids=[5])], "--show")
+    assert code == 0
+    assert "error" not in out[0]
+    assert b"\\u4f60" in shown.buffer.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_summary_that_cannot_be_written_costs_no_answer(run: Run, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "s.json")  # which nobody reads
     code, out = run([line(1, prompt_token_ids=[5])], "--summary", str(tmp_path / "s.json"))

@@ -216,7 +216,7 @@ def test_end_of_text_ids() -> None:
         ({"hidden_act": "tanhshrink"}, r"'tanhshrink'.*silu"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"rope_scaling": {"rope_type": "mrope"}}, r"'mrope'.*llama3"),
-        ({"rope_parameters": {"early_layers": {"rope_theta": 1e4}}}, "different layers"),
+        ({"rope_parameters": {"early_layers": {"rope_theta": 1e4}}}, "early_layers"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
     ],
 )

@@ -24,6 +24,12 @@ def group(**weights: Any) -> dict[str, Any]:
             "config_groups": {"g": {"weights": weights, "targets": ["Linear"]}}}  # fmt: skip
 
 
+def transforms(*places: str) -> dict[str, Any]:
+    """As SpinQuant's are written: which parts are multiplied by a rotation."""
+    apply = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": apply, "randomize": False}}}
+
+
 @pytest.mark.parametrize(
     ("config", "name", "bytes_per_weight"),
     [
@@ -39,6 +45,10 @@ def group(**weights: Any) -> dict[str, Any]:
         (group(num_bits=4, type="int", group_size=32), "INT4", 0.5 + 16 / 32 / 8),
         (group(num_bits=4, type="float", group_size=16), "NVFP4", 9 / 16),
         (group(num_bits=8, type="float", strategy="channel"), "FP8", 1),
+        ({**group(num_bits=8, type="float"), "transform_config":
+          transforms("weight_input", "weight_output")}, "FP8", 1),
+        ({**group(num_bits=8, type="float"), "sparsity_config": {"format": "dense"},
+          "transform_config": {}}, "FP8", 1),
     ],
 )  # fmt: skip
 def test_formats(config: dict[str, Any], name: str, bytes_per_weight: float) -> None:
@@ -104,11 +114,81 @@ def test_formats_that_differ_by_layer() -> None:
         ({"quant_method": "compressed-tensors"}, "names no weights"),
         ({**group(num_bits=4), "transform_config": {"rotations": 1}}, "transform_config"),
         ({"quant_method": "auto-round", "packing_format": "exllama"}, "exllama"),
+        ({**group(num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"}},
+         "sparsity sparse-24-bitmask.*zeros are left out"),
+        ({**group(num_bits=4), "transform_config": transforms("weight_output", "q_attn")},
+         "transform 'R1' at 'q_attn'.*activations are transformed"),
+        ({**group(num_bits=4), "transform_config": transforms("input")}, "at 'input'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up_proj": {"bits": 8}}},
+         r"'dynamic' for '\+:.*up_proj'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"down": {"sym": True}}}, "'dynamic'"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a.q_proj": {"bits": 8}}},
+         "'extra_config' for 'a.q_proj'"),
+        ({"quant_method": "awq", "bits": 4, "dynamic": {"a": {"bits": 8}}}, "'dynamic'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq marlin"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "in int64"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "of mx_fp"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+         "llm_compressor"),
     ],
 )  # fmt: skip
 def test_what_is_not_decoded_is_refused(config: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
         read(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation"),
+        ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "adapter"),
+        ({"quant_method": "awq", "bits": 4, "pre_quant_scale": True}, "pre_quant_scale"),
+        ({"quant_method": "auto-round", "super_bits": 6}, "super_bits"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype"),
+        ({"quant_method": "mxfp4", "weight_rotation": "R1"}, "weight_rotation"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "smoothquant_val": 0.5},
+         "smoothquant_val"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+          "quantized_layers": {"a": {"quant_algo": "FP8", "pre_quant_scale": True}}},
+         "pre_quant_scale"),
+        (group(num_bits=4, type="int", codebook="nf4"), "codebook"),
+        ({**group(num_bits=4), "outlier_config": {"share": 0.01}}, "outlier_config"),
+        ({"quant_method": "fbgemm_fp8", "scale_multiplier": 2.0}, "scale_multiplier"),
+    ],
+)  # fmt: skip
+def test_read_quantisation_refuses_unknown_key(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"with {key}'.*isn't known"):
+        read(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "offset"),
+    [
+        ({"quant_method": "gptq"}, 1),
+        ({"quant_method": "gptq", "format": "gptq_v2", "checkpoint_format": "gptq_v2"}, 0),
+        ({"quant_method": "gptq", "format": "gptq_v2"}, 0),
+        ({"quant_method": "gptq", "sym": True}, None),
+        ({"quant_method": "gptq", "sym": True, "checkpoint_format": "gptq_v2"}, None),
+        ({"quant_method": "gptq", "packing_format": "auto_round:gptqmodel"}, 0),
+        ({"quant_method": "auto-round"}, 1),
+        ({"quant_method": "auto-round", "packing_format": "auto_gptq"}, 1),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}, 1),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}, 0),
+        ({"quant_method": "auto-round", "packing_format": "auto_round"}, 0),
+        ({"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}, 1),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, 0),
+        ({"quant_method": "auto-round", "packing_format": "auto_round", "sym": True}, None),
+    ],
+)  # fmt: skip
+def test_zero_points_are_as_the_packing_stores_them(
+    config: dict[str, Any], offset: int | None
+) -> None:
+    found = read(**config, bits=4, group_size=128, data_type="int", iters=200, desc_act=False,
+                 damp_percent=0.01, autoround_version="0.5.1", lm_head=False,
+                 extra_config={"lm_head": {"bits": 16, "data_type": "float"}},
+                 dynamic={"-:.*gate": {}, ".*down_proj": {"group_size": 64}})  # fmt: skip
+    assert found is not None
+    assert (found.name, found.packing, found.zero_offset) == ("GPTQ", "GPTQ", offset)
 
 
 @pytest.mark.parametrize(

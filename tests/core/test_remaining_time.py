@@ -163,4 +163,5 @@ def test_a_sum_of_tokens_is_spread_over_running_answers() -> None:
     assert sum(spread.values()) == 10 and {most for _, most in spread} == {400}
     assert sum(length * num for (length, _), num in spread.items()) == 1000
     assert not spread_evenly(0, 0, {})
+    assert spread_evenly(2, -9, {}) == {(0, 0): 2}
     assert spread_evenly(1, 7, {0: 1, 20: 1}) == {(7, 0): 1}

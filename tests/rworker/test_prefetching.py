@@ -43,6 +43,14 @@ def choose(
     return choices.choose(layout, 32, "bfloat16", cache_bytes, THREADS).name
 
 
+def test_a_measurement_that_cannot_be_kept_is_not_promised(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    lines: list[str] = []
+    choices = PrefetchChoices(tmp_path / "file" / "prefetch", measure=Measured("t1"))
+    assert choices.choose(LAYOUT, 32, "bfloat16", 1 << 35, THREADS, lines.append).name == "t1"
+    assert lines == ["measuring how to prefetch"]
+
+
 def test_a_measurement_is_kept_on_disk(tmp_path: Path) -> None:
     measured = Measured("t1")
     lines: list[str] = []

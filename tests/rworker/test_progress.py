@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from cpu_kernels import reference
 from cpu_kernels.layout import BlockLayout
 from fastdecode.core.dtype import DType
@@ -31,6 +33,11 @@ def test_slow_compilation_is_counted() -> None:
     assert lines == [
         f"compiling kernels {number} of 4 (kept for the next start)" for number in (2, 3, 4)
     ]
+
+
+def test_kernels_that_cannot_be_kept_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpu_kernels.codegen.kept.KeptCode.complained", True)
+    assert reported(0.6)[0] == "compiling kernels 2 of 4"
 
 
 def test_kernels_that_load_at_once_are_not_mentioned() -> None:

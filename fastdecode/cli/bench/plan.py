@@ -101,7 +101,8 @@ def _twin(
     from cost_model.steady import scale_down
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.dtype import DType
-    from fastdecode.core.host.machine import available_cores, default_kv_bytes
+    from fastdecode.core.host.cpus import available_cores
+    from fastdecode.core.host.machine import default_kv_bytes
     from fastdecode.engine.setup.devices import choose_device
 
     spec, cores = read_model(args.model), available_cores()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from fastdecode.core.host.cpus import usable_cpus
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.words import make_printable
 
@@ -87,9 +88,7 @@ def this_host() -> HostFacts:
         host=socket.gethostname(),
         versions=_versions(),
         mpi=_mpi_library(),
-        cpus=tuple(sorted(os.sched_getaffinity(0)))[: 1 << 13]
-        if hasattr(os, "sched_getaffinity")
-        else (),
+        cpus=tuple(sorted(usable_cpus()))[: 1 << 13],
         num_host_cpus=os.cpu_count() or 1,
         numa_cpus=_numa_cpus(),
         huge_pages=_chosen(_read(_HUGE_PAGES)),

@@ -5,12 +5,13 @@ The S-part imports this module and runs without psutil, which only its functions
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+from fastdecode.core.host.control_groups import CGROUPS, OWN_GROUPS, control_groups, read_number
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.measurement import Machine
 
 
@@ -33,18 +34,11 @@ def this_machine(device: str, packages: Iterable[str]) -> Machine:
     return Machine(cpu_name(), available_cores(), psutil.virtual_memory().total, device, software)
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 DEFAULT_KV_SHARE = 0.5
 """Of the memory that is free on a host, what KV caches there take together unless the user says."""
 
 
-def free_memory_bytes(
-    cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> int:
+def free_memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> int:
     """Memory that this process may still take: what the host has free, or less
     if a control group that it is in (a container's, a batch job's) leaves
     less."""
@@ -65,43 +59,13 @@ def default_kv_bytes(num_caches: int, free_bytes: int | None = None) -> int:
 
 
 def _group_rooms(cgroups: Path, own: Path) -> Iterator[int]:
-    """Bytes below the limit of each control group of this process; version 2,
-    or the memory controller of version 1. File pages that nobody is using count
-    as free."""
-    try:
-        lines = own.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not controllers:
-            root, cached = cgroups, "inactive_file"
-            names = ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root = cgroups / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cached = "total_inactive_file"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for directory in (group, *group.parents):
-            limit, usage = (_number(directory / name) for name in names)
-            if limit is not None and usage is not None:
-                yield limit - usage + (_number(directory / "memory.stat", cached) or 0)
-            if directory == root:
-                break
-
-
-def _number(file: Path, key: str | None = None) -> int | None:
-    """The number that a file holds, or holds for a key; None: there is none,
-    such as where there is no limit."""
-    try:
-        words = file.read_text("utf-8", "replace").split()
-    except OSError:
-        return None
-    if key is not None:
-        words = words[words.index(key) + 1 :] if key in words else []
-    return int(words[0]) if words and words[0].isdecimal() else None
+    """Yield the bytes below the limit of each control group. File pages in no use count as free."""
+    for directory, is_v2 in control_groups("memory", cgroups, own):
+        names = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
+        limit, usage = (read_number(directory / f"memory.{name}") for name in names)
+        if limit is not None and usage is not None:
+            cached = "inactive_file" if is_v2 else "total_inactive_file"
+            yield limit - usage + (read_number(directory / "memory.stat", cached) or 0)
 
 
 def cpu_name() -> str:

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,9 +23,11 @@ from pathlib import Path
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError
+from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import read_model_file
+from fastdecode.core.model.hf_config import text_part
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.spec import ModelSpec
@@ -42,6 +45,7 @@ _COMPARED_BYTES = 4 << 20
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_FLOATS = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16, "F64": None}
 _HEADS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 _EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight", ".word_embeddings.weight")
 
@@ -85,7 +89,11 @@ class Checkpoint:
             hf_quant_config=self.hf_quant_config,
             max_model_len=max_model_len,
         )
-        return replace(spec, tied_embeddings=spec.tied_embeddings and not self._has_own_head)
+        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not self._has_own_head)
+        said = text_part(ConfigReader(self.config, "config.json")).find("dtype", "torch_dtype")[1]
+        if said is not None or spec.quantisation is not None or not self._dtype_bytes:
+            return spec
+        return replace(spec, dtype=_FLOATS[self._dtype_bytes.most_common(1)[0][0]])
 
     def about_decoding(self, spec: ModelSpec, dtype: DType) -> str | None:
         """What quantised weights take on disk and in memory, for people; None: there
@@ -100,6 +108,15 @@ class Checkpoint:
             f"weights are {names}, {on_disk / 1e9:.2f} GB on disk; they are decoded to {dtype} "
             f"while they are loaded, and take {in_memory / 1e9:.2f} GB in memory"
         )
+
+    @cached_property
+    def _dtype_bytes(self) -> Counter[str]:
+        """Bytes of weights by their dtype."""
+        found: Counter[str] = Counter()
+        for entry in self.tensors.values():
+            if entry.dtype in _FLOATS:
+                found[entry.dtype] += entry.num_bytes
+        return found
 
     @cached_property
     def _has_own_head(self) -> bool:

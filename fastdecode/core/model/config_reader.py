@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fastdecode.core.errors import CheckpointError
 
@@ -21,15 +21,23 @@ class ConfigReader:
     def __init__(self, fields: Mapping[str, object], where: str) -> None:
         self.fields = fields
         self.where = where
+        self.asked: set[str] = set()
+        """Names that were looked for."""
 
     def find(self, *names: str) -> tuple[str, object]:
         """The name and value of the first field that is present and not null;
         the first name and None if none is."""
+        self.asked.update(names)
         for name in names:
             value = self.fields.get(name)
             if value is not None:
                 return name, value
         return names[0], None
+
+    def unknown(self, known: Collection[str] = ()) -> list[str]:
+        """Return the fields that ask for something, were not looked for and are not ``known``."""
+        asking = {name for name, value in self.fields.items() if value}
+        return sorted(asking - self.asked - set(known))
 
     def refuse(self, name: str, value: object, rule: str) -> CheckpointError:
         found = "is missing" if value is None else f"is {_shorten(value)}"

@@ -38,9 +38,6 @@ def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[s
             weight = _decoded(encoding)
             found[weight.name] = weight
             used.update(part.name for part in encoding.parts)
-    if not found:
-        _refuse_undecoded(tensors)
-        return dict(tensors)
     for name, entry in tensors.items():
         if name not in used and not _is_unused(name):
             if entry.name in found:
@@ -107,7 +104,8 @@ def _encode(
     bits = _bits(form, quantisation)
     matrix = _unpacked(form, codes, bits)
     zeros = find(form.zeros, ("I8", "I32"))
-    if zeros is None and form.needs_zeros:
+    offset = quantisation.zero_offset if quantisation and form.name == "GPTQ" else 0
+    if zeros is None and form.needs_zeros and offset is not None:
         raise _broken(codes, f"has no {stem}{form.zeros}")
     if form.divisor is not None and scale.dtype == "F8_E4M3" and stem + form.divisor not in tensors:
         raise _broken(codes, f"has no {stem}{form.divisor}")
@@ -121,7 +119,7 @@ def _encode(
         AWQ_ORDER if form.name == "AWQ" else tuple(range(max(1, ITEM_BITS[form.dtype] // bits))),
         find(form.factor or form.divisor, ("F32",)),
         zeros,
-        quantisation.zero_offset if quantisation and form.name == "GPTQ" else 0,
+        offset,
         find(form.group_index, _WHOLE_NUMBERS),
     )
     _check_parts(encoding)

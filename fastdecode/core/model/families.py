@@ -390,8 +390,16 @@ def _opt_has_final_norm(reader: ConfigReader, spec: ModelSpec) -> bool:
 _GROUPED = integer("num_key_value_heads", high=MAX_HEADS, default=same_as("num_q_heads"))
 
 
-def _positions(*names: str, default: int) -> Callable[[ConfigReader, ModelSpec], int]:
-    return integer(*names, high=MAX_POSITIONS, default=default)
+def _positions(default: int, *others: str) -> Read[int]:
+    return integer(*others, "max_position_embeddings", high=MAX_POSITIONS, default=default)
+
+
+def _kv_heads(default: int) -> Read[int]:
+    return integer("num_key_value_heads", high=MAX_HEADS, default=default)
+
+
+def _rms_eps(default: float) -> Read[float]:
+    return number("rms_norm_eps", high=1.0, default=default)
 
 
 def _head_dim(default: int | None = None) -> Callable[[ConfigReader, ModelSpec], int | None]:
@@ -399,105 +407,75 @@ def _head_dim(default: int | None = None) -> Callable[[ConfigReader, ModelSpec],
 
 
 LLAMA = Row(
-    "llama",
-    ("LlamaForCausalLM", "LlamaModel"),
-    names.LLAMA,
-    models="Llama 1, 2, 3",
+    "llama", ("LlamaForCausalLM", "LlamaModel"), names.LLAMA, models="Llama 1, 2, 3",
     fields={
         "intermediate_size": integer("intermediate_size"),
-        "activation": activation("hidden_act", default="silu"),
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-6),
-        "gated_mlp": True,
-        "tied_embeddings": flag("tie_word_embeddings", False),
-        "qkv_bias": flag("attention_bias", False),
-        "o_bias": flag("attention_bias", False),
+        "activation": activation("hidden_act", default="silu"), "norm_eps": _rms_eps(1e-6),
+        "gated_mlp": True, "tied_embeddings": flag("tie_word_embeddings", False),
+        "qkv_bias": flag("attention_bias", False), "o_bias": flag("attention_bias", False),
         "mlp_bias": flag("mlp_bias", False),
     },
-    kv_heads=_GROUPED,
-    head_dim=_head_dim(),
-    positions=_positions("max_position_embeddings", default=2048),
-    rotary=RotaryRules(),
-)
+    kv_heads=_GROUPED, head_dim=_head_dim(), positions=_positions(2048), rotary=RotaryRules(),
+)  # fmt: skip
 _NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 _ALL_BIAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 MISTRAL = LLAMA.derive(
     "mistral", "MistralForCausalLM", "MistralModel", "Mistral3ForConditionalGeneration",
-    models="Mistral, Mistral Small 3 (text)",
-    fields=_NO_BIAS,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    positions=_positions("max_position_embeddings", default=131072),
-    window=window(4096),
+    models="Mistral, Mistral Small 3 (text)", fields=_NO_BIAS, kv_heads=_kv_heads(8),
+    positions=_positions(131072), window=window(4096),
 )  # fmt: skip
 QWEN2 = LLAMA.derive(
-    "qwen2", "Qwen2ForCausalLM", "Qwen2Model",
-    models="Qwen2, Qwen2.5",
-    fields={**_NO_BIAS, "qkv_bias": True},
-    positions=_positions("max_position_embeddings", default=32768),
-    window=_switched_window(4096),
-    slides=_qwen_slides,
+    "qwen2", "Qwen2ForCausalLM", "Qwen2Model", models="Qwen2, Qwen2.5",
+    fields={**_NO_BIAS, "qkv_bias": True}, positions=_positions(32768),
+    window=_switched_window(4096), slides=_qwen_slides,
 )  # fmt: skip
 QWEN3 = QWEN2.derive(
-    "qwen3", "Qwen3ForCausalLM", "Qwen3Model",
-    models="Qwen3",
+    "qwen3", "Qwen3ForCausalLM", "Qwen3Model", models="Qwen3",
     fields={
-        "qkv_bias": flag("attention_bias", False),
-        "o_bias": flag("attention_bias", False),
+        "qkv_bias": flag("attention_bias", False), "o_bias": flag("attention_bias", False),
         "qk_norm": "head",
     },
     head_dim=_head_dim(128),
 )  # fmt: skip
 PHI3 = LLAMA.derive(
-    "phi3", "Phi3ForCausalLM", "Phi3Model",
-    models="Phi-3, Phi-4",
-    fields={**_NO_BIAS, "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5)},
-    names=names.PHI3,
-    positions=_positions("max_position_embeddings", default=4096),
-    window=window(),
-    rotary=RotaryRules(is_phi3=True),
+    "phi3", "Phi3ForCausalLM", "Phi3Model", models="Phi-3, Phi-4",
+    fields={**_NO_BIAS, "norm_eps": _rms_eps(1e-5)}, names=names.PHI3, positions=_positions(4096),
+    window=window(), rotary=RotaryRules(is_phi3=True),
 )  # fmt: skip
 GEMMA = LLAMA.derive(
-    "gemma", "GemmaForCausalLM", "GemmaModel",
-    models="Gemma",
+    "gemma", "GemmaForCausalLM", "GemmaModel", models="Gemma",
     fields={
         "mlp_bias": False,
         "activation": activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
-        "norm_offset": 1.0,
-        "embedding_scale": lambda reader, spec: math.sqrt(spec.hidden_size),
+        "norm_offset": 1.0, "embedding_scale": lambda reader, spec: math.sqrt(spec.hidden_size),
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    head_dim=_head_dim(256),
-    positions=_positions("max_position_embeddings", default=8192),
+    head_dim=_head_dim(256), positions=_positions(8192),
 )  # fmt: skip
 GEMMA2 = GEMMA.derive(
-    "gemma2", "Gemma2ForCausalLM", "Gemma2Model",
-    models="Gemma 2",
+    "gemma2", "Gemma2ForCausalLM", "Gemma2Model", models="Gemma 2",
     fields={
         "activation": activation("hidden_activation", default="gelu_pytorch_tanh"),
         "norm_placement": "sandwich",
         "logit_softcap": optional_number("final_logit_softcapping", 30.0),
     },
-    names=names.GEMMA2,
-    scale=_query_scalar,
-    softcap=optional_number("attn_logit_softcapping", 50.0),
-    window=window(4096),
+    names=names.GEMMA2, scale=_query_scalar,
+    softcap=optional_number("attn_logit_softcapping", 50.0), window=window(4096),
     slides=lambda reader, spec: lambda layer: layer % 2 == 0,
 )  # fmt: skip
 GEMMA3 = GEMMA2.derive(
     "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration",
     models="Gemma 3 (text)",
     fields={
-        "qk_norm": "head",
-        "logit_softcap": optional_number("final_logit_softcapping"),
+        "qk_norm": "head", "logit_softcap": optional_number("final_logit_softcapping"),
     },
-    positions=_positions("max_position_embeddings", default=131072),
-    softcap=optional_number("attn_logit_softcapping"),
+    positions=_positions(131072), softcap=optional_number("attn_logit_softcapping"),
     slides=_all_but_every("sliding_window_pattern", 6),
     rotary=RotaryRules(theta=1e6, scales_local=False, local_theta=10000.0),
 )  # fmt: skip
 GRANITE = LLAMA.derive(
-    "granite", "GraniteForCausalLM", "GraniteModel",
-    models="Granite 3",
+    "granite", "GraniteForCausalLM", "GraniteModel", models="Granite 3",
     fields={
         "embedding_scale": number("embedding_multiplier", default=1.0),
         "residual_scale": number("residual_multiplier", default=1.0),
@@ -506,494 +484,336 @@ GRANITE = LLAMA.derive(
     scale=lambda reader, spec, layer: reader.number("attention_multiplier", default=1.0),
 )  # fmt: skip
 SMOLLM3 = LLAMA.derive(
-    "smollm3", "SmolLM3ForCausalLM", "SmolLM3Model",
-    models="SmolLM3",
-    fields={"tied_embeddings": flag("tie_word_embeddings", True)},
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
-    positions=_positions("max_position_embeddings", default=32768),
-    window=_switched_window(None),
-    slides=lambda reader, spec: lambda layer: False,
-    rotary=RotaryRules(theta=2e6),
+    "smollm3", "SmolLM3ForCausalLM", "SmolLM3Model", models="SmolLM3",
+    fields={"tied_embeddings": flag("tie_word_embeddings", True)}, kv_heads=_kv_heads(4),
+    positions=_positions(32768), window=_switched_window(None),
+    slides=lambda reader, spec: lambda layer: False, rotary=RotaryRules(theta=2e6),
     rotates=_rotates_some,
 )  # fmt: skip
 OLMO = LLAMA.derive(
-    "olmo", "OlmoForCausalLM", "OlmoModel",
-    models="OLMo",
+    "olmo", "OlmoForCausalLM", "OlmoModel", models="OLMo",
     fields={
-        "mlp_bias": False,
-        "norm": "layer",
-        "norm_eps": 1e-5,
-        "norm_affine": False,
+        "mlp_bias": False, "norm": "layer", "norm_eps": 1e-5, "norm_affine": False,
         "qkv_clip": optional_number("clip_qkv"),
     },
 )  # fmt: skip
 OLMO2 = LLAMA.derive(
-    "olmo2", "Olmo2ForCausalLM", "Olmo2Model",
-    models="OLMo 2",
+    "olmo2", "Olmo2ForCausalLM", "Olmo2Model", models="OLMo 2",
     fields={
-        "mlp_bias": False,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
-        "norm_placement": "branch",
+        "mlp_bias": False, "norm_eps": _rms_eps(1e-5), "norm_placement": "branch",
         "qk_norm": "full",
     },
     names=names.BRANCH,
 )  # fmt: skip
 OLMO3 = OLMO2.derive(
-    "olmo3", "Olmo3ForCausalLM", "Olmo3Model",
-    models="OLMo 3",
-    window=window(4096),
+    "olmo3", "Olmo3ForCausalLM", "Olmo3Model", models="OLMo 3", window=window(4096),
     slides=_all_but_every("sliding_window_pattern", 4),
     rotary=RotaryRules(theta=500000.0, scales_local=False),
 )  # fmt: skip
 EXAONE4 = LLAMA.derive(
-    "exaone4", "Exaone4ForCausalLM", "Exaone4Model",
-    models="EXAONE 4",
+    "exaone4", "Exaone4ForCausalLM", "Exaone4Model", models="EXAONE 4",
     fields={
-        **_NO_BIAS,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
-        "norm_placement": "branch",
-        "qk_norm": "head",
+        **_NO_BIAS, "norm_eps": _rms_eps(1e-5), "norm_placement": "branch", "qk_norm": "head",
     },
-    names=names.BRANCH,
-    window=window(4096),
-    slides=_exaone_slides,
+    names=names.BRANCH, window=window(4096), slides=_exaone_slides,
     rotates=_rotates_local_unless_all_full,
 )  # fmt: skip
 COHERE = LLAMA.derive(
-    "cohere", "CohereForCausalLM", "CohereModel",
-    models="Command R",
+    "cohere", "CohereForCausalLM", "CohereModel", models="Command R",
     fields={
-        "mlp_bias": False,
-        "norm": "layer",
-        "norm_bias": False,
+        "mlp_bias": False, "norm": "layer", "norm_bias": False,
         "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
         "qk_norm": lambda reader, spec: "own" if reader.flag("use_qk_norm", False) else "none",
-        "parallel_residual": True,
-        "shared_norm": True,
-        "rope_interleaved": True,
+        "parallel_residual": True, "shared_norm": True, "rope_interleaved": True,
         "logit_scale": number("logit_scale", default=0.0625),
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    positions=_positions("max_position_embeddings", default=8192),
-    rotary=RotaryRules(theta=500000.0),
+    positions=_positions(8192), rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 COHERE2 = COHERE.derive(
-    "cohere2", "Cohere2ForCausalLM", "Cohere2Model",
-    models="Command R7B, A",
-    fields={"qk_norm": "none"},
-    window=window(4096),
-    slides=_all_but_every("sliding_window_pattern", 4),
-    rotary=RotaryRules(),
+    "cohere2", "Cohere2ForCausalLM", "Cohere2Model", models="Command R7B, A",
+    fields={"qk_norm": "none"}, window=window(4096),
+    slides=_all_but_every("sliding_window_pattern", 4), rotary=RotaryRules(),
     rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
 )  # fmt: skip
 GLM = LLAMA.derive(
-    "glm", "GlmForCausalLM", "GlmModel",
-    models="GLM-4-9B",
+    "glm", "GlmForCausalLM", "GlmModel", models="GLM-4-9B",
     fields={
-        "qkv_bias": flag("attention_bias", True),
-        "o_bias": False,
-        "mlp_bias": False,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1.5625e-7),
-        "rope_interleaved": True,
+        "qkv_bias": flag("attention_bias", True), "o_bias": False, "mlp_bias": False,
+        "norm_eps": _rms_eps(1.5625e-7), "rope_interleaved": True,
     },
-    names=names.LLAMA.derive({"mlp.up": "mlp.gate_up_proj"}),
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=2),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=131072),
-    rotary=RotaryRules(partial=0.5),
+    names=names.LLAMA.derive({"mlp.up": "mlp.gate_up_proj"}), kv_heads=_kv_heads(2),
+    head_dim=_head_dim(128), positions=_positions(131072), rotary=RotaryRules(partial=0.5),
 )  # fmt: skip
 GLM4 = GLM.derive(
-    "glm4", "Glm4ForCausalLM", "Glm4Model",
-    models="GLM-4-0414",
+    "glm4", "Glm4ForCausalLM", "Glm4Model", models="GLM-4-0414",
     fields={"norm_placement": "sandwich"},
     names=names.LLAMA.derive(
         {
-            "mlp.up": "mlp.gate_up_proj",
-            "attn_out_norm": "post_self_attn_layernorm",
+            "mlp.up": "mlp.gate_up_proj", "attn_out_norm": "post_self_attn_layernorm",
             "mlp_out_norm": "post_mlp_layernorm",
         }
     ),
 )  # fmt: skip
 SEED_OSS = LLAMA.derive(
-    "seed_oss", "SeedOssForCausalLM", "SeedOssModel",
-    models="Seed-OSS",
+    "seed_oss", "SeedOssForCausalLM", "SeedOssModel", models="Seed-OSS",
     fields={
-        "qkv_bias": flag("attention_bias", True),
-        "o_bias": flag("attention_out_bias", False),
+        "qkv_bias": flag("attention_bias", True), "o_bias": flag("attention_out_bias", False),
     },
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=524288),
+    kv_heads=_kv_heads(8), head_dim=_head_dim(128), positions=_positions(524288),
 )  # fmt: skip
 ERNIE45 = LLAMA.derive(
-    "ernie4_5", "Ernie4_5ForCausalLM", "Ernie4_5Model",
-    models="ERNIE 4.5 0.3B",
+    "ernie4_5", "Ernie4_5ForCausalLM", "Ernie4_5Model", models="ERNIE 4.5 0.3B",
     fields={
-        "qkv_bias": flag("use_bias", False),
-        "o_bias": flag("use_bias", False),
-        "mlp_bias": flag("use_bias", False),
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
-        "rope_interleaved": True,
+        "qkv_bias": flag("use_bias", False), "o_bias": flag("use_bias", False),
+        "mlp_bias": flag("use_bias", False), "norm_eps": _rms_eps(1e-5), "rope_interleaved": True,
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=2),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=131072),
+    kv_heads=_kv_heads(2), head_dim=_head_dim(128), positions=_positions(131072),
     rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 HUNYUAN = LLAMA.derive(
     "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model",
     models="Hunyuan 0.5B to 7B",
     fields={
-        "mlp_bias": False,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
-        "qk_norm": "turned",
+        "mlp_bias": False, "norm_eps": _rms_eps(1e-5), "qk_norm": "turned",
     },
     names=names.LLAMA.derive(
         {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
     ),
+    rotary=RotaryRules(keys=("alpha",)),
 )  # fmt: skip
 ARCEE = LLAMA.derive(
-    "arcee", "ArceeForCausalLM", "ArceeModel",
-    models="AFM-4.5B",
+    "arcee", "ArceeForCausalLM", "ArceeModel", models="AFM-4.5B",
     fields={
-        "activation": activation("hidden_act", default="relu2"),
-        "gated_mlp": False,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "activation": activation("hidden_act", default="relu2"), "gated_mlp": False,
+        "norm_eps": _rms_eps(1e-5),
     },
-    names=names.LLAMA.derive({"mlp.up": "mlp.up_proj"}),
-    positions=_positions("max_position_embeddings", default=4096),
+    names=names.LLAMA.derive({"mlp.up": "mlp.up_proj"}), positions=_positions(4096),
 )  # fmt: skip
 APERTUS = LLAMA.derive(
-    "apertus", "ApertusForCausalLM", "ApertusModel",
-    models="Apertus",
+    "apertus", "ApertusForCausalLM", "ApertusModel", models="Apertus",
     fields={
-        "activation": activation("hidden_act", default="xielu"),
-        "gated_mlp": False,
-        "mlp_bias": False,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
-        "qk_norm": "head",
+        "activation": activation("hidden_act", default="xielu"), "gated_mlp": False,
+        "mlp_bias": False, "norm_eps": _rms_eps(1e-5), "qk_norm": "head",
     },
     names=names.LLAMA.derive(
         {
-            "attn_norm": "attention_layernorm",
-            "mlp_norm": "feedforward_layernorm",
-            "mlp.up": "mlp.up_proj",
-            "mlp.act": "mlp.act_fn",
+            "attn_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm",
+            "mlp.up": "mlp.up_proj", "mlp.act": "mlp.act_fn",
         },
         harmless=(r".*\.mlp\.act_fn\.(beta|eps)",),
     ),
-    positions=_positions("max_position_embeddings", default=65536),
-    rotary=RotaryRules(theta=12e6),
+    positions=_positions(65536), rotary=RotaryRules(theta=12e6),
 )  # fmt: skip
 MINISTRAL3 = LLAMA.derive(
     "ministral3", "Ministral3ForCausalLM", "Ministral3Model", "Mistral3ForConditionalGeneration",
     models="Ministral 3 (text)",
     fields={
-        **_NO_BIAS,
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
-        "q_growth": _llama4_growth,
+        **_NO_BIAS, "norm_eps": _rms_eps(1e-5), "q_growth": _llama4_growth,
     },
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=262144),
-    window=window(),
-    rotary=RotaryRules(theta=1e6),
+    kv_heads=_kv_heads(8), head_dim=_head_dim(128), positions=_positions(262144), window=window(),
+    rotary=RotaryRules(theta=1e6, keys=("llama_4_scaling_beta",)),
 )  # fmt: skip
 MIMO = QWEN2.derive("mimo", "MiMoForCausalLM", "MiMoModel",
-    models="MiMo-7B",
-    fields={"qkv_bias": flag("attention_bias", True)},
+    models="MiMo-7B", fields={"qkv_bias": flag("attention_bias", True)},
     names=names.LLAMA.derive(harmless=(r"model\.mtp_layers\..*",)),
 )  # fmt: skip
 QWEN25_VL = QWEN2.derive(
-    "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration",
-    models="Qwen2.5-VL (text)",
-    rotary=RotaryRules(theta=1e6, has_sections=True),
+    "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration", models="Qwen2.5-VL (text)",
+    rotary=RotaryRules(theta=1e6, keys=("mrope_section",)),
 )  # fmt: skip
 QWEN3_VL = QWEN3.derive(
-    "qwen3_vl_text", "Qwen3VLForConditionalGeneration", "Qwen3VLModel",
-    models="Qwen3-VL (text)",
-    rotary=RotaryRules(theta=500000.0, has_sections=True),
-    window=no_value,
-    slides=None,
+    "qwen3_vl_text", "Qwen3VLForConditionalGeneration", "Qwen3VLModel", models="Qwen3-VL (text)",
+    rotary=RotaryRules(theta=500000.0, keys=("mrope_section",)), window=no_value, slides=None,
 )  # fmt: skip
 
 # --- LayerNorm, plain MLP, biases
 
 OPT = Row(
-    "opt",
-    ("OPTForCausalLM", "OPTModel"),
-    names.OPT,
-    models="OPT",
+    "opt", ("OPTForCausalLM", "OPTModel"), names.OPT, models="OPT",
     fields={
         "embedding_size": integer(
             "word_embed_proj_dim", high=MAX_HIDDEN, default=same_as("hidden_size")
         ),
         "intermediate_size": integer("ffn_dim"),
-        "activation": activation("activation_function", default="relu"),
-        "norm": "layer",
+        "activation": activation("activation_function", default="relu"), "norm": "layer",
         "norm_eps": 1e-5,
         "norm_placement": lambda reader, spec: (
             "pre" if reader.flag("do_layer_norm_before", True) else "post"
         ),
         "norm_affine": flag("layer_norm_elementwise_affine", True),
-        "final_norm": _opt_has_final_norm,
-        "qkv_bias": flag("enable_bias", True),
-        "o_bias": flag("enable_bias", True),
-        "mlp_bias": flag("enable_bias", True),
+        "final_norm": _opt_has_final_norm, "qkv_bias": flag("enable_bias", True),
+        "o_bias": flag("enable_bias", True), "mlp_bias": flag("enable_bias", True),
         "num_learned_positions": lambda reader, spec: spec.max_model_len + 2,
-        "learned_position_offset": 2,
-        "tied_embeddings": flag("tie_word_embeddings", True),
+        "learned_position_offset": 2, "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    positions=_positions("max_position_embeddings", default=2048),
-)
+    positions=_positions(2048),
+)  # fmt: skip
 GPT2 = Row(
-    "gpt2",
-    ("GPT2LMHeadModel", "GPT2Model"),
-    names.GPT2,
-    models="GPT-2",
+    "gpt2", ("GPT2LMHeadModel", "GPT2Model"), names.GPT2, models="GPT-2",
     fields={
         "intermediate_size": integer("n_inner", default=same_as("intermediate_size")),
-        "activation": activation("activation_function", default="gelu_new"),
-        "norm": "layer",
-        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
-        **_ALL_BIAS,
+        "activation": activation("activation_function", default="gelu_new"), "norm": "layer",
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5), **_ALL_BIAS,
         "num_learned_positions": same_as("max_model_len"),
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    positions=_positions("n_positions", "max_position_embeddings", default=1024),
-    scale=_gpt2_scale,
-)
+    positions=_positions(1024, "n_positions"), scale=_gpt2_scale,
+)  # fmt: skip
 GPT_NEOX = Row(
-    "gpt_neox",
-    ("GPTNeoXForCausalLM", "GPTNeoXModel"),
-    names.GPT_NEOX,
-    models="GPT-NeoX, Pythia",
+    "gpt_neox", ("GPTNeoXForCausalLM", "GPTNeoXModel"), names.GPT_NEOX, models="GPT-NeoX, Pythia",
     fields={
         "intermediate_size": integer("intermediate_size"),
-        "activation": activation("hidden_act", default="gelu"),
-        "norm": "layer",
+        "activation": activation("hidden_act", default="gelu"), "norm": "layer",
         "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
         "parallel_residual": flag("use_parallel_residual", True),
-        "qkv_bias": flag("attention_bias", True),
-        "o_bias": flag("attention_bias", True),
-        "mlp_bias": True,
-        "tied_embeddings": flag("tie_word_embeddings", False),
+        "qkv_bias": flag("attention_bias", True), "o_bias": flag("attention_bias", True),
+        "mlp_bias": True, "tied_embeddings": flag("tie_word_embeddings", False),
     },
-    positions=_positions("max_position_embeddings", default=2048),
-    rotary=RotaryRules(partial=0.25),
-)
+    positions=_positions(2048), rotary=RotaryRules(partial=0.25),
+)  # fmt: skip
 BLOOM = Row(
-    "bloom",
-    ("BloomForCausalLM", "BloomModel"),
-    names.BLOOM,
-    models="BLOOM",
+    "bloom", ("BloomForCausalLM", "BloomModel"), names.BLOOM, models="BLOOM",
     fields={
-        "activation": "gelu_tanh",
-        "norm": "layer",
-        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
-        "embedding_norm": True,
-        **_ALL_BIAS,
-        "tied_embeddings": flag("tie_word_embeddings", True),
+        "activation": "gelu_tanh", "norm": "layer",
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5), "embedding_norm": True,
+        **_ALL_BIAS, "tied_embeddings": flag("tie_word_embeddings", True),
     },
     # ALiBi has no last position; BLOOM was trained on 2,048 tokens and says so only sometimes.
-    positions=_positions("seq_length", "max_position_embeddings", default=2048),
+    positions=_positions(2048, "seq_length"),
     alibi=lambda reader, spec: alibi_slopes(spec.num_q_heads),
-)
+)  # fmt: skip
 
 STARCODER2 = LLAMA.derive(
-    "starcoder2", "Starcoder2ForCausalLM", "Starcoder2Model",
-    models="StarCoder2",
+    "starcoder2", "Starcoder2ForCausalLM", "Starcoder2Model", models="StarCoder2",
     fields={
-        "activation": activation("hidden_act", default="gelu_pytorch_tanh"),
-        "gated_mlp": False,
-        "norm": "layer",
-        "norm_eps": number("norm_epsilon", high=1.0, default=1e-5),
-        "qkv_bias": flag("use_bias", True),
-        "o_bias": flag("use_bias", True),
-        "mlp_bias": flag("use_bias", True),
-        "tied_embeddings": flag("tie_word_embeddings", True),
+        "activation": activation("hidden_act", default="gelu_pytorch_tanh"), "gated_mlp": False,
+        "norm": "layer", "norm_eps": number("norm_epsilon", high=1.0, default=1e-5),
+        "qkv_bias": flag("use_bias", True), "o_bias": flag("use_bias", True),
+        "mlp_bias": flag("use_bias", True), "tied_embeddings": flag("tie_word_embeddings", True),
     },
     names=names.LLAMA.derive({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}),
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=2),
-    positions=_positions("max_position_embeddings", default=4096),
-    window=window(),
+    kv_heads=_kv_heads(2), positions=_positions(4096), window=window(),
 )  # fmt: skip
 STABLELM = LLAMA.derive(
-    "stablelm", "StableLmForCausalLM", "StableLmModel",
-    models="StableLM",
+    "stablelm", "StableLmForCausalLM", "StableLmModel", models="StableLM",
     fields={
-        "norm": "layer",
-        "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
-        "qkv_bias": flag("use_qkv_bias", False),
-        "o_bias": False,
-        "mlp_bias": False,
+        "norm": "layer", "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
+        "qkv_bias": flag("use_qkv_bias", False), "o_bias": False, "mlp_bias": False,
         "parallel_residual": flag("use_parallel_residual", False),
         "shared_norm": flag("use_parallel_residual", False),
     },
-    positions=_positions("max_position_embeddings", default=4096),
-    rotary=RotaryRules(partial=0.25),
+    positions=_positions(4096), rotary=RotaryRules(partial=0.25),
     refused={"qk_layernorm": "a LayerNorm for each head of q and k"},
 )  # fmt: skip
 PHI = LLAMA.derive(
-    "phi", "PhiForCausalLM", "PhiModel",
-    models="Phi-1, 1.5, 2",
+    "phi", "PhiForCausalLM", "PhiModel", models="Phi-1, 1.5, 2",
     fields={
-        **_ALL_BIAS,
-        "head_bias": True,
-        "activation": activation("hidden_act", default="gelu_new"),
-        "gated_mlp": False,
-        "norm": "layer",
-        "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
-        "parallel_residual": True,
+        **_ALL_BIAS, "head_bias": True, "activation": activation("hidden_act", default="gelu_new"),
+        "gated_mlp": False, "norm": "layer",
+        "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5), "parallel_residual": True,
         "shared_norm": True,
     },
     names=names.LLAMA.derive(
         {"o": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
         model={"final_norm": "final_layernorm"},
     ),
-    rotary=RotaryRules(partial=0.5),
-    refused={"qk_layernorm": "a LayerNorm of q and k"},
+    rotary=RotaryRules(partial=0.5), refused={"qk_layernorm": "a LayerNorm of q and k"},
 )  # fmt: skip
 GPTJ = GPT2.derive(
-    "gptj", "GPTJForCausalLM", "GPTJModel",
-    models="GPT-J",
+    "gptj", "GPTJForCausalLM", "GPTJModel", models="GPT-J",
     fields={
-        "qkv_bias": False,
-        "o_bias": False,
-        "head_bias": True,
-        "parallel_residual": True,
-        "shared_norm": True,
-        "rope_interleaved": True,
-        "num_learned_positions": 0,
+        "qkv_bias": False, "o_bias": False, "head_bias": True, "parallel_residual": True,
+        "shared_norm": True, "rope_interleaved": True, "num_learned_positions": 0,
         "tied_embeddings": flag("tie_word_embeddings", False),
     },
     names=names.GPT2.derive(
         {
-            "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-            "o": "attn.out_proj",
-            "mlp.up": "mlp.fc_in",
-            "mlp.down": "mlp.fc_out",
+            "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "o": "attn.out_proj",
+            "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out",
         }
     ),
-    positions=_positions("n_positions", "max_position_embeddings", default=2048),
-    scale=by_root_of_head_dim,
+    positions=_positions(2048, "n_positions"), scale=by_root_of_head_dim,
     rotary=RotaryRules(partial=1.0),
 )  # fmt: skip
 GPT_BIGCODE = GPT2.derive(
-    "gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeModel",
-    models="StarCoder, SantaCoder",
+    "gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeModel", models="StarCoder, SantaCoder",
     fields={"activation": activation("activation_function", default="gelu_pytorch_tanh")},
     names=names.GPT2.derive(
         {
-            "qkv": Source("attn.c_attn", "heads"),
-            "o": "attn.c_proj",
-            "mlp.up": "mlp.c_fc",
+            "qkv": Source("attn.c_attn", "heads"), "o": "attn.c_proj", "mlp.up": "mlp.c_fc",
             "mlp.down": "mlp.c_proj",
         }
     ),
     kv_heads=lambda reader, spec: 1 if reader.flag("multi_query", True) else spec.num_q_heads,
 )  # fmt: skip
 FALCON = Row(
-    "falcon",
-    ("FalconForCausalLM", "FalconModel"),
-    names.FALCON,
-    models="Falcon 7B, 40B, 180B",
+    "falcon", ("FalconForCausalLM", "FalconModel"), names.FALCON, models="Falcon 7B, 40B, 180B",
     fields={
         "intermediate_size": integer("ffn_hidden_size", default=same_as("intermediate_size")),
-        "activation": activation("activation", default="gelu"),
-        "norm": "layer",
+        "activation": activation("activation", default="gelu"), "norm": "layer",
         "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
-        "parallel_residual": _falcon_is_parallel,
-        "shared_norm": _falcon_shares_norm,
-        "qkv_bias": flag("bias", False),
-        "o_bias": flag("bias", False),
-        "mlp_bias": flag("bias", False),
-        "tied_embeddings": flag("tie_word_embeddings", True),
+        "parallel_residual": _falcon_is_parallel, "shared_norm": _falcon_shares_norm,
+        "qkv_bias": flag("bias", False), "o_bias": flag("bias", False),
+        "mlp_bias": flag("bias", False), "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    kv_heads=_falcon_kv_heads,
-    positions=_positions("max_position_embeddings", default=2048),
-    rotary=RotaryRules(),
+    kv_heads=_falcon_kv_heads, positions=_positions(2048), rotary=RotaryRules(),
     refused={"alibi": "ALiBi in 16 bits"},
-)
+)  # fmt: skip
 MPT = Row(
-    "mpt",
-    ("MptForCausalLM", "MPTForCausalLM", "MptModel"),
-    names.MPT,
-    models="MPT",
+    "mpt", ("MptForCausalLM", "MPTForCausalLM", "MptModel"), names.MPT, models="MPT",
     fields={
-        "activation": "gelu",
-        "norm": "layer",
-        "norm_bias": False,
-        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
-        "qkv_clip": _mpt_clip,
+        "activation": "gelu", "norm": "layer", "norm_bias": False,
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5), "qkv_clip": _mpt_clip,
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    positions=_positions("max_seq_len", "max_position_embeddings", default=2048),
-    scale=_mpt_scale,
-    alibi=_mpt_slopes,
-)
+    positions=_positions(2048, "max_seq_len"), scale=_mpt_scale, alibi=_mpt_slopes,
+)  # fmt: skip
 NEMOTRON = LLAMA.derive(
-    "nemotron", "NemotronForCausalLM", "NemotronModel",
-    models="Nemotron-4, Minitron",
+    "nemotron", "NemotronForCausalLM", "NemotronModel", models="Nemotron-4, Minitron",
     fields={
-        "activation": activation("hidden_act", default="relu2"),
-        "gated_mlp": False,
-        "norm": "layer",
-        "norm_eps": number("norm_eps", high=1.0, default=1e-5),
-        "norm_offset": 1.0,
+        "activation": activation("hidden_act", default="relu2"), "gated_mlp": False,
+        "norm": "layer", "norm_eps": number("norm_eps", high=1.0, default=1e-5), "norm_offset": 1.0,
     },
-    names=names.LLAMA.derive({"mlp.up": "mlp.up_proj"}),
-    positions=_positions("max_position_embeddings", default=4096),
+    names=names.LLAMA.derive({"mlp.up": "mlp.up_proj"}), positions=_positions(4096),
     rotary=RotaryRules(partial=0.5),
 )  # fmt: skip
 
 # --- Mixtures of experts
 
 _NUM = ("num_experts", "num_local_experts")
-_RMS_EPS = {"norm_eps": number("rms_norm_eps", high=1.0, default=1e-5)}
+_RMS_EPS = {"norm_eps": _rms_eps(1e-5)}
 
 QWEN3_MOE = QWEN3.derive(
-    "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeModel",
-    models="Qwen3-30B-A3B, 235B-A22B, Coder",
+    "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeModel", models="Qwen3-30B-A3B, 235B-A22B, Coder",
     fields={
         "moe": moe_rows.experts(softmax_router(), defaults=(128, 8, 768)),
         "mlps": moe_rows.mlps(moe_rows.by_step),
     },
-    names=names.QWEN_MOE,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
-    slides=None,
-    has_experts=True,
+    names=names.QWEN_MOE, kv_heads=_kv_heads(4), slides=None, has_experts=True,
 )  # fmt: skip
 QWEN2_MOE = QWEN2.derive(
-    "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel",
-    models="Qwen1.5-MoE, Qwen2-57B-A14B",
+    "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel", models="Qwen1.5-MoE, Qwen2-57B-A14B",
     fields={
         "qkv_bias": flag("qkv_bias", True),
         "moe": moe_rows.experts(
-            softmax_router(),
-            defaults=(60, 4, 1408),
+            softmax_router(), defaults=(60, 4, 1408),
             more=shared("shared_expert_intermediate_size", default=5632, shared_gate=True),
         ),
         "mlps": moe_rows.mlps(moe_rows.by_step),
     },
-    names=names.QWEN_MOE,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=16),
-    slides=_qwen2_moe_slides,
-    has_experts=True,
+    names=names.QWEN_MOE, kv_heads=_kv_heads(16), slides=_qwen2_moe_slides, has_experts=True,
 )  # fmt: skip
 QWEN3_VL_MOE = QWEN3_MOE.derive(
     "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeModel",
     models="Qwen3-VL-30B-A3B, 235B-A22B (text)",
     fields={"moe": moe_rows.experts(softmax_router(True), defaults=(60, 4, 1408))},
-    names=names.QWEN_VL_MOE,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=16),
-    rotary=RotaryRules(theta=500000.0, has_sections=True),
-    window=no_value,
+    names=names.QWEN_VL_MOE, kv_heads=_kv_heads(16),
+    rotary=RotaryRules(theta=500000.0, keys=("mrope_section",)), window=no_value,
 )  # fmt: skip
 MIXTRAL = MISTRAL.derive(
-    "mixtral", "MixtralForCausalLM", "MixtralModel",
-    models="Mixtral",
+    "mixtral", "MixtralForCausalLM", "MixtralModel", models="Mixtral",
     fields={
         **_RMS_EPS,
         "moe": moe_rows.experts(
@@ -1001,44 +821,31 @@ MIXTRAL = MISTRAL.derive(
             defaults=(8, 2, 14336),
         ),
     },
-    names=names.MIXTRAL,
-    window=window(),
-    rotary=RotaryRules(theta=1e6),
-    has_experts=True,
+    names=names.MIXTRAL, window=window(), rotary=RotaryRules(theta=1e6), has_experts=True,
 )  # fmt: skip
 OLMOE = LLAMA.derive(
-    "olmoe", "OlmoeForCausalLM", "OlmoeModel",
-    models="OLMoE",
+    "olmoe", "OlmoeForCausalLM", "OlmoeModel", models="OLMoE",
     fields={
-        **_RMS_EPS,
-        "mlp_bias": False,
-        "qk_norm": "full",
-        "qkv_clip": optional_number("clip_qkv"),
+        **_RMS_EPS, "mlp_bias": False, "qk_norm": "full", "qkv_clip": optional_number("clip_qkv"),
         "moe": moe_rows.experts(
             softmax_router(), inner=("intermediate_size",), defaults=(64, 8, 2048)
         ),
     },
-    names=names.QWEN_MOE,
-    positions=_positions("max_position_embeddings", default=4096),
-    has_experts=True,
+    names=names.QWEN_MOE, positions=_positions(4096), has_experts=True,
 )  # fmt: skip
 FLEX_OLMO = OLMO2.derive(
-    "flex_olmo", "FlexOlmoForCausalLM", "FlexOlmoModel",
-    models="FlexOlmo",
+    "flex_olmo", "FlexOlmoForCausalLM", "FlexOlmoModel", models="FlexOlmo",
     fields={
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-6),
+        "norm_eps": _rms_eps(1e-6),
         "moe": moe_rows.experts(
             softmax_router(), inner=("intermediate_size",), defaults=(7, 5, 11008)
         ),
     },
-    names=names.FLEX_OLMO,
-    positions=_positions("max_position_embeddings", default=4096),
-    rotary=RotaryRules(theta=500000.0),
+    names=names.FLEX_OLMO, positions=_positions(4096), rotary=RotaryRules(theta=500000.0),
     has_experts=True,
 )  # fmt: skip
 COHERE2_MOE = COHERE2.derive(
-    "cohere2_moe", "Cohere2MoeForCausalLM", "Cohere2MoeModel",
-    models="Command A (experts)",
+    "cohere2_moe", "Cohere2MoeForCausalLM", "Cohere2MoeModel", models="Command A (experts)",
     fields={
         "intermediate_size": integer(
             "prefix_dense_intermediate_size", "intermediate_size", default=22528
@@ -1054,20 +861,14 @@ COHERE2_MOE = COHERE2.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.after_dense(0)),
     },
-    names=names.GLM_MOE,
-    head_dim=_head_dim(128),
-    slides=_cohere_slides,
-    rotates=_cohere_rotates,
+    names=names.GLM_MOE, head_dim=_head_dim(128), slides=_cohere_slides, rotates=_cohere_rotates,
     has_experts=True,
 )  # fmt: skip
 _GLM_EXPERTS = shared("moe_intermediate_size", times="n_shared_experts")
 GLM4_MOE = LLAMA.derive(
-    "glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeModel",
-    models="GLM-4.5, 4.6, 4.7",
+    "glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeModel", models="GLM-4.5, 4.6, 4.7",
     fields={
-        **_RMS_EPS,
-        "o_bias": False,
-        "mlp_bias": False,
+        **_RMS_EPS, "o_bias": False, "mlp_bias": False,
         "qk_norm": lambda reader, spec: "head" if reader.flag("use_qk_norm", False) else "none",
         "moe": moe_rows.experts(
             deepseek_router(True), num=("n_routed_experts", *_NUM), defaults=(128, 8, 1408),
@@ -1075,43 +876,30 @@ GLM4_MOE = LLAMA.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
     },
-    names=names.GLM_MOE,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    positions=_positions("max_position_embeddings", default=131072),
-    rotary=RotaryRules(partial=0.5),
-    has_experts=True,
+    names=names.GLM_MOE, kv_heads=_kv_heads(8), positions=_positions(131072),
+    rotary=RotaryRules(partial=0.5), has_experts=True,
 )  # fmt: skip
 SOLAR_OPEN = GLM4_MOE.derive(
-    "solar_open", "SolarOpenForCausalLM", "SolarOpenModel",
-    models="Solar Open",
-    fields={"qk_norm": "none", "mlps": ()},
-    rotary=RotaryRules(theta=1e6),
+    "solar_open", "SolarOpenForCausalLM", "SolarOpenModel", models="Solar Open",
+    fields={"qk_norm": "none", "mlps": ()}, rotary=RotaryRules(theta=1e6),
 )  # fmt: skip
 DOTS1 = GLM4_MOE.derive(
-    "dots1", "Dots1ForCausalLM", "Dots1Model",
-    models="dots.llm1",
+    "dots1", "Dots1ForCausalLM", "Dots1Model", models="dots.llm1",
     fields={
-        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-6),
-        "o_bias": flag("attention_bias", False),
-        "qk_norm": "head",
+        "norm_eps": _rms_eps(1e-6), "o_bias": flag("attention_bias", False), "qk_norm": "head",
         "moe": moe_rows.experts(
             deepseek_router(False), num=("n_routed_experts", *_NUM),
             more=shared("moe_intermediate_size", times="n_shared_experts", count=0),
         ),
         "mlps": moe_rows.mlps(moe_rows.after_dense(0)),
     },
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=32),
-    positions=_positions("max_position_embeddings", default=2048),
-    window=window(4096),
-    slides=_dots_slides,
+    kv_heads=_kv_heads(32), positions=_positions(2048), window=window(4096), slides=_dots_slides,
     rotary=RotaryRules(),
 )  # fmt: skip
 MINIMAX_M2 = LLAMA.derive(
-    "minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Model",
-    models="MiniMax-M2",
+    "minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Model", models="MiniMax-M2",
     fields={
-        **_NO_BIAS,
-        "qk_norm": "full",
+        **_NO_BIAS, "qk_norm": "full",
         "moe": moe_rows.experts(
             moe_rows.always(
                 Router("sigmoid", correction=True, renorm=True, sorted=False)
@@ -1120,16 +908,11 @@ MINIMAX_M2 = LLAMA.derive(
             inner=("intermediate_size",), defaults=(256, 8, 1536),
         ),
     },
-    names=names.MIXTRAL,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=196608),
-    rotary=RotaryRules(theta=5e6),
-    has_experts=True,
+    names=names.MIXTRAL, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
+    positions=_positions(196608), rotary=RotaryRules(theta=5e6), has_experts=True,
 )  # fmt: skip
 ERNIE45_MOE = ERNIE45.derive(
-    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel",
-    models="ERNIE 4.5 21B, 300B",
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel", models="ERNIE 4.5 21B, 300B",
     fields={
         "head_bias": flag("use_bias", False),
         "moe": moe_rows.experts(
@@ -1139,19 +922,14 @@ ERNIE45_MOE = ERNIE45.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.by_interval),
     },
-    names=names.ERNIE_MOE,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
-    head_dim=_head_dim(),
-    has_experts=True,
+    names=names.ERNIE_MOE, kv_heads=_kv_heads(4), head_dim=_head_dim(), has_experts=True,
 )  # fmt: skip
 HUNYUAN_MOE = HUNYUAN.derive(
-    "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model",
-    models="Hunyuan A13B",
+    "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model", models="Hunyuan A13B",
     fields={
         "moe": moe_rows.experts(
             softmax_router(True), top_k=("moe_topk", "num_experts_per_tok"),
-            inner=("intermediate_size",), defaults=(1, 1, 11008),
-            more=shared("intermediate_size"),
+            inner=("intermediate_size",), defaults=(1, 1, 11008), more=shared("intermediate_size"),
         ),
     },
     names=names.with_experts(
@@ -1160,11 +938,9 @@ HUNYUAN_MOE = HUNYUAN.derive(
     has_experts=True,
 )  # fmt: skip
 HY_V3 = LLAMA.derive(
-    "hy_v3", "HYV3ForCausalLM", "HYV3Model",
-    models="Hunyuan 3",
+    "hy_v3", "HYV3ForCausalLM", "HYV3Model", models="Hunyuan 3",
     fields={
-        **_RMS_EPS,
-        "qk_norm": "head",
+        **_RMS_EPS, "qk_norm": "head",
         "moe": moe_rows.experts(
             moe_rows.hy_router, defaults=(192, 8, 1536),
             more=shared("moe_intermediate_size", times="num_shared_experts"),
@@ -1175,15 +951,11 @@ HY_V3 = LLAMA.derive(
         names.LLAMA, router="mlp.router.gate", correction="mlp.expert_bias",
         shared="mlp.shared_mlp",
     ),
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=131072),
-    rotary=RotaryRules(theta=11158840.0),
-    has_experts=True,
+    kv_heads=_kv_heads(8), head_dim=_head_dim(128), positions=_positions(131072),
+    rotary=RotaryRules(theta=11158840.0), has_experts=True,
 )  # fmt: skip
 EXAONE_MOE = EXAONE4.derive(
-    "exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeModel",
-    models="K-EXAONE",
+    "exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeModel", models="K-EXAONE",
     fields={
         "norm_placement": "pre",
         "moe": moe_rows.experts(
@@ -1196,16 +968,14 @@ EXAONE_MOE = EXAONE4.derive(
     has_experts=True,
 )  # fmt: skip
 GRANITE_MOE = GRANITE.derive(
-    "granitemoe", "GraniteMoeForCausalLM", "GraniteMoeModel",
-    models="Granite 3 MoE",
+    "granitemoe", "GraniteMoeForCausalLM", "GraniteMoeModel", models="Granite 3 MoE",
     fields={
         "moe": moe_rows.experts(
             moe_rows.always(Router(chosen_first=True, rounded=True)),
             num=("num_local_experts",), inner=("intermediate_size",), defaults=(8, 2, 11008),
         ),
     },
-    names=names.GRANITE_MOE,
-    has_experts=True,
+    names=names.GRANITE_MOE, has_experts=True,
 )  # fmt: skip
 GRANITE_MOE_SHARED = GRANITE_MOE.derive(
     "granitemoeshared", "GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel",
@@ -1219,52 +989,39 @@ GRANITE_MOE_SHARED = GRANITE_MOE.derive(
     },
 )  # fmt: skip
 MELLUM = QWEN3_MOE.derive(
-    "mellum", "MellumForCausalLM", "MellumModel",
-    models="Mellum 2",
+    "mellum", "MellumForCausalLM", "MellumModel", models="Mellum 2",
     fields={
-        "moe": moe_rows.experts(softmax_router(True), defaults=(64, 8, 896)),
+        "moe": moe_rows.experts(softmax_router(default=True), defaults=(64, 8, 896)),
         "mlps": moe_rows.mlps(lambda reader, spec: lambda layer: True),
     },
-    window=window(1024),
-    slides=lambda reader, spec: lambda layer: False,
+    window=window(1024), slides=lambda reader, spec: lambda layer: False,
     rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 
 LAGUNA = LLAMA.derive(
-    "laguna", "LagunaForCausalLM", "LagunaModel",
-    models="Laguna",
+    "laguna", "LagunaForCausalLM", "LagunaModel", models="Laguna",
     fields={
-        "mlp_bias": False,
-        "qk_norm": "head",
+        "mlp_bias": False, "qk_norm": "head",
         "attn_gate": lambda reader, spec: (
             "head" if reader.fields.get("gating", True) in (True, "per-head") else "dim"
         ),
         "attn_gate_activation": "softplus",
         "moe": moe_rows.experts(
-            moe_rows.laguna_router, defaults=(256, 8, 512),
-            more=moe_rows.laguna_shared,
+            moe_rows.laguna_router, defaults=(256, 8, 512), more=moe_rows.laguna_shared,
         ),
         "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
     },
-    names=names.LAGUNA,
-    layer_q_heads=_laguna_heads,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=131072),
-    window=window(512),
+    names=names.LAGUNA, layer_q_heads=_laguna_heads, kv_heads=_kv_heads(8), head_dim=_head_dim(128),
+    positions=_positions(131072), window=window(512),
     slides=lambda reader, spec: lambda layer: False,
-    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0),
-    has_experts=True,
+    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0), has_experts=True,
     refused={"moe_apply_router_weight_on_input": "router weights on the experts' input"},
 )  # fmt: skip
 GPT_OSS = LLAMA.derive(
-    "gpt_oss", "GptOssForCausalLM", "GptOssModel",
-    models="gpt-oss",
+    "gpt_oss", "GptOssForCausalLM", "GptOssModel", models="gpt-oss",
     fields={
-        **_RMS_EPS,
-        "qkv_bias": flag("attention_bias", True),
-        "o_bias": flag("attention_bias", True),
-        "mlp_bias": False,
+        **_RMS_EPS, "qkv_bias": flag("attention_bias", True),
+        "o_bias": flag("attention_bias", True), "mlp_bias": False,
         "num_sinks": same_as("num_q_heads"),
         "moe": moe_rows.experts(
             moe_rows.always(Router(chosen_first=True, bias=True, rounded=True)),
@@ -1273,21 +1030,16 @@ GPT_OSS = LLAMA.derive(
             inner=("intermediate_size",), defaults=(128, 4, 2880), more=moe_rows.clamped_gate,
         ),
     },
-    names=names.GPT_OSS.derive({"sinks": "self_attn"}),
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(64),
-    positions=_positions("max_position_embeddings", default=131072),
-    window=window(128),
-    slides=lambda reader, spec: lambda layer: layer % 2 == 0,
-    rotary=RotaryRules(theta=150000.0),
+    names=names.GPT_OSS.derive({"sinks": "self_attn"}), kv_heads=_kv_heads(8),
+    head_dim=_head_dim(64), positions=_positions(131072), window=window(128),
+    slides=lambda reader, spec: lambda layer: layer % 2 == 0, rotary=RotaryRules(theta=150000.0),
     has_experts=True,
 )  # fmt: skip
 LLAMA4 = LLAMA.derive(
     "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "Llama4TextModel",
     models="Llama 4 (text, up to 8,191 tokens)",
     fields={
-        **_RMS_EPS,
-        "intermediate_size": integer("intermediate_size_mlp", default=16384),
+        **_RMS_EPS, "intermediate_size": integer("intermediate_size_mlp", default=16384),
         "mlp_bias": False,
         "qk_norm": lambda reader, spec: "length" if reader.flag("use_qk_norm", True) else "none",
         "rope_interleaved": True,
@@ -1298,24 +1050,14 @@ LLAMA4 = LLAMA.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.listed),
     },
-    names=names.LLAMA4,
-    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_within_one_chunk,
-    slides=lambda reader, spec: lambda layer: False,
-    has_chunks=True,
-    rotary=RotaryRules(theta=500000.0),
-    rotates=_rotates_some,
-    has_experts=True,
+    names=names.LLAMA4, kv_heads=_kv_heads(8), head_dim=_head_dim(128), positions=_within_one_chunk,
+    slides=lambda reader, spec: lambda layer: False, has_chunks=True,
+    rotary=RotaryRules(theta=500000.0), rotates=_rotates_some, has_experts=True,
 )  # fmt: skip
 AFMOE = LLAMA.derive(
-    "afmoe", "AfmoeForCausalLM", "AfmoeModel",
-    models="Trinity",
+    "afmoe", "AfmoeForCausalLM", "AfmoeModel", models="Trinity",
     fields={
-        **_RMS_EPS,
-        "mlp_bias": False,
-        "norm_placement": "sandwich",
-        "qk_norm": "head",
+        **_RMS_EPS, "mlp_bias": False, "norm_placement": "sandwich", "qk_norm": "head",
         "attn_gate": "dim",
         "embedding_scale": lambda reader, spec: (
             math.sqrt(spec.hidden_size) if reader.flag("mup_enabled", False) else 1.0
@@ -1326,23 +1068,16 @@ AFMOE = LLAMA.derive(
         ),
         "mlps": moe_rows.mlps(moe_rows.after_some_dense),
     },
-    names=names.AFMOE,
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=16384),
-    window=window(1024),
+    names=names.AFMOE, head_dim=_head_dim(128), positions=_positions(16384), window=window(1024),
     slides=_all_but_every("global_attn_every_n_layers", 4),
     rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
     has_experts=True,
 )  # fmt: skip
 STEP = LLAMA.derive(
     "step3p5", "Step3p5ForCausalLM", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration",
-    "Step3p7TextModel",
-    models="Step-3.5, 3.7 (text)",
+    "Step3p7TextModel", models="Step-3.5, 3.7 (text)",
     fields={
-        **_RMS_EPS,
-        "activation": "silu",
-        "norm_offset": 1.0,
-        "qk_norm": "head",
+        **_RMS_EPS, "activation": "silu", "norm_offset": 1.0, "qk_norm": "head",
         "attn_gate": "head",
         "moe": moe_rows.experts(
             moe_rows.step_router, num=("n_routed_experts", "moe_num_experts", *_NUM),
@@ -1353,18 +1088,13 @@ STEP = LLAMA.derive(
         "mlp_limits": moe_rows.layer_limits("swiglu_limits_shared"),
         "expert_limits": moe_rows.layer_limits("swiglu_limits"),
     },
-    names=names.STEP,
-    newer=_newer_step,
-    layer_q_heads=_step_heads,
+    names=names.STEP, newer=_newer_step, layer_q_heads=_step_heads,
     kv_heads=integer("num_key_value_heads", "num_attention_groups", high=MAX_HEADS, default=8),
-    head_dim=_head_dim(128),
-    positions=_positions("max_position_embeddings", default=128000),
+    head_dim=_head_dim(128), positions=_positions(128000),
     scale=lambda reader, spec, layer: float(
         reader.number("query_pre_attn_scalar", high=1e6, default=spec.head_dim) ** -0.5
     ),
-    window=window(),
-    slides=lambda reader, spec: lambda layer: False,
-    has_experts=True,
+    window=window(), slides=lambda reader, spec: lambda layer: False, has_experts=True,
 )  # fmt: skip
 
 ROWS = (

@@ -3,6 +3,7 @@ cache. Nothing is ever downloaded."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -58,12 +59,15 @@ def hub_name(model: str | Path) -> str | None:
 def hub_cache() -> Path:
     """Where the Hugging Face tools keep what they download: ``HF_HUB_CACHE``, or
     ``hub`` in ``HF_HOME``, or in ``huggingface`` in the user's cache."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or Path(base) / "huggingface"
-    return Path(home).expanduser() / "hub"
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    place = Path(named or Path(home) / "hub")
+    with contextlib.suppress(
+        RuntimeError
+    ):  # without a home directory ~ stays, and nothing is there
+        place = place.expanduser()
+    return place
 
 
 def _find_snapshot(repository: Path, revision: str) -> Path | None:

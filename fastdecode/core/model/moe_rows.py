@@ -199,11 +199,18 @@ def always(router: Router) -> Read[Router]:
     return lambda reader, spec: router
 
 
-def softmax_router(renorm: bool | None = None, *, rounded: bool = True) -> Read[Router]:
-    """Softmax over all experts. ``renorm``: None: by ``norm_topk_prob``."""
+def softmax_router(
+    renorm: bool | None = None, *, default: bool = False, rounded: bool = True
+) -> Read[Router]:
+    """Return the reader of a softmax over all experts.
+
+    Args:
+        renorm: Whether the chosen weights are divided by their sum. None reads it from
+            ``norm_topk_prob``, which ``default`` stands for where it is missing.
+    """
 
     def read(reader: ConfigReader, spec: ModelSpec) -> Router:
-        divides = reader.flag("norm_topk_prob", False) if renorm is None else renorm
+        divides = reader.flag("norm_topk_prob", default) if renorm is None else renorm
         return Router(renorm=divides, rounded=rounded)
 
     return read

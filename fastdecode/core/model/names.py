@@ -104,13 +104,10 @@ _MODEL: dict[str, Names] = {"embed_tokens": "embed_tokens", "final_norm": "norm"
 _LAYER: dict[str, Names] = {
     "attn_norm": "input_layernorm",
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm", "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": "mlp.down_proj",
-}
+}  # fmt: skip
 _HARMLESS = (r".*\brotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
 LLAMA = CheckpointNames(("model.", ""), "layers.{}.", _MODEL, _LAYER, harmless=_HARMLESS)
@@ -119,79 +116,59 @@ PHI3 = LLAMA.derive({"qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"})
 
 GEMMA2 = LLAMA.derive(
     {
-        "attn_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
+        "attn_out_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
         "mlp_out_norm": "post_feedforward_layernorm",
     }
-)
+)  # fmt: skip
 
 OPT = CheckpointNames(
-    ("model.decoder.", "decoder.", ""),
-    "layers.{}.",
+    ("model.decoder.", "decoder.", ""), "layers.{}.",
     {
-        "embed_tokens": "embed_tokens",
-        "embed_positions": "embed_positions",
-        "project_in": "project_in",
-        "project_out": "project_out",
-        "final_norm": "final_layer_norm",
+        "embed_tokens": "embed_tokens", "embed_positions": "embed_positions",
+        "project_in": "project_in", "project_out": "project_out", "final_norm": "final_layer_norm",
     },
     {
         "attn_norm": "self_attn_layer_norm",
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "o": "self_attn.out_proj",
-        "mlp_norm": "final_layer_norm",
-        "mlp.up": "fc1",
+        "o": "self_attn.out_proj", "mlp_norm": "final_layer_norm", "mlp.up": "fc1",
         "mlp.down": "fc2",
     },
-)
+)  # fmt: skip
 
 GPT2 = CheckpointNames(
-    ("transformer.", ""),
-    "h.{}.",
+    ("transformer.", ""), "h.{}.",
     {"embed_tokens": "wte", "embed_positions": "wpe", "final_norm": "ln_f"},
     {
-        "attn_norm": "ln_1",
-        "qkv": Source("attn.c_attn", "transposed"),
-        "o": Source("attn.c_proj", "transposed"),
-        "mlp_norm": "ln_2",
-        "mlp.up": Source("mlp.c_fc", "transposed"),
-        "mlp.down": Source("mlp.c_proj", "transposed"),
+        "attn_norm": "ln_1", "qkv": Source("attn.c_attn", "transposed"),
+        "o": Source("attn.c_proj", "transposed"), "mlp_norm": "ln_2",
+        "mlp.up": Source("mlp.c_fc", "transposed"), "mlp.down": Source("mlp.c_proj", "transposed"),
     },
     harmless=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-)
+)  # fmt: skip
 
 _NEOX_LAYER: dict[str, Names] = {
-    "attn_norm": "input_layernorm",
-    "qkv": Source("attention.query_key_value", "heads"),
-    "o": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
+    "attn_norm": "input_layernorm", "qkv": Source("attention.query_key_value", "heads"),
+    "o": "attention.dense", "mlp_norm": "post_attention_layernorm", "mlp.up": "mlp.dense_h_to_4h",
     "mlp.down": "mlp.dense_4h_to_h",
-}
+}  # fmt: skip
 
 GPT_NEOX = CheckpointNames(
-    ("gpt_neox.", ""),
-    "layers.{}.",
-    {"embed_tokens": "embed_in", "final_norm": "final_layer_norm"},
-    _NEOX_LAYER,
-    head="embed_out",
+    ("gpt_neox.", ""), "layers.{}.", {"embed_tokens": "embed_in", "final_norm": "final_layer_norm"},
+    _NEOX_LAYER, head="embed_out",
     harmless=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-)
+)  # fmt: skip
 
 BLOOM = CheckpointNames(
-    ("transformer.", ""),
-    "h.{}.",
+    ("transformer.", ""), "h.{}.",
     {
-        "embed_tokens": "word_embeddings",
-        "embed_norm": "word_embeddings_layernorm",
+        "embed_tokens": "word_embeddings", "embed_norm": "word_embeddings_layernorm",
         "final_norm": "ln_f",
     },
     {
-        **_NEOX_LAYER,
-        "qkv": Source("self_attention.query_key_value", "heads"),
+        **_NEOX_LAYER, "qkv": Source("self_attention.query_key_value", "heads"),
         "o": "self_attention.dense",
     },
-)
+)  # fmt: skip
 
 FALCON = BLOOM.derive(
     {
@@ -201,18 +178,12 @@ FALCON = BLOOM.derive(
 )
 
 MPT = CheckpointNames(
-    ("transformer.", ""),
-    "blocks.{}.",
-    {"embed_tokens": "wte", "final_norm": "norm_f"},
+    ("transformer.", ""), "blocks.{}.", {"embed_tokens": "wte", "final_norm": "norm_f"},
     {
-        "attn_norm": "norm_1",
-        "qkv": "attn.Wqkv",
-        "o": "attn.out_proj",
-        "mlp_norm": "norm_2",
-        "mlp.up": "ffn.up_proj",
-        "mlp.down": "ffn.down_proj",
+        "attn_norm": "norm_1", "qkv": "attn.Wqkv", "o": "attn.out_proj", "mlp_norm": "norm_2",
+        "mlp.up": "ffn.up_proj", "mlp.down": "ffn.down_proj",
     },
-)
+)  # fmt: skip
 
 BRANCH = LLAMA.derive(
     {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
@@ -265,11 +236,9 @@ QWEN_MOE = with_experts(LLAMA, shared="mlp.shared_expert")
 
 _W123 = "block_sparse_moe.experts.{}."
 MIXTRAL = with_experts(
-    LLAMA,
-    router="block_sparse_moe.gate",
-    correction="block_sparse_moe.e_score_correction_bias",
+    LLAMA, router="block_sparse_moe.gate", correction="block_sparse_moe.e_score_correction_bias",
     experts=(f"{_W123}w1", f"{_W123}w3", f"{_W123}w2"),
-)
+)  # fmt: skip
 
 FLEX_OLMO = with_experts(BRANCH)
 
@@ -280,21 +249,19 @@ ERNIE_MOE = with_experts(LLAMA, correction="mlp.moe_statics.e_score_correction_b
 _GRANITE_SHARED: dict[str, Names] = {
     "mlp.experts.up": "block_sparse_moe.input_linear",
     "mlp.experts.down": "block_sparse_moe.output_linear",
-    "mlp.shared.up": "shared_mlp.input_linear",
-    "mlp.shared.down": "shared_mlp.output_linear",
-}
+    "mlp.shared.up": "shared_mlp.input_linear", "mlp.shared.down": "shared_mlp.output_linear",
+}  # fmt: skip
 GRANITE_MOE = with_experts(LLAMA, router="block_sparse_moe.router.layer", layers=_GRANITE_SHARED)
 
 GPT_OSS = with_experts(
-    LLAMA,
-    router="mlp.router",
+    LLAMA, router="mlp.router",
     layers={
         "mlp.experts.up": Source(
             "mlp.experts.gate_up_proj", "transposed_alternating", weight="", bias="_bias"
         ),
         "mlp.experts.down": Source("mlp.experts.down_proj", "transposed", weight="", bias="_bias"),
     },
-)
+)  # fmt: skip
 
 _TRANSPOSED = {
     "mlp.experts.up": Source("mlp.experts.gate_up_proj", "transposed", weight=""),
@@ -309,44 +276,31 @@ QWEN_VL_MOE = with_experts(
 )
 
 LLAMA4 = with_experts(
-    LLAMA,
-    router="feed_forward.router",
-    shared="feed_forward.shared_expert",
+    LLAMA, router="feed_forward.router", shared="feed_forward.shared_expert",
     layers={
-        "mlp.up": _mlp("feed_forward"),
-        "mlp.down": "feed_forward.down_proj",
+        "mlp.up": _mlp("feed_forward"), "mlp.down": "feed_forward.down_proj",
         "mlp.experts.up": Source("feed_forward.experts.gate_up_proj", "transposed", weight=""),
         "mlp.experts.down": Source("feed_forward.experts.down_proj", "transposed", weight=""),
     },
-)
+)  # fmt: skip
 
 AFMOE = with_experts(
-    LLAMA,
-    router="mlp.router.gate",
-    correction="mlp.expert_bias",
+    LLAMA, router="mlp.router.gate", correction="mlp.expert_bias",
     layers={
-        "attn_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_mlp_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-        "gate.proj": "self_attn.gate_proj",
+        "attn_out_norm": "post_attention_layernorm", "mlp_norm": "pre_mlp_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm", "gate.proj": "self_attn.gate_proj",
     },
-)
+)  # fmt: skip
 
 LAGUNA = with_experts(
-    LLAMA,
-    correction="mlp.experts.e_score_correction_bias",
-    shared="mlp.shared_expert",
+    LLAMA, correction="mlp.experts.e_score_correction_bias", shared="mlp.shared_expert",
     layers={"gate.proj": "self_attn.g_proj"},
-)
+)  # fmt: skip
 
 STEP = with_experts(
-    LLAMA,
-    router="moe.gate",
-    correction="moe.router_bias",
-    shared="share_expert",
+    LLAMA, router="moe.gate", correction="moe.router_bias", shared="share_expert",
     layers={
-        "mlp.experts.up": ("moe.gate_proj", "moe.up_proj"),
-        "mlp.experts.down": "moe.down_proj",
+        "mlp.experts.up": ("moe.gate_proj", "moe.up_proj"), "mlp.experts.down": "moe.down_proj",
         "gate.proj": "self_attn.g_proj",
     },
-).derive(harmless=(r"(model\.)?vit_large_projector\..*",))
+).derive(harmless=(r"(model\.)?vit_large_projector\..*",))  # fmt: skip

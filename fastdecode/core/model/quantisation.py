@@ -39,6 +39,36 @@ _REASONS = {
 }
 """Why these can't be decoded by the one formula; ``read_quantisation`` names
 all others just as unknown."""
+_HARMLESS = frozenset((
+    # Which modules are quantised: those that have scales.
+    "modules_to_not_convert", "modules_to_convert", "quant_lm_head", "ignored_layers", "ignore",
+    "targets", "exclude_modules", "lm_head", "quantize_lm_head", "modules_in_block_to_quantize",
+    "block_name_to_quantize", "to_quant_block_names", "quant_block_list",
+    "quant_nontext_module", "module_name_preceding_first_block", "config_groups",
+    # How the codes were found.
+    "dataset", "tokenizer", "batch_size", "pad_token_id", "max_input_length", "model_seqlen",
+    "seqlen", "nsamples", "iters", "lr", "minmax_lr", "lr_scheduler", "momentum", "seed", "amp",
+    "gradient_accumulate_steps", "low_gpu_mem_usage", "low_cpu_mem_usage", "enable_quanted_input",
+    "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_torch_compile", "enable_alg_ext",
+    "not_use_best_mse", "dynamic_max_gap", "model_free", "damp_percent", "damp_auto_increment",
+    "desc_act", "static_groups", "true_sequential", "act_group_aware", "mse", "hyb_act", "v2",
+    "cache_block_outputs", "failsafe", "offload_to_disk", "offload_to_disk_path", "pack_impl",
+    "observer", "observer_kwargs", "actorder", "nblocks", "sampler",
+    # Who wrote it, and what another library computes with.
+    "quant_method", "method", "meta", "producer", "provider", "version", "autoround_version",
+    "quantization_status", "global_compression_ratio", "model_name_or_path",
+    "model_file_base_name", "backend", "use_exllama", "disable_exllama", "exllama_config",
+    "use_cuda_fp16", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "dequantize",
+    "run_compressed", "use_optimized_inference",
+    # Activations and KV, which are not quantised here.
+    "activation_scheme", "activation_scale_ub", "input_activations", "output_activations",
+    "act_bits", "act_group_size", "act_sym", "act_dynamic", "act_data_type", "act_per_tensor",
+    "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype", "static_kv_dtype",
+    # What tensors say themselves: dtypes and shapes of scales, zero points that are stored.
+    "scale_fmt", "scale_dtype", "zp_dtype", "weight_per_tensor", "group_size", "zero_point",
+    "symmetric", "sym", "strategy", "moe_quant_algo",
+))  # fmt: skip
+"""Keys that change no weight, with those that a method reads; all others are refused by name."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +85,9 @@ class Quantisation:
     """Bits of scales and zero points that a weight has on average."""
     packing: str | None = None
     """Of ``.qweight`` tensors: AWQ or GPTQ."""
-    zero_offset: int = 0
-    """Added to GPTQ's stored zero points."""
+    zero_offset: int | None = 0
+    """Added to GPTQ's stored zero points. None: the codes are symmetric, and zero is the
+    middle of their range."""
     skipped: tuple[str, ...] = ()
     """Patterns of modules that aren't quantised; only ``covers`` obeys them."""
     only: tuple[str, ...] = ()
@@ -111,7 +142,15 @@ def read_quantisation(
     if read is None:
         why = _REASONS.get(method, "nothing is known of it")
         raise refuse_format(reader, method, why)
-    return read(reader)
+    found = read(reader)
+    _refuse_unknown_keys(reader)
+    return found
+
+
+def _refuse_unknown_keys(reader: ConfigReader) -> None:
+    if unknown := reader.unknown(_HARMLESS):
+        why = "the key isn't known, and leaving it out could give wrong weights"
+        raise refuse_format(reader, f"with {unknown[0]}", why)
 
 
 def refuse_format(reader: ConfigReader, what: str, why: str) -> UnsupportedModelError:
@@ -130,7 +169,7 @@ def _find(reader: ConfigReader) -> ConfigReader | None:
 def _method(reader: ConfigReader) -> str:
     """``quant_method`` in lower case, or what stands for it in older files."""
     if reader.fields.get("quant_method"):
-        return reader.string("quant_method").lower().replace("_", "-")
+        return reader.string("quant_method").lower().replace("_", "-").removeprefix("intel/")
     if reader.fields.get("quant_algo"):
         return "modelopt"
     if reader.fields.get("config_groups"):
@@ -176,7 +215,7 @@ def _mxfp4(reader: ConfigReader) -> Quantisation:
 
 
 def _block(reader: ConfigReader, name: str) -> tuple[int, int] | None:
-    value = reader.fields.get(name)
+    _, value = reader.find(name)
     if value is None:
         return None
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
@@ -219,6 +258,7 @@ def _quantised_layers(reader: ConfigReader) -> dict[str, Quantisation]:
         own = listed.mapping(module)
         if own is not None:
             found[module] = _algorithm(own, own.string("quant_algo"))
+            _refuse_unknown_keys(own)
     return found
 
 
@@ -246,10 +286,12 @@ _PACKED_BITS = (2, 4, 8)
 
 def _compressed_tensors(reader: ConfigReader) -> Quantisation:
     default = reader.string("format", default="dense")
-    for name in ("sparsity_config", "transform_config"):
-        inner = reader.mapping(name)
-        if inner is not None and inner.fields and inner.fields.get("format") != "dense":
-            raise refuse_format(reader, f"compressed-tensors with {name}", "it needs more than one")
+    sparsity = reader.mapping("sparsity_config")
+    if sparsity is not None and sparsity.string("format", default="dense") != "dense":
+        kind = sparsity.string("format")
+        why = "zeros are left out of the stored weights"
+        raise refuse_format(reader, f"compressed-tensors with sparsity {kind}", why)
+    _refuse_running_transforms(reader)
     groups = reader.mapping("config_groups")
     found: list[Quantisation] = []
     for key in groups.fields if groups else ():
@@ -271,11 +313,31 @@ def _compressed_tensors(reader: ConfigReader) -> Quantisation:
     return replace(rest, name=names, skipped=skipped, layers=layers)
 
 
+def _refuse_running_transforms(reader: ConfigReader) -> None:
+    """Take transforms that are part of the stored weights, and refuse those of activations."""
+    outer = reader.mapping("transform_config")
+    schemes = None if outer is None else outer.mapping("config_groups")
+    for name in schemes.fields if schemes else ():
+        assert schemes is not None
+        scheme = schemes.mapping(name)
+        _, applied = (None, None) if scheme is None else scheme.find("apply")
+        for each in applied if isinstance(applied, Sequence) else ():
+            place = each.get("location") if isinstance(each, Mapping) else each
+            if place not in ("weight_input", "weight_output"):
+                what = f"compressed-tensors with the transform {name!r} at {place!r}"
+                raise refuse_format(reader, what, "activations are transformed while it runs")
+    if outer is not None and (unknown := outer.unknown()):
+        what = f"compressed-tensors with transform_config {unknown[0]!r}"
+        raise refuse_format(reader, what, "nothing is known of it")
+
+
 def _arguments(args: ConfigReader, stored: str) -> Quantisation:
     bits = args.integer("num_bits", high=16, default=8)
     kind = args.string("type", default="int")
     group = args.optional_integer("group_size", low=-1, high=MAX_BLOCK)
     block = _block(args, "block_structure")
+    args.find("dynamic")  # of weights, such ones would have no scales
+    _refuse_unknown_keys(args)
     if stored not in _STORED:
         raise refuse_format(args, f"compressed-tensors {stored}", "its codes are packed otherwise")
     if block is None and group is not None and group > 0:
@@ -298,43 +360,85 @@ def _arguments(args: ConfigReader, stored: str) -> Quantisation:
 
 
 def _awq(reader: ConfigReader) -> Quantisation:
+    version = reader.string("version", "format", "checkpoint_format", default="gemm").lower()
+    if version != "gemm":
+        raise refuse_format(reader, f"awq {version}", "only what is packed for gemm is decoded")
+    return _packed_as_awq(reader)
+
+
+def _packed_as_awq(reader: ConfigReader) -> Quantisation:
     bits = reader.integer("bits", "w_bit", high=16, default=4)
-    version = reader.string("version", "format", default="gemm").lower()
-    if bits != 4 or version != "gemm":
-        raise refuse_format(
-            reader, f"awq {bits} bits {version}", "only 4 bits packed for gemm are decoded"
-        )
+    if bits != 4:
+        raise refuse_format(reader, f"awq {bits} bits", "only 4 bits are decoded")
+    _check_codes(reader, "awq", bits)
     group = _group(reader, "group_size", "q_group_size")
     skipped = reader.strings("modules_to_not_convert")
     return Quantisation("AWQ", 4, (1, group), 20 / group, packing="AWQ", skipped=skipped)
 
 
 def _gptq(reader: ConfigReader) -> Quantisation:
+    if reader.find("packing_format")[1] is not None:
+        return _auto_round(reader)
+    kind = reader.string("checkpoint_format", "format", default="gptq").lower()
+    if reader.flag("is_marlin_format", False):
+        kind = "marlin"
+    if kind not in ("gptq", "gptq_v2"):
+        why = "only the layouts gptq and gptq_v2 are decoded"
+        raise refuse_format(reader, f"gptq {kind}", why)
+    return _packed_as_gptq(reader, offset=int(kind == "gptq"))
+
+
+def _packed_as_gptq(reader: ConfigReader, *, offset: int) -> Quantisation:
+    """Return AutoGPTQ's layout.
+
+    Args:
+        offset: Added to stored zero points, unless the codes are symmetric.
+    """
     bits = reader.integer("bits", high=16, default=4)
-    kind = reader.string("checkpoint_format", default="gptq").lower()
-    if bits not in _PACKED_BITS or kind not in ("gptq", "gptq_v2"):
-        raise refuse_format(
-            reader,
-            f"gptq {bits} bits {kind}",
-            "only 2, 4 and 8 bits in the layouts gptq and gptq_v2 are decoded",
-        )
+    if bits not in _PACKED_BITS:
+        raise refuse_format(reader, f"gptq {bits} bits", "only 2, 4 and 8 bits are decoded")
+    _check_codes(reader, "gptq", bits)
     group = _group(reader, "group_size")
-    return Quantisation(
-        "GPTQ", bits, (1, group), (16 + bits) / group, "GPTQ", zero_offset=int(kind == "gptq")
-    )
+    zero_offset = None if reader.flag("sym", False) else offset
+    return Quantisation("GPTQ", bits, (1, group), (16 + bits) / group, "GPTQ", zero_offset)
 
 
 def _auto_round(reader: ConfigReader) -> Quantisation:
     packing = reader.string("packing_format", "backend", default="auto_round:auto_gptq").lower()
     if "awq" in packing:
-        return _awq(_with(reader, version="gemm"))
-    if "gptq" in packing:
-        return _gptq(_with(reader, checkpoint_format="gptq"))
-    raise refuse_format(reader, f"auto-round {packing}", "only its packings of AWQ and GPTQ are")
+        return _packed_as_awq(reader)
+    if "gptq" in packing and "gptqmodel" not in packing:
+        return _packed_as_gptq(reader, offset=1)
+    if packing.removeprefix("auto_round:") in _TRUE_ZEROS:
+        return _packed_as_gptq(reader, offset=0)
+    why = "only its packings of whole numbers are decoded"
+    raise refuse_format(reader, f"auto-round {packing}", why)
 
 
-def _with(reader: ConfigReader, **fields: object) -> ConfigReader:
-    return ConfigReader({**reader.fields, **fields}, reader.where)
+def _check_codes(reader: ConfigReader, method: str, bits: int) -> None:
+    """Refuse codes that are no whole numbers in words of 32 bits, and modules of other bits.
+    Modules may be left out, or have groups of another size."""
+    kind = reader.string("data_type", default="int")
+    words = reader.string("pack_dtype", default="int32").removeprefix("torch.")
+    if kind != "int" or words != "int32":
+        why = "only whole numbers in int32 are decoded"
+        raise refuse_format(reader, f"{method} of {kind} in {words}", why)
+    symmetric = reader.flag("sym", False)
+    for name in ("dynamic", "extra_config"):
+        modules = reader.mapping(name)
+        for pattern in modules.fields if modules else ():
+            assert modules is not None
+            own = None if pattern.startswith("-:") else modules.mapping(pattern)
+            num = bits if own is None else own.integer("bits", low=0, high=64, default=bits)
+            if own is None or num >= 16:
+                continue
+            if num != bits or own.flag("sym", symmetric) != symmetric:
+                what = f"{method} {bits} bits with other codes in {name!r} for {pattern!r}"
+                raise refuse_format(reader, what, "all modules must have codes of one kind")
+
+
+_TRUE_ZEROS = ("auto_round", "gptqmodel", "exllamav2", "triton", "tritonv2", "triton_zp")
+"""AutoRound's packings in GPTQ's layout whose stored zero points need nothing added."""
 
 
 def _group(reader: ConfigReader, *names: str) -> int:

@@ -4,8 +4,8 @@ head (arXiv 2104.09864)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fastdecode.core.errors import UnsupportedModelError
@@ -25,6 +25,15 @@ _KINDS: dict[str, RopeKind] = {
     "su": "longrope",
 }
 _LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_KNOWN = frozenset((
+    "rope_type", "type", "rope_theta", "rotary_emb_base", "partial_rotary_factor", "rotary_pct",
+    "rotary_dim", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+    "beta_slow", "truncate", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor",
+    "short_factor", "long_factor",
+    "mrope_interleaved",  # the order of sections, which are the same for text
+    "finetuned",  # YaRN's first code: how the checkpoint was made
+))  # fmt: skip
+"""Keys that a kind of scaling reads, or that change nothing; ``RotaryRules.keys`` has more."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,10 @@ class RotaryRules:
     is_phi3: bool = False
     """Phi-3 keeps its original length beside the scaling, and calls longrope
     "su" or "yarn"."""
-    has_sections: bool = False
-    """Sections of a head turn by time, height and width of an image's patch,
-    which are the same for text (M-RoPE)."""
+    keys: tuple[str, ...] = ()
+    """Keys of the scaling that this family alone reads: ``alpha`` (``dynamic`` scaling with
+    one fixed base), ``llama_4_scaling_beta``, ``mrope_section`` (sections of a head turn by
+    time, height and width of an image's patch, which are the same for text)."""
     scales_local: bool = True
     """Whether layers with a window are scaled as others are."""
     local_theta: float | None = None
@@ -130,6 +140,7 @@ def _read_one(
     max_len: int | None,
     rules: RotaryRules,
 ) -> tuple[RopeSpec, int]:
+    _refuse_unknown_keys(rope, (*_KNOWN, *rules.keys))
     kind = _read_kind(rope, rules)
     given = {name: value for name, value in rope.fields.items() if value is not None}
     shared = ConfigReader({**config.fields, **given}, rope.where)
@@ -137,16 +148,19 @@ def _read_one(
     if theta <= 1:
         raise rope.refuse("rope_theta", theta, "a number above 1")
     dim = _turning_dims(shared, head_dim, rules.partial)
+    alpha = rope.optional_number("alpha", high=1e9) if kind == "dynamic" else None
+    if kind == "dynamic" and dim <= 2:
+        raise rope.refuse("head_dim", head_dim, "such that more than 2 dims turn")
+    if alpha is not None:
+        kind, theta = "default", theta * alpha ** (dim / (dim - 2))
     base = RopeSpec(kind, theta, dim, max_positions)
     match kind:
         case "default":
             return base, max_positions
         case "linear" | "dynamic":
             factor = _factor(rope)
-            if kind == "dynamic" and dim <= 2:
-                raise rope.refuse("head_dim", head_dim, "such that more than 2 dims turn")
-            scaled = RopeSpec(kind, theta, dim, max_positions, factor)
-            return scaled, min(int(max_positions * factor), MAX_POSITIONS)
+            served = min(int(max_positions * factor), MAX_POSITIONS)
+            return replace(base, factor=factor), served
         case "llama3":
             return _llama3(config, rope, base), max_positions
         case "yarn":
@@ -176,22 +190,27 @@ def _find_rope(config: ConfigReader, kind: str) -> tuple[ConfigReader, bool]:
         if found is None or not found.fields:
             continue
         if any(own in found.fields for own in _LAYER_KINDS):
+            _refuse_unknown_keys(found, (*_KNOWN, *_LAYER_KINDS))
             return found.mapping(kind) or ConfigReader({}, found.where), True
         return found, False
     return ConfigReader({}, config.where), False
 
 
-def _read_kind(rope: ConfigReader, rules: RotaryRules) -> RopeKind:
-    if any(isinstance(value, Mapping) for value in rope.fields.values()):
+def _refuse_unknown_keys(rope: ConfigReader, known: Collection[str]) -> None:
+    if unknown := rope.unknown(known):
         raise UnsupportedModelError(
-            f"{rope.where}: different rotary embeddings for different layers aren't implemented."
+            f"{rope.where}: {unknown[0]!r} isn't known for this family's rotary embedding, and "
+            "leaving it out could give wrong text. Use a checkpoint without it."
         )
+
+
+def _read_kind(rope: ConfigReader, rules: RotaryRules) -> RopeKind:
     name = rope.string("rope_type", "type", default="default")
     if rules.is_phi3 and name == "yarn":
         name = "longrope"
-    if rules.has_sections and name == "mrope":
+    if "mrope_section" in rules.keys and name == "mrope":
         name = "default"
-    if name not in _KINDS or ("mrope_section" in rope.fields and not rules.has_sections):
+    if name not in _KINDS:
         raise UnsupportedModelError(
             f"{rope.where}: RoPE scaling {name!r} is not supported. Supported are "
             f"{', '.join(sorted(_KINDS))}."
@@ -215,15 +234,10 @@ def _llama3(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> RopeSpe
     if high < low:
         raise rope.refuse("high_freq_factor", high, f"low_freq_factor ({low:g}) or more")
     original = _original_max_len(config, rope, base.original_max_len)
-    return RopeSpec(
-        base.kind,
-        base.theta,
-        base.dim,
-        original,
-        _factor(rope),
-        low_freq_factor=low,
+    return replace(
+        base, original_max_len=original, factor=_factor(rope), low_freq_factor=low,
         high_freq_factor=high,
-    )
+    )  # fmt: skip
 
 
 def _yarn(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> tuple[RopeSpec, int]:
@@ -239,17 +253,12 @@ def _yarn(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> tuple[Rop
         top = rope.optional_number("mscale", high=1e6)
         bottom = rope.optional_number("mscale_all_dim", high=1e6)
         attention_factor = mscale(top) / mscale(bottom) if top and bottom else mscale(1.0)
-    spec = RopeSpec(
-        base.kind,
-        base.theta,
-        base.dim,
-        original,
-        factor,
-        attention_factor,
+    spec = replace(
+        base, original_max_len=original, factor=factor, attention_factor=attention_factor,
         beta_fast=rope.number("beta_fast", high=1e6, default=32.0),
         beta_slow=rope.number("beta_slow", high=1e6, default=1.0),
         truncate=rope.flag("truncate", True),
-    )
+    )  # fmt: skip
     return spec, min(max(base.original_max_len, int(original * factor)), MAX_POSITIONS)
 
 
@@ -268,13 +277,8 @@ def _longrope(
     short = rope.numbers("short_factor", base.num_frequencies, high=1e6)
     long = rope.numbers("long_factor", base.num_frequencies, high=1e6)
     use_long = max_len is not None and max_len > original
-    spec = RopeSpec(
-        base.kind,
-        base.theta,
-        base.dim,
-        original,
-        factor,
-        attention_factor,
+    spec = replace(
+        base, original_max_len=original, factor=factor, attention_factor=attention_factor,
         frequency_factors=long if use_long else short,
-    )
+    )  # fmt: skip
     return spec, max_positions if use_long else original

@@ -59,8 +59,8 @@ class Encoding:
     """Position of the i-th code in its word."""
     global_scale: TensorEntry | None = None
     zeros: TensorEntry | None = None
-    zero_offset: int = 0
-    """Added to a stored zero point, modulo the range of a code."""
+    zero_offset: int | None = 0
+    """Added to a stored zero point, modulo the range of a code. None: zero is its middle."""
     group_index: TensorEntry | None = None
     """[inputs]: the scale's row or column that each input has."""
 

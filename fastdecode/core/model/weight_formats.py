@@ -77,7 +77,10 @@ FORMATS = (
 
 UNUSED = (
     "input_scale", "input_zero_point", "input_global_scale", "output_scale", "activation_scale",
-    "activation_scale_ub", "input_scale_ub", "k_scale", "v_scale", "q_scale", "prob_output_scale",
+    "activation_scale_ub", "input_scale_ub", "k_scale", "v_scale", "q_scale", "kv_scale",
+    "kv_cache_scale", "k_zero_point", "v_zero_point", "q_zero_point", "output_zero_point",
+    "k_global_scale", "v_global_scale", "q_global_scale", "input_amax", "output_amax",
+    "weight_amax", "k_amax", "v_amax", "prob_scale", "prob_output_scale", "prob_zero_point",
     "weight_shape",
 )  # fmt: skip
 """Last parts of names of tensors that concern quantised activations or a

@@ -17,6 +17,7 @@ from typing import Final
 
 from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.files import write_json
+from fastdecode.core.host.user_cache import user_cache
 from fastdecode.core.model.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ def weights_hash(checkpoint: Checkpoint, known: Path | None = None) -> str:
     files = sorted({file for entry in checkpoint.tensors.values() for file in entry.files})
     try:
         stamp = _stamp(files)
-        place = (known or _user_cache()) / f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
+        place = (
+            known or user_cache("weights")
+        ) / f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
         found = _known(place, stamp)
         if found is None:
             found = _hash(files)
@@ -67,11 +70,6 @@ def _stamp(files: Iterable[Path]) -> str:
         changed = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
         told.append([str(file.resolve()), *changed])
     return json.dumps(told)
-
-
-def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fastdecode" / "weights"
 
 
 def _known(place: Path, stamp: str) -> str | None:

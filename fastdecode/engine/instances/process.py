@@ -15,7 +15,7 @@ import torch
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
-from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.engine_server import RequestLimits

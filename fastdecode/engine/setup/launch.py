@@ -336,6 +336,7 @@ class RunningEngine:
             self._checkpoint,
             device=device,
             dtype=torch_dtype(resolved.dtype),
+            kv_dtype=resolved.kv_dtype,
             max_model_len=config.s_part.max_model_len,
             shard=shard,
             layers=resolved.layers[0],

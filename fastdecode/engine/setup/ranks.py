@@ -128,6 +128,7 @@ def mirror_leader(
             checkpoint,
             device=ranks.device,
             dtype=dtype,
+            kv_dtype=resolved.kv_dtype,
             max_model_len=max_model_len,
             shard=ranks.shard,
             layers=all_layers[stage],

@@ -9,7 +9,7 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import layers_of_prompt_stages, layers_of_stages, stage_spec

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.host.openmp import is_spinning_chosen, spins_long, spins_on
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec

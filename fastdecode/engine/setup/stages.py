@@ -255,6 +255,7 @@ class StageSetup:
             self.checkpoint,
             device=resolved.device if ranks is None else ranks.device,
             dtype=torch_dtype(resolved.dtype),
+            kv_dtype=resolved.kv_dtype,
             max_model_len=resolved.config.s_part.max_model_len,
             shard=None if ranks is None else ranks.shard,
             layers=self.layers,

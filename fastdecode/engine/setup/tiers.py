@@ -101,6 +101,7 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | No
     if not options.keeps_blocks:
         return None
     device = resolved.device.type
-    parts = (checkpoint.model_hash, resolved.dtype, resolved.kv_dtype, device)
+    kv = f"{resolved.kv_dtype}{'' if resolved.kv_dtype.is_float else ', keys evened out'}"
+    parts = (checkpoint.model_hash, resolved.dtype, kv, device)
     layers = [f"{each.start}:{each.stop}" for each in resolved.layers] * (len(resolved.layers) > 1)
     return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size, *layers)))

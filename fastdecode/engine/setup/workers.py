@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderId, HolderKind
-from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.cpus import available_cores
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines

@@ -247,6 +247,43 @@ def test_gptq(tmp_path: Path, bits: int, version: str, in_order: bool) -> None:
     check(tmp_path, tensors, np.ascontiguousarray(expected), quantisation)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("stored", ["middle", "one less", "both", "none"])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_gptq_symmetric_zero_is_the_middle(
+    tmp_path: Path, bits: int, stored: str, version: str
+) -> None:
+    draw, inputs, outputs, middle = Draw(bits), 32, 16, 1 << (bits - 1)
+    codes = draw.numbers(inputs, outputs, high=1 << bits)
+    scale = draw.scale(2, outputs, dtype=torch.float16)
+    less = {"middle": [0, 0], "one less": [1, 1], "both": [0, 1], "none": [0, 0]}[stored]
+    zero = middle - np.repeat(np.array([less]), outputs, 0).T
+    tensors = {"m.qweight": pack(codes.T, bits).T, "m.scales": scale}
+    if stored != "none":
+        tensors["m.qzeros"] = pack(zero, bits)
+    expected = scaled(codes, scale.float().numpy(), (16, 1), np.full((2, outputs), middle)).T
+    quantisation = told(**{**GPTQ, "bits": bits, "sym": True, "checkpoint_format": version})
+    check(tmp_path, tensors, np.ascontiguousarray(expected), quantisation)
+
+
+def test_gptq_symmetric_with_other_zero_points_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"zero points that differ.*'sym' is true"):
+        read(tmp_path, gptq_with(), torch.float32, told(**GPTQ, sym=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.kv_scale", "self_attn.k_scale", "kv_cache_scale", "k_zero_point", "v_zero_point",
+     "self_attn.q_zero_point", "mlp.up_proj.input_amax", "v_amax", "weight_amax",
+     "prob_output_scale"],
+)  # fmt: skip
+def test_scales_of_activations_and_kv_are_left_out(tmp_path: Path, name: str) -> None:
+    """Of checkpoints whose weights are plain, too."""
+    for tensors in ({"m.weight": torch.ones(4, 4)}, gptq_with()):
+        found = read(tmp_path, {**tensors, f"m.{name}": torch.ones(1)}, torch.float32, told(**GPTQ))
+        assert list(found) == ["m.weight"]
+
+
 def test_large_matrices_are_decoded_in_parts(tmp_path: Path) -> None:
     draw, rows, columns = Draw(11), 1100, 2048  # many chunks
     codes = draw.fp8(rows, columns)
