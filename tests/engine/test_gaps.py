@@ -30,6 +30,11 @@ WAYS: list[dict[str, Any]] = [
     {"kv_placement": "gpu", "prefill_chunk": 33},
     {"r_workers": 2, "split_tokens": 64},
     {"length_quantile": 0.5, "schedule": "stabilized", "load_limit": 4000},
+    {"prompt_pp": 1, "prefill_chunk": 512},
+    {"prompt_pp": 2, "pp": 2, "r_workers": 2, "lanes": 2, "prefill_chunk": 23},
+    {"prompt_pp": 1, "kv_placement": "gpu", "prefill_chunk": 48},
+    {"prompt_pp": 2, "r_workers": 2, "replicas": 1},
+    {"pp": 2, "pp_layers": "1,2"},
 ]
 
 
