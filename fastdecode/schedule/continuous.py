@@ -352,9 +352,7 @@ def _book(lane: Lane, run: RunningSequence, ahead: int) -> bool:
     run.first_step = lane.step + ahead
     if run.prefill:
         first, parts = run.sequence.num_cached, _parts(run)
-        chunks = lane.budget.chunks(
-            sum(run.prefill), first, parts=parts, ahead=ahead, num_in_gap=len(run.sequence.gap)
-        )
+        chunks = lane.budget.chunks(sum(run.prefill), first, parts=parts, ahead=ahead)
         if not chunks:
             run.first_step = NOT_BOOKED
             return False

@@ -51,7 +51,7 @@ class PrefillBudget:
         whole_prompts: a prompt begins in a step that has room for all of it, or
             in one in which no other runs.
         past_alone: a prompt that goes on behind cached tokens, at once or in its next
-            chunk, begins in a step in which no other runs. A gap is filled in steps of its own.
+            chunk, begins in a step in which no other runs.
     """
 
     def __init__(
@@ -81,13 +81,7 @@ class PrefillBudget:
         self._booked.clear()
 
     def chunks(
-        self,
-        num_tokens: int,
-        first: int = 0,
-        *,
-        parts: Seq[int] | None = None,
-        ahead: int = 0,
-        num_in_gap: int = 0,
+        self, num_tokens: int, first: int = 0, *, parts: Seq[int] | None = None, ahead: int = 0
     ) -> tuple[int, ...]:
         """How many of a prompt's tokens would run in a step, the next, …; empty
         if the step has no room left.
@@ -98,7 +92,6 @@ class PrefillBudget:
                 are known. A chunk doesn't go beyond its part, and its queries
                 find room on the holders of those before.
             ahead: which step it is; 0 is the present one.
-            num_in_gap: so many of the tokens, the first ones, fill a gap in what is cached.
         """
         chunks: list[int] = []
         taken = self._num_booked(ahead)
@@ -116,9 +109,6 @@ class PrefillBudget:
                     chunk = min(
                         chunk, (self._max_closed_rows - booked.closed_rows[holder]) // num_closed
                     )
-            if self._past_alone and num_in_gap:
-                chunk = min(chunk, num_in_gap)
-                num_in_gap -= chunk
             if chunk <= 0:
                 return ()  # now; or later, where lanes were regrouped and bookings came together
             chunks.append(chunk)

@@ -284,10 +284,7 @@ class Starts:
             return None
         if num_tokens == 1:
             return ()
-        num_in_gap = 0 if wish.reuse is None else len(wish.reuse.gap)
-        chunks = lane.budget.chunks(
-            num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead, num_in_gap=num_in_gap
-        )
+        chunks = lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead)
         return (without_last_token(chunks) if lane.runs_prompts_only else chunks) or None
 
     def _projected(self, lane: Lane, wish: Wish, num_chunks: int) -> MicroBatch:
