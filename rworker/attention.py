@@ -278,7 +278,7 @@ class AttentionExecutor:
             )
         return o, lse
 
-    def compile(self, prepare: Prepare, *, backwards: bool = False) -> None:
+    def compile(self, prepare: Prepare) -> None:
         """Append and attend once for every kind of layer and step, on a cache
         of one layer, so that no step compiles.
 
@@ -288,8 +288,8 @@ class AttentionExecutor:
         layout = prepare.layout
         carrier = prepare.activation_dtype.carrier
         pool = allocate_pool(layout, 1, 2)
-        cases = list(itertools.product(dict.fromkeys(prepare.attention), (1, 2), (False, True)))
-        for spec, num_tokens, want_lse in reversed(cases) if backwards else cases:
+        cases = itertools.product(dict.fromkeys(prepare.attention), (1, 2), (False, True))
+        for spec, num_tokens, want_lse in cases:
             layer = self._make_layer(prepare, pool[0], spec)
             cache = _Cache(prepare, pool, [layer])
             kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)

@@ -1,7 +1,6 @@
 """A second process that compiles kernels while this one does: Numba compiles in one thread.
 
-It begins at the other end of the work, and both take turns by the locks of the machine
-code on disk, so no kernel is compiled twice.
+The locks of the machine code on disk have one process wait for what the other compiles.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Final
 
@@ -58,12 +57,11 @@ def compiled_by_two(prepare: Prepare) -> Iterator[None]:
 
 
 def _start(prepare: Prepare) -> subprocess.Popen[bytes]:
-    heads = {spec.num_q_heads for spec in prepare.attention}
     work = {
-        "layout": asdict(prepare.layout),
-        "heads": sorted(heads),
-        "dtype": prepare.activation_dtype.value,
         "modules": [ROW_LOOPS] * ("sworker" in sys.modules),
+        "layout": asdict(prepare.layout),
+        "groups": sorted({x.num_q_heads // x.num_kv_heads for x in prepare.attention}),
+        "source": prepare.activation_dtype.value,
     }
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps(work), *sys.path]
     return subprocess.Popen(
@@ -76,19 +74,24 @@ def _start(prepare: Prepare) -> subprocess.Popen[bytes]:
 
 
 def main(text: str) -> None:
-    """Compile what ``_start`` has asked for, the last first."""
-    from rworker.attention import AttentionExecutor
+    """Compile the S-worker's loops, and attention of several queries a sequence.
+
+    The process that asks compiles the rest: about half, and no part of a kernel twice.
+    """
+    from cpu_kernels.dispatch import plan_attend
+    from cpu_kernels.kernels import compare_levels
 
     end_with(os.getppid(), "the process that compiles kernels")
     gc.disable()
     work = json.loads(text)
     for name in work["modules"]:
         importlib.import_module(name)
-    prepare = prepared(BlockLayout(**work["layout"]), work["heads"], DType(work["dtype"]))
-    AttentionExecutor(num_threads=2).compile(prepare, backwards=True)
+    for group in work["groups"]:
+        layout = BlockLayout(**work["layout"])
+        plan_attend(layout, group, work["source"], True, None, compare_levels)
 
 
-def prepared(layout: BlockLayout, heads: list[int], dtype: DType) -> Prepare:
+def prepared(layout: BlockLayout, heads: Iterable[int], dtype: DType) -> Prepare:
     """Return what has the kernels compiled for a layout and these numbers of query heads."""
     specs = [AttentionSpec(n, layout.num_kv_heads, layout.head_dim, scale=1.0) for n in heads]
     return Prepare(HolderId(0), layout, 1, tuple(specs), dtype)

@@ -118,11 +118,11 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode import __version__
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
+from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
 from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.attending import Activations as Activations
@@ -184,7 +184,7 @@ class Welcome(Worded):
     """Whether kept blocks may go to a lower tier (``UseTier``)."""
     is_resumed: bool = False
     """Whether the cache is one that was kept (``Hello.resumes``)."""
-    version: str = __version__
+    version: str = VERSION
     """Of FastDecode, at the R-worker."""
 
 

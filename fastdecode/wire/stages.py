@@ -56,9 +56,9 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode import __version__
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.version import VERSION
 from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS
@@ -139,7 +139,7 @@ class StageWelcome(Worded):
     """What its R-workers call each other, where they can reach one another."""
     members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """Which of its R-workers keep the columns; see ``StagePass.members``."""
-    version: str = __version__
+    version: str = VERSION
     """Of FastDecode, at the stage."""
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, ClassVar, Final, TypeVar, cast
 
-from fastdecode import __version__
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
+from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ class Worded:
 
 def compare_versions(peer: str, version: str) -> None:
     """Log a warning if a peer with the same protocol runs another version of FastDecode."""
-    if version != __version__:
+    if version != VERSION:
         logger.warning(
             "%s runs fastdecode %s, this process %s: install the same version on every host",
-            peer, version or "of an unknown version", __version__,
+            peer, version or "of an unknown version", VERSION,
         )  # fmt: skip
 
 

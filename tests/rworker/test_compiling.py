@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numba
 import pytest
 
-from cpu_kernels import BlockLayout
+from cpu_kernels import BlockLayout, dispatch
 from cpu_kernels.codegen import kept
 from fastdecode.core.dtype import DType
 from rworker import compiling
-from rworker.attention import AttentionExecutor
 from rworker.instructions import Prepare
 
 LAYOUT = BlockLayout(num_kv_heads=2, head_dim=16, dtype="int8", block_size=16)
@@ -79,23 +77,19 @@ def test_a_single_core_compiles_alone(
     assert not calls
 
 
-def test_the_process_compiles_the_same_kernels_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_compiles_attention_of_several_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     commands: list[list[str]] = []
-    done: list[tuple[Prepare, bool]] = []
-
-    def compile_(self: Any, prepare: Prepare, *, backwards: bool) -> None:
-        done.append((prepare, backwards))
-
+    done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
         compiling.subprocess, "Popen", lambda command, **_: commands.append(command)
     )
-    monkeypatch.setattr(AttentionExecutor, "compile", compile_)
+    monkeypatch.setattr(dispatch, "plan_attend", lambda *args: done.append(args[:4]))
     monkeypatch.setattr(compiling, "end_with", lambda parent, name: None)
     monkeypatch.setattr(compiling.gc, "disable", lambda: None)
     monkeypatch.setattr(compiling.importlib, "import_module", lambda name: None)
     compiling._start(PREPARE)
     (command,) = commands
-    text = next(word for word in command if word.startswith("{"))
-    assert json.loads(text)["heads"] == [2, 6]
-    compiling.main(text)
-    assert done == [(PREPARE, True)]
+    compiling.main(next(word for word in command if word.startswith("{")))
+    assert done == [(LAYOUT, group, "float16", True) for group in (1, 3)]

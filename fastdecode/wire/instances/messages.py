@@ -42,13 +42,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
-from fastdecode import __version__
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.core.version import VERSION
 from fastdecode.wire.instances.request_json import DELTAS, FIGURES, NAMES, REQUESTS, TOKENS
 from fastdecode.wire.traits import Asking, Role, Worded, compare_versions
 
@@ -79,7 +79,7 @@ class InstanceWelcome(Worded):
     """0: its KV is on its device."""
     num_threads: int
     """Of each of those; where they differ, the most that one has."""
-    version: str = __version__
+    version: str = VERSION
     """Of FastDecode, at the instance."""
 
     def check(self) -> None:
