@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.host.cpus import note_cpus
 from fastdecode.core.host.openmp import bound_spinning
+from fastdecode.core.version import VERSION
 
 if TYPE_CHECKING:
     from fastdecode.core.config.engine import EngineConfig as EngineConfig
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from fastdecode.core.vllm_names import TokensPrompt as TokensPrompt
     from fastdecode.engine.llm import LLM as LLM
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 note_cpus()
 bound_spinning(os.environ, sys.modules)  # here, as every way to torch leads through this package

@@ -8,6 +8,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import Activations, AttendResult
+from rworker.compiling import compiled_by_two
 from rworker.instructions import (
     AwaitedBlocks,
     Compute,
@@ -44,10 +46,6 @@ if TYPE_CHECKING:
     from rworker.prefetching import PrefetchChoices
 
 logger = logging.getLogger(__name__)
-
-
-QUIET_S = 1.0
-"""Seconds of preparing kernels after which it is reported."""
 
 
 class Kernels(Protocol):
@@ -102,7 +100,7 @@ class AttentionExecutor:
         free_bytes: memory that this process may still take.
         tiers: where kept blocks go beside the caches; None: nowhere.
         prefetches: how attention prefetches; None: by default.
-        report: takes a line of progress while kernels are compiled; None: nobody reads it.
+        report: Takes a line of progress while prefetching is measured. None if nothing reads it.
     """
 
     def __init__(
@@ -139,7 +137,8 @@ class AttentionExecutor:
         """
         self._forget(prepare.holder)
         started = self._clock()
-        self._warm_up(prepare)
+        with compiled_by_two(prepare) if self._kernels is cpu_kernels else nullcontext():
+            self.compile(prepare)
         warm = self._clock()
         layout, num_layers = prepare.layout, len(prepare.attention)
         total_bytes = num_layers * prepare.num_blocks * layout.block_bytes
@@ -279,7 +278,7 @@ class AttentionExecutor:
             )
         return o, lse
 
-    def _warm_up(self, prepare: Prepare) -> None:
+    def compile(self, prepare: Prepare) -> None:
         """Append and attend once for every kind of layer and step, on a cache
         of one layer, so that no step compiles.
 
@@ -289,10 +288,8 @@ class AttentionExecutor:
         layout = prepare.layout
         carrier = prepare.activation_dtype.carrier
         pool = allocate_pool(layout, 1, 2)
-        cases = list(itertools.product(dict.fromkeys(prepare.attention), (1, 2), (False, True)))
-        began_s = self._clock()
-        for number, (spec, num_tokens, want_lse) in enumerate(cases, 1):
-            self._report_compiling(number, len(cases), self._clock() - began_s)
+        cases = itertools.product(dict.fromkeys(prepare.attention), (1, 2), (False, True))
+        for spec, num_tokens, want_lse in cases:
             layer = self._make_layer(prepare, pool[0], spec)
             cache = _Cache(prepare, pool, [layer])
             kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
@@ -310,14 +307,6 @@ class AttentionExecutor:
             "logit_softcap": spec.logit_softcap,
         }
         return _Layer(pool, spec, appending, appending | scores)
-
-    def _report_compiling(self, number: int, total: int, passed_s: float) -> None:
-        """Kernels that are on disk load in less than this; then nothing is said."""
-        if self._report is not None and passed_s > QUIET_S:
-            from cpu_kernels.codegen.kept import KeptCode  # Numba is loaded by now
-
-            kept = "" if KeptCode.complained else " (kept for the next start)"
-            self._report(f"compiling kernels {number} of {total}{kept}")
 
 
 def _output(

@@ -20,6 +20,8 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +36,10 @@ _CHECKSUM_BYTES = sha256().digest_size
 _LONGEST_WAIT_S = 60.0
 """For a process that compiles. It may have been stopped."""
 _LOOK_EVERY_S = 0.02
+
+
+on_missing: ContextVar[Callable[[], None] | None] = ContextVar("on_missing", default=None)
+"""Called in this thread when machine code is not on disk, before it is compiled."""
 
 
 @cache
@@ -122,6 +128,7 @@ class KeptCode(FunctionCache):
     """
 
     complained = False
+    announced = False
 
     def __init__(self, py_func, sources):
         super().__init__(py_func)
@@ -133,6 +140,7 @@ class KeptCode(FunctionCache):
         """Machine code of the disk; None: this process is to compile and save it."""
         found = self._loaded(sig, target_context)
         if found is None:
+            _announce()
             key = self._index_key(sig, target_context.codegen())
             turn = Turn(self._cache_file.lock_path(key))
             turn.take()
@@ -170,6 +178,15 @@ def keep(compiler, function, *sources):
         compiler._cache = KeptCode(function, digest(*sources))
     except (OSError, RuntimeError) as error:  # no directory can be written to
         _complain(error)
+
+
+def _announce():
+    """Log, once, that this process compiles, and call ``on_missing``."""
+    if not (KeptCode.announced or KeptCode.complained):  # which says so, too
+        KeptCode.announced = True
+        logger.warning("compiling kernels for this CPU, kept for the next start")
+    if (callback := on_missing.get()) is not None:
+        callback()
 
 
 def _complain(error):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +52,11 @@ def add_doctor(commands: Any) -> None:
     parser.set_defaults(run=run_doctor)
     parser.add_argument(
         "--model", metavar="DIR", help="the model to be run: R-workers must serve it"
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what --model runs on this CPU, so that the first start need not",
     )
     parser.add_argument(
         "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
@@ -99,6 +107,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
     model = None if args.model is None else ModelFacts.read(args.model)
+    if args.compile:
+        findings.add(_compiled(args.model))
     with contextlib.ExitStack() as opened:
         reached = _Reached()
         try:
@@ -177,6 +187,31 @@ def _conversations(directory: Path) -> Finding:
     if free_gb < _LITTLE_DISK_GB:
         return Finding("WARN", check, text, "make room: turns that can't be kept fail")
     return Finding("PASS", check, text)
+
+
+def _compiled(directory: str | None) -> Finding:
+    """Have the kernels on disk that an engine with default options compiles at its start.
+
+    Raises:
+        ConfigError: If there is no model.
+    """
+    if directory is None:
+        raise ConfigError("--compile needs --model DIR, whose shapes kernels are compiled for")
+    from fastdecode.core.model.checkpoint import open_checkpoint
+    from fastdecode.measure.doctor import Finding
+    from rworker.attention import AttentionExecutor
+    from rworker.compiling import ROW_LOOPS, prepared
+    from rworker.stream.chunks import layout_of
+
+    spec = open_checkpoint(directory).spec()
+    dtype, began_s = spec.choose_dtype("auto"), time.monotonic()
+    layout = layout_of(spec.kv_spec(dtype))
+    heads = sorted({each.num_q_heads for each in spec.attention})
+    AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, dtype))
+    if importlib.util.find_spec("torch") is not None:
+        importlib.import_module(ROW_LOOPS)
+    text = f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s"
+    return Finding("PASS", "kernels", text)
 
 
 def _prefetches() -> Iterator[Finding]:

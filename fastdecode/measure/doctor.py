@@ -231,7 +231,7 @@ def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
             yield Finding("FAIL", "versions", text, mend)
         elif ours != theirs:
             yield Finding(
-                "FAIL", "versions", f"{report.worker} runs fastdecode {theirs}, we run {ours}", mend
+                "WARN", "versions", f"{report.worker} runs fastdecode {theirs}, we run {ours}", mend
             )
         for package in ("numpy", "numba", "mpi4py", "pyzmq"):
             mine, other = here.version(package), report.host.version(package)

@@ -93,7 +93,13 @@ def make_scheduler(
 def _cache(options: ScheduleOptions, window: int | None, *given: Any) -> PrefixCache:
     """``given``: what ``PrefixCache`` is given first."""
     is_split = options.split_tokens is not None
-    return PrefixCache(*given, only_ends=is_split, window=None if is_split else window)
+    return PrefixCache(
+        *given,
+        only_ends=is_split,
+        window=None if is_split else window,
+        # A prompt stage stores the tokens of a prompt one after the other.
+        fills_gaps=not options.num_prompt_lanes,
+    )
 
 
 def _lane_maker(

@@ -12,17 +12,21 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 
 
-def neighbour(holder: HolderId, num_holders: int) -> HolderId:
-    """Who keeps its replica.
+def neighbour(
+    holder: HolderId, num_holders: int, *, on_disk: bool = False, num_spares: int = 0
+) -> HolderId:
+    """Return the holder that keeps the replica of ``holder``, or restores it from its file.
 
     Raises:
-        ConfigError: nobody else is there.
+        ConfigError: If there is no second holder. Standby R-workers hold nothing.
     """
     if num_holders < 2:
+        role = "restores a lost one's KV from its file" if on_disk else "keeps the copies"
+        standby = ", and a standby R-worker does not" if num_spares else ""
         raise ConfigError(
-            Given("replicas"),
-            " needs a second R-worker, which keeps the copies: add ",
-            Given("r_workers", 2),
+            Given("replicas", "disk") if on_disk else Given("replicas"),
+            f" needs a second R-worker, which {role}{standby}: add ",
+            Given("r_workers", 2 + num_spares),
             " (or a second R-worker's address or rank), or choose ",
             Given("replicas", 0),
         )

@@ -122,6 +122,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
+from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
 from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.attending import Activations as Activations
@@ -156,9 +157,10 @@ from fastdecode.wire.traits import (
     ForHolder,
     Role,
     Worded,
+    compare_versions,
 )
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -182,6 +184,8 @@ class Welcome(Worded):
     """Whether kept blocks may go to a lower tier (``UseTier``)."""
     is_resumed: bool = False
     """Whether the cache is one that was kept (``Hello.resumes``)."""
+    version: str = VERSION
+    """Of FastDecode, at the R-worker."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,7 @@ class Hello(ForHolder):
         """See ``Asking``."""
         super().check(answer)
         welcome: Welcome = answer
+        compare_versions(f"R-worker {welcome.worker}", welcome.version)
         for name, value, most in (
             ("num_blocks", welcome.num_blocks, self.max_blocks or MAX_BLOCKS),
             ("num_threads", welcome.num_threads, MAX_THREADS),

@@ -58,11 +58,12 @@ from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.version import VERSION
 from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS
 from fastdecode.wire.kv.tiers import Moved, Stocked
-from fastdecode.wire.traits import S_WORKERS, Asking, Worded
+from fastdecode.wire.traits import S_WORKERS, Asking, Worded, compare_versions
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """As in ``fastdecode.wire.messages``."""
@@ -127,7 +128,7 @@ NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
 
 
 @dataclass(frozen=True, eq=False)
-class StageWelcome:
+class StageWelcome(Worded):
     stage: int
     num_blocks: tuple[int, ...]
     """KV blocks of each column's R-worker; 0: it is lost. A prompt stage has no
@@ -138,6 +139,8 @@ class StageWelcome:
     """What its R-workers call each other, where they can reach one another."""
     members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """Which of its R-workers keep the columns; see ``StagePass.members``."""
+    version: str = VERSION
+    """Of FastDecode, at the stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,6 +283,7 @@ class StageHello(Asking):
         """See ``Asking``."""
         super().check(answer)
         welcome: StageWelcome = answer
+        compare_versions(f"the S-worker of stage {welcome.stage}", welcome.version)
         if welcome.stage != self.stage or len(welcome.num_blocks) != self.num_columns:
             raise ProtocolError(
                 f"answered as stage {welcome.stage} with {len(welcome.num_blocks)} R-workers, "

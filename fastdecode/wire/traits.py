@@ -4,6 +4,7 @@ is answered, and how it is cut and joined for the members of a cache group.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -11,7 +12,10 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
+from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
+
+logger = logging.getLogger(__name__)
 
 
 class Role(Enum):
@@ -46,6 +50,15 @@ class Worded:
 
     def __post_init__(self) -> None:
         make_printable(self)
+
+
+def compare_versions(peer: str, version: str) -> None:
+    """Log a warning if a peer with the same protocol runs another version of FastDecode."""
+    if version != VERSION:
+        logger.warning(
+            "%s runs fastdecode %s, this process %s: install the same version on every host",
+            peer, version or "of an unknown version", VERSION,
+        )  # fmt: skip
 
 
 class Asking:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,31 @@ def test_nobody_at_the_address() -> None:
     hub = ZmqHub()
     hub.add("tcp://127.0.0.1:9")
     error = hub.reach(0.3)[0]
-    assert "can't reach R-worker tcp://127.0.0.1:9 within 0.3 s" in error.message
+    assert (
+        "can't reach R-worker tcp://127.0.0.1:9 within 0.3 s: Connection refused" in error.message
+    )
     assert error.code == "worker_unreachable"
     hub.close()
+
+
+def test_reach_a_refused_port_warns_before_the_deadline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with closing(ZmqHub()) as hub:
+        hub.add("tcp://127.0.0.1:9")
+        hub.reach(1.0)
+    (record,) = caplog.records
+    assert "can't reach R-worker tcp://127.0.0.1:9 yet" in record.message
+    assert "Connection refused" in record.message
+
+
+def test_reach_an_unknown_host_is_not_waited_for(tmp_path: Path) -> None:
+    ClusterKey.create(tmp_path / "key")
+    with closing(ZmqHub(ClusterKey.read(tmp_path / "key"))) as hub:
+        hub.add("tcp://no-such-host.invalid:5555")
+        error = hub.reach(math.inf)[0]  # it would not return
+    assert "R-worker tcp://no-such-host.invalid:5555: " in error.message
+    assert "check the host's name" in error.message
 
 
 def test_a_wrong_key_is_told_at_once(tmp_path: Path) -> None:

@@ -236,6 +236,11 @@ def test_a_full_disk_leaves_no_file_behind(
         ({"cache_disk": None, "cache_disk_gb": None}, "needs a disk, and R-worker r[0-2] has none"),
         ({"cache_disk": None, "cache_disk_gb": None, "pp": 2}, "needs a disk, and .* has none"),
         ({"kv_placement": "gpu", "r_workers": 1}, "KV on the device needs no R-workers"),
+        ({"r_workers": 1}, "second R-worker, which restores a lost one's KV.*r_workers=2"),
+        (
+            {"r_workers": 2, "spare_r_workers": 1},
+            "from its file, and a standby R-worker does not: add r_workers=3",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -18,24 +18,24 @@ def unhex(text: str) -> bytes:
 
 
 def test_golden_bytes_of_a_message_without_fields() -> None:
-    head = unhex("46445750 1200 07 00 05000000 1c000000 0000000000000000")
+    head = unhex("46445750 1300 07 00 05000000 1c000000 0000000000000000")
     assert in_one_piece(Shutdown(), epoch=5).tobytes() == with_crc(head)
 
 
 def test_golden_bytes_of_numbers_before_text() -> None:
     head = unhex(
-        "46445750 1200 41 00 00000000 3d000000 0000000000000000"  # header: Welcome, 61 bytes
+        "46445750 1300 41 00 00000000 46000000 0000000000000000"  # header: Welcome, 70 bytes
         "6400000000000000 2000000000000000 0800000000000000"  # num_blocks, block_size, num_threads
-        "03000000 72c3a9 00 00"  # worker, has_tier, is_resumed
+        "03000000 72c3a9 00 00 05000000 312e322e33"  # worker, has_tier, is_resumed, version
     )
-    assert in_one_piece(Welcome("ré", 100, 32, 8)).tobytes() == with_crc(head)
+    assert in_one_piece(Welcome("ré", 100, 32, 8, version="1.2.3")).tobytes() == with_crc(head)
 
 
 def test_golden_bytes_of_arrays() -> None:
     o = np.arange(4, dtype=np.uint16).reshape(1, 2, 2)
     lse = np.array([[1.0, -2.0]], np.float32)
     head = unhex(
-        "46445750 1200 44 00 07000000"  # header: AttendResult, epoch 7
+        "46445750 1300 44 00 07000000"  # header: AttendResult, epoch 7
         "58000000 4800000000000000"  # 88 + 72 bytes
         "02000000 01000000 02000000 02000000"  # o: uint16 [1, 2, 2]
         "01000000 01000000 02000000"  # lse: float32 [1, 2]
@@ -57,7 +57,7 @@ def test_golden_bytes_of_a_step() -> None:
         np.array([5], np.int32),
     )
     head = unhex(
-        "46445750 1200 05 00 00000000"  # header: BeginStep
+        "46445750 1300 05 00 00000000"  # header: BeginStep
         "65000000 4401000000000000"  # 101 + 324 bytes
         "04000000 01000000"  # sequence_ids: int64 [1]
         "03000000 01000000 03000000 01000000 03000000 01000000"  # int32 [1] each
@@ -78,7 +78,7 @@ def test_golden_bytes_of_nested_fields() -> None:
         num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0
     )
     head = unhex(
-        "46445750 1200 01 00 00000000 9b000000 0000000000000000"  # header: Hello
+        "46445750 1300 01 00 00000000 9b000000 0000000000000000"  # header: Hello
         "0100000000000000 0000000000000000"  # protocol_version, holder
         "0000000000000000 0000000000000000"  # max_blocks, session
         "03000000 616263"  # model_hash

@@ -184,7 +184,12 @@ class RunningEngine:
         )
         self._gone = pool.gone  # as it is, whenever they are closed
         if config.r_part.replicas and not self._workers.keepers:
-            neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
+            neighbour(
+                HolderId(0),
+                self._workers.num_holders,
+                on_disk=config.r_part.is_replicated_on_disk,
+                num_spares=self._workers.num_spares,
+            )  # or it is refused
 
     def _start(
         self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes | None

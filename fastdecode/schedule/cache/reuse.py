@@ -91,6 +91,7 @@ def reuses(
     block_size: int,
     *,
     with_tail: bool = False,
+    fills_gaps: bool = True,
 ) -> list[Reuse]:
     """What a sequence could start with.
 
@@ -101,19 +102,25 @@ def reuses(
         block_size: tokens in a block.
         with_tail: only what ends with the last of the blocks will do, and that
             isn't full.
+        fills_gaps: Blocks behind a missing one can be used.
     """
     if len(sizes) > 1:
         parts = _parts(stock, keys, sizes, block_size)
         is_there = bool(parts) and (not with_tail or sum(len(own) for _, own in parts) == len(keys))
         chains = [_Found(parts)] if is_there else []
     else:
-        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail=with_tail))
+        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail, fills_gaps))
     found = [one.reuse(stock, most_tokens, block_size, has_tail=with_tail) for one in chains]
-    return [reuse for reuse in found if reuse is not None]
+    return [reuse for reuse in found if reuse is not None and (fills_gaps or not reuse.gap)]
 
 
 def _wholes(
-    stock: BlockCache, keys: Seq[bytes], most_tokens: int, block_size: int, *, with_tail: bool
+    stock: BlockCache,
+    keys: Seq[bytes],
+    most_tokens: int,
+    block_size: int,
+    with_tail: bool,
+    fills_gaps: bool,
 ) -> Iterator[_Found]:
     """Of a whole sequence: what each holder has."""
     if with_tail and not any(stock[holder].is_usable(keys[-1]) for holder in stock.holders):
@@ -125,9 +132,11 @@ def _wholes(
     for holder in stock.holders:
         index = stock[holder]
         leading = leading_blocks(index, keys, num_unseen)
-        behind = _dearest(
-            index, keys, leading.stop, lambda block: stock.policy.cost_of((block + 1) * block_size)
-        )
+        behind = NOTHING
+        if fills_gaps:
+            behind = _dearest(
+                index, keys, leading.stop, lambda x: stock.policy.cost_of((x + 1) * block_size)
+            )
         if with_tail and (behind or leading).stop != len(keys):
             leading, behind = _to_the_end(index, keys, leading)
         own = [*keys[leading.start : leading.stop], *keys[behind.start : behind.stop]]

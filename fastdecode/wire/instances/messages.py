@@ -48,8 +48,9 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.core.version import VERSION
 from fastdecode.wire.instances.request_json import DELTAS, FIGURES, NAMES, REQUESTS, TOKENS
-from fastdecode.wire.traits import Asking, Role, Worded
+from fastdecode.wire.traits import Asking, Role, Worded, compare_versions
 
 _MOST: Final = 1 << 40
 _STATUS_FIELDS: Final = (
@@ -78,9 +79,12 @@ class InstanceWelcome(Worded):
     """0: its KV is on its device."""
     num_threads: int
     """Of each of those; where they differ, the most that one has."""
+    version: str = VERSION
+    """Of FastDecode, at the instance."""
 
     def check(self) -> None:
         """Raises ProtocolError: that can't be."""
+        compare_versions(f"instance {self.name}", self.version)
         for name, most in (
             ("max_model_len", MAX_SEQUENCE_TOKENS),
             ("num_tokens", _MOST),

@@ -130,13 +130,43 @@ def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> No
             given,
             " would listen on every interface: name the address of the one that S-workers reach",
         )
-    if key is None and not (found and all(ip.is_loopback for ip in found)):
+    if key is None and not found:
+        raise ConfigError(
+            given,
+            f": {lookup_error(address)}. Without a key only addresses of this host can be used",
+        )
+    if key is None and not all(ip.is_loopback for ip in found):
         raise ConfigError(
             given,
             " can be reached from other hosts, which needs a key: make one with fastdecode "
             "r-worker --new-key FILE, copy it to every host, and give it with ",
             Given("key"),
         )
+
+
+def lookup_error(address: str) -> str:
+    """Return why the host in an address has no IP address. Empty if it has one."""
+    try:
+        socket.getaddrinfo(_host_port(address)[0], None)
+    except OSError as error:
+        return explained(error)
+    return ""
+
+
+def connect_error(address: str, timeout_s: float) -> str:
+    """Return why a TCP connection to an address fails. Empty if it is accepted or takes longer."""
+    try:
+        socket.create_connection(_host_port(address), timeout_s).close()
+    except TimeoutError:
+        return ""
+    except OSError as error:
+        return explained(error)
+    return ""
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _resolved(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:

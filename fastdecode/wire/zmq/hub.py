@@ -27,9 +27,12 @@ breaks the protocol within a connection ends that connection.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Generic, get_args
 
 import zmq
@@ -38,7 +41,7 @@ from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.os_errors import explained
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
-from fastdecode.wire.zmq.access import ClusterKey, check_address
+from fastdecode.wire.zmq.access import ClusterKey, check_address, connect_error, lookup_error
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
 from fastdecode.wire.zmq.line import (
     Bell,
@@ -47,7 +50,12 @@ from fastdecode.wire.zmq.line import (
 )
 from fastdecode.wire.zmq.proven_line import connected_line
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_SILENCE_S: Final = 5.0
+_PROMPT_S: Final = 0.5
+"""A peer that is not reached within this is asked why, over a TCP connection of its own."""
+_PROBE_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -156,10 +164,16 @@ class DealerHub(Generic[SendT, ReceiveT]):
         return ZmqConnection(line, name, others.says, self._lock, self._outside.discard)
 
     def reach(self, timeout_s: float) -> dict[int, WorkerError]:
-        """Wait until every peer has been reached. Those that can't be in
-        that time, and why: nobody is there, or they refused our key, which is
-        known at once."""
+        """Wait until every peer has been reached, and log what keeps one from it.
+
+        Returns:
+            Why each of the others could not be reached, by index. A host name that does not
+            resolve, and a refused key, are not waited for.
+        """
         reasons: dict[int, WorkerError] = {}
+        for index, connection in enumerate(self._connections):
+            if why := lookup_error(self._addresses[index]):
+                reasons[index] = _unreachable(connection.peer, why)
 
         def all_known() -> bool | None:
             for index, connection in enumerate(self._connections):
@@ -170,10 +184,31 @@ class DealerHub(Generic[SendT, ReceiveT]):
             known = [x.is_reached or index in reasons for index, x in enumerate(self._connections)]
             return True if all(known) else None
 
-        wait_for(all_known, self._open_sockets, self._lock, timeout_s)
-        for index, connection in enumerate(self._connections):
-            if not connection.is_reached:
-                reasons.setdefault(index, _unreachable(connection.peer, self._others, timeout_s))
+        def wait(seconds: float) -> None:
+            wait_for(all_known, self._open_sockets, self._lock, seconds)
+
+        def failures() -> dict[int, str]:
+            """Ask the system about those that are still missing."""
+            missing = [i for i, x in enumerate(self._connections) if not x.is_reached]
+            missing = [i for i in missing if i not in reasons]
+            with ThreadPoolExecutor(max(1, len(missing))) as pool:
+                ask = partial(connect_error, timeout_s=_PROBE_S)
+                whys = pool.map(ask, [self._addresses[i] for i in missing])
+                return dict(zip(missing, whys, strict=True))
+
+        wait(min(_PROMPT_S, timeout_s))
+        left_s = timeout_s - _PROMPT_S
+        if left_s > 0:
+            for index, why in failures().items():
+                if why:
+                    peer = self._connections[index].peer
+                    logger.warning(
+                        "can't reach %s yet, trying for %g s more: %s", peer, left_s, why
+                    )
+            wait(left_s)
+        for index, why in failures().items():
+            why = why or f"does {self._others.command} run there, and is the network open?"
+            reasons[index] = _unreachable(self._connections[index].peer, why, timeout_s)
         return reasons
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
@@ -227,12 +262,9 @@ class DealerHub(Generic[SendT, ReceiveT]):
         return None
 
 
-def _unreachable(peer: str, others: Others, timeout_s: float) -> WorkerError:
-    return WorkerError(
-        f"can't reach {peer} within {timeout_s:g} s: does {others.command} run there, and does "
-        "the network let us through?",
-        code="worker_unreachable",
-    )
+def _unreachable(peer: str, why: str, timeout_s: float | None = None) -> WorkerError:
+    within = "" if timeout_s is None else f" within {timeout_s:g} s"
+    return WorkerError(f"can't reach {peer}{within}: {why}", code="worker_unreachable")
 
 
 class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
