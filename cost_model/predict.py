@@ -207,13 +207,19 @@ class System:
 
         return on
 
-    def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:
-        """The steady state of ``lanes`` lanes of ``lane_batch`` sequences over
-        ``sockets`` R-workers."""
+    def predict(
+        self, lane_batch: int, lanes: int, sockets: int, batch: int | None = None
+    ) -> StepPrediction:
+        """Predict the steady state of ``lanes`` lanes over ``sockets`` R-workers.
+
+        Args:
+            lane_batch: Sequences of the largest lane.
+            batch: Sequences of all lanes. None if the lanes are equal.
+        """
         lane = self.lane(lane_batch, sockets)
         cycle_s = lane.cycle_s(lanes)
         step_s = self.costs.num_layers * cycle_s
-        batch = lane_batch * lanes
+        batch = batch or lane_batch * lanes
         return StepPrediction(
             batch=batch,
             lanes=lanes,

@@ -28,7 +28,7 @@ def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[
     lines: list[str] = []
     for label, text in rows:
         first = f"  {label:<{label_width}} "
-        lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent)
+        lines += _wrapped(text, first, indent)
     return lines
 
 
@@ -36,7 +36,13 @@ def paragraph(text: str, *, indent: int = 0, bullet: str = "") -> list[str]:
     """One paragraph, wrapped; ``bullet`` stands before its first line."""
     rest = " " * (indent + len(bullet))
     first = " " * indent + bullet
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest)
+    return _wrapped(text, first, rest)
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def table(

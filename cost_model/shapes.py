@@ -24,6 +24,7 @@ from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.json_file import read_object
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.local_models import find_model
+from fastdecode.core.model.refused import REFUSED
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -67,8 +68,28 @@ def model_named(name: str) -> ModelSpec:
     spellings = {each: model.name for model in models for each in model.spellings}
     tuned = {_untuned(each): own for each, own in spellings.items()}
     known = tuned.get(_untuned(name)) if name not in spellings else None
-    known = known or find_name(name.rpartition("/")[2] or name, spellings, option="model")
+    if known is None:
+        try:
+            known = find_name(name.rpartition("/")[2] or name, spellings, option="model")
+        except ConfigError:
+            _refuse(name)
+            raise
     return read_model_spec(known_models()[known].config, name=known)
+
+
+def _refuse(name: str) -> None:
+    """Raises ConfigError if FastDecode does not implement the model of this name, with the
+    reason."""
+    text = resources.files("cost_model").joinpath("models.json").read_text("utf-8")
+    own = name.rpartition("/")[2].lower().replace(" ", "-")
+    for pattern, architecture in reversed(json.loads(text)["refused"].items()):
+        if re.match(pattern, own):
+            (row,) = (each for each in REFUSED if architecture in each.architectures)
+            raise ConfigError(
+                f"--model {name}: it has {row.what}, which FastDecode does not implement. "
+                f"Use another model; --list has the names",
+                code="unsupported_model",
+            )
 
 
 def _untuned(name: str) -> str:

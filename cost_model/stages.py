@@ -177,9 +177,14 @@ class SPartModel(HardwarePart):
             usable_memory_bytes=num_gpus * gpu.usable_memory_bytes,
             kv_read_bytes_per_s=num_gpus * roof.bytes_per_s,
             host_link_bytes_per_s=num_gpus * gpu.pcie_bytes_per_s * gpu.link_efficiency.value,
-            power_w=num_gpus * gpu.power_w,
+            power_w=None if gpu.power_w is None else num_gpus * gpu.power_w,
             relative_error=gpu.relative_error,
         )
+
+    def without_gpu(self, r: RPartModel, costs: TokenCosts) -> SPartModel:
+        """Return the S-part of a CPU that attends as the R-workers' do, without a host link."""
+        read = costs.kv_layer_bytes / r.token_s
+        return replace(self, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
@@ -259,7 +264,8 @@ class RPartModel(HardwarePart):
         where many query heads share K and V."""
         read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
         read_token_s = costs.kv_layer_bytes / read_bytes_per_s
-        compute_s = costs.attention_flops / (cpu.fp32_flops_per_s * cpu.compute_efficiency.value)
+        peak = cpu.attention_peak(costs.kv_dtype, costs.group)
+        compute_s = costs.attention_flops / (cpu.fp32_flops_per_s * peak.value)
         memory = memory_bytes or cpu.memory_bytes
         return cls(
             name=cpu.name,

@@ -291,6 +291,11 @@ class TokenCosts:
         return self.num_layers * self.kv_layer_bytes
 
     @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.spec.num_q_heads // self.spec.num_kv_heads
+
+    @property
     def attention_flops(self) -> float:
         """Of one query over one key, all heads of one layer: q·k and p·v."""
         return 4.0 * self.spec.num_q_heads * self.spec.head_dim

@@ -58,10 +58,7 @@ def save_plot(sizing: Sizing, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [
-        sizing.system.predict(plan.lane_batch, plan.lanes, count)
-        for count in range(1, 2 * plan.sockets + 1)
-    ]
+    steps = [plan.on(sizing.system, count) for count in range(1, 2 * plan.sockets + 1)]
     with pyplot.rc_context(
         {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
     ):
@@ -116,7 +113,7 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
 
     sockets = [step.sockets for step in steps]
     slow, fast = (
-        [system.predict(plan.lane_batch, plan.lanes, count).tokens_per_s for count in sockets]
+        [plan.on(system, count).tokens_per_s for count in sockets]
         for system in (sizing.system.scaled(+1), sizing.system.scaled(-1))
     )
     axes.fill_between(sockets, slow, fast, color=_THROUGHPUT, alpha=0.15, linewidth=0)
