@@ -69,8 +69,6 @@ class Gpu:
     all_reduce_s: float
     """Latency of one all-reduce among the GPUs of a node."""
     relative_error: float
-    fp32_flops_per_s: float | None
-    """None for GPUs: the file has 16-bit matrix peaks only."""
 
     def flops_per_s(self, dtype: DType) -> float:
         """Return the dense matrix peak in ``dtype``.
@@ -78,8 +76,6 @@ class Gpu:
         Raises:
             ConfigError: If the GPU doesn't compute in it.
         """
-        if dtype is DType.FLOAT32 and self.fp32_flops_per_s is not None:
-            return self.fp32_flops_per_s
         if dtype is DType.FLOAT32:
             raise ConfigError(
                 f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
@@ -98,6 +94,14 @@ class Gpu:
     @property
     def usable_memory_bytes(self) -> float:
         return self.memory_bytes * self.memory_usable.value
+
+
+class SocketAsGpu(Gpu):
+    """What an S-worker computes on without a GPU. It widens float16 weights to float32."""
+
+    def flops_per_s(self, dtype: DType) -> float:
+        bf16 = self.bf16_flops_per_s if dtype is DType.BFLOAT16 else None
+        return bf16 or self.fp16_flops_per_s
 
 
 @dataclass(frozen=True)
@@ -161,12 +165,11 @@ class Cpu:
     def as_gpu(self, memory_bytes: int | None = None) -> Gpu:
         """Return what the S-worker computes on where there is no GPU: this socket."""
         fp32, bf16 = self.fp32_flops_per_s, self.bf16_flops_per_cycle
-        per_cycle = bf16 or self.fp32_flops_per_cycle
-        return Gpu(
+        return SocketAsGpu(
             name=f"{self.name} (no GPU)",
             source=self.source,
             fp16_flops_per_s=fp32,
-            bf16_flops_per_s=fp32 / self.fp32_flops_per_cycle * per_cycle,
+            bf16_flops_per_s=bf16 and fp32 / self.fp32_flops_per_cycle * bf16,
             fp8_flops_per_s=None,
             memory_bytes=memory_bytes or self.memory_bytes,
             memory_bytes_per_s=self.memory_bytes_per_s,
@@ -180,7 +183,6 @@ class Cpu:
             layer_overhead_s=10 * self.call_s,
             all_reduce_s=self.call_s,
             relative_error=self.relative_error,
-            fp32_flops_per_s=fp32,
         )
 
 
@@ -398,7 +400,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "cores": (1, 65536),
     "fp16_flops_per_s": (1e9, 1e19),
     "fp32_flops_per_cycle": (1, 65536),
-    "fp32_flops_per_s": (1e9, 1e19),
     "fp8_flops_per_s": (1e9, 1e19),
     "layer_overhead_s": (1e-9, 1.0),
     "line_bits_per_s": (1e6, 1e15),

@@ -167,7 +167,10 @@ def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:
 
 def choices_text(ways: Choices, title: str, prices: Prices | None) -> str:
     if not ways.found:
-        return "\n".join([f"{title}: nothing runs it", *labelled(ways.left_out.items())])
+        width = max(map(len, ways.left_out), default=0)
+        return "\n".join(
+            [f"{title}: nothing runs it", *labelled(ways.left_out.items(), label_width=width)]
+        )
     columns: list[tuple[str, Callable[[Choice], str]]] = [
         ("", lambda each: each.name),
         ("KV", lambda each: _WHERE[each.headline.kv_placement]),

@@ -103,15 +103,15 @@ class Setup:
         """Raises ConfigError where a profile doesn't fit the model."""
         costs = self.costs
         gpu, cpu, nic = self.gpu, self.cpu, self.nic
-        r = (
-            RPartModel.from_cpu(cpu, costs, self.memory_bytes_per_socket)
-            if isinstance(cpu, Cpu)
-            else RPartModel.from_profile(cpu, costs)
-        )
         s = (
             SPartModel.from_gpu(gpu, self.num_gpus, costs)
             if isinstance(gpu, Gpu)
             else SPartModel.from_profile(gpu, costs)
+        )
+        r = (
+            RPartModel.from_cpu(cpu, costs, self.memory_bytes_per_socket)
+            if isinstance(cpu, Cpu)
+            else RPartModel.from_profile(cpu, costs)
         )
         return System(
             s=s.without_gpu(r, costs) if self.is_without_gpu else s,

@@ -90,16 +90,16 @@ def _question(sizing: Sizing) -> str:
         asked.append("every KV cache kept twice")
     gpus = sizing.system.s.name if setup.num_gpus > 1 else f"one {sizing.system.s.name}"
     if setup.is_without_gpu:
-        gpus = "no GPU, S-worker and"
+        gpus = "no GPU: S-worker"
     weights = ""
     if setup.spec.quantisation is not None:
         taken = bytes_text(sizing.system.costs.weight_bytes)
         lines = paragraph(f"weights take {taken}: {about_weights(setup)}")
         weights = "".join(f"\n{line}" for line in lines)
+    workers = "and R-workers" if setup.is_without_gpu else "R-workers"
     return (
-        f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}"
-        f"{'' if setup.is_without_gpu else ','} R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}"
-        f"{weights}"
+        f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, {workers} on "
+        f"{sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}{weights}"
     )
 
 
@@ -137,11 +137,11 @@ def _alone(sizing: Sizing) -> str:
 
 
 def _headline(sizing: Sizing, headline: Headline) -> str:
-    gpu = sizing.setup.s_part_word
+    gpu, sockets = sizing.setup.s_part_word, counted(headline.sockets, "socket")
     where = {
         "gpu": f"the {gpu} alone",
-        "r": f"KV caches on {counted(headline.sockets, 'R-worker socket')}",
-        "hybrid": f"KV caches on both sides, {counted(headline.sockets, 'socket')} beside the {gpu}",
+        "r": f"KV caches on R-workers, {sockets}",
+        "hybrid": f"KV caches on both sides, {sockets} beside the {gpu}",
     }[headline.kv_placement]
     return f"{rate_text(headline.tokens_per_s)} tokens/s: {where}"
 

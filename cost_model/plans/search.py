@@ -26,6 +26,7 @@ from cost_model.plans.constraints import (
     sockets_for,
     sockets_with_room,
 )
+from cost_model.plans.gpu_only import best_gpu_only
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
@@ -350,11 +351,14 @@ def _shortest_step(search: Search) -> str:
 
     sockets = fastest(cycle_s, search.most_sockets)
     step_s = system.costs.num_layers * cycle_s(sockets)
+    gpu, alone = best_gpu_only(system, float("inf"), 1), ""
+    if gpu is not None:
+        alone = f"; of 1 sequence without R-workers {seconds_text(gpu.tpot_s)}"
     return (
         f"the shortest step that this hardware can make is {seconds_text(step_s)} a token "
         f"({seconds_text(system.latency_s(step_s))} a sequence), with "
-        f"{counted(lane_batch * lanes, 'sequence')} on {counted(sockets, 'socket')}: ask for no "
-        "less"
+        f"{counted(search.batch(lane_batch, lanes), 'sequence')} on {counted(sockets, 'socket')}"
+        f"{alone}: ask for no less"
     )
 
 

@@ -224,10 +224,10 @@ def size(
         latency_s = headline.latency_s
         running = whole(users * latency_s / (latency_s + goal.think_s))
         if running >= headline.batch:
-            running = headline.batch
-            rate = running / latency_s
-            queue_s = users / rate - goal.think_s - latency_s
-            served = Served(users, goal.think_s, running, rate, max(0.0, queue_s))
+            most_per_s = headline.tokens_per_s / setup.workload.output_tokens
+            rate = min(most_per_s, users / (latency_s + goal.think_s))
+            queue_s = max(0.0, users / rate - goal.think_s - latency_s)
+            served = Served(users, goal.think_s, min(headline.batch, users), rate, queue_s)
             return replace(sizing, goal=goal, served=served)
         # Fewer at once are faster, so that even fewer run at once.
         fewer = replace(goal, users=None, think_s=0.0, batch=running)
@@ -311,7 +311,7 @@ def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
 
 
 @dataclass(frozen=True)
-class _Pace:
+class PlanPace:
     """What a what-if must keep: the plan's own pace, and that of a slow R-part."""
 
     plan: Plan
@@ -320,7 +320,7 @@ class _Pace:
     slow_cycle_s: float
 
     @classmethod
-    def of(cls, search: Search, plan: Plan) -> _Pace:
+    def of(cls, search: Search, plan: Plan) -> PlanPace:
         lane = search.system.lane(plan.lane_batch, plan.sockets - plan.spare_sockets)
         cycle_s, goal = lane.cycle_s(plan.lanes), search.goal
         slow_s = slow_cycle_s(lane, plan.lanes, goal.headroom)
@@ -353,7 +353,7 @@ def _what_ifs(
     search: Search, setup: Setup, plan: Plan, hardware: Hardware | None
 ) -> Iterator[WhatIf]:
     """Change one thing at a time, with the plan's sequences at the plan's pace."""
-    lanes, pace = plan.lanes, _Pace.of(search, plan)
+    lanes, pace = plan.lanes, PlanPace.of(search, plan)
     # Of a measured R-part nothing is known but in its own KV dtype.
     smaller = (
         ()

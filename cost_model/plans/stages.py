@@ -78,7 +78,11 @@ def _pace(sizing: Sizing) -> float:
 
 
 def _stage_goal(goal: Goal, num_stages: int) -> Goal:
-    for option, count in (("lanes", goal.lanes), ("max-sockets", goal.max_sockets)):
+    for option, count in (
+        ("lanes", goal.lanes),
+        ("batch", goal.batch),
+        ("max-sockets", goal.max_sockets),
+    ):
         if count is not None and count < num_stages:
             raise ConfigError(
                 f"--{option} {count}: each of the {num_stages} stages of --pp has one"
@@ -87,7 +91,7 @@ def _stage_goal(goal: Goal, num_stages: int) -> Goal:
         goal,
         latency_s=None if goal.latency_s is None else goal.latency_s / num_stages,
         tpot_s=None if goal.tpot_s is None else goal.tpot_s / num_stages,
-        batch=None if goal.batch is None else -(-goal.batch // num_stages),
+        batch=None if goal.batch is None else goal.batch // num_stages,
         lanes=None if goal.lanes is None else goal.lanes // num_stages,
         max_sockets=None if goal.max_sockets is None else goal.max_sockets // num_stages,
     )

@@ -57,8 +57,8 @@ class _List(argparse.Action):
 def _warn_of_length(args: argparse.Namespace) -> None:
     if args.seq_len is not None and args.seq_len >= LONG_OUTPUT:
         tell(
-            f"fastdecode size: --seq-len {args.seq_len} counts {args.seq_len:,} output tokens after "
-            "an empty prompt. For a context of that length, give the prompt apart: --prompt-len "
+            f"fastdecode size: --seq-len {args.seq_len} means {args.seq_len:,} output tokens "
+            "without a prompt. For a context of that length, give the prompt apart: --prompt-len "
             f"{args.seq_len - 512} --output-len 512"
         )
 
