@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from fractions import Fraction
 from typing import Any
 
 WIDTH = 110
@@ -80,7 +79,7 @@ def picked(value: Any, names: str) -> dict[str, Any]:
 
 
 def json_tree(value: Any) -> Any:
-    """Dataclasses as objects, fractions as numbers, enums as their values; an infinite or
+    """Dataclasses as objects, enums as their values; an infinite or
     undefined number is null, which JSON has no word for."""
     if is_dataclass(value) and not isinstance(value, type):
         return json_tree(asdict(value))
@@ -90,8 +89,6 @@ def json_tree(value: Any) -> Any:
         return [json_tree(each) for each in value]
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Fraction):
-        return float(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

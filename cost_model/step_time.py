@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cost_model.predict import LaneTimes, System
 from cost_model.stages import Provenance
+from cost_model.workload import Workload
 from fastdecode.schedule.times import Prompts, StepTime
+
+
+def machine_times(system: System, sequences: int) -> tuple[float, float]:
+    """Return seconds of a microbatch's prompts, and of one token, on the GPUs alone, with all
+    layers and K and V in their memory."""
+    workload = system.workload
+    alone = SystemTime(replace(system.on_device(), workload=Workload(0, 1)), 1)
+    load = sequences * workload.mean_context_tokens
+    prompt_s = alone.s_part_s(0, [(0, workload.prompt_tokens)] * sequences)
+    r_part_s = alone.r_part_s(0, load, sequences)
+    return prompt_s, alone.s_part_s(sequences) + r_part_s + alone.trip_s(sequences)
 
 
 @dataclass(frozen=True)
