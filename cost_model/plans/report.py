@@ -251,7 +251,7 @@ def _verdict(sizing: Sizing, verdict: Verdict) -> str:
     if rival is not None and rival.tokens_per_s is not None and rival.tpot_s is not None:
         answer += ", unless FP8 will do" if verdict.offload else ""
         beside = (
-            f". The strongest rival, {rival.change} in another engine, gives "
+            f". The strongest rival, {rival.change} (another engine), gives "
             f"{rate_text(rival.tokens_per_s)} tokens/s at {seconds_text(rival.tpot_s)} a token"
         )
     elif verdict.offload and is_bought and verdict.break_even_socket_price < 1.0:
