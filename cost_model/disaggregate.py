@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_model.numbers import at_most, number_within, whole_number
+from cost_model.numbers import LARGEST, at_most, number_within, whole_number
 from cost_model.printing import labelled
 from cost_model.quantities import counted, round_to, seconds_text
 
@@ -24,7 +24,6 @@ MAX_MACHINES = 10_000
 MAX_LAYERS = 10_000
 MAX_TOKENS = 10_000_000
 MAX_SEQUENCES = 1 << 20
-LARGEST = 1e15
 
 
 def _positive(name: str, value: float, least: float = 1e-15) -> float:

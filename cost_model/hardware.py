@@ -71,11 +71,7 @@ class Gpu:
     relative_error: float
 
     def flops_per_s(self, dtype: DType) -> float:
-        """Return the dense matrix peak in ``dtype``.
-
-        Raises:
-            ConfigError: If the GPU doesn't compute in it.
-        """
+        """Return the dense matrix peak in ``dtype``."""
         if dtype is DType.FLOAT32:
             raise ConfigError(
                 f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
@@ -227,7 +223,7 @@ class Hardware:
                 fields that it has; ``like`` names a part that it is but for its own fields.
 
         Raises:
-            ConfigError: the user's file can't be read, or a field is missing, unknown or
+            ConfigError: If the user's file can't be read, or a field is missing, unknown or
                 makes no sense; names it.
         """
         shipped = resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")
@@ -351,12 +347,7 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     """Look a name up, whatever its capitals, spaces and dashes.
 
     Args:
-        known: every accepted spelling, and the name it stands for.
-        option: for the message: ``--option``.
-
-    Raises:
-        ConfigError: nothing is called so; the message suggests the nearest
-            names.
+        known: Every accepted spelling, and the name it stands for.
     """
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)

@@ -1,14 +1,12 @@
-"""One step of the pipeline, predicted: seconds per token, tokens a second, who
-waits for whom.
+"""One step of the pipeline, predicted: seconds per token, tokens a second, who waits for whom.
 
-A lane's way through one layer is a chain: S-part, q k v out, R-part, o back,
-the round trip's latency, and what the S-worker's thread spends on the messages,
-one to and from each R-worker. Over ZeroMQ its I/O threads carry what goes out
-and what comes back (I/O), and each way takes at least as long as they need for
-it. With K lanes in flight all lanes pass one layer every ``cycle_s`` of
-``fastdecode.schedule.times``: the link is as busy as the busiest of messages, I/O,
-out and back, and the trip is messages + out + back + round trip. A step is
-``num_layers`` cycles, and gives every running sequence one token.
+A lane's way through one layer is a chain: S-part, q k v out, R-part, o back, the round trip's
+latency, and what the S-worker's thread spends on the messages, one to and from each R-worker. Over
+ZeroMQ its I/O threads carry what goes out and what comes back (I/O), and each way takes at least
+as long as they need for it. With K lanes in flight all lanes pass one layer every ``cycle_s`` of
+``fastdecode.schedule.times``: the link is as busy as the busiest of messages, I/O, out and back,
+and the trip is messages + out + back + round trip. A step is ``num_layers`` cycles, and gives
+every running sequence one token.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Well-known models by name, as the ``config.json`` that their checkpoints
-carry, so that nobody needs to have one.
+"""Well-known models by name, as the ``config.json`` that their checkpoints carry.
 
-They are in ``models.json``: a model's config is that of its ``base``, with its
-own fields over it. Parameter counts, KV bytes and wire bytes all come from
-``read_model_spec``, as for a model on disk. GPT-3 was never released; its shapes
-(arXiv 2005.14165, table 2.1) are written as GPT-2 configs, the 13B one with the
-40 heads of 128 that its stated head size implies.
+They are in ``models.json``: a model's config is that of its ``base``, with its own fields over it.
+GPT-3 was never released: its shapes (arXiv 2005.14165, table 2.1) are written as GPT-2 configs.
 """
 
 from __future__ import annotations
@@ -58,12 +54,7 @@ def known_models() -> Mapping[str, KnownModel]:
 
 
 def model_named(name: str) -> ModelSpec:
-    """The spec of a known model.
-
-    Raises:
-        ConfigError: there is none of this name; the message suggests the
-            nearest.
-    """
+    """The spec of a known model."""
     models = known_models().values()
     spellings = {each: model.name for model in models for each in model.spellings}
     tuned = {_untuned(each): own for each, own in spellings.items()}
@@ -104,8 +95,8 @@ def read_model(model: str) -> ModelSpec:
     the local Hugging Face cache, whichever ``model`` is first.
 
     Raises:
-        ConfigError: it is none of these, or the file can't be read.
-        ModelError: the config isn't one of a model that we implement.
+        ConfigError: If it is none of these, or the file can't be read.
+        ModelError: If the config isn't one of a model that we implement.
     """
     path = Path(model)
     if path.is_dir():

@@ -1,10 +1,5 @@
-"""How long the S-part, the R-part and the network take: from datasheets, or
-from what workers measured.
-
-Each part is a frozen bundle of numbers and functions with two makers,
-``from_…`` hardware and ``from_profile``, so that everything after it can't tell
-the two apart, except by its ``provenance``.
-"""
+"""How long the S-part, the R-part and the network take: from datasheets, or from what workers
+measured. What follows can't tell the two apart, except by their ``provenance``."""
 
 from __future__ import annotations
 
@@ -159,12 +154,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPartModel:
-        """A roofline over ``num_gpus`` GPUs of one node that share every layer
-        (tensor parallel).
-
-        Raises:
-            ConfigError: the GPU doesn't compute in this dtype.
-        """
+        """A roofline over GPUs of one node that share every layer (tensor parallel)."""
         roof = _Roofline.of(gpu, num_gpus, costs)
         return cls(
             name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
@@ -191,7 +181,7 @@ class SPartModel(HardwarePart):
         """Curves through what was measured.
 
         Raises:
-            ConfigError: the profile is of another model shape or dtype.
+            ConfigError: If the profile is of another model shape or dtype.
         """
         from cost_model.fit import fit_curve  # here: NumPy is slow to load
 
@@ -294,11 +284,10 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
-        """A line through what was measured. An R-worker of the measured host
-        counts as one socket.
+        """A line through what was measured. An R-worker of the measured host counts as one socket.
 
         Raises:
-            ConfigError: the profile is of another head shape or KV dtype.
+            ConfigError: If the profile is of another head shape or KV dtype.
         """
         from cost_model.fit import fit_decode
 

@@ -60,8 +60,7 @@ class SystemTime(StepTime):
         return self._layers * (out_s + system.way_s(num_tokens * costs.back_bytes, self.sockets))
 
     def _prompts_alone_s(self, prompts: Prompts) -> float:
-        """A step of prompts alone reads the weights, too, and sends K and V to the
-        R-workers."""
+        """A step of prompts alone reads the weights, too, and sends K and V to the R-workers."""
         s, costs = self.system.s, self.system.costs
         total, prompts_s = sum(new for _, new in prompts), self._prompts_s(prompts)
         if s.provenance is Provenance.MEASURED:

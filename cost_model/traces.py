@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -36,22 +36,15 @@ _FIELDS = ("num_prompt_tokens", "num_output_tokens", "max_tokens", "arrival_s", 
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """Read a trace file.
-
-    Raises:
-        ConfigError: it can't be read, or a line is no request; names the line
-            and the field.
-    """
+    """Read a file of own lines. Raises ConfigError if it can't be read, or a line is broken."""
     return read_file(path, parse_trace, str(path))
 
 
 def parse_trace(lines: Iterable[bytes], name: str) -> RequestTrace:
-    """See ``read_trace``. ``name`` is what errors call the file."""
-    return trace_of(bounded(lines, name), name)
+    return _own(bounded(lines, name), name)
 
 
-def trace_of(lines: Iterable[Located], name: str) -> RequestTrace:
-    """See ``read_trace``."""
+def _own(lines: Iterable[Located], name: str) -> RequestTrace:
     units: set[ArrivalUnit] = set()
     requests = [_own_request(fields, where, units) for where, fields in records(lines, _FIELDS)]
     if not requests:
@@ -88,11 +81,7 @@ def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str)
 
 
 def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each line is, and its JSON object.
-
-    Raises:
-        ConfigError: a line is something else, or has a field that is not known.
-    """
+    """Where each line is, and its JSON object."""
     for where, line in lines:
         fields = json_object(line, where)
         check_known(fields, known, where)
@@ -148,7 +137,7 @@ def _read(file: Iterable[bytes], name: str) -> ReadTrace:
         raise ConfigError(f"{name} holds no requests")
     names = set(json_object(first[1], first[0]))
     if "num_prompt_tokens" in names:
-        trace = trace_of(chain([first], lines), name)
+        trace = _own(chain([first], lines), name)
         if trace.unit != "s":
             raise ConfigError(f"{name}: arrivals are steps; a plan needs arrival_s")
         return ReadTrace(_from_zero(list(trace.requests)), "own", 0)
@@ -188,14 +177,6 @@ def _count(record: Fields, name: str, where: str) -> int:
 
 
 def _from_zero(requests: list[TracedRequest]) -> RequestTrace:
-    requests.sort(key=lambda request: request.arrival)
-    start = requests[0].arrival
-    return RequestTrace(
-        tuple(
-            TracedRequest(
-                each.num_prompt_tokens, each.num_output_tokens, each.max_tokens,
-                each.arrival - start,
-            )
-            for each in requests
-        )
-    )  # fmt: skip
+    start = min(each.arrival for each in requests)
+    moved = (replace(each, arrival=each.arrival - start) for each in requests)
+    return RequestTrace(tuple(sorted(moved, key=lambda each: each.arrival)))

@@ -100,9 +100,6 @@ def arrange(
     Args:
         setup: one GPU's.
         by: what is best of the placements of one way: one of ``SORTS``.
-
-    Raises:
-        ConfigError: the goal has no number of sockets.
     """
     if goal.max_sockets is None:
         raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")

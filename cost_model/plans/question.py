@@ -195,16 +195,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Prices:
-    """Money an hour, by hardware name; ``default`` stands for every other name.
-
-    File (TOML or JSON)::
-
-        currency = "USD"
-        [gpu_per_hour]
-        "A10" = 0.75
-        [socket_per_hour]
-        default = 0.40
-    """
+    """Money an hour, by hardware name. ``default`` stands for every other name."""
 
     currency: str
     gpu_per_hour: Mapping[str, float]

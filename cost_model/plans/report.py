@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from cost_model.plans.constraints import Constraint
 from cost_model.plans.gpu_only import GpuOnly
 from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import about_weights, inputs_of
@@ -109,7 +108,10 @@ def _answer(sizing: Sizing) -> str:
         names = ", ".join(row.name for row in sizing.in_the_way)
         no_batch = f"no batch on R-workers keeps every promise. In the way: {names}"
         rows.append(("Infeasible", no_batch))
-        rows += [("", f"{row.name}: {row.detail}. {_mend(row)}") for row in sizing.in_the_way]
+        rows += [
+            ("", f"{row.name}: {row.detail}{row.mend and f'. Would help: {row.mend}'}")
+            for row in sizing.in_the_way
+        ]
         rows.append(("Nearest", sizing.nearest))
     headline = sizing.headline
     if headline is not None:
@@ -237,10 +239,6 @@ def _hybrid(sizing: Sizing, both: Hybrid) -> str:
         )
     sockets = counted(both.sockets, "socket")
     return f"{rate_text(both.tokens_per_s)} tokens/s with {sockets}: {_sides(sizing, both)}"
-
-
-def _mend(row: Constraint) -> str:
-    return f"Would help: {row.mend}" if row.mend else ""
 
 
 def _verdict(sizing: Sizing, verdict: Verdict) -> str:

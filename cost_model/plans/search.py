@@ -1,9 +1,8 @@
-"""The search for a plan: the most that any batch gives, the smallest batch that gives nearly
-that, and the fewest sockets for it.
+"""The search for a plan: the most that any batch gives, the smallest batch that gives nearly that,
+and the fewest sockets for it.
 
-The most is the reference, because it never falls when hardware gets better: every way to run
-that the worse hardware had, the better one has, and no slower. So the answer never falls
-either, but for what whole sequences and sockets round off.
+The most is the reference, because it never falls when hardware gets better: every way to run that
+the worse hardware had, the better one has, and no slower.
 """
 
 from __future__ import annotations
@@ -148,11 +147,7 @@ class Search:
         return self.batch(lane_batch, lanes) / (self.system.costs.num_layers * cycle_s)
 
     def tops(self) -> dict[int, tuple[float, int]]:
-        """By number of lanes: the most tokens a second, and a lane's batch that gives them.
-
-        Raises:
-            ConfigError: the batch that was asked for is beyond what was measured.
-        """
+        """By number of lanes: the most tokens a second, and a lane's batch that gives them."""
         found = {}
         for lanes in self.num_lanes:
             rates = ((self.rate(batch, lanes), -batch) for batch in self._lane_batches(lanes))

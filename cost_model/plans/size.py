@@ -1,10 +1,7 @@
-"""The planner: which batch, how many lanes, how many sockets, and whether to
-offload at all.
+"""The planner: which batch, how many lanes and sockets, and whether to offload at all.
 
-How it chooses: see ``search``. Beside that plan, which keeps every KV cache on R-workers, stand
-the GPU alone and both together; the headline is the one of the three with the most tokens a
-second. If no batch keeps every promise, the answer is "infeasible", with the constraint that
-stands in the way and the nearest plan that can run.
+Beside the plan on R-workers (``search``) stand the GPU alone and both sides. The headline is the
+one with the most tokens a second.
 """
 
 from __future__ import annotations
@@ -444,11 +441,7 @@ def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
 
 
 def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
-    """What so many output tokens take, where the rate is kept all the time.
-
-    Raises:
-        ConfigError: a price is missing.
-    """
+    """What so many output tokens take, where the rate is kept all the time."""
     setup, s, r = sizing.setup, sizing.system.s, sizing.system.r
     hours = num_tokens / headline.tokens_per_s / 3600.0
     power_w = s.power_w

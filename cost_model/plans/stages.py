@@ -1,13 +1,8 @@
-"""A plan for a pipeline of stages (``--pp``), from the plan of one of them.
+"""A plan for a pipeline of stages (``--pp``): the plan of its slowest stage, N times.
 
-A stage is a GPU, or several that share every layer, with some of the layers and
-R-workers of its own. It never waits for another one while there are enough
-lanes; so what one stage is busy with, ``size`` plans as it plans a whole model of
-that many layers. Sequences go round: of N stages each has a plan's lanes, and a
-token takes N times a plan's. What is planned is the slowest stage: the first,
-which has embedding and head, or the largest of the others, which have layers
-alone. Hidden states on their way from stage to stage, a small part of what goes
-to R-workers, are left out.
+A stage never waits for another one while there are enough lanes, so ``size`` plans it as a model of
+its layers. The slowest is the first, which has embedding and head, or the largest of the others.
+Hidden states between stages, a small part of what goes to R-workers, are left out.
 """
 
 from __future__ import annotations
@@ -53,10 +48,6 @@ def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Si
 
     Args:
         plan: answers the question about one stage.
-
-    Raises:
-        ConfigError: there are too few layers, lanes or sockets for so many
-            stages.
     """
     first, *others = layers_of_stages(setup.spec, num_stages)
     asked = _stage_goal(goal, num_stages)

@@ -326,11 +326,11 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
 def run_size(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.hardware import Hardware
-    from cost_model.plans.plot import check_plot, save_plot
     from cost_model.plans.question import Prices
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import slowest_stage, stages_json, stages_text
+    from cost_model.plot import check_plot, save_plot
     from cost_model.printing import json_text
 
     if args.plot is not None:
