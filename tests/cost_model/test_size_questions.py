@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -334,3 +336,33 @@ def test_without_a_gpu_no_line_speaks_of_one(capsys: pytest.CaptureFixture[str])
     code, out, _ = run(capsys, "--seq-len", "512", "--gpu", "none", "--dtype", "float32")
     assert code == 0 and "CPU alone" in out
     assert "GPU" not in out.replace("no GPU", "")
+
+
+@pytest.mark.parametrize(
+    ("kv", "group", "share"),
+    [
+        ("bfloat16", 1, 0.55), ("float16", 7, 0.55), ("bfloat16", 8, 0.60), ("bfloat16", 16, 0.65),
+        ("bfloat16", 64, 0.65), ("int8", 4, 0.65), ("int8", 1, 0.65), ("int4", 8, 0.75),
+        ("float32", 8, 0.55),
+    ],
+)  # fmt: skip
+def test_avx2_attention_counts_what_was_measured(kv: str, group: int, share: float) -> None:
+    assert HARDWARE.cpu("EPYC 7763").attention_peak(kv, group).value == share
+
+
+def test_attention_is_bound_by_arithmetic_from_eight_heads_a_kv_head() -> None:
+    """70B: 64 heads of 128 over 8 KV heads, 4 operations each, at 0.6 of 64 x 2.45 GHz x 32."""
+    system = setup(model="Llama-3 70B", gpu="H200", cpu="EPYC 7763").system()
+    arithmetic_s = 4 * 64 * 128 / (0.60 * 64 * 2.45e9 * 32)
+    reads_s = 4096 / (0.68 * 204.8e9)
+    assert system.r.token_s == pytest.approx(max(arithmetic_s, reads_s))
+    narrow = replace(HARDWARE.cpu("EPYC 7763"), cores=16)
+    slow = replace(setup(model="Llama-3 70B", gpu="H200"), cpu=narrow).system()
+    assert slow.r.token_s == pytest.approx(4 * arithmetic_s)
+
+
+def test_own_compute_efficiency_goes_before_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    text = '[cpu.mine]\nlike = "EPYC 7763"\ncompute_efficiency = 0.3\n'
+    file.write_text(text + 'compute_efficiency_source = "measured"\n')
+    assert Hardware.load(file).cpu("mine").attention_peak("int8", 8).value == 0.3
