@@ -17,9 +17,6 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
 
     Args:
         cv: coefficient of variation: 1 is Poisson, 0 is a clock, above 1 bursts.
-
-    Raises:
-        ConfigError: cv or seed make no sense.
     """
     number_within("cv", cv, 0, MAX_CV)
     whole_number("seed", seed, 0, MAX_SEED)
@@ -31,11 +28,7 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
 
 def arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list[float]:
     """Seconds at which requests arrive, the first one at 0. Twice the rate is
-    the same pattern in half the time.
-
-    Raises:
-        ConfigError: rate, cv or seed make no sense.
-    """
+    the same pattern in half the time."""
     number_within("rate", rate, 1e-9, 1e9, "number of requests a second")
     gaps = unit_gaps(max(0, num_requests - 1), cv, seed)
     return [0.0, *(float(each) for each in np.cumsum(gaps) / rate)][:num_requests]

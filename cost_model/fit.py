@@ -1,10 +1,9 @@
 """From measured points to functions, each with its error.
 
-``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if
-two straight lines say it well, else a monotone piecewise-linear curve.
-``fit_decode`` for the R-part: call + sequences + cached tokens. Errors are
-relative: what nine of ten points are off by at most when they are left out of
-the fit, and the spread of the repeats.
+``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if two straight lines
+say it well, else a monotone piecewise-linear curve. ``fit_decode`` for the R-part: call +
+sequences + cached tokens. Errors are relative: what nine of ten points are off by at most when
+they are left out of the fit, and the spread of the repeats.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class Curve:
 
 
 def fit_curve(points: Sequence[Point]) -> Curve:
-    """Fit a time over a size.
-
-    Raises:
-        ConfigError: there are no points.
-    """
+    """Fit a time over a size."""
     if not points:
         raise ConfigError("nothing to fit: the profile has no points", code="invalid_profile")
     merged = _by_size(points)
@@ -194,12 +189,7 @@ class DecodeFit:
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
-    """Fit the R-part's time over sequences and cached tokens.
-
-    Raises:
-        ConfigError: there are fewer than three points: a call, a sequence and a
-            token can't be told apart.
-    """
+    """Fit the R-part's time over sequences and cached tokens."""
     if len(points) < 3:
         raise ConfigError(
             "an R-part needs at least 3 decode points to be fitted", code="invalid_profile"

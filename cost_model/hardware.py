@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -59,7 +59,7 @@ class Gpu:
     """To the host, one direction."""
     peer_bytes_per_s: float
     """To the other GPUs of its node, one direction."""
-    power_w: float
+    power_w: float | None
     compute_efficiency: Efficiency
     memory_efficiency: Efficiency
     link_efficiency: Efficiency
@@ -71,11 +71,7 @@ class Gpu:
     relative_error: float
 
     def flops_per_s(self, dtype: DType) -> float:
-        """The dense matrix peak in ``dtype``.
-
-        Raises:
-            ConfigError: the GPU doesn't compute in it.
-        """
+        """Return the dense matrix peak in ``dtype``."""
         if dtype is DType.FLOAT32:
             raise ConfigError(
                 f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
@@ -96,6 +92,14 @@ class Gpu:
         return self.memory_bytes * self.memory_usable.value
 
 
+class SocketAsGpu(Gpu):
+    """What an S-worker computes on without a GPU. It widens float16 weights to float32."""
+
+    def flops_per_s(self, dtype: DType) -> float:
+        bf16 = self.bf16_flops_per_s if dtype is DType.BFLOAT16 else None
+        return bf16 or self.fp16_flops_per_s
+
+
 @dataclass(frozen=True)
 class Cpu:
     """One CPU socket with its memory."""
@@ -104,8 +108,12 @@ class Cpu:
     source: str
     cores: int
     base_ghz: float
+    isa: str
+    """Instruction set of the attention kernels: avx2, avx512 or neon."""
     fp32_flops_per_cycle: int
     """Of one core."""
+    bf16_flops_per_cycle: float | None
+    """Of one core's dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
     memory_channels: int
     transfers_per_s: float
     """Of one channel of 8 bytes."""
@@ -113,14 +121,32 @@ class Cpu:
     """Installed, unless the user says otherwise."""
     memory_source: str
     sockets_per_host: int
-    power_w: float
+    power_w: float | None
     read_efficiency: Efficiency
     attention_efficiency: Efficiency
     compute_efficiency: Efficiency
+    matrix_efficiency: Efficiency
     memory_usable: Efficiency
     call_s: float
     """What one ``Attend`` costs beside the bytes: receive, look up, start the threads, answer."""
     relative_error: float
+
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By KV dtype: parts of the FMA peak, by query heads a KV head, and their ``source``."""
+
+    def attention_peak(self, kv_dtype: str, group: int) -> Efficiency:
+        """Return the part of the FMA peak that attention reaches where arithmetic binds.
+
+        Args:
+            group: Query heads a KV head. The measured group below it counts.
+        """
+        is_16_bit = kv_dtype in (DType.FLOAT16.value, DType.BFLOAT16.value)
+        row = dict(self.kernels.get("16-bit" if is_16_bit else kv_dtype, {}))
+        if not row:
+            return self.compute_efficiency
+        source, groups = str(row.pop("source")), sorted(map(int, row))
+        near = max((each for each in groups if each <= group), default=groups[0])
+        return Efficiency(row[str(near)], source)
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -131,6 +157,29 @@ class Cpu:
     def fp32_flops_per_s(self) -> float:
         """The stated peak: cores x base clock x flops a cycle."""
         return self.cores * self.base_ghz * 1e9 * self.fp32_flops_per_cycle
+
+    def as_gpu(self, memory_bytes: int | None = None) -> Gpu:
+        """Return what the S-worker computes on where there is no GPU: this socket."""
+        fp32, bf16 = self.fp32_flops_per_s, self.bf16_flops_per_cycle
+        return SocketAsGpu(
+            name=f"{self.name} (no GPU)",
+            source=self.source,
+            fp16_flops_per_s=fp32,
+            bf16_flops_per_s=bf16 and fp32 / self.fp32_flops_per_cycle * bf16,
+            fp8_flops_per_s=None,
+            memory_bytes=memory_bytes or self.memory_bytes,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            pcie_bytes_per_s=self.memory_bytes_per_s,
+            peer_bytes_per_s=self.memory_bytes_per_s,
+            power_w=self.power_w,
+            compute_efficiency=self.matrix_efficiency,
+            memory_efficiency=self.read_efficiency,
+            link_efficiency=self.read_efficiency,
+            memory_usable=self.memory_usable,
+            layer_overhead_s=10 * self.call_s,
+            all_reduce_s=self.call_s,
+            relative_error=self.relative_error,
+        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +223,7 @@ class Hardware:
                 fields that it has; ``like`` names a part that it is but for its own fields.
 
         Raises:
-            ConfigError: the user's file can't be read, or a field is missing, unknown or
+            ConfigError: If the user's file can't be read, or a field is missing, unknown or
                 makes no sense; names it.
         """
         shipped = resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")
@@ -244,6 +293,11 @@ class Hardware:
         """Raises ConfigError with the nearest names if there is none of this name."""
         return self.cpus[self._find("cpu", name)]
 
+    def own_cpu(self, name: str, row: Mapping[str, Any]) -> Cpu:
+        """Raises ConfigError if a field is missing or makes no sense."""
+        cpu: Cpu = self._part("cpu", name, row)
+        return cpu
+
     def nic(self, name: str) -> Nic:
         """Raises ConfigError with the nearest names if there is none of this name."""
         return self.nics[self._find("nic", name)]
@@ -263,7 +317,10 @@ class Hardware:
         return {name: self._part(kind, name, row) for name, row in rows}
 
     def _part(self, kind: str, name: str, row: Mapping[str, Any]) -> Any:
-        return _KINDS[kind](name, {**self._tables[f"{kind}_defaults"], **row})
+        part = _KINDS[kind](name, {**self._tables[f"{kind}_defaults"], **row})
+        if kind == "cpu" and "compute_efficiency" not in row:
+            return replace(part, kernels=self._tables["attention"].get(part.isa, {}))
+        return part
 
     def _find(self, kind: str, name: str) -> str:
         names = {
@@ -290,12 +347,7 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     """Look a name up, whatever its capitals, spaces and dashes.
 
     Args:
-        known: every accepted spelling, and the name it stands for.
-        option: for the message: ``--option``.
-
-    Raises:
-        ConfigError: nothing is called so; the message suggests the nearest
-            names.
+        known: Every accepted spelling, and the name it stands for.
     """
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
@@ -333,6 +385,7 @@ def _efficiency(row: Mapping[str, Any], name: str) -> Efficiency:
 _RANGES: dict[str, tuple[float, float]] = {
     "all_reduce_s": (1e-9, 1.0),
     "base_ghz": (0.1, 100.0),
+    "bf16_flops_per_cycle": (1, 65536),
     "bf16_flops_per_s": (1e9, 1e19),
     "call_s": (1e-9, 1.0),
     "cores": (1, 65536),
@@ -377,7 +430,7 @@ def _optional(row: Mapping[str, Any], name: str) -> float | None:
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
-    "str": lambda row, name: row[name],
+    "str": lambda row, name: str(row[name]),
     "int": lambda row, name: int(_number(row, name, is_whole=True)),
     "float": _number,
     "float | None": _optional,
@@ -393,6 +446,7 @@ def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **sizes
         sizes: which field of the file says ``memory_bytes``, and its unit in bytes.
     """
     every = fields(kind)  # type: ignore[arg-type]
+    every = tuple(each for each in every if each.default_factory is MISSING)
     needed = {each.name for each in every if "None" not in str(each.type)} - {"memory_bytes"}
     missing = sorted((needed | set(sizes)) - {"name", *row})
     if missing:

@@ -1,13 +1,11 @@
-"""Numbers: exact as they were typed (0.1 is a tenth, so bounds and ties come out as on paper),
-whole but for rounding, within limits, and as fields of JSON objects that people or other programs
-wrote. An error names the value and where it was given."""
+"""Numbers: whole but for rounding, within limits, and as fields of JSON objects that people or
+other programs wrote. An error names the value and where it was given."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
-from fractions import Fraction
 from typing import Any
 
 from fastdecode.core.errors import ConfigError, Given
@@ -46,33 +44,6 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
     while high <= most and holds(high):
         low, high = high, 2 * high
     return smallest(lambda number: not holds(number), min(high, most + 1), above=low) - 1
-
-
-def as_typed(value: float | Fraction) -> Fraction:
-    """The number with the fewest digits that is read as this one."""
-    return value if isinstance(value, Fraction) else Fraction(repr(float(value)))
-
-
-def exact(
-    name: str, value: float | Fraction, *, least: float = 0.0, above: bool = True
-) -> Fraction:
-    """The number as it was typed.
-
-    Args:
-        name: the parameter that it is a value of, for errors.
-        least: the value must lie above it, or with ``above`` false, at it or
-            above.
-
-    Raises:
-        ConfigError: it doesn't, or is no finite number below 1e15.
-    """
-    fits = math.isfinite(value) and (value > least if above else value >= least)
-    if isinstance(value, bool) or not fits or value >= LARGEST:
-        limit = "above" if above else "of at least"
-        raise ConfigError(
-            Given(name, value), f" is not a number {limit} {least:g} and below {LARGEST:g}"
-        )
-    return as_typed(value)
 
 
 def number_within(name: str, value: float, low: float, high: float, what: str = "number") -> float:

@@ -1,14 +1,12 @@
-"""One step of the pipeline, predicted: seconds per token, tokens a second, who
-waits for whom.
+"""One step of the pipeline, predicted: seconds per token, tokens a second, who waits for whom.
 
-A lane's way through one layer is a chain: S-part, q k v out, R-part, o back,
-the round trip's latency, and what the S-worker's thread spends on the messages,
-one to and from each R-worker. Over ZeroMQ its I/O threads carry what goes out
-and what comes back (I/O), and each way takes at least as long as they need for
-it. With K lanes in flight all lanes pass one layer every ``cycle_s`` of
-``fastdecode.schedule.times``: the link is as busy as the busiest of messages, I/O,
-out and back, and the trip is messages + out + back + round trip. A step is
-``num_layers`` cycles, and gives every running sequence one token.
+A lane's way through one layer is a chain: S-part, q k v out, R-part, o back, the round trip's
+latency, and what the S-worker's thread spends on the messages, one to and from each R-worker. Over
+ZeroMQ its I/O threads carry what goes out and what comes back (I/O), and each way takes at least
+as long as they need for it. With K lanes in flight all lanes pass one layer every ``cycle_s`` of
+``fastdecode.schedule.times``: the link is as busy as the busiest of messages, I/O, out and back,
+and the trip is messages + out + back + round trip. A step is ``num_layers`` cycles, and gives
+every running sequence one token.
 """
 
 from __future__ import annotations
@@ -207,13 +205,19 @@ class System:
 
         return on
 
-    def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:
-        """The steady state of ``lanes`` lanes of ``lane_batch`` sequences over
-        ``sockets`` R-workers."""
+    def predict(
+        self, lane_batch: int, lanes: int, sockets: int, batch: int | None = None
+    ) -> StepPrediction:
+        """Predict the steady state of ``lanes`` lanes over ``sockets`` R-workers.
+
+        Args:
+            lane_batch: Sequences of the largest lane.
+            batch: Sequences of all lanes. None if the lanes are equal.
+        """
         lane = self.lane(lane_batch, sockets)
         cycle_s = lane.cycle_s(lanes)
         step_s = self.costs.num_layers * cycle_s
-        batch = lane_batch * lanes
+        batch = batch or lane_batch * lanes
         return StepPrediction(
             batch=batch,
             lanes=lanes,

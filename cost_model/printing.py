@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
-from fractions import Fraction
 from typing import Any
 
 WIDTH = 110
@@ -28,7 +27,7 @@ def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[
     lines: list[str] = []
     for label, text in rows:
         first = f"  {label:<{label_width}} "
-        lines += textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent)
+        lines += _wrapped(text, first, indent)
     return lines
 
 
@@ -36,7 +35,13 @@ def paragraph(text: str, *, indent: int = 0, bullet: str = "") -> list[str]:
     """One paragraph, wrapped; ``bullet`` stands before its first line."""
     rest = " " * (indent + len(bullet))
     first = " " * indent + bullet
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest)
+    return _wrapped(text, first, rest)
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def table(
@@ -74,7 +79,7 @@ def picked(value: Any, names: str) -> dict[str, Any]:
 
 
 def json_tree(value: Any) -> Any:
-    """Dataclasses as objects, fractions as numbers, enums as their values; an infinite or
+    """Dataclasses as objects, enums as their values; an infinite or
     undefined number is null, which JSON has no word for."""
     if is_dataclass(value) and not isinstance(value, type):
         return json_tree(asdict(value))
@@ -84,8 +89,6 @@ def json_tree(value: Any) -> Any:
         return [json_tree(each) for each in value]
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Fraction):
-        return float(value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

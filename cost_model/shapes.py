@@ -1,11 +1,7 @@
-"""Well-known models by name, as the ``config.json`` that their checkpoints
-carry, so that nobody needs to have one.
+"""Well-known models by name, as the ``config.json`` that their checkpoints carry.
 
-They are in ``models.json``: a model's config is that of its ``base``, with its
-own fields over it. Parameter counts, KV bytes and wire bytes all come from
-``read_model_spec``, as for a model on disk. GPT-3 was never released; its shapes
-(arXiv 2005.14165, table 2.1) are written as GPT-2 configs, the 13B one with the
-40 heads of 128 that its stated head size implies.
+They are in ``models.json``: a model's config is that of its ``base``, with its own fields over it.
+GPT-3 was never released: its shapes (arXiv 2005.14165, table 2.1) are written as GPT-2 configs.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.json_file import read_object
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.local_models import find_model
+from fastdecode.core.model.refused import REFUSED
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -57,18 +54,33 @@ def known_models() -> Mapping[str, KnownModel]:
 
 
 def model_named(name: str) -> ModelSpec:
-    """The spec of a known model.
-
-    Raises:
-        ConfigError: there is none of this name; the message suggests the
-            nearest.
-    """
+    """The spec of a known model."""
     models = known_models().values()
     spellings = {each: model.name for model in models for each in model.spellings}
     tuned = {_untuned(each): own for each, own in spellings.items()}
     known = tuned.get(_untuned(name)) if name not in spellings else None
-    known = known or find_name(name.rpartition("/")[2] or name, spellings, option="model")
+    if known is None:
+        try:
+            known = find_name(name.rpartition("/")[2] or name, spellings, option="model")
+        except ConfigError:
+            _refuse(name)
+            raise
     return read_model_spec(known_models()[known].config, name=known)
+
+
+def _refuse(name: str) -> None:
+    """Raises ConfigError if FastDecode does not implement the model of this name, with the
+    reason."""
+    text = resources.files("cost_model").joinpath("models.json").read_text("utf-8")
+    own = name.rpartition("/")[2].lower().replace(" ", "-")
+    for pattern, architecture in reversed(json.loads(text)["refused"].items()):
+        if re.match(pattern, own):
+            (row,) = (each for each in REFUSED if architecture in each.architectures)
+            raise ConfigError(
+                f"--model {name}: it has {row.what}, which FastDecode does not implement. "
+                f"Use another model; --list has the names",
+                code="unsupported_model",
+            )
 
 
 def _untuned(name: str) -> str:
@@ -83,8 +95,8 @@ def read_model(model: str) -> ModelSpec:
     the local Hugging Face cache, whichever ``model`` is first.
 
     Raises:
-        ConfigError: it is none of these, or the file can't be read.
-        ModelError: the config isn't one of a model that we implement.
+        ConfigError: If it is none of these, or the file can't be read.
+        ModelError: If the config isn't one of a model that we implement.
     """
     path = Path(model)
     if path.is_dir():

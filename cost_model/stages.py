@@ -1,10 +1,5 @@
-"""How long the S-part, the R-part and the network take: from datasheets, or
-from what workers measured.
-
-Each part is a frozen bundle of numbers and functions with two makers,
-``from_…`` hardware and ``from_profile``, so that everything after it can't tell
-the two apart, except by its ``provenance``.
-"""
+"""How long the S-part, the R-part and the network take: from datasheets, or from what workers
+measured. What follows can't tell the two apart, except by their ``provenance``."""
 
 from __future__ import annotations
 
@@ -159,12 +154,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPartModel:
-        """A roofline over ``num_gpus`` GPUs of one node that share every layer
-        (tensor parallel).
-
-        Raises:
-            ConfigError: the GPU doesn't compute in this dtype.
-        """
+        """A roofline over GPUs of one node that share every layer (tensor parallel)."""
         roof = _Roofline.of(gpu, num_gpus, costs)
         return cls(
             name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
@@ -177,16 +167,21 @@ class SPartModel(HardwarePart):
             usable_memory_bytes=num_gpus * gpu.usable_memory_bytes,
             kv_read_bytes_per_s=num_gpus * roof.bytes_per_s,
             host_link_bytes_per_s=num_gpus * gpu.pcie_bytes_per_s * gpu.link_efficiency.value,
-            power_w=num_gpus * gpu.power_w,
+            power_w=None if gpu.power_w is None else num_gpus * gpu.power_w,
             relative_error=gpu.relative_error,
         )
+
+    def without_gpu(self, r: RPartModel, costs: TokenCosts) -> SPartModel:
+        """Return the S-part of a CPU that attends as the R-workers' do, without a host link."""
+        read = costs.kv_layer_bytes / r.token_s
+        return replace(self, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
         """Curves through what was measured.
 
         Raises:
-            ConfigError: the profile is of another model shape or dtype.
+            ConfigError: If the profile is of another model shape or dtype.
         """
         from cost_model.fit import fit_curve  # here: NumPy is slow to load
 
@@ -259,7 +254,8 @@ class RPartModel(HardwarePart):
         where many query heads share K and V."""
         read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
         read_token_s = costs.kv_layer_bytes / read_bytes_per_s
-        compute_s = costs.attention_flops / (cpu.fp32_flops_per_s * cpu.compute_efficiency.value)
+        peak = cpu.attention_peak(costs.kv_dtype, costs.group)
+        compute_s = costs.attention_flops / (cpu.fp32_flops_per_s * peak.value)
         memory = memory_bytes or cpu.memory_bytes
         return cls(
             name=cpu.name,
@@ -288,11 +284,10 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
-        """A line through what was measured. An R-worker of the measured host
-        counts as one socket.
+        """A line through what was measured. An R-worker of the measured host counts as one socket.
 
         Raises:
-            ConfigError: the profile is of another head shape or KV dtype.
+            ConfigError: If the profile is of another head shape or KV dtype.
         """
         from cost_model.fit import fit_decode
 

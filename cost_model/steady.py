@@ -69,7 +69,7 @@ def read_plan(path: Path) -> PlannedBatch:
     """The batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
 
     Raises:
-        ConfigError: the file is missing, isn't such a plan, or has none because
+        ConfigError: If the file is missing, isn't such a plan, or has none because
             the question was infeasible.
     """
     tree = read_object(
@@ -101,15 +101,11 @@ def read_plan(path: Path) -> PlannedBatch:
 def scale_down(
     planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: int, one_lane: bool
 ) -> SteadyBatch:
-    """The plan's twin on a smaller machine: no more R-workers than cores, a
-    batch that fits, contexts kept if they can.
+    """Return the plan's twin on a smaller machine, whose batch fits, with its contexts if they can.
 
     Args:
-        cores: of the machine, shared by the R-workers.
-        kv_tokens: cached tokens that all R-workers together may hold.
-        max_batch: sequences that are still worth running here.
-        one_lane: S-part and R-part share the cores, so that nothing can
-            overlap.
+        kv_tokens: Cached tokens that all R-workers together may hold.
+        one_lane: True if S-part and R-part share the cores, so that nothing overlaps.
     """
     r_workers = min(planned.r_workers, cores)
     context = max(16, min(planned.context_tokens, kv_tokens // (2 * r_workers)))

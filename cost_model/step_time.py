@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cost_model.predict import LaneTimes, System
 from cost_model.stages import Provenance
+from cost_model.workload import Workload
 from fastdecode.schedule.times import Prompts, StepTime
+
+
+def machine_times(system: System, sequences: int) -> tuple[float, float]:
+    """Return seconds of a microbatch's prompts, and of one token, on the GPUs alone, with all
+    layers and K and V in their memory."""
+    workload = system.workload
+    alone = SystemTime(replace(system.on_device(), workload=Workload(0, 1)), 1)
+    load = sequences * workload.mean_context_tokens
+    prompt_s = alone.s_part_s(0, [(0, workload.prompt_tokens)] * sequences)
+    r_part_s = alone.r_part_s(0, load, sequences)
+    return prompt_s, alone.s_part_s(sequences) + r_part_s + alone.trip_s(sequences)
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,7 @@ class SystemTime(StepTime):
         return self._layers * (out_s + system.way_s(num_tokens * costs.back_bytes, self.sockets))
 
     def _prompts_alone_s(self, prompts: Prompts) -> float:
-        """A step of prompts alone reads the weights, too, and sends K and V to the
-        R-workers."""
+        """A step of prompts alone reads the weights, too, and sends K and V to the R-workers."""
         s, costs = self.system.s, self.system.costs
         total, prompts_s = sum(new for _, new in prompts), self._prompts_s(prompts)
         if s.provenance is Provenance.MEASURED:

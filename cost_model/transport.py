@@ -1,6 +1,5 @@
-"""How messages travel between an S-worker and its R-workers, and what that costs
-beside the network: ZeroMQ's I/O threads copy every byte, and with a key encrypt
-it."""
+"""How messages travel between an S-worker and its R-workers, and what that costs beside the
+network: ZeroMQ's I/O threads copy every byte, and with a key encrypt it."""
 
 from __future__ import annotations
 

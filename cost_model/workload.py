@@ -28,12 +28,7 @@ KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
 
 
 def parse_kv_dtype(name: str) -> str:
-    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES``
-    lists.
-
-    Raises:
-        ConfigError: the name is none of these.
-    """
+    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES`` lists."""
     if name.lower() in ("int8", "int4"):
         return name.lower()
     try:
@@ -289,6 +284,11 @@ class TokenCosts:
     def kv_bytes(self) -> float:
         """K and V of one cached token over all layers."""
         return self.num_layers * self.kv_layer_bytes
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.spec.num_q_heads // self.spec.num_kv_heads
 
     @property
     def attention_flops(self) -> float:

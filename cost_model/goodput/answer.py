@@ -161,11 +161,7 @@ def hardware_text(plan: PlacementPlan) -> str:
 
 
 def answer(question: Question, progress: Callable[[str], object] = lambda _: None) -> Answer:
-    """Search both ways.
-
-    Raises:
-        ConfigError: the model fits on no instance.
-    """
+    """Search both ways."""
     hardware = question.hardware
     search = Search(
         hardware, question.load, question.rate, question.objective, question.prices, progress

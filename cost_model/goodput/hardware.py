@@ -1,5 +1,4 @@
-"""Instances that given hardware can make: their times, batches, memory and
-ports."""
+"""Instances that given hardware can make: their times, batches, memory and ports."""
 
 from __future__ import annotations
 

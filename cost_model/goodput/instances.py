@@ -18,9 +18,8 @@ from fastdecode.schedule.times import StepTime
 
 
 class PrefillInstance:
-    """Whole prompts, in order, up to ``batch_tokens`` a batch; a longer one by
-    itself. Done prompts wait in its buffer until they are fetched; while that
-    is full, no batch begins."""
+    """Whole prompts, in order, up to ``batch_tokens`` a batch; a longer one by itself. Done
+    prompts wait in its buffer until they are fetched; while that is full, no batch begins."""
 
     def __init__(
         self,
@@ -228,9 +227,8 @@ class _Prompt:
 
 
 class ColocatedInstance(DecodeInstance):
-    """An instance for both phases: parts of prompts run in decode steps, as the
-    engine runs them. Requests start in order, where there is room for
-    all that they will cache.
+    """An instance for both phases: parts of prompts run in decode steps, as the engine runs them.
+    Requests start in order, where there is room for all that they will cache.
 
     Args:
         step_tokens: of prompts in a step, at most.

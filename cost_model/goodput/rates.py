@@ -54,9 +54,8 @@ def greatest_rate(
     most: float,
     top: float | None = None,
 ) -> float:
-    """Requests a second, to 2 %, and no more than ``most``; 0 if the SLO isn't
-    kept at any rate worth the name. The same requests come at every rate, only
-    closer.
+    """Requests a second, to 2 %, and no more than ``most``; 0 if the SLO isn't kept at any rate
+    worth the name. The same requests come at every rate, only closer.
 
     Args:
         top: rates that are looked at are this, and 2 % apart from each other

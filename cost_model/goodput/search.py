@@ -1,10 +1,8 @@
 """From hardware, requests and an SLO to a placement.
 
-The instances of a phase carry the asked rate at the least cost: ``⌈rate / goodput⌉`` of one
-kind, with so many sockets each. By the objective ``gpu`` the fewest GPUs are
-the least cost, and among those the lowest price; by ``cost`` the lowest price. So what an
-instance could carry beyond the rate is worth nothing, and more sockets pay only where fewer
-instances do.
+The instances of a phase carry the asked rate at the least cost: ``⌈rate / goodput⌉`` of one kind.
+The objective ``gpu`` counts GPUs before money. What an instance could carry beyond the rate is
+worth nothing, and more sockets pay only where fewer instances do.
 """
 
 from __future__ import annotations

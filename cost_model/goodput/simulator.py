@@ -1,13 +1,12 @@
 """Requests through instances: FastDecode's dispatcher, batches, buffer and
 reservations on a virtual clock.
 
-A request waits until a prefill instance's queue has room for it, its prompt runs
-in a batch, its first token is drawn. Its K and V wait in the prefill instance's
-buffer until a decode instance has reserved room for all of it, cross both
-instances' ports, and are released; from the next step on it decodes. Room is
-held from the beginning of the fetch to the end of the request. An instance
-asks its R-workers for room, and for a fetch, between two steps: where they don't
-answer at once, the next step goes on without.
+A request waits until a prefill instance's queue has room for it, its prompt runs in a batch, its
+first token is drawn. Its K and V wait in the prefill instance's buffer until a decode instance has
+reserved room for all of it, cross both instances' ports, and are released; from the next step on
+it decodes. Room is held from the beginning of the fetch to the end of the request. An instance
+asks its R-workers for room, and for a fetch, between two steps: where they don't answer at once,
+the next step goes on without.
 """
 
 from __future__ import annotations
@@ -85,9 +84,8 @@ class GoodputRun:
 
     @property
     def is_sustained(self) -> bool:
-        """Requests don't wait longer and longer: those of the last third at most
-        half as long again as those of the middle one. (Waits that grow steadily
-        from nothing have 5/3.)"""
+        """Requests don't wait longer and longer: those of the last third at most half as long
+        again as those of the middle one. (Waits that grow steadily from nothing have 5/3.)"""
         third = len(self.times) // 3
         if third < 10:
             return True
@@ -212,7 +210,7 @@ def simulate(
         requests: seconds of arrival, prompt and output tokens, by arrival.
 
     Raises:
-        CapacityError: a request fits on no decode instance.
+        CapacityError: If a request fits on no decode instance.
     """
     cluster = _Cluster(prefill, decode)
     for number, (arrived_s, prompt, output) in enumerate(requests):

@@ -1,9 +1,8 @@
 """Service-level objectives, and what part of the requests meets them.
 
-Attainment is two things in the literature, which are never one here: the share
-of requests that meet both limits (``both``, the paper's), or the quantiles of
-TTFT and of TPOT, each strictly below its own limit (``each``, the published
-simulator's; quantiles are interpolated).
+Attainment is two things in the literature, which are never one here: the share of requests that
+meet both limits (``both``, the paper's), or the quantiles of TTFT and of TPOT, each strictly below
+its own limit (``each``, the published simulator's; quantiles are interpolated).
 """
 
 from __future__ import annotations
@@ -62,9 +61,6 @@ class Slo:
 
         Args:
             option: where it was given.
-
-        Raises:
-            ConfigError: it is something else.
         """
         found: dict[str, float] = {}
         for part in PRESETS.get(text, text).split(","):

@@ -1,11 +1,9 @@
-"""What a plan is made for: arrivals and lengths, fitted to a trace and drawn
-again, or given.
+"""What a plan is made for: arrivals and lengths, fitted to a trace and drawn again, or given.
 
-Arrivals are a rate and a coefficient of variation of the gaps (gamma; 1 is
-Poisson). Lengths are drawn jointly, a request's prompt with its answer: long
-prompts often have short answers, and KV is taken by their sum. Gaps and lengths
-are drawn once, for gaps of mean 1, and divided by whatever rate is looked at:
-a plan is judged at every rate by the same requests.
+Arrivals are a rate and a coefficient of variation of the gaps (gamma; 1 is Poisson). Lengths are
+drawn jointly, a request's prompt with its answer: long prompts often have short answers, and KV is
+taken by their sum. Gaps and lengths are drawn once, for gaps of mean 1, and divided by whatever
+rate is looked at: a plan is judged at every rate by the same requests.
 """
 
 from __future__ import annotations
@@ -126,11 +124,7 @@ def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, s
 
 
 def replayed(trace: RequestTrace) -> Draw:
-    """The trace's own gaps and lengths, in its order.
-
-    Raises:
-        ConfigError: its requests arrive all at once.
-    """
+    """The trace's own gaps and lengths, in its order."""
     gaps = np.diff([request.arrival for request in trace.requests])
     if not len(gaps) or gaps.mean() <= 0:
         raise ConfigError("--replay: the trace's requests arrive all at once; leave it out")
@@ -151,11 +145,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, option: str, text: str) -> Lengths:
-        """``512`` or ``lognormal:512,0.8``.
-
-        Raises:
-            ConfigError: it is neither; names the option.
-        """
+        """``512`` or ``lognormal:512,0.8``."""
         kind, colon, rest = text.partition(":")
         try:
             parts = [float(part) for part in (rest if colon else text).split(",")]

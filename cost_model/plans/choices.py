@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.size import Headline, Job, Sizing, job
 from cost_model.plans.stages import PlanOf, slowest_stage
-from cost_model.printing import table
+from cost_model.printing import labelled, table
 from cost_model.quantities import counted, rate_text, round_to, seconds_text
 from fastdecode.core.errors import ConfigError
 
@@ -49,26 +49,41 @@ class Choice:
         return self.copies * self.num_stages
 
 
+@dataclass(frozen=True)
+class Choices:
+    found: list[Choice]
+    left_out: Mapping[str, str]
+    """What can't run it, and why: the constraint in the way, and the nearest that can be had."""
+
+
 def choose(
     setups: Iterable[tuple[str, Setup]],
     goal: Goal,
     plan: PlanOf,
     prices: Prices | None,
     by: str = "tokens",
-) -> list[Choice]:
-    """The best answer of each part to one question. A part that can't run it is left out.
+) -> Choices:
+    """Find the best answer of each part to one question.
 
     Args:
         by: what is best: one of ``SORTS``.
     """
-    found: list[Choice] = []
+    found, left_out = [], {}
     for name, setup in setups:
         try:
             sizing = plan(setup, goal)
-        except ConfigError:
-            continue  # such as a GPU that has no such dtype
-        found += _best(_choices(name, sizing, prices), by)
-    return found
+        except ConfigError as error:  # such as a GPU that has no such dtype
+            left_out[name] = error.message
+            continue
+        best = _best(_choices(name, sizing, prices), by)
+        found += best
+        if not best:
+            left_out[name] = _why_not(sizing)
+    return Choices(found, left_out)
+
+
+def _why_not(sizing: Sizing) -> str:
+    return f"{', '.join(row.name for row in sizing.in_the_way)}. Nearest: {sizing.nearest}"
 
 
 def arrange(
@@ -78,29 +93,29 @@ def arrange(
     plan: PlanOf,
     prices: Prices | None,
     by: str = "tokens",
-) -> list[Choice]:
-    """Every way to use the GPUs and sockets that there are: systems side by side, of stages, of
-    GPUs that share every layer.
+) -> Choices:
+    """Find what each way to use the GPUs and sockets at hand gives: systems side by side, of
+    stages, of GPUs that share every layer.
 
     Args:
         setup: one GPU's.
         by: what is best of the placements of one way: one of ``SORTS``.
-
-    Raises:
-        ConfigError: the goal has no number of sockets.
     """
     if goal.max_sockets is None:
         raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")
-    found: list[Choice] = []
+    found, left_out = [], {}
     for tp, num_stages, copies in _arrangements(setup, num_gpus):
-        sockets = goal.max_sockets // copies
+        name, sockets = _arranged(tp, num_stages, copies), goal.max_sockets // copies
         if sockets < num_stages:
+            left_out[name] = f"it needs {counted(copies * num_stages, 'socket')}"
             continue
         asked = replace(goal, max_sockets=sockets)
         sizing = slowest_stage(replace(setup, num_gpus=tp), asked, num_stages, plan)
-        name = _arranged(tp, num_stages, copies)
-        found += _best(_choices(name, sizing, prices, copies, num_stages), by)
-    return found
+        best = _best(_choices(name, sizing, prices, copies, num_stages), by)
+        found += best
+        if not best:
+            left_out[name] = ("of each stage: " if num_stages > 1 else "") + _why_not(sizing)
+    return Choices(found, left_out)
 
 
 def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
@@ -125,8 +140,6 @@ def _choices(
 ) -> Iterator[Choice]:
     """One for each placement of the KV cache that keeps the promises."""
     for headline in sizing.headlines:
-        if not (sizing.feasible or headline.kv_placement == "gpu"):
-            continue
         try:
             cost = job(sizing, headline, num_stages * MILLION, prices)
         except ConfigError:
@@ -149,7 +162,12 @@ def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:
     return sorted(found, key=lambda choice: (SORTS[by](choice), -choice.tokens_per_s))
 
 
-def choices_text(found: Sequence[Choice], title: str, prices: Prices | None) -> str:
+def choices_text(ways: Choices, title: str, prices: Prices | None) -> str:
+    if not ways.found:
+        width = max(map(len, ways.left_out), default=0)
+        return "\n".join(
+            [f"{title}: nothing runs it", *labelled(ways.left_out.items(), label_width=width)]
+        )
     columns: list[tuple[str, Callable[[Choice], str]]] = [
         ("", lambda each: each.name),
         ("KV", lambda each: _WHERE[each.headline.kv_placement]),
@@ -162,8 +180,11 @@ def choices_text(found: Sequence[Choice], title: str, prices: Prices | None) -> 
     if prices is not None:
         money = f"{prices.currency} a million"
         columns.insert(-1, (money, lambda each: _number(each.job.money)))
-    rows = [[cell(each) for _, cell in columns] for each in found]
-    return "\n".join([title, *table([head for head, _ in columns], rows, left=(0, 1))])
+    rows = [[cell(each) for _, cell in columns] for each in ways.found]
+    lines = [title, *table([head for head, _ in columns], rows, left=(0, 1))]
+    if ways.left_out:
+        lines += labelled([("Left out", f"{', '.join(ways.left_out)}: none of them runs it")])
+    return "\n".join(lines)
 
 
 def _number(value: float | None) -> str:

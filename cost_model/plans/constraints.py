@@ -125,8 +125,7 @@ def _stages(
 
 
 def _io_threads(system: System, lane_batch: int, share_s: float) -> tuple[Constraint, ...]:
-    """Over ZeroMQ. Connections are dealt out to I/O threads: one R-worker has
-    one of them."""
+    """Over ZeroMQ. Connections are dealt out to I/O threads: one R-worker has one of them."""
     transport = system.transport
     if not transport.is_bounded:
         return ()

@@ -80,6 +80,14 @@ def best_hybrid(
     return min(enough, key=lambda plan: (plan.away, -plan.tokens_per_s), default=nothing)
 
 
+def hybrid_on(system: System, plan: Hybrid) -> Hybrid:
+    """Predict the sequences and sockets of ``plan`` on another system."""
+    layout, layers = Layout(plan.layout), system.costs.num_layers
+    lane_batch = -(-plan.away // max(1, layout.num_away_lanes))
+    costs = costs_of(system, lambda num: layers * system.s_s(num), lane_batch, plan.sockets)
+    return _beside(costs, layout, plan.sockets, plan.away, system.attended_tokens, plan.home)
+
+
 def _plans(
     system: System, alone: GpuOnly, sockets: int, step_limit_s: float, most_sequences: int
 ) -> Iterator[Hybrid]:

@@ -92,12 +92,13 @@ def _gpu_inputs(setup: Setup, system: System, lane_batch: int) -> Iterator[Input
         memory = bytes_text(gpu.device_memory_bytes)
         yield Input("GPU memory", memory, Provenance.MEASURED, gpu.machine.device)
         return
+    where = "S" if setup.is_without_gpu else "GPU"
     peak = f"{gpu.flops_per_s(setup.dtype) / 1e12:g} TFLOP/s"
-    yield _part("GPU compute", gpu.compute_efficiency, peak)
+    yield _part(f"{where} compute", gpu.compute_efficiency, peak)
     bandwidth = f"{bytes_text(gpu.memory_bytes_per_s)}/s"
-    yield _part("GPU bandwidth", gpu.memory_efficiency, bandwidth)
+    yield _part(f"{where} bandwidth", gpu.memory_efficiency, bandwidth)
     memory = f"{gpu.memory_usable.value:.0%} of {bytes_text(setup.num_gpus * gpu.memory_bytes)}"
-    yield Input("GPU memory", memory, Provenance.DATASHEET, "what the driver reports")
+    yield Input(f"{where} memory", memory, Provenance.DATASHEET, "what the driver reports")
 
 
 def _cpu_inputs(setup: Setup, system: System) -> Iterator[Input]:
@@ -115,7 +116,8 @@ def _cpu_inputs(setup: Setup, system: System) -> Iterator[Input]:
     )
     yield _part("CPU bandwidth", both, f"{bytes_text(cpu.memory_bytes_per_s)}/s")
     peak = f"{cpu.fp32_flops_per_s / 1e12:.3g} TFLOP/s"
-    yield _part("CPU compute", cpu.compute_efficiency, peak)
+    attention = cpu.attention_peak(system.costs.kv_dtype, system.costs.group)
+    yield _part("CPU compute", attention, peak)
     memory = f"{cpu.memory_usable.value:.0%} of {bytes_text(r.memory_bytes)} a socket"
     is_given = setup.memory_bytes_per_socket is not None
     provenance, source = (_GIVEN, "") if is_given else (_DEFAULT, cpu.memory_source)

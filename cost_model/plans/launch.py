@@ -17,10 +17,9 @@ S_HOST = "s0"
 
 
 def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
-    """File name → text: run.sh for mpirun and job.sbatch for Slurm; hostfile
-    and rankfile, the same placement for other launch lines; and the plan itself
-    as plan.json. Hosts are called s0, r0, r1, …: put the true names in their
-    place.
+    """File name → text: run.sh for mpirun and job.sbatch for Slurm; hostfile and rankfile, the
+    same placement for other launch lines; and the plan itself as plan.json. Hosts are called s0,
+    r0, r1, …: put the true names in their place.
 
     Args:
         model: the model's directory, as ``fastdecode generate --model`` takes it.

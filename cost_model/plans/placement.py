@@ -1,8 +1,7 @@
 """Where the KV cache is best kept: on R-workers, on the GPU, or on both sides.
 
-One rule for ``fastdecode size`` and for ``--kv-placement auto``: the placement
-that gives the most tokens a second, or the simplest of the ones that give nearly
-as many.
+One rule for ``fastdecode size`` and for ``--kv-placement auto``: the placement that gives the most
+tokens a second, or the simplest of the ones that give nearly as many.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ class Setup:
     """Embedding and head are there; False: a pipeline's stage after the first."""
     is_fp8: bool = False
     """Weights of layers take a byte, and the GPU computes in FP8 where it can."""
+    is_without_gpu: bool = False
+    """The S-worker is a socket, too: ``gpu`` is what its CPU computes."""
 
     def __post_init__(self) -> None:
         whole_number("gpus", self.num_gpus, 1, MAX_GPUS)
@@ -77,6 +79,11 @@ class Setup:
             )
 
     @property
+    def s_part_word(self) -> str:
+        """What the S-worker computes on, for people."""
+        return "S-worker's CPU" if self.is_without_gpu else "GPU"
+
+    @property
     def costs(self) -> TokenCosts:
         kept = WeightBytes.kept(self.spec, self.dtype) if self.keeps_quantised else None
         if self.is_fp8:
@@ -96,15 +103,19 @@ class Setup:
         """Raises ConfigError where a profile doesn't fit the model."""
         costs = self.costs
         gpu, cpu, nic = self.gpu, self.cpu, self.nic
-        return System(
-            s=SPartModel.from_gpu(gpu, self.num_gpus, costs)
+        s = (
+            SPartModel.from_gpu(gpu, self.num_gpus, costs)
             if isinstance(gpu, Gpu)
-            else SPartModel.from_profile(gpu, costs),
-            r=(
-                RPartModel.from_cpu(cpu, costs, self.memory_bytes_per_socket)
-                if isinstance(cpu, Cpu)
-                else RPartModel.from_profile(cpu, costs)
-            ),
+            else SPartModel.from_profile(gpu, costs)
+        )
+        r = (
+            RPartModel.from_cpu(cpu, costs, self.memory_bytes_per_socket)
+            if isinstance(cpu, Cpu)
+            else RPartModel.from_profile(cpu, costs)
+        )
+        return System(
+            s=s.without_gpu(r, costs) if self.is_without_gpu else s,
+            r=r,
             link=LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic),
             num_nics=self.num_nics,
             transport=self.transport,
@@ -131,6 +142,9 @@ class Goal:
     lanes: int | None = None
     """None: chosen."""
     max_sockets: int | None = None
+    users: int | None = None
+    """People who ask again ``think_s`` after each answer; the batch follows from them."""
+    think_s: float = 0.0
     requests: int | None = None
     """That are to be done, for the hours, energy and money of the job."""
     min_gain: float | None = None
@@ -141,6 +155,7 @@ class Goal:
         for name, seconds in (("latency", self.latency_s), ("tpot", self.tpot_s)):
             if seconds is not None:
                 number_within(name, seconds, 1e-6, MAX_SECONDS, "number of seconds")
+        number_within("think_time", self.think_s, 0.0, MAX_SECONDS, "number of seconds")
         number_within("headroom", self.headroom, 0.0, 10.0)
         if self.min_gain is not None:
             number_within("min_gain", self.min_gain, 1e-3, 10.0)
@@ -151,11 +166,16 @@ class Goal:
             ("lanes", self.lanes, MAX_LANES),
             ("max_sockets", self.max_sockets, MAX_SOCKETS),
             ("requests", self.requests, MAX_REQUESTS),
+            ("users", self.users, MAX_BATCH),
         ):
             if count is not None:
                 whole_number(name, count, 1, most)
         if self.batch is not None and self.lanes is not None and self.batch < self.lanes:
             raise ConfigError(f"--batch {self.batch} can't be split into {self.lanes} lanes")
+        if self.users is not None and self.batch is not None:
+            raise ConfigError("--users says how many sequences run at once. Remove --batch")
+        if self.think_s and self.users is None:
+            raise ConfigError("--think-time is what users take between requests. Give --users N")
         if self.max_sockets is not None and self.survive >= self.max_sockets:
             raise ConfigError(
                 f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}"
@@ -175,16 +195,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Prices:
-    """Money an hour, by hardware name; ``default`` stands for every other name.
-
-    File (TOML or JSON)::
-
-        currency = "USD"
-        [gpu_per_hour]
-        "A10" = 0.75
-        [socket_per_hour]
-        default = 0.40
-    """
+    """Money an hour, by hardware name. ``default`` stands for every other name."""
 
     currency: str
     gpu_per_hour: Mapping[str, float]

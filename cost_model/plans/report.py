@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from cost_model.plans.constraints import Constraint
+from cost_model.plans.gpu_only import GpuOnly
 from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import about_weights, inputs_of
 from cost_model.plans.search import Plan
-from cost_model.plans.size import Headline, Job, Sizing
+from cost_model.plans.size import Headline, Job, Sizing, Verdict
+from cost_model.predict import StepPrediction
 from cost_model.printing import json_tree, labelled, paragraph, picked, table
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
 
@@ -18,7 +19,7 @@ FORMAT = "fastdecode.plan"
 VERSION = 1
 _ANSWER = (
     "feasible headline most_tokens_per_s in_the_way over_sockets what_ifs gpu_only hybrid verdict "
-    "cost job"
+    "cost job served"
 )
 _PLAN = (
     "batch lanes lane_batch sockets spare_sockets hosts sockets_per_host kv_bytes "
@@ -31,6 +32,9 @@ def as_text(sizing: Sizing, *, explain: bool = False) -> str:
     and the source of every input."""
     parts = [_question(sizing), _answer(sizing)]
     if sizing.plan is not None:
+        headline = sizing.headline
+        if headline is None or headline.kv_placement != "r":
+            parts.append(f"With every KV cache on R-workers: {_pace(sizing.plan.expected)}")
         parts += [_constraints(sizing.plan, explain), _over_sockets(sizing), _what_ifs(sizing)]
     parts.append(_inputs(sizing, explain))
     if explain:
@@ -84,54 +88,138 @@ def _question(sizing: Sizing) -> str:
     if goal.replicas:
         asked.append("every KV cache kept twice")
     gpus = sizing.system.s.name if setup.num_gpus > 1 else f"one {sizing.system.s.name}"
+    if setup.is_without_gpu:
+        gpus = "no GPU: S-worker"
     weights = ""
     if setup.spec.quantisation is not None:
         taken = bytes_text(sizing.system.costs.weight_bytes)
         lines = paragraph(f"weights take {taken}: {about_weights(setup)}")
         weights = "".join(f"\n{line}" for line in lines)
+    workers = "and R-workers" if setup.is_without_gpu else "R-workers"
     return (
-        f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, "
-        f"R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}"
-        f"{weights}"
+        f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, {workers} on "
+        f"{sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}{weights}"
     )
 
 
 def _answer(sizing: Sizing) -> str:
-    plan = sizing.plan
     rows: list[tuple[str, str]] = []
     if not sizing.feasible:
         names = ", ".join(row.name for row in sizing.in_the_way)
-        rows.append(("Infeasible", f"no batch keeps every promise. In the way: {names}"))
-        rows += [("", f"{row.name}: {row.detail}. {_mend(row)}") for row in sizing.in_the_way]
+        no_batch = f"no batch on R-workers keeps every promise. In the way: {names}"
+        rows.append(("Infeasible", no_batch))
+        rows += [
+            ("", f"{row.name}: {row.detail}{row.mend and f'. Would help: {row.mend}'}")
+            for row in sizing.in_the_way
+        ]
         rows.append(("Nearest", sizing.nearest))
-    if sizing.headline is not None:
-        rows.append(("Headline", _headline(sizing.headline)))
-    if sizing.job is not None:
-        rows.append(("Job", _job(sizing, sizing.job)))
-    if plan is not None:
-        rows += _plan_rows(sizing, plan)
-    alone = "can't run this: no room for one sequence beside the weights, or not fast enough"
-    if sizing.gpu_only is not None:
+    headline = sizing.headline
+    if headline is not None:
+        rows.append(("Headline", _headline(sizing, headline)))
+        rows += _details(sizing, headline)
+    where = None if headline is None else headline.kv_placement
+    if sizing.plan is not None and where != "r":
+        label = "R-workers" if sizing.feasible else "It would be"
+        rows.append((label, f"{_pace(sizing.plan.expected)}: {_plan(sizing.plan)}"))
+    if sizing.gpu_only is None:
+        alone = "can't run this: no room for one sequence beside the weights, or not fast enough"
+        rows.append((_alone(sizing), alone))
+    elif where != "gpu":
         gpu = sizing.gpu_only
-        alone = (
-            f"{rate_text(gpu.tokens_per_s)} tokens/s, {seconds_text(gpu.tpot_s)} a token, "
-            f"{counted(gpu.batch, 'sequence')} at once ({gpu.limit} allows no more)"
-        )
-    rows.append(("GPU alone", alone))
-    if sizing.hybrid is not None:
-        rows.append(("Both sides", _hybrid(sizing.hybrid)))
+        rows.append((_alone(sizing), f"{_pace(gpu)}, {_gpu_only(sizing, gpu)}"))
+    if sizing.hybrid is not None and where != "hybrid":
+        rows.append(("Both sides", _hybrid(sizing, sizing.hybrid)))
     if sizing.verdict is not None:
-        rows.append(("Verdict", f"{_verdict(sizing)}: {sizing.verdict.reason}"))
+        rows.append(("Verdict", _verdict(sizing, sizing.verdict)))
     return "\n".join(labelled(rows))
 
 
-def _headline(headline: Headline) -> str:
+def _alone(sizing: Sizing) -> str:
+    return "CPU alone" if sizing.setup.is_without_gpu else "GPU alone"
+
+
+def _headline(sizing: Sizing, headline: Headline) -> str:
+    gpu, sockets = sizing.setup.s_part_word, counted(headline.sockets, "socket")
     where = {
-        "gpu": "the GPU alone",
-        "r": f"KV caches on {counted(headline.sockets, 'R-worker socket')}",
-        "hybrid": f"KV caches on both sides, {counted(headline.sockets, 'socket')} beside the GPU",
+        "gpu": f"the {gpu} alone",
+        "r": f"KV caches on R-workers, {sockets}",
+        "hybrid": f"KV caches on both sides, {sockets} beside the {gpu}",
     }[headline.kv_placement]
     return f"{rate_text(headline.tokens_per_s)} tokens/s: {where}"
+
+
+def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
+    """Lines about the headline's own placement."""
+    served, queue_s = sizing.served, 0.0
+    if served is not None:
+        queue_s = served.queue_s
+        queue = f"; each waits {seconds_text(queue_s)} for its start" if queue_s > 0.01 else ""
+        yield (
+            "Users",
+            f"{served.users:,} who ask again {seconds_text(served.think_s)} after an answer: "
+            f"{rate_text(served.requests_per_s)} requests/s, {served.running:,} run at once{queue}",
+        )
+    if sizing.job is not None:
+        yield ("Job", _job(sizing, sizing.job))
+    plan, alone, both = sizing.plan, sizing.gpu_only, sizing.hybrid
+    placement = headline.kv_placement
+    if placement == "r" and plan is not None:
+        yield ("R-workers", _plan(plan))
+    elif placement == "gpu" and alone is not None:
+        yield ("Sequences", _gpu_only(sizing, alone))
+    elif both is not None:
+        yield ("Sequences", _sides(sizing, both))
+    slow, fast = headline.slow, headline.fast
+    rates = f"{rate_text(slow.tokens_per_s)} to {rate_text(fast.tokens_per_s)}"
+    tpots = f"{seconds_text(fast.tpot_s)} to {seconds_text(slow.tpot_s)}"
+    yield (
+        "Expected",
+        f"{rate_text(headline.tokens_per_s)} tokens/s ({rates}), {seconds_text(headline.tpot_s)} a "
+        f"token ({tpots}), the first after {seconds_text(headline.ttft_s + queue_s)}, "
+        f"{seconds_text(headline.latency_s + queue_s)} a sequence",
+    )
+    if placement == "r" and plan is not None:
+        yield from _plan_rows(sizing, plan)
+    cost, beside = sizing.cost, ""
+    if cost is not None:
+        if cost.gpu_only_per_million_tokens is not None:
+            own = round_to(cost.gpu_only_per_million_tokens, 3)
+            beside = f"; the {sizing.setup.s_part_word} alone {own:g}"
+        yield (
+            "Cost",
+            f"{round_to(cost.per_million_tokens, 3):g} {cost.currency} a million tokens "
+            f"({round_to(cost.per_hour, 3):g} an hour){beside}",
+        )
+
+
+def _pace(placed: StepPrediction | GpuOnly) -> str:
+    return f"{rate_text(placed.tokens_per_s)} tokens/s, {seconds_text(placed.tpot_s)} a token"
+
+
+def _gpu_only(sizing: Sizing, alone: GpuOnly) -> str:
+    if alone.limit == "gain":
+        return f"{counted(alone.batch, 'sequence')} at once (more add less than a tenth)"
+    limit = "--users" if sizing.goal.users and alone.limit == "--batch" else alone.limit
+    return f"{counted(alone.batch, 'sequence')} at once ({limit} allows no more)"
+
+
+def _plan(plan: Plan) -> str:
+    spare = f", {plan.spare_sockets} of them spare" if plan.spare_sockets else ""
+    upto = "" if plan.batch == plan.lanes * plan.lane_batch else "up to "
+    return (
+        f"{counted(plan.sockets, 'socket')} on {counted(plan.hosts, 'host')}{spare}; "
+        f"{counted(plan.batch, 'sequence')} at once, in {counted(plan.lanes, 'lane')} of "
+        f"{upto}{plan.lane_batch:,}"
+    )
+
+
+def _sides(sizing: Sizing, both: Hybrid) -> str:
+    assert both.away_tpot_s is not None
+    return (
+        f"{counted(both.home, 'sequence')} on the {sizing.setup.s_part_word}, "
+        f"{seconds_text(both.home_tpot_s)} a token, and {both.away:,} on R-workers, "
+        f"{seconds_text(both.away_tpot_s)} a token ({both.layout}, --kv-placement hybrid)"
+    )
 
 
 def _job(sizing: Sizing, job: Job) -> str:
@@ -143,73 +231,45 @@ def _job(sizing: Sizing, job: Job) -> str:
     return f"{requests}: {round_to(job.hours, 3):,g} hours{energy}{money}"
 
 
-def _hybrid(hybrid: Hybrid) -> str:
-    """KV on both sides, beside the other two."""
-    if not hybrid.away:
+def _hybrid(sizing: Sizing, both: Hybrid) -> str:
+    if not both.away:
         return (
-            f"with {counted(hybrid.sockets, 'socket')} (--kv-placement hybrid), R-workers add "
-            "nothing to the GPU alone"
+            f"with {counted(both.sockets, 'socket')} (--kv-placement hybrid), R-workers add "
+            f"nothing to the {sizing.setup.s_part_word} alone"
         )
-    assert hybrid.away_tpot_s is not None
-    return (
-        f"{rate_text(hybrid.tokens_per_s)} tokens/s with {counted(hybrid.sockets, 'socket')} "
-        f"(--kv-placement hybrid): {counted(hybrid.home, 'sequence')} on the GPU, "
-        f"{seconds_text(hybrid.home_tpot_s)} a token, and {hybrid.away:,} on R-workers, "
-        f"{seconds_text(hybrid.away_tpot_s)} a token ({hybrid.layout})"
-    )
+    sockets = counted(both.sockets, "socket")
+    return f"{rate_text(both.tokens_per_s)} tokens/s with {sockets}: {_sides(sizing, both)}"
 
 
-def _mend(row: Constraint) -> str:
-    return f"Would help: {row.mend}" if row.mend else ""
-
-
-def _verdict(sizing: Sizing) -> str:
-    verdict = sizing.verdict
-    assert verdict is not None
+def _verdict(sizing: Sizing, verdict: Verdict) -> str:
     # Sockets that are at hand cost nothing more.
     is_bought = sizing.cost is None and sizing.goal.max_sockets is None
-    if not verdict.offload:
-        return "don't offload"
-    depends = is_bought and verdict.break_even_socket_price < 1.0
-    return "offload, if sockets are cheap enough" if depends else "offload"
+    answer = "offload" if verdict.offload else "don't offload"
+    rival, beside = verdict.rival, ""
+    if rival is not None and rival.tokens_per_s is not None and rival.tpot_s is not None:
+        answer += ", unless FP8 will do" if verdict.offload else ""
+        beside = (
+            f". The strongest rival, {rival.change} (another engine), gives "
+            f"{rate_text(rival.tokens_per_s)} tokens/s at {seconds_text(rival.tpot_s)} a token"
+        )
+    elif verdict.offload and is_bought and verdict.break_even_socket_price < 1.0:
+        answer += ", if sockets are cheap enough"
+    return f"{answer}: {verdict.reason}{beside}"
 
 
 def _plan_rows(sizing: Sizing, plan: Plan) -> Iterator[tuple[str, str]]:
-    expected, fast, slow = plan.expected, plan.fast, plan.slow
-    spare = f", {plan.spare_sockets} of them spare" if plan.spare_sockets else ""
-    lanes = f"{counted(plan.lanes, 'lane')} of {plan.lane_batch:,}"
-    yield (
-        "R-workers" if sizing.feasible else "It would be",
-        f"{counted(plan.sockets, 'socket')} on {counted(plan.hosts, 'host')}{spare}; "
-        f"{counted(plan.batch, 'sequence')} at once, in {lanes}",
-    )
-    rates = f"{rate_text(slow.tokens_per_s)} to {rate_text(fast.tokens_per_s)}"
-    tpots = f"{seconds_text(fast.tpot_s)} to {seconds_text(slow.tpot_s)}"
-    yield (
-        "Expected",
-        f"{rate_text(expected.tokens_per_s)} tokens/s ({rates}), {seconds_text(expected.tpot_s)} a "
-        f"token ({tpots}), {seconds_text(expected.latency_s)} a sequence",
-    )
+    expected, gpu = plan.expected, sizing.setup.s_part_word
     yield (
         "Busy",
-        f"GPU {expected.s_utilisation:.0%}, R-workers {expected.r_utilisation:.0%}, S-worker's "
+        f"{gpu} {expected.s_utilisation:.0%}, R-workers {expected.r_utilisation:.0%}, S-worker's "
         f"network {expected.network_utilisation:.0%}",
     )
     yield (
         "Memory",
         f"{bytes_text(plan.kv_bytes_per_host)} of KV cache a host; "
         f"{bytes_text(plan.s_memory_bytes)} of {bytes_text(sizing.system.s.usable_memory_bytes)} "
-        "usable on the GPU side",
+        f"usable on the {'S-worker' if sizing.setup.is_without_gpu else 'GPU'} side",
     )
-    if sizing.cost is not None:
-        cost, alone = sizing.cost, ""
-        if cost.gpu_only_per_million_tokens is not None:
-            alone = f"; the GPU alone {round_to(cost.gpu_only_per_million_tokens, 3):g}"
-        yield (
-            "Cost",
-            f"{round_to(cost.per_million_tokens, 3):g} {cost.currency} a million tokens "
-            f"({round_to(cost.per_hour, 3):g} an hour){alone}",
-        )
 
 
 def _constraints(plan: Plan, explain: bool) -> str:
@@ -226,7 +286,7 @@ def _constraints(plan: Plan, explain: bool) -> str:
 
 def _over_sockets(sizing: Sizing) -> str:
     assert sizing.plan is not None
-    header = ("sockets", "tokens/s", "a token", "GPU busy", "R busy", "limit")
+    header = ("sockets", "tokens/s", "a token", "S busy", "R busy", "limit")
     rows = [
         (
             f"{'*' if step.sockets == sizing.plan.sockets else ''}{step.sockets:,}",

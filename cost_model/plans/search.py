@@ -1,9 +1,8 @@
-"""The search for a plan: the most that any batch gives, the smallest batch that gives nearly
-that, and the fewest sockets for it.
+"""The search for a plan: the most that any batch gives, the smallest batch that gives nearly that,
+and the fewest sockets for it.
 
-The most is the reference, because it never falls when hardware gets better: every way to run
-that the worse hardware had, the better one has, and no slower. So the answer never falls
-either, but for what whole sequences and sockets round off.
+The most is the reference, because it never falls when hardware gets better: every way to run that
+the worse hardware had, the better one has, and no slower.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from cost_model.plans.constraints import (
     sockets_for,
     sockets_with_room,
 )
+from cost_model.plans.gpu_only import best_gpu_only
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
@@ -37,8 +37,10 @@ _NEAR_FEWEST = 1.25
 
 @dataclass(frozen=True)
 class Plan:
+    batch: int
+    """Sequences of all lanes."""
     lane_batch: int
-    """Sequences that pass the GPU at once: the paper's B."""
+    """Sequences of the largest lane: the paper's B."""
     lanes: int
     sockets: int
     """R-workers, one a socket, spare ones included."""
@@ -57,9 +59,9 @@ class Plan:
     load_limit_tokens: int
     """W_lim: cached tokens of one lane that the R-workers keep up with."""
 
-    @property
-    def batch(self) -> int:
-        return self.lane_batch * self.lanes
+    def on(self, system: System, sockets: int) -> StepPrediction:
+        """Predict the plan's batch on another system or number of sockets."""
+        return system.predict(self.lane_batch, self.lanes, sockets, self.batch)
 
     @property
     def hosts(self) -> int:
@@ -98,6 +100,10 @@ class Search:
     def num_lanes(self) -> Iterator[int]:
         lanes = range(1, MAX_LANES + 1) if self.goal.lanes is None else (self.goal.lanes,)
         return (k for k in lanes if self.goal.batch is None or k <= self.goal.batch)
+
+    def batch(self, lane_batch: int, lanes: int) -> int:
+        """Return the sequences of all lanes, of which ``lane_batch`` are in the largest."""
+        return min(lane_batch * lanes, self.goal.batch or MAX_BATCH * MAX_LANES)
 
     def _room(self, lane_batch: int, lanes: int) -> int | None:
         """The fewest sockets that hold the KV cache; None: there are too few, or the S-worker's
@@ -138,14 +144,10 @@ class Search:
 
     def rate_on(self, lane_batch: int, lanes: int, sockets: int) -> float:
         cycle_s = self.system.lane(lane_batch, sockets).cycle_s(lanes)
-        return lane_batch * lanes / (self.system.costs.num_layers * cycle_s)
+        return self.batch(lane_batch, lanes) / (self.system.costs.num_layers * cycle_s)
 
     def tops(self) -> dict[int, tuple[float, int]]:
-        """By number of lanes: the most tokens a second, and a lane's batch that gives them.
-
-        Raises:
-            ConfigError: the batch that was asked for is beyond what was measured.
-        """
+        """By number of lanes: the most tokens a second, and a lane's batch that gives them."""
         found = {}
         for lanes in self.num_lanes:
             rates = ((self.rate(batch, lanes), -batch) for batch in self._lane_batches(lanes))
@@ -226,22 +228,23 @@ class Search:
         self, lane_batch: int, lanes: int, rate: float, promises: Promises
     ) -> tuple[Constraint, ...]:
         """What so many tokens a second ask for."""
-        cycle_s = lane_batch * lanes / (self.system.costs.num_layers * rate)
+        cycle_s = self.batch(lane_batch, lanes) / (self.system.costs.num_layers * rate)
         return constraints(self.system, lane_batch, lanes, promises, cycle_s)
 
     def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
         """``working``: sockets, spare ones not counted."""
         system, goal = self.system, self.goal
-        sockets = working + goal.survive
+        sockets, batch = working + goal.survive, self.batch(lane_batch, lanes)
         return Plan(
+            batch=batch,
             lane_batch=lane_batch,
             lanes=lanes,
             sockets=sockets,
             spare_sockets=goal.survive,
             sockets_per_host=system.r.sockets_per_host,
-            expected=system.predict(lane_batch, lanes, sockets),
-            fast=system.scaled(-1).predict(lane_batch, lanes, sockets),
-            slow=system.scaled(+1).predict(lane_batch, lanes, sockets),
+            expected=system.predict(lane_batch, lanes, sockets, batch),
+            fast=system.scaled(-1).predict(lane_batch, lanes, sockets, batch),
+            slow=system.scaled(+1).predict(lane_batch, lanes, sockets, batch),
             constraints=rows,
             kv_bytes=r_memory_bytes(system, lane_batch, lanes) * (1 + goal.replicas),
             s_memory_bytes=s_memory_bytes(system, lane_batch, lanes),
@@ -343,11 +346,14 @@ def _shortest_step(search: Search) -> str:
 
     sockets = fastest(cycle_s, search.most_sockets)
     step_s = system.costs.num_layers * cycle_s(sockets)
+    gpu, alone = best_gpu_only(system, float("inf"), 1), ""
+    if gpu is not None:
+        alone = f"; of 1 sequence without R-workers {seconds_text(gpu.tpot_s)}"
     return (
         f"the shortest step that this hardware can make is {seconds_text(step_s)} a token "
         f"({seconds_text(system.latency_s(step_s))} a sequence), with "
-        f"{counted(lane_batch * lanes, 'sequence')} on {counted(sockets, 'socket')}: ask for no "
-        "less"
+        f"{counted(search.batch(lane_batch, lanes), 'sequence')} on {counted(sockets, 'socket')}"
+        f"{alone}: ask for no less"
     )
 
 

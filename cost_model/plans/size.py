@@ -1,26 +1,33 @@
-"""The planner: which batch, how many lanes, how many sockets, and whether to
-offload at all.
+"""The planner: which batch, how many lanes and sockets, and whether to offload at all.
 
-How it chooses: see ``search``. Beside that plan, which keeps every KV cache on R-workers, stand
-the GPU alone and both together; the headline is the one of the three with the most tokens a
-second. If no batch keeps every promise, the answer is "infeasible", with the constraint that
-stands in the way and the nearest plan that can run.
+Beside the plan on R-workers (``search``) stand the GPU alone and both sides. The headline is the
+one with the most tokens a second.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from cost_model.hardware import Gpu, Hardware, Nic
-from cost_model.numbers import smallest
-from cost_model.plans.constraints import Constraint
-from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
-from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid
+from cost_model.numbers import at_most, smallest, whole
+from cost_model.plans.constraints import (
+    MAX_SOCKETS,
+    Constraint,
+    fastest,
+    s_worker_fits,
+    slow_cycle_s,
+    sockets_for,
+    sockets_with_room,
+)
+from cost_model.plans.gpu_only import GpuOnly, best_gpu_only, gpu_only_on
+from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid, hybrid_on
 from cost_model.plans.placement import PlacementRates
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
-from cost_model.plans.search import Plan, Search, diagnose, sockets_of
+from cost_model.plans.search import Plan, Search, diagnose
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text
 from fastdecode.core.measurement import RProfile
@@ -34,11 +41,11 @@ _WORTH_IT = 1.10
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The plan's batch with one thing changed."""
+    """The plan's sequences at the plan's pace, with one thing changed."""
 
     change: str
     sockets: int | None
-    """None: no number of sockets gives the plan's tokens a second then."""
+    """None if no number of sockets keeps the plan's pace."""
     tokens_per_s: float | None
     tpot_s: float | None
     note: str = ""
@@ -55,6 +62,8 @@ class Verdict:
     """A socket may cost this part of a GPU before the GPU alone gives cheaper
     tokens; not positive: never."""
     reason: str
+    rival: WhatIf | None
+    """The strongest GPU alone, in FP8, if it gives as much as what is recommended."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,21 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Tokens a second of all sequences, and seconds a token of the slower side."""
+
+    tokens_per_s: float
+    tpot_s: float
+
+    @classmethod
+    def of(cls, placed: StepPrediction | Hybrid | GpuOnly) -> Pace:
+        return cls(placed.tokens_per_s, placed.tpot_s)
+
+
+@dataclass(frozen=True)
 class Headline:
+    """One placement of the KV cache, and what it gives."""
+
     kv_placement: str
     """gpu, r or hybrid."""
     tokens_per_s: float
@@ -85,6 +108,27 @@ class Headline:
     batch: int
     tpot_s: float
     """Of the slower side."""
+    ttft_s: float
+    """To the first token: half a step until the next one starts, the prompt, and a step."""
+    latency_s: float
+    """Of a whole sequence."""
+    fast: Pace
+    """If every input is better than thought by its own error."""
+    slow: Pace
+    """If every input is worse than thought by its own error."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What users get who read an answer for ``think_s`` before they ask again."""
+
+    users: int
+    think_s: float
+    running: int
+    """Sequences that run at once."""
+    requests_per_s: float
+    queue_s: float
+    """That a request waits for its start, beside what is running."""
 
 
 @dataclass(frozen=True)
@@ -101,37 +145,47 @@ class Sizing:
     """If infeasible: the constraints that no candidate satisfies."""
     nearest: str
     """If infeasible: what would have to give."""
-    over_sockets: tuple[StepPrediction, ...]
-    """The plan's batch over rising numbers of sockets."""
-    what_ifs: tuple[WhatIf, ...]
     gpu_only: GpuOnly | None
-    """None: the GPU alone can't run it."""
+    """None if the GPU alone can't run it."""
     hybrid: Hybrid | None
-    """The plan's sockets, or all that there are, beside a GPU that holds what KV it can; None:
+    """The plan's sockets, or all that there are, beside a GPU that holds what KV it can. None if
     there is no plan, or the GPU alone can't run it."""
-    verdict: Verdict | None
-    cost: Cost | None
-    job: Job | None
-    """Of the goal's requests, by the headline."""
     most_tokens_per_s: float
     """That any batch on R-workers gives: the plan gives nearly as many."""
+    over_sockets: tuple[StepPrediction, ...] = ()
+    """The plan's batch over rising numbers of sockets."""
+    what_ifs: tuple[WhatIf, ...] = ()
+    verdict: Verdict | None = None
+    cost: Cost | None = None
+    job: Job | None = None
+    """Of the goal's requests, by the headline."""
+    served: Served | None = None
+    """The goal's users, by the headline."""
 
     @property
     def headlines(self) -> tuple[Headline, ...]:
         """Each placement of the KV cache that can run."""
-        found = []
-        if self.gpu_only is not None:
-            alone = self.gpu_only
-            found.append(Headline("gpu", alone.tokens_per_s, 0, alone.batch, alone.tpot_s))
-        if self.plan is not None:
-            plan, step = self.plan, self.plan.expected
-            rate, tpot_s = step.tokens_per_s, step.tpot_s
-            found.append(Headline("r", rate, plan.sockets, plan.batch, tpot_s))
-        both = self.hybrid
+        found, slow, fast = [], self.system.scaled(+1), self.system.scaled(-1)
+        alone, plan, both = self.gpu_only, self.plan, self.hybrid
+        if alone is not None:
+            paces = (alone, gpu_only_on(fast, alone.batch), gpu_only_on(slow, alone.batch))
+            found.append(self._headline("gpu", 0, alone.batch, *map(Pace.of, paces)))
+        if plan is not None and self.feasible:
+            steps = map(Pace.of, (plan.expected, plan.fast, plan.slow))
+            found.append(self._headline("r", plan.sockets, plan.batch, *steps))
         if both is not None and both.away:
-            rate, tpot_s = both.tokens_per_s, both.tpot_s
-            found.append(Headline("hybrid", rate, both.sockets, both.batch, tpot_s))
+            sides = map(Pace.of, (both, hybrid_on(fast, both), hybrid_on(slow, both)))
+            found.append(self._headline("hybrid", both.sockets, both.batch, *sides))
         return tuple(found)
+
+    def _headline(
+        self, where: str, sockets: int, batch: int, pace: Pace, fast: Pace, slow: Pace
+    ) -> Headline:
+        ttft_s = self.system.prompt_s + 1.5 * pace.tpot_s
+        latency_s = self.system.latency_s(pace.tpot_s)
+        return Headline(
+            where, pace.tokens_per_s, sockets, batch, pace.tpot_s, ttft_s, latency_s, fast, slow
+        )
 
     @property
     def headline(self) -> Headline | None:
@@ -159,8 +213,27 @@ def size(
         prices: for the cost of a million tokens.
 
     Raises:
-        ConfigError: a profile doesn't fit the model, or a price is missing.
+        ConfigError: If a profile doesn't fit the model, or a price is missing.
     """
+    sizing = _size(setup, goal, hardware, prices)
+    headline, users = sizing.headline, goal.users
+    while headline is not None and users is not None:
+        latency_s = headline.latency_s
+        running = whole(users * latency_s / (latency_s + goal.think_s))
+        if running >= headline.batch:
+            most_per_s = headline.tokens_per_s / setup.workload.output_tokens
+            rate = min(most_per_s, users / (latency_s + goal.think_s))
+            queue_s = max(0.0, users / rate - goal.think_s - latency_s)
+            served = Served(users, goal.think_s, min(headline.batch, users), rate, queue_s)
+            return replace(sizing, goal=goal, served=served)
+        # Fewer at once are faster, so that even fewer run at once.
+        fewer = replace(goal, users=None, think_s=0.0, batch=running)
+        sizing = _size(setup, fewer, hardware, prices)
+        headline = sizing.headline
+    return sizing
+
+
+def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | None) -> Sizing:
     system = setup.system()
     search = Search(system, goal, goal.promises(system))
     plan, most = search.best()
@@ -169,8 +242,8 @@ def size(
     nearest = ""
     if plan is None:
         in_the_way, nearest, plan = diagnose(setup, search)
-    gpu_only = best_gpu_only(system, search.promises.step_limit_s, goal.batch)
-    hybrid = _both_sides(search, plan, gpu_only)
+    gain = 0.10 if setup.is_without_gpu else 0.0
+    gpu_only = best_gpu_only(system, search.promises.step_limit_s, goal.batch, gain)
     sizing = Sizing(
         setup=setup,
         goal=goal,
@@ -179,28 +252,36 @@ def size(
         plan=plan,
         in_the_way=in_the_way,
         nearest=nearest,
-        over_sockets=() if plan is None else _over_sockets(system, plan),
-        what_ifs=() if plan is None else tuple(_what_ifs(setup, goal, plan, hardware)),
         gpu_only=gpu_only,
-        hybrid=hybrid,
-        verdict=None if plan is None else _verdict(setup, goal, plan, hybrid, gpu_only, prices),
-        cost=None if plan is None or prices is None else _cost(setup, plan, gpu_only, prices),
-        job=None,
+        hybrid=_both_sides(setup, search, plan, gpu_only),
         most_tokens_per_s=most,
     )
-    if goal.requests is None or sizing.headline is None:
-        return sizing
-    num_tokens = goal.requests * setup.workload.output_tokens
-    return replace(sizing, job=job(sizing, sizing.headline, num_tokens, prices))
+    if plan is not None:
+        rivals = tuple(_rivals(setup, goal))
+        sizing = replace(
+            sizing,
+            over_sockets=_over_sockets(system, plan),
+            what_ifs=(*_what_ifs(search, setup, plan, hardware), *rivals),
+            verdict=_verdict(sizing, plan, next(iter(rivals), None), prices),
+        )
+    headline = sizing.headline
+    if headline is not None and prices is not None:
+        sizing = replace(sizing, cost=_cost(setup, headline, gpu_only, prices))
+    if headline is not None and goal.requests is not None:
+        num_tokens = goal.requests * setup.workload.output_tokens
+        sizing = replace(sizing, job=job(sizing, headline, num_tokens, prices))
+    return sizing
 
 
 # --- beside the plan
 # --------------------------------------------------------------------------------------------------
 
 
-def _both_sides(search: Search, plan: Plan | None, alone: GpuOnly | None) -> Hybrid | None:
+def _both_sides(
+    setup: Setup, search: Search, plan: Plan | None, alone: GpuOnly | None
+) -> Hybrid | None:
     """With the plan's sockets, or with all that there are."""
-    if plan is None or alone is None:
+    if plan is None or alone is None or setup.is_without_gpu:
         return None
     goal, limit_s = search.goal, search.promises.step_limit_s
     sockets, part = plan.sockets, MOST_OF_GAIN
@@ -210,58 +291,94 @@ def _both_sides(search: Search, plan: Plan | None, alone: GpuOnly | None) -> Hyb
 
 
 def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
-    """The plan's batch over sockets: powers of two up to twice the plan's, the
-    plan's, and where the limit moves."""
+    """Predict the plan's batch over sockets: powers of two up to twice the plan's, the
+    plan's, and the counts at which the limit changes."""
     own = plan.sockets
     counts = {own, 2 * own, max(1, own // 2), max(1, own * 3 // 4)}
     counts |= {1 << i for i in range((2 * own).bit_length())}
-    steps = {count: system.predict(plan.lane_batch, plan.lanes, count) for count in counts}
-    known = sorted(steps)
-    for low, high in itertools.pairwise(known):
-        moved = _limit_moves(system, plan, low, high)
-        if moved is not None:
-            steps[moved] = system.predict(plan.lane_batch, plan.lanes, moved)
-    return tuple(steps[count] for count in sorted(steps))
+    on = cache(partial(plan.on, system))
+
+    def differs(limit: str, count: int) -> bool:
+        return on(count).limit != limit
+
+    for low, high in itertools.pairwise(sorted(counts)):
+        if differs(on(low).limit, high):
+            counts.add(smallest(partial(differs, on(low).limit), high, above=low))
+    return tuple(map(on, sorted(counts)))
 
 
-def _limit_moves(system: System, plan: Plan, low: int, high: int) -> int | None:
-    """The first number of sockets in (low, high] with another limit than ``low``."""
+@dataclass(frozen=True)
+class PlanPace:
+    """What a what-if must keep: the plan's own pace, and that of a slow R-part."""
 
-    def limit(count: int) -> str:
-        return system.predict(plan.lane_batch, plan.lanes, count).limit
+    plan: Plan
+    goal: Goal
+    cycle_s: float
+    slow_cycle_s: float
 
-    before = limit(low)
-    if limit(high) == before:
-        return None
-    return smallest(lambda count: limit(count) != before, high, above=low)
+    @classmethod
+    def of(cls, search: Search, plan: Plan) -> PlanPace:
+        lane = search.system.lane(plan.lane_batch, plan.sockets - plan.spare_sockets)
+        cycle_s, goal = lane.cycle_s(plan.lanes), search.goal
+        slow_s = slow_cycle_s(lane, plan.lanes, goal.headroom)
+        return cls(plan, goal, cycle_s, max(cycle_s, slow_s))
+
+    def what_if(self, change: str, setup: Setup, lanes: int) -> WhatIf:
+        """Find the fewest sockets that run the plan's batch as fast as the plan does."""
+        system, plan, goal = setup.system(), self.plan, self.goal
+        lane_batch = -(-plan.batch // lanes)
+        if not s_worker_fits(system, lane_batch, lanes):
+            return WhatIf(change, None, None, None, "not met: S-worker memory")
+        lane = system.lane_over(lane_batch)
+        needs = (
+            sockets_with_room(system, lane_batch, lanes, goal.replicas),
+            sockets_for(lambda p: lane(p).cycle_s(lanes), self.cycle_s),
+            sockets_for(lambda p: slow_cycle_s(lane(p), lanes, goal.headroom), self.slow_cycle_s),
+        )
+        working = max(count or MAX_SOCKETS for count in needs)
+        if not at_most(lane(working).cycle_s(lanes), self.cycle_s):
+            best = fastest(lambda p: lane(p).cycle_s(lanes), MAX_SOCKETS)
+            return WhatIf(change, None, None, None, f"not met: {lane(best).limit(lanes)}")
+        sockets = working + goal.survive
+        if goal.max_sockets is not None and sockets > goal.max_sockets:
+            return WhatIf(change, None, None, None, f"not met: it needs {sockets:,} sockets")
+        step = system.predict(lane_batch, lanes, sockets, plan.batch)
+        return WhatIf(change, sockets, step.tokens_per_s, step.tpot_s)
 
 
-def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -> Iterator[WhatIf]:
-    """As many tokens a second with one thing changed at a time; the last one without offloading."""
-    lanes = plan.lanes
+def _what_ifs(
+    search: Search, setup: Setup, plan: Plan, hardware: Hardware | None
+) -> Iterator[WhatIf]:
+    """Change one thing at a time, with the plan's sequences at the plan's pace."""
+    lanes, pace = plan.lanes, PlanPace.of(search, plan)
     # Of a measured R-part nothing is known but in its own KV dtype.
     smaller = (
         ()
         if isinstance(setup.cpu, RProfile)
         else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
     )
-    changes = [(f"KV cache in {each}", replace(setup, kv_dtype=each), lanes) for each in smaller]
-    if lanes < MAX_LANES:
-        changes.append((f"one lane more ({lanes + 1})", setup, lanes + 1))
+    for kv_dtype in smaller:
+        changed = replace(setup, kv_dtype=kv_dtype)
+        yield pace.what_if(f"KV cache in {kv_dtype}", changed, lanes)
+    if lanes < min(MAX_LANES, plan.batch):
+        yield pace.what_if(f"one lane more ({lanes + 1})", setup, lanes + 1)
     if lanes > 1:
-        changes.append((f"one lane fewer ({lanes - 1})", setup, lanes - 1))
+        yield pace.what_if(f"one lane fewer ({lanes - 1})", setup, lanes - 1)
     if hardware is not None and isinstance(setup.nic, Nic):
         faster = hardware.faster_nic(setup.nic)
         if faster is not None:
-            changes.append((f"NIC of {faster.name}", replace(setup, nic=faster), lanes))
-    for change, changed, count in changes:
-        yield _what_if(change, changed, goal, plan, count)
-    if isinstance(setup.gpu, Gpu):
-        yield _gpus_alone(setup.fp8_rival(), goal, f"{setup.gpu.name} alone, FP8 weights and KV")
-        for num_gpus in split_counts(setup.spec, setup.num_gpus)[:1]:
-            yield _gpus_alone(
-                replace(setup, num_gpus=num_gpus), goal, f"{setup.gpu.name} alone, no offload"
-            )
+            yield pace.what_if(f"NIC of {faster.name}", replace(setup, nic=faster), lanes)
+
+
+def _rivals(setup: Setup, goal: Goal) -> Iterator[WhatIf]:
+    """What GPUs alone give that FastDecode does not need to run on."""
+    if not isinstance(setup.gpu, Gpu) or setup.is_without_gpu:
+        return
+    yield _gpus_alone(setup.fp8_rival(), goal, f"{setup.gpu.name} alone, FP8 weights and KV")
+    for num_gpus in split_counts(setup.spec, setup.num_gpus)[:1]:
+        yield _gpus_alone(
+            replace(setup, num_gpus=num_gpus), goal, f"{setup.gpu.name} alone, no offload"
+        )
 
 
 def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
@@ -274,77 +391,57 @@ def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     return WhatIf(change, 0, alone.tokens_per_s, alone.tpot_s, counted(alone.batch, "sequence"))
 
 
-def _what_if(change: str, setup: Setup, goal: Goal, plan: Plan, lanes: int) -> WhatIf:
-    system, lane_batch = setup.system(), plan.lane_batch
-    search = Search(system, replace(goal, max_sockets=None), goal.promises(system))
-    rows = search.rows(lane_batch, lanes, plan.expected.tokens_per_s, search.promises)
-    sockets = sockets_of(rows)
-    if sockets is None:
-        broken = ", ".join(row.name for row in rows if row.min_sockets is None)
-        return WhatIf(change, None, None, None, f"not met: {broken}")
-    step = system.predict(lane_batch, lanes, sockets + goal.survive)
-    return WhatIf(change, step.sockets, step.tokens_per_s, step.tpot_s)
-
-
-def _verdict(
-    setup: Setup,
-    goal: Goal,
-    plan: Plan,
-    hybrid: Hybrid | None,
-    gpu_only: GpuOnly | None,
-    prices: Prices | None,
-) -> Verdict:
-    """Of the better one of R-workers alone and both sides."""
+def _verdict(sizing: Sizing, plan: Plan, fp8: WhatIf | None, prices: Prices | None) -> Verdict:
+    """Compare the better one of R-workers alone and both sides with the GPU alone."""
+    setup, gpu_only, hybrid = sizing.setup, sizing.gpu_only, sizing.hybrid
+    gpu = setup.s_part_word
     if gpu_only is None:
-        alone = "the GPU alone can't: no room for even one sequence's KV cache, or not fast enough"
-        return Verdict(True, float("inf"), float("inf"), alone)
+        why = "no room for even one sequence's KV cache, or not fast enough"
+        return Verdict(True, math.inf, math.inf, f"the {gpu} alone can't: {why}", None)
     tokens_per_s, sockets, how = plan.expected.tokens_per_s, plan.sockets, ""
     if hybrid is not None and hybrid.away and hybrid.tokens_per_s > tokens_per_s:
         tokens_per_s, sockets, how = hybrid.tokens_per_s, hybrid.sockets, " on both sides"
     gain = tokens_per_s / gpu_only.tokens_per_s
     break_even = (gain - 1.0) * setup.num_gpus / sockets
     mine, alone = rate_text(tokens_per_s), rate_text(gpu_only.tokens_per_s)
-    numbers = f"{mine} tokens/s{how} beside {alone} of the GPU alone"
+    reason = f"{mine} tokens/s{how} beside {alone} of the {gpu} alone"
+    is_worth_it, owned = True, sizing.goal.max_sockets is not None
     if prices is not None:
-        socket_share = prices.socket(_cpu_name(setup)) / prices.gpu(_gpu_name(setup))
-        reason = (
-            f"{numbers}; a socket costs {socket_share:.2g} of a GPU, and may cost "
-            f"{max(0.0, break_even):.2g} of one before the GPU alone gives cheaper tokens"
+        socket_share = prices.socket(_cpu_name(setup)) / _gpu_price(setup, prices)
+        is_worth_it = socket_share < break_even
+        reason += (
+            f"; a socket costs {socket_share:.2g} of a {gpu}, and may cost "
+            f"{max(0.0, break_even):.2g} of one before the {gpu} alone gives cheaper tokens"
         )
-        return Verdict(socket_share < break_even, gain, break_even, reason)
-    owned = goal.max_sockets is not None
-    if gain < _WORTH_IT or (break_even < CHEAPEST_SOCKET and not owned):
-        worth = f"{numbers}: not worth {counted(sockets, 'socket')}"
-        return Verdict(False, gain, break_even, worth)
-    if owned:
-        return Verdict(True, gain, break_even, numbers)
-    reason = (
-        f"{numbers}; it pays while a socket costs less than {break_even:.2g} of a GPU (--prices "
-        "decides)"
-    )
-    return Verdict(True, gain, break_even, reason)
+    elif gain < _WORTH_IT or (break_even < CHEAPEST_SOCKET and not owned):
+        is_worth_it = False
+        reason += f": not worth {counted(sockets, 'socket')}"
+    elif not owned:
+        reason += (
+            f"; it pays while a socket costs less than {break_even:.2g} of a {gpu} (--prices "
+            "decides)"
+        )
+    best = max(tokens_per_s, gpu_only.tokens_per_s)
+    is_rival = fp8 is not None and fp8.tokens_per_s is not None and fp8.tokens_per_s >= best
+    return Verdict(is_worth_it, gain, break_even, reason, fp8 if is_rival else None)
 
 
-def _cost(setup: Setup, plan: Plan, gpu_only: GpuOnly | None, prices: Prices) -> Cost:
-    per_hour, alone = _per_hour(setup, plan.sockets, prices), None
+def _cost(setup: Setup, headline: Headline, gpu_only: GpuOnly | None, prices: Prices) -> Cost:
+    per_hour, alone = _per_hour(setup, headline.sockets, prices), None
     if gpu_only is not None:
         alone = _per_hour(setup, 0, prices) / (gpu_only.tokens_per_s * 3600) * 1e6
-    a_million = per_hour / (plan.expected.tokens_per_s * 3600) * 1e6
+    a_million = per_hour / (headline.tokens_per_s * 3600) * 1e6
     return Cost(prices.currency, per_hour, a_million, alone)
 
 
 def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
     """Money for the GPUs and so many sockets. Raises ConfigError: a price is missing."""
-    gpus = setup.num_gpus * prices.gpu(_gpu_name(setup))
+    gpus = setup.num_gpus * _gpu_price(setup, prices)
     return gpus + (sockets * prices.socket(_cpu_name(setup)) if sockets else 0.0)
 
 
 def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
-    """What so many output tokens take, where the rate is kept all the time.
-
-    Raises:
-        ConfigError: a price is missing.
-    """
+    """What so many output tokens take, where the rate is kept all the time."""
     setup, s, r = sizing.setup, sizing.system.s, sizing.system.r
     hours = num_tokens / headline.tokens_per_s / 3600.0
     power_w = s.power_w
@@ -357,8 +454,11 @@ def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | 
     )
 
 
-def _gpu_name(setup: Setup) -> str:
-    return setup.gpu.name if isinstance(setup.gpu, Gpu) else setup.gpu.machine.device
+def _gpu_price(setup: Setup, prices: Prices) -> float:
+    if setup.is_without_gpu:
+        return prices.socket(_cpu_name(setup))
+    gpu = setup.gpu
+    return prices.gpu(gpu.name if isinstance(gpu, Gpu) else gpu.machine.device)
 
 
 def _cpu_name(setup: Setup) -> str:

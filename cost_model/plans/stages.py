@@ -1,13 +1,8 @@
-"""A plan for a pipeline of stages (``--pp``), from the plan of one of them.
+"""A plan for a pipeline of stages (``--pp``): the plan of its slowest stage, N times.
 
-A stage is a GPU, or several that share every layer, with some of the layers and
-R-workers of its own. It never waits for another one while there are enough
-lanes; so what one stage is busy with, ``size`` plans as it plans a whole model of
-that many layers. Sequences go round: of N stages each has a plan's lanes, and a
-token takes N times a plan's. What is planned is the slowest stage: the first,
-which has embedding and head, or the largest of the others, which have layers
-alone. Hidden states on their way from stage to stage, a small part of what goes
-to R-workers, are left out.
+A stage never waits for another one while there are enough lanes, so ``size`` plans it as a model of
+its layers. The slowest is the first, which has embedding and head, or the largest of the others.
+Hidden states between stages, a small part of what goes to R-workers, are left out.
 """
 
 from __future__ import annotations
@@ -53,10 +48,6 @@ def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Si
 
     Args:
         plan: answers the question about one stage.
-
-    Raises:
-        ConfigError: there are too few layers, lanes or sockets for so many
-            stages.
     """
     first, *others = layers_of_stages(setup.spec, num_stages)
     asked = _stage_goal(goal, num_stages)
@@ -78,7 +69,11 @@ def _pace(sizing: Sizing) -> float:
 
 
 def _stage_goal(goal: Goal, num_stages: int) -> Goal:
-    for option, count in (("lanes", goal.lanes), ("max-sockets", goal.max_sockets)):
+    for option, count in (
+        ("lanes", goal.lanes),
+        ("batch", goal.batch),
+        ("max-sockets", goal.max_sockets),
+    ):
         if count is not None and count < num_stages:
             raise ConfigError(
                 f"--{option} {count}: each of the {num_stages} stages of --pp has one"
@@ -87,7 +82,7 @@ def _stage_goal(goal: Goal, num_stages: int) -> Goal:
         goal,
         latency_s=None if goal.latency_s is None else goal.latency_s / num_stages,
         tpot_s=None if goal.tpot_s is None else goal.tpot_s / num_stages,
-        batch=None if goal.batch is None else -(-goal.batch // num_stages),
+        batch=None if goal.batch is None else goal.batch // num_stages,
         lanes=None if goal.lanes is None else goal.lanes // num_stages,
         max_sockets=None if goal.max_sockets is None else goal.max_sockets // num_stages,
     )

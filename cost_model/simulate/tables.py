@@ -33,12 +33,7 @@ class Table:
 
     @classmethod
     def parse(cls, text: str, *, option: str, rate: bool = False) -> Table:
-        """A single number is a constant; with ``rate``, it is seconds for each
-        unit of size.
-
-        Raises:
-            ConfigError: names the option and what it may be.
-        """
+        """A single number is a constant; with ``rate``, it is seconds for each unit of size."""
         try:
             if ":" not in text:
                 value = float(text)

@@ -1,11 +1,10 @@
 """Conversations over tiers of a KV cache, each turn done as it arrives: what a
 policy keeps, moves down, drops, and has computed again.
 
-A turn has all tokens of its conversation in the upper tier: those that were
-moved down are restored, those that were dropped recomputed. Then, while fewer
-slots are free than the threshold, the policy moves blocks down; what was moved
-down counts as free at once. A full lower tier drops by the same policy before
-it takes more.
+A turn has all tokens of its conversation in the upper tier: those that were moved down are
+restored, those that were dropped recomputed. Then, while fewer slots are free than the threshold,
+the policy moves blocks down; what was moved down counts as free at once. A full lower tier drops
+by the same policy before it takes more.
 """
 
 from __future__ import annotations
@@ -129,17 +128,11 @@ class Tier:
 
 
 class TierSimulator:
-    """See the module.
+    """Two tiers, whose sizes are in tokens, and the policy that chooses what goes.
 
     Args:
-        policy: chooses what goes.
-        slots: tokens that the upper tier holds.
-        lower_slots: tokens that the lower one does.
-        block_size: tokens in a block.
-        threshold: of the upper tier's slots, the share below which free ones
-            are too few.
-        cost: of blocks that are recomputed.
-        keeps_rows: whether every row is kept, or only what they come to.
+        threshold: Share of the upper tier's slots below which free ones are too few.
+        keeps_rows: True if every row is kept, and not only their totals.
     """
 
     def __init__(
@@ -167,11 +160,7 @@ class TierSimulator:
         self.totals = TurnTotals()
 
     def run(self, turn: TracedTurn) -> None:
-        """A turn comes, and is over.
-
-        Raises:
-            ConfigError: its conversation has more tokens than the upper tier.
-        """
+        """A turn comes, and is over."""
         found, now_s = self._find(turn.conversation), turn.arrival_s
         before = found.num_tokens
         upper, lower = (tier.blocks(found.number) for tier in (self._upper, self._lower))
@@ -255,8 +244,7 @@ class TierSimulator:
         return -(-num_tokens // self._size)
 
     def _tokens(self, found: _Conversation, blocks: list[int]) -> int:
-        """That blocks of a conversation hold, in order: its last one may not be
-        full."""
+        """That blocks of a conversation hold, in order: its last one may not be full."""
         if not blocks:
             return 0
         beyond = (blocks[-1] + 1) * self._size - found.num_tokens
@@ -265,12 +253,7 @@ class TierSimulator:
 
 def read_turns(path: Path) -> list[TracedTurn]:
     """Turns in order of arrival, as JSON Lines: ``{"conversation": "A",
-    "num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}``.
-
-    Raises:
-        ConfigError: it can't be read, or a line is no turn; names the line and
-            the field.
-    """
+    "num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}``."""
     return read_file(path, parse_turns, str(path))
 
 

@@ -160,8 +160,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     if args.instant:
         return _run_turns(args)
     from cost_model.numbers import number_within
-    from cost_model.plans.plot import check_plot
-    from cost_model.simulate.plot import plot
+    from cost_model.plot import check_plot, plot_run
     from cost_model.simulate.report import as_json, as_text
     from cost_model.traces import read_trace
     from fastdecode.schedule.modes import make_scheduler
@@ -189,7 +188,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         )
         outcomes[mode] = simulation.run()
     if args.plot is not None:
-        plot(outcomes, args.plot)
+        plot_run(outcomes, args.plot)
     if args.json:
         json.dump(as_json(outcomes), sys.stdout)
         print()

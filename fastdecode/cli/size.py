@@ -9,20 +9,58 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.common import EXIT_INFEASIBLE, add_log_level_option, duration
+from fastdecode.cli.common import EXIT_INFEASIBLE, add_log_level_option, duration, tell
 from fastdecode.cli.parser import Parser, add_model
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.os_errors import explained
 
 if TYPE_CHECKING:
-    from cost_model.hardware import Hardware
+    from cost_model.hardware import Gpu, Hardware
     from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Prices, Setup
     from cost_model.plans.size import Sizing
     from cost_model.transport import Transport
+
+
+LONG_OUTPUT = 8192
+"""Output tokens from which ``--seq-len`` may be meant as a context."""
+
+
+class _List(argparse.Action):
+    """Prints all names and ends the command."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        from cost_model.hardware import Hardware
+        from cost_model.shapes import known_models
+
+        hardware = Hardware.load()
+        try:
+            for title, names in (
+                ("Models", known_models()),
+                ("GPUs", hardware.gpus),
+                ("CPUs", hardware.cpus),
+                ("NICs", hardware.nics),
+            ):
+                print("\n".join([f"{title} ({len(names)})", *(f"  {name}" for name in names)]))
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has what it wants, such as head
+            sys.stderr.close()
+        parser.exit()
+
+
+def _warn_of_length(args: argparse.Namespace) -> None:
+    if args.seq_len is not None and args.seq_len >= LONG_OUTPUT:
+        tell(
+            f"fastdecode size: --seq-len {args.seq_len} means {args.seq_len:,} output tokens "
+            "without a prompt. For a context of that length, give the prompt apart: --prompt-len "
+            f"{args.seq_len - 512} --output-len 512"
+        )
 
 
 def add_size(commands: Any) -> None:
@@ -37,6 +75,12 @@ def add_size(commands: Any) -> None:
     parser.set_defaults(run=run_size)
     add_model(
         parser, 'a name such as "Llama-2 7B" or org/name, a config.json, or a model directory'
+    )
+    parser.add_argument(
+        "--list",
+        action=_List,
+        nargs=0,
+        help="print the names of all models, GPUs, CPUs and NICs, and exit",
     )
     _add_workload(parser)
     _add_hardware(parser)
@@ -72,10 +116,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--dtype",
     )
     what.add_argument(
-        "--seq-len", type=int, metavar="S", help="tokens a sequence, without a prompt"
+        "--seq-len",
+        type=_tokens,
+        metavar="S",
+        help="output tokens a sequence, without a prompt; 4k is 4096",
     )
-    what.add_argument("--prompt-len", type=int, metavar="N", help="prompt tokens a sequence")
-    what.add_argument("--output-len", type=int, metavar="N", help="output tokens a sequence")
+    what.add_argument("--prompt-len", type=_tokens, metavar="N", help="prompt tokens a sequence")
+    what.add_argument("--output-len", type=_tokens, metavar="N", help="output tokens a sequence")
     what.add_argument(
         "--prefix-hit",
         type=float,
@@ -90,12 +137,37 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         help="how long, how much energy and money for so many",
     )
     what.add_argument(
+        "--users",
+        type=int,
+        metavar="N",
+        help="people who wait for an answer, read it, and ask again; says how many sequences run "
+        "at once, in place of --batch",
+    )
+    what.add_argument(
+        "--think-time",
+        type=duration,
+        default=0.0,
+        metavar="S",
+        help="seconds from an answer to the user's next request, or like 30s (default: 0)",
+    )
+    what.add_argument(
         "--start-interval",
         type=int,
         default=1,
         metavar="F",
         help="steps between starts (default: 1)",
     )
+
+
+def _tokens(text: str) -> int:
+    """Read a number of tokens: ``4096``, ``4k``."""
+    number = text.strip().lower()
+    try:
+        return int(number.removesuffix("k")) * (1024 if number.endswith("k") else 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens, such as 4096 or 4k"
+        ) from None
 
 
 def _requests(text: str) -> int:
@@ -147,7 +219,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         required=True,
         metavar="G",
-        help="name, or profile.json of `calibrate s`; all: each known GPU, in one table",
+        help="name, or profile.json of `calibrate s`; none: the S-worker runs on a socket of "
+        "--cpu; all: each known GPU, in one table",
     )
     group.add_argument(
         "--gpus", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)"
@@ -163,7 +236,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         "--cpu",
         required=True,
         metavar="C",
-        help="name, or profile.json of `calibrate r`; all: each known CPU, in one table",
+        help="name, profile.json of `calibrate r`, or a description such as '12xDDR5-4800, 64 "
+        "cores, 2.4 GHz, avx512'; all: each known CPU, in one table",
     )
     group.add_argument(
         "--own",
@@ -252,11 +326,11 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
 def run_size(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.hardware import Hardware
-    from cost_model.plans.plot import check_plot, save_plot
     from cost_model.plans.question import Prices
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import slowest_stage, stages_json, stages_text
+    from cost_model.plot import check_plot, save_plot
     from cost_model.printing import json_text
 
     if args.plot is not None:
@@ -268,6 +342,7 @@ def run_size(args: argparse.Namespace) -> int:
             f"--emit writes an mpirun line, which --transport {args.transport} does not use. "
             "Remove one of them"
         )
+    _warn_of_length(args)
     if args.own or "all" in (args.gpu, args.cpu):
         return _print_choices(args, hardware, prices)
     if args.sort is not None:
@@ -307,7 +382,7 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
 
     if args.gpu == args.cpu or (args.own and "all" in (args.gpu, args.cpu)):
         raise ConfigError("all is for --gpu or for --cpu, and not with --own. Name the others")
-    for option in ("emit", "plot", "requests", "explain"):
+    for option in ("emit", "plot", "requests", "users", "explain"):
         if getattr(args, option):
             raise ConfigError(
                 f"--{option} is for one plan, and this is a table. Remove one of them"
@@ -324,7 +399,7 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
     given = vars(args)
     if args.own:
         setup = read_setup(argparse.Namespace(**{**given, "gpus": 1}), hardware)
-        found = arrange(setup, args.gpus, goal, plan, prices, by)
+        ways = arrange(setup, args.gpus, goal, plan, prices, by)
         what = f"{args.gpus} x {args.gpu} and {args.max_sockets} x {args.cpu}"
     else:
         option = "gpu" if args.gpu == "all" else "cpu"
@@ -333,14 +408,15 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
             (name, read_setup(argparse.Namespace(**{**given, option: name}), hardware))
             for name in names
         )
-        found = choose(setups, goal, plan, prices, by)
+        ways = choose(setups, goal, plan, prices, by)
         what = f"each {option.upper()}"
-    found = sort_choices(found, by)
+    ways = replace(ways, found=sort_choices(ways.found, by))
     if args.json:
-        print(json_text({"format": "fastdecode.choices", "version": 1, "choices": found}))
+        tree = {"choices": ways.found, "left_out": ways.left_out}
+        print(json_text({"format": "fastdecode.choices", "version": 1, **tree}))
     else:
-        print(choices_text(found, f"{args.model} on {what}, by {by}", prices))
-    return 0 if found else EXIT_INFEASIBLE
+        print(choices_text(ways, f"{args.model} on {what}, by {by}", prices))
+    return 0 if ways.found else EXIT_INFEASIBLE
 
 
 def _num_stages(args: argparse.Namespace) -> int:
@@ -357,6 +433,7 @@ def _num_stages(args: argparse.Namespace) -> int:
         ("--plot", args.plot),
         ("--prices", args.prices),
         ("--requests", args.requests),
+        ("--users", args.users),
     ):
         if num_stages > 1 and given is not None:
             raise ConfigError(
@@ -378,7 +455,11 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
     from fastdecode.core.measurement import RProfile, SProfile
 
     spec = read_model(args.model)
-    gpu, cpu = _gpu(args.gpu, hardware), _cpu(args.cpu, hardware)
+    cpu = _cpu(args.cpu, hardware)
+    memory_bytes = None if args.dram_gb is None else _dram_bytes(args.dram_gb)
+    gpu, is_without_gpu = _gpu(args.gpu, hardware), False
+    if gpu is None:
+        gpu, is_without_gpu = _s_worker_cpu(args, cpu, memory_bytes), True
     measured = gpu.dtype if isinstance(gpu, SProfile) else "auto"
     dtype = spec.choose_dtype(measured if args.dtype == "auto" else args.dtype)
     kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
@@ -393,8 +474,9 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
         num_gpus=args.gpus,
         num_nics=args.nics,
         transport=_transport(args),
-        memory_bytes_per_socket=None if args.dram_gb is None else _dram_bytes(args.dram_gb),
+        memory_bytes_per_socket=memory_bytes,
         keeps_quantised=args.weights == "kept",
+        is_without_gpu=is_without_gpu,
     )
 
 
@@ -424,6 +506,8 @@ def read_goal(args: argparse.Namespace) -> Goal:
         survive=args.survive,
         replicas=args.replicas,
         batch=args.batch,
+        users=args.users,
+        think_s=args.think_time,
         lanes=args.lanes,
         max_sockets=args.max_sockets,
         requests=args.requests,
@@ -459,16 +543,39 @@ def _dram_bytes(dram_gb: float) -> int:
     return int(number_within("dram_gb", dram_gb, 0.25, 65536, "number of GB") * 1e9)
 
 
-def _gpu(name: str, hardware: Hardware) -> GpuSource:
+def _s_worker_cpu(args: argparse.Namespace, cpu: CpuSource, memory_bytes: int | None) -> Gpu:
+    """The socket that the S-worker runs on. Raises ConfigError if its peaks are not known."""
+    from cost_model.hardware import Cpu
+
+    if not isinstance(cpu, Cpu):
+        raise ConfigError(
+            "--gpu none with a measured --cpu: a socket's matrix products are in another profile. "
+            "Measure them with: fastdecode calibrate s --device cpu --out s.json, and give --gpu "
+            "s.json"
+        )
+    if args.gpus != 1:
+        raise ConfigError(
+            f"--gpus {args.gpus}: there is no GPU with --gpu none. Remove one of them"
+        )
+    return cpu.as_gpu(memory_bytes)
+
+
+def _gpu(name: str, hardware: Hardware) -> GpuSource | None:
+    """Returns None if the S-worker is to run without a GPU."""
     from fastdecode.core.measurement import SProfile
 
+    if name == "none":
+        return None
     profile = _profile(name, "--gpu", SProfile, "s")
     return hardware.gpu(name) if profile is None else profile
 
 
 def _cpu(name: str, hardware: Hardware) -> CpuSource:
+    from cost_model.described_cpu import described_cpu, is_described
     from fastdecode.core.measurement import RProfile
 
+    if is_described(name):
+        return described_cpu(name, hardware)
     profile = _profile(name, "--cpu", RProfile, "r")
     return hardware.cpu(name) if profile is None else profile
 

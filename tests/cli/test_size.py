@@ -42,11 +42,6 @@ def test_documented_answers(command: str, answer: str, capsys: pytest.CaptureFix
     assert said == answer or (answer.endswith("\n…\n") and said.startswith(answer[:-2]))
 
 
-def test_there_are_three_classic_questions() -> None:
-    asked = " ".join(command for command, _ in GUIDE)
-    assert all(name in asked for name in ("7B", "A10", "13B", "A100", "70B", "H200"))
-
-
 def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         size()

@@ -32,7 +32,7 @@ def setup(gpu: str = "A10", **workload: float) -> Setup:
 
 
 def test_every_way_to_use_what_one_owns() -> None:
-    found = arrange(setup(), 4, Goal(max_sockets=8), size, PRICES)
+    found = arrange(setup(), 4, Goal(max_sockets=8), size, PRICES).found
     assert len({each.name for each in found}) == len(found) == 6
     single = size(setup(), Goal(max_sockets=2))
     (apart,) = (each for each in found if each.copies == 4)
@@ -50,7 +50,7 @@ def test_every_way_to_use_what_one_owns() -> None:
 
 def test_gpus_side_by_side() -> None:
     asked = [(name, setup(name)) for name in ("A10", "H100-SXM", "L4")]
-    found = choose(asked, Goal(), size, PRICES)
+    found = choose(asked, Goal(), size, PRICES).found
     assert sort_choices(found, "tokens")[0].name == "H100-SXM"
     by_cost = sort_choices(found, "cost")
     assert by_cost[-1].name == "L4" and by_cost[-1].job.money is None, "its price isn't given"
@@ -61,7 +61,8 @@ def test_gpus_side_by_side() -> None:
     with pytest.raises(ConfigError, match="Give --prices"):
         check_sort("cost", None)
     bfloat16 = replace(setup("V100"), dtype=DType.BFLOAT16)
-    assert not choose([("V100", bfloat16)], Goal(), size, None), "it has no such units"
+    left = choose([("V100", bfloat16)], Goal(), size, None)
+    assert not left.found and "no bfloat16 units" in left.left_out["V100"]
 
 
 @pytest.mark.parametrize("by", ["cost", "energy"])
@@ -71,12 +72,12 @@ def test_a_line_is_its_parts_cheapest_placement(by: str) -> None:
 
     dear = replace(PRICES, socket_per_hour={"default": 2.0})
     asked = [(name, setup(name)) for name in ("A10", "H100-SXM")]
-    for each in choose(asked, Goal(), size, dear, by):
+    for each in choose(asked, Goal(), size, dear, by).found:
         sizing = size(setup(each.name), Goal())
         prices = [price(job(sizing, one, 1e6, dear)) for one in sizing.headlines]
         assert len(prices) == 3 and price(each.job) == min(x for x in prices if x is not None)
-    for way in arrange(setup("H100-SXM"), 2, Goal(max_sockets=4), size, dear, by):
-        most = arrange(setup("H100-SXM"), 2, Goal(max_sockets=4), size, dear)
+    for way in arrange(setup("H100-SXM"), 2, Goal(max_sockets=4), size, dear, by).found:
+        most = arrange(setup("H100-SXM"), 2, Goal(max_sockets=4), size, dear).found
         (rival,) = (one for one in most if one.name == way.name)
         assert (price(way.job) or 0) < (price(rival.job) or 0), "the fastest is not the cheapest"
 

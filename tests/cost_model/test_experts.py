@@ -184,6 +184,6 @@ def test_a_tuned_release_has_the_shape_of_its_base(name: str, base: str) -> None
 
 
 def test_another_model_is_not_taken_for_a_tuned_release() -> None:
-    for name in ("Qwen/Qwen2.5-9B-Instruct", "deepseek-ai/DeepSeek-V3", "-it"):
+    for name in ("Qwen/Qwen2.5-9B-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-9B", "-it"):
         with pytest.raises(ConfigError, match="is not known"):
             model_named(name)

@@ -225,6 +225,7 @@ def test_each_number_of_a_part_has_bounds(tmp_path: Path) -> None:
     )
     for kind, part in kinds:
         names = {each for each, value in vars(part).items() if not isinstance(value, str)}
+        names -= {"kernels"}  # not a field of the file
         sizes = {"memory_mib"} if kind == "gpu" else {"memory_gib"} if kind == "cpu" else set()
         for field in names - {"memory_bytes"} | sizes:
             for value in ("1e300", "1e-300"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 from cost_model.printing import WIDTH, json_text, labelled, paragraph, table
 from cost_model.stages import Provenance
@@ -27,12 +26,12 @@ def test_text_is_wrapped_under_its_label() -> None:
 @dataclass(frozen=True)
 class Answer:
     best: float
-    share: Fraction
+    share: float
     origin: Provenance
 
 
 def test_json_of_an_answer() -> None:
-    text = json_text({"answer": Answer(math.inf, Fraction(1, 4), Provenance.GIVEN), 3: (1, None)})
+    text = json_text({"answer": Answer(math.inf, 0.25, Provenance.GIVEN), 3: (1, None)})
     assert json.loads(text) == {
         "answer": {"best": None, "share": 0.25, "origin": "given"},
         "3": [1, None],

@@ -59,7 +59,7 @@ def test_arrivals_may_be_steps() -> None:
             '{"num_prompt_tokens": 1, "num_output_tokens": 5, "prompt": "x"}',
             "unknown field 'prompt'",
         ),
-        ('{"num_prompt_tokens": 1, "num_output_tokens": 5' + " " * 5000 + "}", "4096 bytes"),
+        ('{"num_prompt_tokens": 1, "num_output_tokens": 5' + " " * 70000 + "}", "65536 bytes"),
         ("", "holds no requests"),
     ],
 )

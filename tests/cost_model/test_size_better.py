@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cost_model.hardware import Cpu, Gpu, Hardware, Nic
 from cost_model.plans.question import Goal, Setup
-from cost_model.plans.size import Sizing, size
+from cost_model.plans.search import Search
+from cost_model.plans.size import PlanPace, Sizing, size
 from cost_model.shapes import model_named
 from cost_model.workload import Workload
 from examples import examples
@@ -120,3 +121,26 @@ def _check_headline(worse: Sizing, better: Sizing, goal: Goal) -> None:
     if goal.max_sockets is None and goal.batch is None:
         fewer = better.plan.sockets < worse.plan.sockets or better.plan.batch < worse.plan.batch
         assert fewer or better.headline.tokens_per_s >= 0.99 * worse.headline.tokens_per_s
+
+
+@settings(max_examples=examples(400, share=40), deadline=None)
+@given(setups, goals, st.sampled_from(sorted(BETTER)), st.floats(1.01, 8.0))
+def test_better_machine_needs_no_more_sockets_for_the_same_plan(
+    setup: Setup, goal: Goal, what: str, factor: float
+) -> None:
+    sizing = size(setup, goal, HARDWARE)
+    plan = sizing.plan
+    if plan is None or not sizing.feasible:
+        return
+    search = Search(sizing.system, goal, goal.promises(sizing.system))
+    better = BETTER[what](setup, factor)
+    row = PlanPace.of(search, plan).what_if(what, better, plan.lanes)
+    rows = [row, *(each for each in sizing.what_ifs if each.change.startswith("NIC"))]
+    for each in rows:
+        assert each.sockets is not None and each.sockets <= plan.sockets, each
+        assert each.tokens_per_s is not None and each.tpot_s is not None
+        assert each.tokens_per_s >= plan.expected.tokens_per_s * (1 - ROUNDING)
+        assert each.tpot_s <= plan.expected.tpot_s * (1 + ROUNDING)
+    for each in sizing.what_ifs:
+        if goal.max_sockets is not None and each.sockets is not None:
+            assert each.sockets <= goal.max_sockets

@@ -10,30 +10,6 @@ import pytest
 from cost_model.traces import read_any_trace
 from fastdecode.core.errors import ConfigError
 
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.6805900,374,44
-2023-11-16 18:15:50.9951690,396,109
-2023-11-16 18:16:46.6805900,20000,5000
-"""
-AZURE_2024 = """TIMESTAMP,ContextTokens,GeneratedTokens
-2024-05-10 00:00:00.009930+00:00,2162,5
-2024-05-10 00:00:01+00:00,2399,6
-"""
-BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-5,ChatGPT,472,18,490,Conversation log
-45,ChatGPT,1087,230,1317,Conversation log
-118,GPT-4,417,0,417,"API log, failed"
-"""
-BURSTGPT_3 = """Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type
-5.5,a,0.1,ChatGPT,472,18,Conversation log
-"""
-SPLITWISE = """request_id,request_type,arrival_timestamp,batch_size,prompt_size,token_size
-0,2,0.25,1,1024,64
-1,2,0.75,1,2048,32
-"""
-MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
-{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46]}
-"""
 SERVER = """
 {"time": 1700000000.5, "status": 429, "route": "/v1/completions"}
 {"time": 1700000003.5, "status": 200, "prompt_tokens": 7, "output_tokens": 5, "ttft_s": 0.1}
@@ -48,12 +24,6 @@ OWN = """
 @pytest.mark.parametrize(
     ("text", "form", "requests", "num_left_out"),
     [
-        (AZURE, "azure", [(0, 374, 44), (4.314579, 396, 109), (60, 20000, 5000)], 0),
-        (AZURE_2024, "azure", [(0, 2162, 5), (0.99007, 2399, 6)], 0),
-        (BURSTGPT, "burstgpt", [(0, 472, 18), (40, 1087, 230)], 1),
-        (BURSTGPT_3, "burstgpt", [(0, 472, 18)], 0),
-        (SPLITWISE, "splitwise", [(0, 1024, 64), (0.5, 2048, 32)], 0),
-        (MOONCAKE, "mooncake", [(0, 6955, 52), (3.053, 6472, 26)], 0),
         (SERVER, "server", [(0, 9, 3), (1.5, 7, 5)], 1),
         (OWN, "own", [(0, 5, 3), (1.5, 4, 2)], 0),
     ],
@@ -75,17 +45,19 @@ def test_reads(
     ("text", "says"),
     [
         ("", "holds no requests"),
-        ("a,b\n1,2\n", r"line 1: a trace of no known form \(own, server, mooncake"),
-        ('{"x": 1}\n', "line 1: a trace of no known form"),
-        (AZURE + "yesterday,5,5\n", "line 5: TIMESTAMP='yesterday' is no time"),
-        (AZURE + "2023-11-16 18:17:00,5\n", "line 5: 2 columns, but the first line names 3"),
-        (SPLITWISE + "2,2,1.0,1,-4,3\n", "line 4: prompt_size='-4' is not a whole number"),
-        (MOONCAKE + '{"timestamp": 1, "input_length"', "line 3 isn't JSON"),
-        (MOONCAKE + "[1]\n", "line 3 isn't a JSON object"),
-        (BURSTGPT.replace("18,490", "x,490"), "line 2: Response tokens='x'"),
+        ("a,b\n1,2\n", "line 1 isn't JSON"),
+        ('{"x": 1}\n', "line 1: neither a server's log nor a trace"),
+        (SERVER + '{"time": "now", "prompt_tokens": 1, "output_tokens": 1}', "time='now' is not"),
+        (
+            SERVER + '{"time": 1, "prompt_tokens": -4, "output_tokens": 3}',
+            "prompt_tokens=-4 is not",
+        ),
+        (SERVER + '{"time": 1, "prompt_tokens": "x"}', "prompt_tokens='x' is not a whole number"),
+        (SERVER + '{"time": 1, "prompt', "line 5 isn't JSON"),
+        (SERVER + "[1]\n", "line 5 isn't a JSON object"),
         (OWN.replace("arrival_s", "arrival_step"), "arrivals are steps; a plan needs arrival_s"),
         (OWN.replace('"num_prompt_tokens": 5', '"num_prompt_tokens": 0'), "line 3: num_prompt"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,7\n", "with a prompt"),
+        ('{"time": 1, "status": 429}', "with a prompt"),
     ],
 )
 def test_refuses(tmp_path: Path, text: str, says: str) -> None:
@@ -97,8 +69,6 @@ def test_refuses(tmp_path: Path, text: str, says: str) -> None:
 
 def test_a_line_without_end(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    path.write_text(
-        json.dumps({"timestamp": 1, "input_length": 2, "output_length": 3}) + " " * (2 << 20)
-    )
+    path.write_text(json.dumps({"time": 1, "status": 200}) + " " * (2 << 20))
     with pytest.raises(ConfigError, match="line 1: a trace has at most"):
         read_any_trace(path)

@@ -42,7 +42,7 @@ LISTED = {
     ("docs/design/architecture.md", "S-worker     x"): "a picture",
     ("docs/design/stages.md", "first stage"): "a picture",
     ("docs/design/stages.md", "compute      |"): "a picture",
-    ("docs/design/disaggregation.md", "{"): "a file's format; tests/cost_model read such files",
+    ("docs/design/goodput.md", "python -c"): "reads a published trace, which is not in the tree",
     ("docs/design/hybrid.md", "hybrid KV, steps"): "output of a run with a GPU",
     ("docs/design/streams.md", "from rworker"): "goes on with open sequences; "
     "tests/rworker/test_stream_plans.py runs these calls",

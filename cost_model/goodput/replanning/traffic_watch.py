@@ -174,8 +174,7 @@ class TrafficWatch:
         self._over.append((now_s, seen))
 
     def due(self, now_s: float) -> Due | None:
-        """Whether the roles are to be looked at, which ``decided`` or ``put_off``
-        ends."""
+        """Whether the roles are to be looked at, which ``decided`` or ``put_off`` ends."""
         if self._is_asked or now_s < self._looks_s:
             return None
         self._looks_s = now_s + self.rules.window_s / _LOOKS
@@ -189,9 +188,8 @@ class TrafficWatch:
         return None if reason is None else Due(reason, found)
 
     def decided(self, now_s: float, due: Due, judged: JudgedRoles | None) -> bool:
-        """What came of looking at them; None: nothing could be said. Returns
-        whether the roles should change now: two windows, one after the other,
-        want the same."""
+        """What came of looking at them; None: nothing could be said. Returns whether the roles
+        should change now: two windows, one after the other, want the same."""
         self._is_asked = False
         self._judged_s = now_s
         self._looks_s = now_s + self.rules.cool_down_s

@@ -7,8 +7,6 @@ from typing import Any
 
 from fastdecode.cli.plan.disaggregate import add_disaggregate
 from fastdecode.cli.plan.goodput import add_goodput
-from fastdecode.cli.plan.pipelines import add_pipelines
-from fastdecode.cli.plan.swap import add_swap
 
 
 def add_plan(commands: Any) -> None:
@@ -22,5 +20,3 @@ def add_plan(commands: Any) -> None:
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     add_goodput(questions)
     add_disaggregate(questions)
-    add_swap(questions)
-    add_pipelines(questions)

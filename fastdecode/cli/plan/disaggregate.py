@@ -1,5 +1,5 @@
-"""``fastdecode plan disaggregate``: how many of so many machines run prompts, and
-does it pay?
+"""``fastdecode plan disaggregate``: machines for prompts and machines for tokens, and swapped
+microbatches, by DéjàVu's closed forms.
 
 Exit codes: 0 an answer; 1 no split fits; 2 usage.
 """
@@ -7,125 +7,126 @@ Exit codes: 0 an answer; 1 no split fits; 2 usage.
 from __future__ import annotations
 
 import argparse
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option
-from fastdecode.cli.plan.machine import add_machine, is_machine_given, read_machine
+from fastdecode.cli.size import add_hardware_file, read_part_of_setup
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cost_model.disaggregate.memory import StageMemory
+    from cost_model.disaggregate import StageMemory
 
 _MEMORY = ("layers", "weights_gb", "prompt_kv_gb", "token_kv_gb", "memory_gb")
+_SPLIT = ("prompt_time", "token_time")
+_SWAP = ("prompt_tokens", "token_time", "batch", "kv_kb", "bandwidth_gb")
 
 
 def add_disaggregate(questions: Any) -> None:
     """Add the subcommand to those of ``plan``."""
     parser: argparse.ArgumentParser = questions.add_parser(
         "disaggregate",
-        help="machines for prompts and machines for tokens",
-        description="How many of D machines run prompts and how many run tokens, by DéjàVu's "
-        "equations over whole machines, and whether that beats one pipeline for both.",
+        help="machines for prompts and machines for tokens, and swapped microbatches",
+        description="How many of D machines run prompts and how many run tokens, whether that "
+        "beats one pipeline for both, and whether swapping microbatches pays: DéjàVu's equations "
+        "over whole machines.",
     )
     parser.set_defaults(run=run_disaggregate, command="plan disaggregate")
-    add = parser.add_argument
-    add("--machines", type=int, required=True, metavar="D", help="machines in all")
-    add(
-        "--prompt-time",
-        type=float,
-        metavar="S",
-        help="seconds of a stage for a microbatch's prompt, all machines in one pipeline",
-    )
-    add(
-        "--token-time",
-        type=float,
-        metavar="S",
-        help="seconds of a stage for one token of a microbatch, all machines in one pipeline",
-    )
-    add("--tokens", type=int, required=True, metavar="N", help="tokens that a microbatch generates")
-    add("--batch", type=int, metavar="B", help="sequences of a microbatch, for a machine's times")
-    add("--prompt-tokens", type=int, metavar="P", help="of a sequence, likewise")
-    add_machine(parser)
-    _add_streaming(parser.add_argument_group("streaming K and V to the token machines"))
-    _add_memory(parser.add_argument_group("memory; all of these or none"))
-    add("--json", action="store_true", help="print the answer as JSON")
+    _add(parser, int, "--tokens", "N", "tokens that a microbatch generates", required=True)
+    split = parser.add_argument_group("the split")
+    _add(split, int, "--machines", "D", "machines in all; without them, swapping alone")
+    _add(split, float, "--prompt-time", "S", "seconds of a stage for a microbatch's prompt, all "
+         "machines in one pipeline")  # fmt: skip
+    _add(split, float, "--token-time", "S", "the same of one token of a microbatch")
+    _add(split, float, "--overhead", "M", "prompts take so many times as long, by streaming K and "
+         "V to the token machines (default: 1)")  # fmt: skip
+    _add(split, float, "--kv-gb", "GB", "instead: K and V that the largest prompt stage sends")
+    _add(split, float, "--bandwidth-gbps", "GBIT", "of a machine's port")
+    memory = parser.add_argument_group("memory; all of these or none")
+    _add(memory, int, "--layers", "L", "of the model")
+    _add(memory, float, "--weights-gb", "GB", "of one layer")
+    _add(memory, float, "--prompt-kv-gb", "GB", "of one layer, for a microbatch's prompt")
+    _add(memory, float, "--token-kv-gb", "GB", "of one layer, for the tokens of a microbatch")
+    _add(memory, float, "--memory-gb", "GB", "of a machine")
+    swap = parser.add_argument_group("swapping")
+    _add(swap, int, "--prompt-tokens", "P", "of each sequence")
+    _add(swap, int, "--batch", "B", "sequences of a microbatch that fits without swapping")
+    _add(swap, float, "--kv-kb", "KB", "K and V of a sequence's token on a stage, in 1000 bytes")
+    _add(swap, float, "--bandwidth-gb", "GB", "from host memory, in 10^9 bytes a second")
+    model = parser.add_argument_group("or the times of a model on each machine's GPU")
+    _add(model, str, "--model", "MODEL", "a name, a config.json, or a model directory")
+    _add(model, str, "--gpu", "G", "name, or profile.json of `calibrate s`")
+    _add(model, int, "--gpus", "N", "GPUs of a machine (default: 1)", default=1)
+    _add(model, str, "--dtype", "D", "weights and activations (default: auto)", default="auto")
+    _add(model, str, "--kv-dtype", "D", "KV cache (default: auto)", default="auto")
+    add_hardware_file(model)
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     add_log_level_option(parser)
 
 
-def _add_streaming(group: Any) -> None:
-    group.add_argument(
-        "--overhead",
-        type=float,
-        metavar="M",
-        help="prompts take so many times as long (default: 1)",
-    )
-    group.add_argument(
-        "--kv-gb",
-        type=float,
-        metavar="GB",
-        help="instead: K and V that the largest prompt stage sends of a microbatch",
-    )
-    group.add_argument("--bandwidth-gbps", type=float, metavar="GBIT", help="of a machine's port")
-
-
-def _add_memory(group: Any) -> None:
-    for flag, kind, metavar, text in (
-        ("--layers", int, "L", "of the model"),
-        ("--weights-gb", float, "GB", "of one layer"),
-        ("--prompt-kv-gb", float, "GB", "of one layer, for a microbatch's prompt"),
-        ("--token-kv-gb", float, "GB", "of one layer, for the tokens a microbatch generates"),
-        ("--memory-gb", float, "GB", "of a machine"),
-    ):
-        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+def _add(group: Any, kind: Any, flag: str, metavar: str, text: str, **more: Any) -> None:
+    group.add_argument(flag, type=kind, metavar=metavar, help=text, **more)
 
 
 def run_disaggregate(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
-    from cost_model.disaggregate.report import split_as_json, split_as_text
-    from cost_model.disaggregate.split import Disaggregation
+    from cost_model.disaggregate import Disaggregation, Swapping, as_json, as_text
     from cost_model.printing import json_text
 
-    _fill_times(args)
-    asked = Disaggregation(
-        args.machines, args.prompt_time, args.token_time, args.tokens, _overhead(args)
-    )
-    memory = _memory(args)
-    best = asked.best(memory)
-    if args.json:
-        print(json_text(split_as_json(asked, best, memory)))
-    else:
-        print(split_as_text(asked, best, memory))
-    return 0 if best or args.machines == 1 else EXIT_INFEASIBLE
+    asked, swap = None, None
+    if args.model is not None or args.gpu is not None:
+        _fill(args)
+    if args.machines is not None:
+        _need(args, _SPLIT)
+        asked = Disaggregation(
+            args.machines, args.prompt_time, args.token_time, args.tokens, _overhead(args),
+            _memory(args),
+        )  # fmt: skip
+    if args.kv_kb is not None or args.bandwidth_gb is not None or asked is None:
+        _need(args, _SWAP)
+        swap = Swapping(
+            args.prompt_tokens, args.tokens, args.token_time, args.batch, args.kv_kb,
+            args.bandwidth_gb,
+        )  # fmt: skip
+    print(json_text(as_json(asked, swap)) if args.json else as_text(asked, swap))
+    return EXIT_INFEASIBLE if asked and asked.machines > 1 and not asked.best else 0
 
 
-def _fill_times(args: argparse.Namespace) -> None:
-    """What isn't typed in, by the machine's times: a stage has its part of them.
+def _fill(args: argparse.Namespace) -> None:
+    """Take what is not given from a model's times on a machine, of which a stage has its part.
 
     Raises:
-        ConfigError: a number is missing, and nothing says it.
+        ConfigError: If the model, the GPU, or what the times depend on is missing.
     """
     from cost_model.numbers import whole_number
+    from cost_model.step_time import machine_times
 
-    machines = whole_number("machines", args.machines, 1, 1 << 16)
-    if is_machine_given(args):
-        for name in ("batch", "prompt_tokens"):
-            if getattr(args, name) is None:
-                raise ConfigError(f"--{name.replace('_', '-')} is missing: times depend on it")
-        machine, _ = read_machine(args, args.prompt_tokens, args.tokens, [args.batch])
-        point = machine.of(args.batch)
-        if args.prompt_time is None:
-            args.prompt_time = point.prompt_s / machines
-        if args.token_time is None:
-            args.token_time = point.token_s / machines
-    for name in ("prompt_time", "token_time"):
+    _need(args, ("model", "gpu", "batch", "prompt_tokens"))
+    stages = whole_number("machines", args.machines or 1, 1, 10_000)
+    system = read_part_of_setup(args, args.prompt_tokens, args.tokens).system()
+    prompt_s, token_s = machine_times(system, args.batch)
+    link = system.s.host_link_bytes_per_s
+    given = {
+        "prompt_time": prompt_s / stages,
+        "token_time": token_s / stages,
+        "kv_kb": system.costs.kv_bytes / 1e3 / stages,
+        "bandwidth_gb": None if link is None else link / 1e9,
+    }
+    for name, value in given.items():
         if getattr(args, name) is None:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} is missing: give it, --profile, or --model and --gpu")
+            setattr(args, name, value)
 
 
-def _overhead(args: argparse.Namespace) -> float | Fraction:
-    from cost_model.disaggregate.split import streaming_overhead, transfer_s
+def _need(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing. Give times and sizes, or --model, --gpu, --batch "
+            "and --prompt-tokens"
+        )
+
+
+def _overhead(args: argparse.Namespace) -> float:
+    from cost_model.disaggregate import streaming_overhead
 
     sizes = (args.kv_gb, args.bandwidth_gbps)
     if args.overhead is not None:
@@ -135,19 +136,15 @@ def _overhead(args: argparse.Namespace) -> float | Fraction:
     if sizes == (None, None):
         return 1.0
     if None in sizes:
-        raise ConfigError(
-            "how long does streaming take? Give --kv-gb and --bandwidth-gbps together"
-        )
-    return streaming_overhead(transfer_s(*sizes), args.prompt_time)
+        raise ConfigError("streaming takes --kv-gb and --bandwidth-gbps. Give both, or neither")
+    return streaming_overhead(*sizes, args.prompt_time)
 
 
 def _memory(args: argparse.Namespace) -> StageMemory | None:
-    from cost_model.disaggregate.memory import StageMemory
+    from cost_model.disaggregate import StageMemory
 
     values = {name: getattr(args, name) for name in _MEMORY}
-    missing = [f"--{name.replace('_', '-')}" for name, value in values.items() if value is None]
-    if len(missing) == len(values):
+    if set(values.values()) == {None}:
         return None
-    if missing:
-        raise ConfigError(f"does it fit? To know, {' and '.join(missing)} must be given as well")
+    _need(args, _MEMORY)
     return StageMemory(**values)

@@ -58,8 +58,7 @@ def _add_workload(group: Any) -> None:
     )
     add("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
     add("--rate", type=float, metavar="R", help="requests a second; default: the trace's")
-    add("--trace", type=Path, metavar="FILE", help="own JSONL, a server's log, Azure, Mooncake, "
-        "BurstGPT or Splitwise")  # fmt: skip
+    add("--trace", type=Path, metavar="FILE", help="requests, JSON Lines, or a server's log")
     add("--replay", action="store_true", help="the trace's own gaps and order, not drawn ones")
     add("--prompt-len", metavar="N", help="without a trace: tokens, or lognormal:512,0.8")
     add("--output-len", metavar="N", help="without a trace: tokens, or lognormal:200,0.8")

@@ -1,8 +1,9 @@
-"""Throughput and time per token over the number of sockets, the limit of each stretch shaded."""
+"""Pictures: a plan over the number of sockets, and a simulated run over its steps."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from fastdecode.core.errors import ConfigError, imports_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from fastdecode.schedule.simulation.simulation import SimulationOutcome
 
 # Colours that stay apart in grey and for the colour-blind.
 _LIMIT_COLOURS = {
@@ -24,6 +28,11 @@ _LIMIT_COLOURS = {
     "ZeroMQ I/O": "#f3f1e0",
     "S-part": "#eaf4e7",
 }
+_CURVES = (
+    ("step_s", 3, "lightgray", "step"),
+    ("s_part_s", 0.8, "tab:green", "S-part"),
+    ("r_part_s", 0.8, "tab:orange", "R-part"),
+)
 _THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"
 
 
@@ -34,8 +43,8 @@ def check_plot(path: Path) -> None:
     """Find out about a bad path before anything is computed.
 
     Raises:
-        ConfigError: the file's name has no known ending.
-        MissingExtraError: matplotlib isn't installed.
+        ConfigError: If the file's name has no known ending.
+        MissingExtraError: If matplotlib isn't installed.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in .png, .svg or .pdf")
@@ -45,11 +54,7 @@ def check_plot(path: Path) -> None:
 
 def save_plot(sizing: Sizing, path: Path) -> None:
     """Draw the plan's batch from one socket to twice the plan's, as png, svg or
-    pdf by the file's suffix.
-
-    Raises:
-        ConfigError: there is no plan, or the file can't be written.
-    """
+    pdf by the file's suffix."""
     plan = sizing.plan
     if plan is None:
         raise ConfigError("--plot: there is no plan to draw")
@@ -58,10 +63,7 @@ def save_plot(sizing: Sizing, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [
-        sizing.system.predict(plan.lane_batch, plan.lanes, count)
-        for count in range(1, 2 * plan.sockets + 1)
-    ]
+    steps = [plan.on(sizing.system, count) for count in range(1, 2 * plan.sockets + 1)]
     with pyplot.rc_context(
         {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
     ):
@@ -72,13 +74,16 @@ def save_plot(sizing: Sizing, path: Path) -> None:
         _tpot(tpot, sizing, steps)
         axes.set_title(_title(sizing, plan), loc="left", fontsize=12)
         try:
-            figure.savefig(
-                path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
-            )
-        except OSError as error:
-            raise ConfigError(f"--plot {path}: can't write there: {error.strerror}") from None
+            _save(figure, path)
         finally:
             pyplot.close(figure)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: can't write there: {error.strerror}") from None
 
 
 def _title(sizing: Sizing, plan: Plan) -> str:
@@ -116,7 +121,7 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
 
     sockets = [step.sockets for step in steps]
     slow, fast = (
-        [system.predict(plan.lane_batch, plan.lanes, count).tokens_per_s for count in sockets]
+        [plan.on(system, count).tokens_per_s for count in sockets]
         for system in (sizing.system.scaled(+1), sizing.system.scaled(-1))
     )
     axes.fill_between(sockets, slow, fast, color=_THROUGHPUT, alpha=0.15, linewidth=0)
@@ -160,3 +165,29 @@ def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
         axes.axhline(1e3 * sizing.goal.tpot_s, color=_TPOT, linewidth=0.8)
         asked = f"asked: {seconds_text(sizing.goal.tpot_s)}"
         axes.annotate(asked, (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)
+
+
+def plot_run(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
+    """Draw one column a mode: the load above; below, what a step takes, and the
+    S-part's and the R-part's share in it."""
+    from matplotlib.figure import Figure
+
+    from cost_model.simulate.report import summarise
+
+    figure = Figure(figsize=(1 + 3.2 * len(outcomes), 5), layout="constrained")
+    axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)
+    for (mode, outcome), load, latency in zip(outcomes.items(), axes[0], axes[1], strict=True):
+        steps = outcome.steps
+        tokens_per_s = summarise(outcome)["output_tokens_per_s"]
+        load.set_title(f"{mode}\n{tokens_per_s:.0f} tokens/s")
+        load.plot([step.load_tokens for step in steps], color="tab:blue", linewidth=0.8)
+        for name, width, color, label in _CURVES:
+            times_ms = [1e3 * getattr(step, name) for step in steps]
+            latency.plot(times_ms, color=color, linewidth=width, label=label)
+        latency.set_xlabel("step")
+    for row in axes:
+        row[0].set_ylim(bottom=0)  # the row shares it
+    axes[0][0].set_ylabel("load (cached tokens)")
+    axes[1][0].set_ylabel("latency (ms)")
+    axes[1][0].legend(loc="lower right", fontsize="small")
+    _save(figure, path)

@@ -1,0 +1,292 @@
+"""Pipelines of machines, by the closed forms of DéjàVu (arXiv 2403.01876): prompts and tokens
+apart (section 4.2.1, appendix D), and swapped microbatches (appendix G.1).
+
+D machines run a microbatch's prompt in Y seconds a stage and each of its N tokens in t seconds.
+Microbatches leave the pipelines every
+
+* ``(D-1)(Y-t)/D + Y + N·t`` seconds from one pipeline for both (eq. 4);
+* ``max(m·D·Y/D_p, N·D·t/D_t)`` from D_p machines for prompts and D_t for tokens, where m >= 1 is
+  how much longer prompts take because their K and V are streamed to the token machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cost_model.numbers import LARGEST, at_most, number_within, whole_number
+from cost_model.printing import labelled
+from cost_model.quantities import counted, round_to, seconds_text
+
+MAX_MACHINES = 10_000
+MAX_LAYERS = 10_000
+MAX_TOKENS = 10_000_000
+MAX_SEQUENCES = 1 << 20
+
+
+def _positive(name: str, value: float, least: float = 1e-15) -> float:
+    return number_within(name, value, least, LARGEST)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """A model of L layers on machines, in gigabytes.
+
+    A prompt stage holds its layers' weights and one microbatch: ``P·(W + C) <= M``. Of d token
+    stages, each holds ``⌈L/d⌉`` layers for d microbatches: ``⌈L/d⌉·(W + (C + K)·d) <= M``. Each
+    machine more brings a microbatch more, so more machines may hold less.
+    """
+
+    layers: int
+    weights_gb: float
+    """Of one layer."""
+    prompt_kv_gb: float
+    """Of one layer, for a microbatch's prompt."""
+    token_kv_gb: float
+    """Of one layer, for the tokens that a microbatch generates."""
+    memory_gb: float
+    """Of a machine."""
+
+    def __post_init__(self) -> None:
+        whole_number("layers", self.layers, 1, MAX_LAYERS)
+        for name in ("weights_gb", "memory_gb"):
+            _positive(name, getattr(self, name))
+        for name in ("prompt_kv_gb", "token_kv_gb"):
+            _positive(name, getattr(self, name), 0.0)
+
+    def prompts_fit(self, machines: int) -> bool:
+        stage_gb = -(-self.layers // machines) * (self.weights_gb + self.prompt_kv_gb)
+        return machines <= self.layers and at_most(stage_gb, self.memory_gb)
+
+    def tokens_fit(self, machines: int) -> bool:
+        kv_gb = (self.prompt_kv_gb + self.token_kv_gb) * machines
+        stage_gb = -(-self.layers // machines) * (self.weights_gb + kv_gb)
+        return machines <= self.layers and at_most(stage_gb, self.memory_gb)
+
+    def fewest(self, *, tokens: bool) -> int | None:
+        """Return the fewest machines that hold prompts, or tokens. None if no number does."""
+        fit = self.tokens_fit if tokens else self.prompts_fit
+        return next(filter(fit, range(1, self.layers + 1)), None)
+
+
+def streaming_overhead(kv_gb: float, bandwidth_gbps: float, prompt_time: float) -> float:
+    """Return m. Layers are streamed while later ones run, so only a longer transfer counts.
+
+    Args:
+        kv_gb: K and V that the largest prompt stage sends of a microbatch.
+        bandwidth_gbps: Of a machine's port, in 10⁹ bits a second.
+    """
+    transfer_s = _positive("kv_gb", kv_gb) * 8 / _positive("bandwidth_gbps", bandwidth_gbps)
+    return max(1.0, transfer_s / _positive("prompt_time", prompt_time))
+
+
+@dataclass(frozen=True)
+class Split:
+    prompt_machines: int
+    token_machines: int
+    interval_s: float
+    """Between microbatches that leave the pipelines."""
+
+
+@dataclass(frozen=True)
+class Disaggregation:
+    """D machines, and what a microbatch asks of them."""
+
+    machines: int
+    prompt_time: float
+    """Y: seconds of a stage for a microbatch's prompt, all machines in one pipeline."""
+    token_time: float
+    """t: the same of one token."""
+    tokens: int
+    """N, that a microbatch generates."""
+    overhead: float = 1.0
+    """m."""
+    memory: StageMemory | None = None
+    """None if everything fits."""
+
+    def __post_init__(self) -> None:
+        whole_number("machines", self.machines, 1, MAX_MACHINES)
+        whole_number("tokens", self.tokens, 1, MAX_TOKENS)
+        _positive("prompt_time", self.prompt_time)
+        _positive("token_time", self.token_time)
+        number_within("overhead", self.overhead, 1.0, LARGEST)
+
+    @property
+    def colocated_s(self) -> float:
+        """Of one pipeline for both (eq. 4)."""
+        bubbles_s = (self.machines - 1) * (self.prompt_time - self.token_time) / self.machines
+        return bubbles_s + self.prompt_time + self.tokens * self.token_time
+
+    @property
+    def break_even_ratio(self) -> float | None:
+        """Parts of machines win where Y/t is above this (eq. 5). None if m >= 2 - 1/D."""
+        denominator = self.machines * (2 - self.overhead) - 1
+        return (self.machines - 1) / denominator if denominator > 1e-9 else None
+
+    def interval_s(self, prompt_machines: int, token_machines: int) -> float:
+        prompts_s = self.overhead * self.machines * self.prompt_time / prompt_machines
+        return max(prompts_s, self.tokens * self.machines * self.token_time / token_machines)
+
+    def splits(self) -> Iterator[Split]:
+        """Yield all that fit, by machines for prompts."""
+        for few in range(1, self.machines):
+            rest = self.machines - few
+            memory = self.memory
+            if memory is None or (memory.prompts_fit(few) and memory.tokens_fit(rest)):
+                yield Split(few, rest, self.interval_s(few, rest))
+
+    @property
+    def best(self) -> tuple[Split, ...]:
+        """The splits that none is better than. Empty if nothing fits."""
+        splits = tuple(self.splits())
+        least_s = min((split.interval_s for split in splits), default=0.0)
+        return tuple(split for split in splits if at_most(split.interval_s, least_s))
+
+    @property
+    def wins(self) -> bool:
+        """True if the best split is strictly better than one pipeline."""
+        return any(not at_most(self.colocated_s, split.interval_s) for split in self.best)
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """Microbatches of B sequences, or swapped ones of 2B, whose KV the host's memory keeps.
+
+    A token of a swapped microbatch takes as long as bringing back the KV of its 2B sequences
+    takes, where that is longer. It pays if ``2·N·t >= Σ max(t, transfer(i))`` over the cached
+    tokens i = p+1 … p+N. (The paper prints B, and one term more.)
+    """
+
+    prompt_tokens: int
+    tokens: int
+    token_time: float
+    batch: int
+    kv_kb: float
+    """K and V of one token and sequence on a stage, in 1000 bytes."""
+    bandwidth_gb: float
+    """From the host's memory, in 10⁹ bytes a second."""
+
+    def __post_init__(self) -> None:
+        whole_number("prompt_tokens", self.prompt_tokens, 0, MAX_TOKENS)
+        whole_number("tokens", self.tokens, 1, MAX_TOKENS)
+        whole_number("batch", self.batch, 1, MAX_SEQUENCES)
+        for name in ("token_time", "kv_kb", "bandwidth_gb"):
+            _positive(name, getattr(self, name))
+
+    @property
+    def unswapped_s(self) -> float:
+        """Of two microbatches of B, one after the other."""
+        return 2 * self.tokens * self.token_time
+
+    @property
+    def _cached_token_s(self) -> float:
+        """What bringing back takes for each cached token of a sequence."""
+        return 2 * self.batch * self.kv_kb * 1e3 / (self.bandwidth_gb * 1e9)
+
+    @property
+    def crossover_tokens(self) -> float:
+        """Cached tokens at which bringing back takes as long as a token."""
+        return self.token_time / self._cached_token_s
+
+    @property
+    def swapped_s(self) -> float:
+        """Of one microbatch of 2B."""
+        first, last = self.prompt_tokens + 1, self.prompt_tokens + self.tokens
+        slow = min(last + 1, max(first, math.floor(self.crossover_tokens) + 1))
+        steps = (slow + last) * (last - slow + 1) / 2
+        return (slow - first) * self.token_time + steps * self._cached_token_s
+
+    @property
+    def pays(self) -> bool:
+        return at_most(self.swapped_s, self.unswapped_s)
+
+
+def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, Any]:
+    """Return the answer with units in the names. None where there is no such number."""
+    tree: dict[str, Any] = {"format": "fastdecode.plan.disaggregate", "version": 2}
+    if asked is not None:
+        best, memory = asked.best, asked.memory
+        tree |= {
+            "asked": asked,
+            "one_pipeline_s": asked.colocated_s,
+            "break_even_prompt_over_token": asked.break_even_ratio,
+            "splits": best,
+            "wins": asked.wins,
+            "min_prompt_machines": memory and memory.fewest(tokens=False),
+            "min_token_machines": memory and memory.fewest(tokens=True),
+        }
+    if swap is not None:
+        names = ("unswapped_s", "swapped_s", "crossover_tokens", "pays")
+        tree["swap"] = {"asked": swap, **{name: getattr(swap, name) for name in names}}
+    return tree
+
+
+def as_text(asked: Disaggregation | None, swap: Swapping | None) -> str:
+    rows: list[tuple[str, str]] = []
+    if asked is not None:
+        rows += _split_rows(asked)
+    if swap is not None:
+        rows += _swap_rows(swap)
+    return "\n".join(labelled(rows, label_width=14))
+
+
+def _split_rows(asked: Disaggregation) -> Iterator[tuple[str, str]]:
+    times = f"{seconds_text(asked.prompt_time)} a prompt, {seconds_text(asked.token_time)} a token"
+    yield "Machines", f"{asked.machines:,}; as stages of one pipeline {times}"
+    yield "One pipeline", f"{seconds_text(asked.colocated_s)} a microbatch"
+    best = asked.best
+    for split in best:
+        pace = f"{seconds_text(split.interval_s)} a microbatch"
+        machines = f"{split.prompt_machines} for prompts, {split.token_machines} for tokens"
+        yield (
+            "Split",
+            f"{machines}: {pace} (--prompt-pp {split.prompt_machines} --pp {split.token_machines})",
+        )
+    ratio, own = asked.break_even_ratio, _short(asked.prompt_time / asked.token_time)
+    streaming = f"streaming K and V makes prompts {_short(asked.overhead)} times as long"
+    pays = "too long to pay" if ratio is None else f"it pays above {_short(ratio)}"
+    yield "Prompt/token", f"{own}; {streaming}: {pays}"
+    if asked.memory is not None:
+        prompts, tokens = (asked.memory.fewest(tokens=each) for each in (False, True))
+        yield "Memory", f"prompts need {_at_least(prompts)}, tokens {_at_least(tokens)}"
+    yield "Verdict", _split_verdict(asked, best)
+
+
+def _split_verdict(asked: Disaggregation, best: Sequence[Split]) -> str:
+    if asked.machines == 1:
+        return "one pipeline: one machine can't be split"
+    if not best:
+        return (
+            f"nothing fits: {counted(asked.machines, 'machine')} can't hold prompts and tokens "
+            "apart; take more machines, more memory, or smaller microbatches"
+        )
+    gain = asked.colocated_s / best[0].interval_s
+    if not asked.wins:
+        return f"one pipeline: the best split takes {_short(1 / gain)} times as long"
+    return f"disaggregate: {_short(gain)} times the throughput of one pipeline"
+
+
+def _swap_rows(swap: Swapping) -> Iterator[tuple[str, str]]:
+    yield (
+        "Swap",
+        f"{seconds_text(swap.swapped_s)} for a microbatch of {2 * swap.batch}, beside "
+        f"{seconds_text(swap.unswapped_s)} for two of {swap.batch}; KV returns in time up to "
+        f"{swap.crossover_tokens:.0f} cached tokens",
+    )
+    gain = swap.unswapped_s / swap.swapped_s
+    yield (
+        "Swap verdict",
+        f"swap: {_short(gain)} times the tokens a second"
+        if swap.pays
+        else f"don't swap: tokens take {_short(1 / gain)} times as long",
+    )
+
+
+def _at_least(machines: int | None) -> str:
+    return "more than any machines" if machines is None else counted(machines, "machine")
+
+
+def _short(value: float) -> str:
+    return f"{round_to(value, 3):g}"

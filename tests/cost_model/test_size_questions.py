@@ -1,0 +1,368 @@
+"""Plain sizing questions, each with its arithmetic by hand from the datasheets' figures, and what
+the answer says of its own headline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cost_model.described_cpu import described_cpu
+from cost_model.hardware import Hardware
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.report import as_text
+from cost_model.plans.size import Sizing, size
+from cost_model.shapes import model_named
+from cost_model.workload import Workload
+from fastdecode.cli.main import main
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+
+HARDWARE = Hardware.load()
+# 7B of Llama 2: 6.74 G weights of 2 bytes; 2 x 32 layers x 4,096 x 2 bytes of KV a token.
+KV_7B, WEIGHTS_7B = 524_288, 13.48e9
+# 8B of Llama 3: 8.03 G weights; 8 of 32 heads have KV.
+KV_8B, WEIGHTS_8B = 131_072, 16.06e9
+
+
+def setup(
+    model: str = "Llama-2 7B", gpu: str = "A10", cpu: str = "EPYC 7452", nic: str = "100GbE",
+    *, prompt: int = 0, output: int = 1024, kv: str = "float16", **more: Any,
+) -> Setup:  # fmt: skip
+    socket = described_cpu(cpu, HARDWARE) if "," in cpu else HARDWARE.cpu(cpu)
+    worker = socket.as_gpu() if gpu == "none" else HARDWARE.gpu(gpu)
+    return Setup(
+        model_named(model), DType.FLOAT16, kv, worker, socket, HARDWARE.nic(nic),
+        Workload(prompt, output), is_without_gpu=gpu == "none", **more,
+    )  # fmt: skip
+
+
+def ask(goal: Goal | None = None, **more: Any) -> Sizing:
+    return size(setup(**more), goal or Goal(), HARDWARE)
+
+
+def _rate(sizing: Sizing) -> float:
+    assert sizing.headline is not None
+    return sizing.headline.tokens_per_s
+
+
+def _alone(sizing: Sizing) -> Any:
+    assert sizing.gpu_only is not None
+    return sizing.gpu_only
+
+
+def _plan(sizing: Sizing) -> Any:
+    assert sizing.plan is not None
+    return sizing.plan
+
+
+_QUESTIONS: dict[str, tuple[Callable[[], float], float, float]] = {
+    # 0.55 of 125 TFLOP/s over two operations a weight and token.
+    "most tokens/s of 7B on an A10": (
+        lambda: ask().most_tokens_per_s, 0.55 * 125e12 / WEIGHTS_7B, 0.05),
+    # What the A10 takes at its most, over what a socket reads: 0.68 of 204.8 GB/s, 512 tokens.
+    "sockets that keep it busy": (
+        lambda: _plan(ask()).sockets, 4750 * 512 * KV_7B / (0.68 * 204.8e9) * 1.10, 0.1),
+    "sequences beside the weights in 22.9 GB": (
+        lambda: _alone(ask()).batch, (22.94e9 - WEIGHTS_7B) / (512.5 * KV_7B), 0.03),
+    "ms a token of them: the memory read once at 480 GB/s": (
+        lambda: _alone(ask()).tpot_s, 22.94e9 / 480e9, 0.05),
+    "ms a token of one sequence: weights at 480 GB/s": (
+        lambda: _alone(ask(Goal(batch=1))).tpot_s, WEIGHTS_7B / 480e9, 0.06),
+    "tokens/s of 4 sockets: reads": (
+        lambda: _plan(ask(Goal(max_sockets=4))).expected.tokens_per_s,
+        4 * 0.68 * 204.8e9 / (512.5 * KV_7B), 0.05),
+    "of 4 sockets with int8: 132 bytes where float16 has 256": (
+        lambda: _plan(ask(Goal(max_sockets=4), kv="int8")).expected.tokens_per_s,
+        4 * 0.68 * 204.8e9 / (512.5 * KV_7B * 132 / 256), 0.1),
+    "most tokens/s over 10GbE: q, k, v of 32 layers": (
+        lambda: ask(gpu="A100", nic="10GbE").most_tokens_per_s,
+        0.9 * 1.25e9 / (3 * 4096 * 2 * 32), 0.03),
+    "sequences of 8B on an H100 alone": (
+        lambda: _alone(ask(model="Llama-3 8B", gpu="H100")).batch,
+        (0.95 * 81559 * 2**20 - WEIGHTS_8B) / (512.5 * KV_8B), 0.03),
+    "seconds of a whole 8B sequence on it: tokens by time a token": (
+        lambda: ask(Goal(batch=1), model="Llama-3 8B", gpu="H100").headlines[0].latency_s,
+        1024 * (WEIGHTS_8B - 128256 * 4096 * 2) / (0.8 * 3350e9), 0.25),
+    "first token of 4,096 prompt tokens on an A100: 2 operations a layer weight, and attention": (
+        lambda: ask(Goal(batch=1), model="Llama-3 8B", gpu="A100", prompt=4096).headlines[0].ttft_s,
+        (4096 * 2 * 6.98e9 + 32 * 4 * 4096 * 4096**2 / 2) / (0.7 * 312e12)
+        + 1.5 * WEIGHTS_8B / (0.8 * 2039e9), 0.1),
+    "ms a token of one 8B sequence without a GPU: 0.8 of 12 channels": (
+        lambda: _alone(ask(Goal(batch=1), model="Llama-3 8B", gpu="none", cpu="EPYC 9654")).tpot_s,
+        WEIGHTS_8B / (0.8 * 460.8e9), 0.25),
+    "tokens/s of many without a GPU, all but a tenth: 0.6 of 96 x 2.4 GHz x 32": (
+        lambda: _alone(ask(model="Llama-3 8B", gpu="none", cpu="EPYC 9654")).tokens_per_s,
+        0.6 * 96 * 2.4e9 * 32 / WEIGHTS_8B / 1.1, 0.1),
+    "requests/s of 100 users who think 60 s and wait for 128 tokens of 8B": (
+        lambda: ask(Goal(users=100, think_s=60.0), model="Llama-3 8B", gpu="H100", output=128)
+        .served.requests_per_s,  # type: ignore[union-attr]
+        100 / (60 + 128 * WEIGHTS_8B / (0.8 * 3350e9)), 0.05),
+    "hours of 1e6 requests of 1,024 tokens": (
+        lambda: ask(Goal(requests=10**6)).job.hours,  # type: ignore[union-attr]
+        10**6 * 1024 / 4750 / 3600, 0.01),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", _QUESTIONS)
+def test_answer_equals_arithmetic_by_hand(question: str) -> None:
+    answer, by_hand, tolerance = _QUESTIONS[question]
+    assert answer() == pytest.approx(by_hand, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("asked", "goal", "placement"),
+    [
+        ({"model": "Llama-3 8B", "gpu": "H200"}, Goal(batch=40), "gpu"),
+        ({"gpu": "RTX 4090"}, Goal(max_sockets=4), "hybrid"),
+        ({}, Goal(), "r"),
+    ],
+)
+def test_lines_below_the_headline_are_its_own(
+    asked: dict[str, Any], goal: Goal, placement: str
+) -> None:
+    sizing = ask(goal, **asked)
+    headline = sizing.headline
+    assert headline is not None and headline.kv_placement == placement
+    lines = dict(re.findall(r"^  (\w[\w ]{11}) (.*)$", as_text(sizing), flags=re.M))
+    rate = lines["Headline    "].split(" tokens/s")[0]
+    low, high = re.findall(r"\(([\d,]+) to ([\d,]+)\)", lines["Expected    "])[0]
+    assert lines["Expected    "].startswith(f"{rate} tokens/s (")
+    numbers = [float(each.replace(",", "")) for each in (low, rate, high)]
+    assert numbers == sorted(numbers) and numbers[0] < numbers[2]
+    assert headline.slow.tokens_per_s < headline.tokens_per_s < headline.fast.tokens_per_s
+    assert headline.fast.tpot_s < headline.tpot_s < headline.slow.tpot_s
+
+
+def test_headline_of_an_infeasible_plan_is_one_that_keeps_the_promises() -> None:
+    sizing = ask(Goal(batch=1024, max_sockets=1))
+    assert not sizing.feasible and sizing.plan is not None
+    assert all(each.kv_placement != "r" for each in sizing.headlines)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 50, 199, 200, 201, 333])
+@pytest.mark.parametrize("lanes", [None, 1, 2, 3, 4])
+def test_batch_is_what_runs(batch: int, lanes: int | None) -> None:
+    if lanes is not None and lanes > batch:
+        return
+    plan = _plan(ask(Goal(batch=batch, lanes=lanes)))
+    assert plan.batch == plan.expected.batch == batch
+    assert plan.lane_batch == -(-batch // plan.lanes)
+
+
+def test_batch_of_stages_is_no_larger_than_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["size", "--model", "Llama-2 7B", "--gpu", "A10", "--cpu", "EPYC 7452"]
+    command += ["--seq-len", "1024", "--pp", "2", "--json"]
+    assert main([*command, "--batch", "201"]) == 0
+    assert json.loads(capsys.readouterr().out)["stages"]["batch"] <= 201
+    assert main([*command, "--batch", "1"]) == 2
+    assert "--batch 1: each of the 2 stages of --pp has one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_what_if_of_lanes_keeps_the_batch(batch: int) -> None:
+    plan = _plan(ask(Goal(batch=batch), gpu="A100", cpu="EPYC 7763", output=4096))
+    sizing = ask(Goal(batch=batch), gpu="A100", cpu="EPYC 7763", output=4096)
+    for row in sizing.what_ifs:
+        if "lane" in row.change and row.tokens_per_s is not None and row.tpot_s is not None:
+            assert row.tokens_per_s * row.tpot_s == pytest.approx(batch)
+            assert row.tpot_s <= plan.expected.tpot_s * (1 + 1e-9)
+    assert batch > 1 or not any("lane" in row.change for row in sizing.what_ifs)
+
+
+def test_verdict_names_the_strongest_rival() -> None:
+    # FP8 halves what an H100 reads: twice the sequences, and twice the compute.
+    sizing = ask(model="Llama-3 70B", gpu="H100", num_gpus=4, cpu="EPYC 9654", output=2048)
+    verdict = sizing.verdict
+    assert verdict is not None and verdict.rival is not None
+    assert verdict.rival.tokens_per_s is not None
+    assert verdict.rival.tokens_per_s > _rate(sizing)
+    assert "The strongest rival, 4 x H100-SXM alone, FP8 weights and KV" in as_text(sizing).replace(
+        "\n" + " " * 15, " "
+    )
+    weak = ask(Goal(batch=200)).verdict
+    assert weak is not None and weak.rival is None, "an A10 has no FP8 units"
+
+
+def test_users_fill_the_machine_and_then_wait() -> None:
+    few, many = (ask(Goal(users=users, think_s=10.0, max_sockets=8)).served for users in (20, 4000))
+    assert few is not None and few.queue_s == 0 and few.running < 20
+    assert many is not None and many.queue_s > 0
+    # Response law: users over requests/s is what a round takes.
+    sizing = ask(Goal(users=4000, think_s=10.0, max_sockets=8))
+    assert sizing.headline is not None
+    round_s = 4000 / many.requests_per_s
+    assert round_s == pytest.approx(10.0 + many.queue_s + sizing.headline.latency_s)
+    assert many.requests_per_s * 1024 == pytest.approx(_rate(sizing), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8xDDR4-3200, 32 cores, 2.35 GHz, avx2, 256 GB",
+        "8 x ddr4-3200,32c,2.35GHz,AVX2,256GiB",
+        "AVX-2, 2.35 GHz, 32 cores, 8 channels DDR4-3200, 256 GiB",
+        "8ch 3200 MT/s, 32 cores, 2.35 ghz, avx2, 256 gb",
+    ],
+)
+def test_described_cpu_equals_the_named_one(text: str) -> None:
+    cpu, known = described_cpu(text, HARDWARE), HARDWARE.cpu("EPYC 7452")
+    for field in ("memory_bytes_per_s", "fp32_flops_per_s", "memory_bytes", "kernels"):
+        assert getattr(cpu, field) == getattr(known, field)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("8xDDR4-3200, 32 cores, 2.35 GHz", "lacks its instruction set"),
+        ("32 cores, avx2", "lacks its channels and GHz"),
+        ("8xDDR4-3200, 32 cores, 64 cores, 2 GHz, avx2", "gives cores twice"),
+        ("8xDDR4-3200, 32 cores, 2 GHz, mmx", "has 'mmx', which is not understood"),
+        ("0xDDR4-3200, 32 cores, 2 GHz, avx2", "memory_channels = 0 is not a whole number"),
+        ("8xDDR4-3200, 32 cores, 9999 GHz, avx2", "base_ghz = 9999.0 is not a number"),
+    ],
+)
+def test_described_cpu_that_makes_no_sense(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match="--cpu") as caught:
+        described_cpu(text, HARDWARE)
+    assert why in caught.value.message
+
+
+QUESTION = ["size", "--model", "Llama-3.1 8B", "--gpu", "A10", "--cpu", "EPYC 7452"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
+    code = main([*QUESTION, *more])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_context_as_seq_len_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, err = run(capsys, "--seq-len", "128k")
+    assert "131,072 output tokens a sequence" in out
+    assert "--prompt-len 130560 --output-len 512" in err
+    _, out, err = run(capsys, "--seq-len", "4k")
+    assert "4,096 output tokens" in out and not err
+
+
+def test_list_prints_all_names_without_a_question(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["size", "--list"])
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    for name in ("Llama-2 7B", "GB300", "EPYC 7452", "100GbE"):
+        assert f"\n  {name}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("deepseek-ai/DeepSeek-R1", "compressed latent KV cache (MLA)"),
+        ("DeepSeek-V3.2-Exp", "indexer that chooses the keys"),
+        ("moonshotai/Kimi-K2-Instruct", "compressed latent KV cache (MLA)"),
+        ("Kimi-Linear-48B-A3B", "gated delta rule"),
+        ("deepseek", "MLA"),
+        ("zai-org/GLM-5", "sparse attention"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "gated delta rule"),
+        ("google/gemma-3n-E4B-it", "KV that layers share"),
+    ],
+)
+def test_refused_model_has_its_reason(name: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_named(name)
+    assert why in caught.value.message and caught.value.code == "unsupported_model"
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("microsoft/Phi-3-mini-128k-instruct", "Phi-3 mini 3.8B 128k"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "R1-Distill-Qwen 7B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "R1-Distill-Llama 8B"),
+    ],
+)
+def test_names_that_people_ask_for(name: str, own: str) -> None:
+    assert model_named(name).name == own
+
+
+def test_model_with_a_long_context_is_sized_at_it() -> None:
+    assert model_named("Phi-3-mini-128k-instruct").max_model_len == 131072
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--gpu", "all", "--tpot", "1us"], "Nearest: the shortest step"),
+        (["--gpus", "2", "--own", "--max-sockets", "2", "--tpot", "5us"], "latency. Nearest:"),
+        (["--gpu", "all", "--dtype", "float32"], "use --dtype float16 or bfloat16"),
+    ],
+)
+def test_empty_table_says_why(
+    more: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "--seq-len", "512", *more)
+    assert code == 1 and "nothing runs it" in out
+    assert why in re.sub(r"\n +", " ", out)
+
+
+def test_table_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--seq-len", "512", "--gpu", "all", "--dtype", "bfloat16")
+    assert code == 0 and "Left out" in out and "V100" in out.split("Left out")[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--users", "0"], "--users 0"),
+        (["--users", "9", "--batch", "9"], "Remove --batch"),
+        (["--think-time", "5"], "Give --users N"),
+        (["--users", "9", "--pp", "2"], "--users is not supported with --pp"),
+        (["--gpu", "none", "--gpus", "2"], "--gpus 2: there is no GPU"),
+    ],
+)
+def test_options_that_contradict(
+    more: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "--seq-len", "512", *more)
+    assert code == 2 and why in err
+
+
+def test_without_a_gpu_no_line_speaks_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--seq-len", "512", "--gpu", "none", "--dtype", "float32")
+    assert code == 0 and "CPU alone" in out
+    assert "GPU" not in out.replace("no GPU", "")
+
+
+@pytest.mark.parametrize(
+    ("kv", "group", "share"),
+    [
+        ("bfloat16", 1, 0.55), ("float16", 7, 0.55), ("bfloat16", 8, 0.60), ("bfloat16", 16, 0.65),
+        ("bfloat16", 64, 0.65), ("int8", 4, 0.65), ("int8", 1, 0.65), ("int4", 8, 0.75),
+        ("float32", 8, 0.55),
+    ],
+)  # fmt: skip
+def test_avx2_attention_counts_what_was_measured(kv: str, group: int, share: float) -> None:
+    assert HARDWARE.cpu("EPYC 7763").attention_peak(kv, group).value == share
+
+
+def test_attention_is_bound_by_arithmetic_from_eight_heads_a_kv_head() -> None:
+    """70B: 64 heads of 128 over 8 KV heads, 4 operations each, at 0.6 of 64 x 2.45 GHz x 32."""
+    system = setup(model="Llama-3 70B", gpu="H200", cpu="EPYC 7763").system()
+    arithmetic_s = 4 * 64 * 128 / (0.60 * 64 * 2.45e9 * 32)
+    reads_s = 4096 / (0.68 * 204.8e9)
+    assert system.r.token_s == pytest.approx(max(arithmetic_s, reads_s))
+    narrow = replace(HARDWARE.cpu("EPYC 7763"), cores=16)
+    slow = replace(setup(model="Llama-3 70B", gpu="H200"), cpu=narrow).system()
+    assert slow.r.token_s == pytest.approx(4 * arithmetic_s)
+
+
+def test_own_compute_efficiency_goes_before_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    text = '[cpu.mine]\nlike = "EPYC 7763"\ncompute_efficiency = 0.3\n'
+    file.write_text(text + 'compute_efficiency_source = "measured"\n')
+    assert Hardware.load(file).cpu("mine").attention_peak("int8", 8).value == 0.3
