@@ -429,7 +429,7 @@ class TaggedCallReader(CallReader):
         model forgot it, before the tag that should follow. None if it needs more text."""
         tags, family, text = self._tags, self._family, self._text
         place: int = self._place
-        after = tuple(filter(None, (tags.key_lead, tags.end, family.end)))
+        after = tuple(filter(None, (tags.key_lead, tags.end, family.end, family.begin, tags.lead)))
         end = text.find(tags.value_end, self._num_scanned)
         while end >= 0:
             rest = text[end + len(tags.value_end) :].lstrip()

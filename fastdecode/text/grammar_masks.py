@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -21,27 +21,28 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.detokenizer import Vocabulary
+from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import NO_TOKENIZER, grammar_of, llguidance
 from fastdecode.text.token_text import TokenText
 
 MOST_KEPT: Final = 256
 """Compiled grammars that are kept for requests to come."""
+MOST_TEXTS: Final = 4096
+"""Forced texts whose tokens are kept."""
+_MARK: Final = "\x02"
 
 
 class GrammarMasks:
     """Makes masks for all sequences of an engine.
 
     Args:
-        vocabulary: None: the model has no tokenizer.
+        codec: of the model.
         vocab_size: width of the logits.
         eos_token_ids: allowed where a text may end.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary | None, vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, codec: TextCodec, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._codec = codec
         # A model without EOS is given one beyond its tokens, which is never drawn.
         self._vocab_size = vocab_size if eos_token_ids else vocab_size + 1
         self._eos_token_ids = list(eos_token_ids) or [vocab_size]
@@ -54,7 +55,7 @@ class GrammarMasks:
         """Of a sequence that has generated these tokens. Raises RequestError: the
         package is missing, or the model has no tokenizer."""
         llguidance()
-        if self._vocabulary is None:
+        if not self._codec.has_tokenizer:
             raise RequestError(NO_TOKENIZER, code="no_tokenizer")
         state = GrammarState(self)
         state.awaited = self._openers.submit(self._open, state, wanted, tuple(token_ids))
@@ -88,13 +89,12 @@ class GrammarMasks:
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         """A matcher that has seen no token. One that has failed reports it itself."""
-        assert self._vocabulary is not None
         kept = self._kept.pop(wanted, None)
         if kept is None:
             limits = llguidance().LLParserLimits(verbose_errors=False)
             kept = llguidance().LLMatcher(
                 self._tokenizer,
-                grammar_of(wanted, self._vocabulary.special_tokens),
+                grammar_of(wanted, self._codec.special_tokens),
                 log_level=0,
                 limits=limits,
             )
@@ -137,8 +137,7 @@ class GrammarMasks:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        assert self._vocabulary is not None
-        tokens = _Tokens(self._vocabulary, self._eos_token_ids, self._vocab_size)
+        tokens = _Tokens(self._codec, self._eos_token_ids, self._vocab_size)
         return llguidance().LLTokenizer(
             tokens, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
         )
@@ -199,19 +198,47 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(
-        self, vocabulary: Vocabulary, eos_token_ids: Sequence[int], vocab_size: int
-    ) -> None:
+    def __init__(self, codec: TextCodec, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        vocabulary = codec.vocabulary
+        assert vocabulary is not None
         named, specials = TokenText(vocabulary), {*vocabulary.skipped, *eos_token_ids}
         # Models have rows of logits that are no token.
         specials.update(t for t in range(vocab_size) if vocabulary.tokenizer.id_to_token(t) is None)
         self.tokens = [b"" if t in specials else named.bytes_of(t) for t in range(vocab_size)]
         self.eos_token_id = eos_token_ids[0]
         self.special_token_ids = sorted(t for t in specials if t < vocab_size)
+        self._codec = codec
         self._by_bytes = {token: place for place, token in enumerate(self.tokens)}
+        self._most_bytes = max(map(len, self.tokens))
+        self._cached = lru_cache(MOST_TEXTS)(self._encoded)
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Any token ids of a text; llguidance asks for none that matter here."""
-        raw = text.encode() if isinstance(text, str) else text
-        found = [self._by_bytes.get(bytes([byte])) for byte in raw]
-        return [token for token in found if token is not None]
+    def __call__(self, text: str) -> list[int]:
+        """Return the token ids of a text that a grammar forces. Must not raise."""
+        return self._cached(text)
+
+    def _encoded(self, text: str) -> list[int]:
+        """Encode as the model's tokenizer does within a text. Some tokenizers put a blank before
+        all of it, so they encode behind a mark, whose tokens are cut off."""
+        try:
+            for mark in ("", _MARK):
+                num_cut = len(self._codec.encode(mark, add_special_tokens=False)) if mark else 0
+                ids = self._codec.encode(mark + text, add_special_tokens=False)[num_cut:]
+                if all(token < len(self.tokens) for token in ids) and text.encode() == b"".join(
+                    self.tokens[token] for token in ids
+                ):
+                    return ids
+        except RequestError:  # the tokenizer lacks these characters, or failed
+            pass
+        return self._longest(text.encode())
+
+    def _longest(self, text: bytes) -> list[int]:
+        """Return the longest token at each place, up to a byte that no token begins with."""
+        ids: list[int] = []
+        while text:
+            sizes = range(min(len(text), self._most_bytes), 0, -1)
+            size = next((size for size in sizes if text[:size] in self._by_bytes), 0)
+            if not size:
+                break
+            ids.append(self._by_bytes[text[:size]])
+            text = text[size:]
+        return ids

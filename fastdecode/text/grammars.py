@@ -63,7 +63,8 @@ def _refuse_tool(grammar: str, check: Callable[[str], str]) -> None:
         name, _, rules = section.partition("\n")
         said = check(f"start: {rules.partition(':')[0]}\n{rules}")
         if said and not said.startswith("WARNING"):
-            raise refuse_tool(name, _brief(said.splitlines()[-1]))
+            why = said.partition("\n   1 | ")[0]  # then it quotes our grammar
+            raise refuse_tool(name, _brief(why.rpartition("JSON schema: ")[2]))
 
 
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:

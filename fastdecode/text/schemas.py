@@ -40,37 +40,44 @@ def followable(schema: Any, root: str = "#") -> Any:
         root: The JSON pointer that takes the place of ``#``.
 
     Raises:
-        ValueError: If the schema has a number that is not exact as a double.
+        ValueError: If the schema has a number that is not exact as a double, or is too deep.
     """
+    try:
+        return _followable(schema, root)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _followable(schema: Any, root: str) -> Any:
     if isinstance(schema, list):
-        return [followable(each, root) for each in schema]
+        return [_followable(each, root) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, Mapping):
-            made[key] = {name: followable(each, root) for name, each in value.items()}
+            made[key] = {name: _followable(each, root) for name, each in value.items()}
         elif key in _NESTED:
             is_any = key == "oneOf" and _exclude_each_other(value)
-            made["anyOf" if is_any and "anyOf" not in schema else key] = followable(value, root)
+            made["anyOf" if is_any and "anyOf" not in schema else key] = _followable(value, root)
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
             made[key] = root + value[1:]
         elif key in _BOUNDS and _is_number(value):
             made |= _bound(key, value, is_integer=schema.get("type") == "integer")
         elif key != "format" or not isinstance(value, str) or value in _FORMATS:
             if key in ("const", "enum", "multipleOf"):
-                check_exact(value, key)
+                _check_exact(value, key)
             made[key] = value
     return made
 
 
-def check_exact(value: object, where: str) -> None:
+def _check_exact(value: object, where: str) -> None:
     """Raises ValueError: If a number within a value is not exact as a double."""
     if isinstance(value, (list, tuple)):
         for each in value:
-            check_exact(each, where)
+            _check_exact(each, where)
     elif isinstance(value, Mapping):
-        check_exact(list(value.values()), where)
+        _check_exact(list(value.values()), where)
     elif type(value) is int and abs(value) > _EXACT:
         raise ValueError(
             f"{where} has the integer {value}, which is beyond 2^53 and would be rounded: "
@@ -84,7 +91,7 @@ def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
     sign, inclusive = _BOUNDS[key]
     if value * sign in _LIMITS:
         return {}
-    if not isinstance(value, int) or abs(value) <= _EXACT:
+    if not isinstance(value, int) or abs(value) < _EXACT:
         return {key: value}
     name, exact = "minimum" if sign < 0 else "maximum", value + inclusive
     if is_integer and exact == _INT64:

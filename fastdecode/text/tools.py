@@ -114,7 +114,7 @@ def _check_function(function: Mapping[str, Any], where: str) -> None:
             raise _refuse("tools", f"{where}.function.{field} must be {rule}")
     parameters = function.get("parameters") or {}
     where += ".function.parameters"
-    if parameters.get("type", "object") != "object":
+    if parameters.get("type", "object") not in ("object", ["object"]):
         raise _refuse("tools", f'{where} must have the type "object"')
     if not isinstance(parameters.get("properties") or {}, Mapping):
         raise _refuse("tools", f"{where}.properties must be an object")
