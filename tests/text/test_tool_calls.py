@@ -36,6 +36,7 @@ from fastdecode.text.reasoning import (
     prompt_state,
     reasoning_format,
 )
+from fastdecode.text.schemas import followable, types_of
 from fastdecode.text.tool_formats import TOOL_FORMATS, tool_format
 from fastdecode.text.tools import Tools
 
@@ -238,6 +239,16 @@ def test_calls_are_found_however_the_text_is_cut(
     for pieces in cuts:
         said, _, found = divided(family, pieces)
         assert (said, found) == (text, calls), pieces
+
+
+def test_a_schema_whose_references_branch_is_read_once() -> None:
+    nodes: dict[str, Any] = {
+        f"n{place}": {"anyOf": [{"$ref": f"#/$defs/n{place + 1}"}] * 50,
+                      "allOf": [{"$ref": f"#/$defs/n{place + 1}"}] * 50}
+        for place in range(60)
+    }  # fmt: skip
+    assert types_of({"$ref": "#/$defs/n0"}, {"$defs": nodes}) == set()
+    assert followable({"oneOf": [{"const": place} for place in range(20_000)]})["anyOf"]
 
 
 @pytest.mark.parametrize(
