@@ -198,14 +198,15 @@ class ObjectCallReader(CallReader):
         self._scan, said = None, text[scan.begin : end]
         if end is not None or (scan.missing == "}" and said.rstrip()[-1] == "}"):
             said += scan.missing or ""
+        name: Any = self._name
         if said[0] == "{":
-            name, given = self._name, loaded(said)
+            given = loaded(said)
             if not name and isinstance(given, dict):
                 name = given.get("name")
                 values = [given.get(key) for key in ("arguments", "parameters")]
                 given = next((value for value in values if value is not None), {})
         else:
-            name, given = self._name, _keywords(said)
+            given = _keywords(said)
         arguments = arguments_text(given)
         is_unknown = self._is_bare and self._is_first and name not in self._schemas
         if arguments is None or not isinstance(name, str) or is_unknown:

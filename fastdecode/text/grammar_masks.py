@@ -1,11 +1,8 @@
-"""Which tokens a grammar allows next: masks of a vocabulary, made beside the
-device's work.
+"""Masks of the tokens that a grammar allows next, made beside the device's work.
 
-A ``GrammarState`` belongs to one sequence and is a pure function of the tokens
-that the sequence has generated, so it is made anew wherever a sequence goes on.
-A grammar is compiled, and its masks are filled in, by threads of ``GrammarMasks``
-that don't hold Python's lock: compiling beside the prompt's prefill, masks
-beside the step that follows a token.
+A ``GrammarState`` belongs to one sequence and is a pure function of its generated tokens, so it
+is made again wherever the sequence continues. Threads of ``GrammarMasks`` compile grammars beside
+the prompt's prefill and fill in masks beside steps, without Python's lock.
 """
 
 from __future__ import annotations
@@ -26,20 +23,14 @@ from fastdecode.text.grammars import NO_TOKENIZER, grammar_of, llguidance
 from fastdecode.text.token_text import TokenText
 
 MOST_KEPT: Final = 256
-"""Compiled grammars that are kept for requests to come."""
+"""Compiled grammars that are kept for later requests."""
 MOST_TEXTS: Final = 4096
 """Forced texts whose tokens are kept."""
 _MARK: Final = "\x02"
 
 
 class GrammarMasks:
-    """Makes masks for all sequences of an engine.
-
-    Args:
-        codec: of the model.
-        vocab_size: width of the logits.
-        eos_token_ids: allowed where a text may end.
-    """
+    """Makes masks for all sequences of an engine. ``vocab_size`` is the width of the logits."""
 
     def __init__(self, codec: TextCodec, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._codec = codec
@@ -49,11 +40,16 @@ class GrammarMasks:
         self._num_words = -(-vocab_size // 32)
         self._kept: dict[StructuredOutputs, Any] = {}
         self._locked = threading.Lock()
+        self._openers = ThreadPoolExecutor(1, "grammars")
+        self._fillers = ThreadPoolExecutor(1, "grammar-masks")
         self._gathered: tuple[list[GrammarState], Future[None]] | None = None
 
     def state(self, wanted: StructuredOutputs, token_ids: Sequence[int] = ()) -> GrammarState:
-        """Of a sequence that has generated these tokens. Raises RequestError: the
-        package is missing, or the model has no tokenizer."""
+        """Return the state of a sequence that has generated these tokens.
+
+        Raises:
+            RequestError: If llguidance is missing, or the model has no tokenizer.
+        """
         llguidance()
         if not self._codec.has_tokenizer:
             raise RequestError(NO_TOKENIZER, code="no_tokenizer")
@@ -62,8 +58,7 @@ class GrammarMasks:
         return state
 
     def want(self, state: GrammarState) -> None:
-        """Begin with a state's mask, together with others that are wanted by
-        then. Doesn't wait."""
+        """Begin a state's mask, together with others that are wanted by then. Doesn't wait."""
         with self._locked:
             if self._gathered is None:
                 self._gathered = [], self._fillers.submit(self._fill_gathered)
@@ -71,10 +66,9 @@ class GrammarMasks:
             states.append(state)
 
     def close(self) -> None:
-        """End its threads. Safe to call twice."""
-        for threads in (self.__dict__.get("_openers"), self.__dict__.get("_fillers")):
-            if threads is not None:
-                threads.shutdown()
+        """End the threads. Safe to call twice."""
+        self._openers.shutdown()
+        self._fillers.shutdown()
 
     def _open(
         self, state: GrammarState, wanted: StructuredOutputs, token_ids: tuple[int, ...]
@@ -88,16 +82,12 @@ class GrammarMasks:
         self._fill([state])
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
-        """A matcher that has seen no token. One that has failed reports it itself."""
+        """Return a matcher that has seen no token. It reports a failure itself."""
         kept = self._kept.pop(wanted, None)
         if kept is None:
             limits = llguidance().LLParserLimits(verbose_errors=False)
-            kept = llguidance().LLMatcher(
-                self._tokenizer,
-                grammar_of(wanted, self._codec.special_tokens),
-                log_level=0,
-                limits=limits,
-            )
+            grammar = grammar_of(wanted, self._codec.special_tokens)
+            kept = llguidance().LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         self._kept[wanted] = kept
         if len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]
@@ -111,7 +101,6 @@ class GrammarMasks:
         self._fill(states)
 
     def _fill(self, states: Sequence[GrammarState]) -> None:
-        """Fill in the masks of these; by one of the threads."""
         rows = np.zeros((len(states), -(-self._vocab_size // 32)), np.int32)
         matchers = []
         for place, state in enumerate(states):
@@ -122,14 +111,6 @@ class GrammarMasks:
             self._executor.unsafe_compute_mask_ptr(
                 matchers, rows.ctypes.data, rows.strides[0], len(rows)
             )
-
-    @cached_property
-    def _openers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "grammars")
-
-    @cached_property
-    def _fillers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "grammar-masks")
 
     @cached_property
     def _executor(self) -> Any:
@@ -144,32 +125,27 @@ class GrammarMasks:
 
 
 class GrammarState:
-    """Where one sequence is in its grammar.
-
-    Args:
-        masks: makes its masks.
-    """
+    """The place of one sequence in its grammar."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self._masks = masks
         self.matcher: Any = None
         self.awaited: Future[None] | None = None
-        """Once it is done, ``row`` is."""
+        """Done once ``row`` is."""
         self.row: NDArray[np.int32] | None = None
         self.error: RequestError | None = None
         self.is_complete = False
-        """Nothing but EOS may follow. Kept: the matcher can't be asked while a
-        thread fills in its mask."""
+        """Only EOS may follow. Kept, because a thread may be using the matcher."""
 
     def observe(self, token_id: int) -> None:
-        """A token was appended to the output, which ``mask`` allowed."""
+        """Take a token that ``mask`` allowed, and begin the next mask."""
         self.take((token_id,))
         if not self.is_complete:
             self._masks.want(self)
 
     def mask(self) -> NDArray[np.int32]:
-        """The tokens that may follow: int32 [ceil(V / 32)], token t is bit t % 32
-        of word t // 32; none after an error. Waits until it is made."""
+        """Wait for the tokens that may follow: int32 [ceil(V / 32)], token t is bit t % 32 of word
+        t // 32. After an error there are none."""
         assert self.awaited is not None
         self.awaited.result()
         assert self.row is not None
@@ -184,7 +160,7 @@ class GrammarState:
         self.is_complete = self.error is None and bool(self.matcher.is_stopped())
 
     def fail(self, why: str) -> None:
-        """The grammar can't be followed any more."""
+        """End the sequence with an error."""
         self.error = RequestError(
             Given("structured_outputs"),
             f" can't be followed: {' '.join(why.split()):.500}; simplify it",
@@ -217,8 +193,11 @@ class _Tokens:
         return self._cached(text)
 
     def _encoded(self, text: str) -> list[int]:
-        """Encode as the model's tokenizer does within a text. Some tokenizers put a blank before
-        all of it, so they encode behind a mark, whose tokens are cut off."""
+        """Encode as the model's tokenizer does within a text.
+
+        Some tokenizers put a blank before a text. They encode behind a mark, whose tokens are cut
+        off. Where the ids' bytes are not the text, each place gets the longest token.
+        """
         try:
             for mark in ("", _MARK):
                 num_cut = len(self._codec.encode(mark, add_special_tokens=False)) if mark else 0
