@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fastdecode.text.schemas import choices_of, followable, resolved
+from fastdecode.text.schemas import choices_of, followable, resolved, type_of, types_of
 
 WHITESPACE: Final = r"[ \t\n\r]{0,20}"
 """Between the tokens of JSON. Bounded, because a weak model would write blanks until its limit."""
@@ -50,13 +50,11 @@ def _json(schema: Mapping[str, Any], blanks: str) -> str:
 def exact_rule(schema: Mapping[str, Any]) -> str | None:
     """Return alternatives for constants with great integers, which llguidance would round.
     None if ``schema`` is not only such constants."""
-    values = choices_of(schema)
-    if not values or not any(type(each) is int and abs(each) > 1 << 53 for each in values):
+    types = types_of({"type": schema.get("type")}, {})
+    values = [each for each in choices_of(schema) or () if not types or type_of(each) in types]
+    if not any(type(each) is int and abs(each) > 1 << 53 for each in values):
         return None
     if {*schema} - {"const", "enum", "type", "title", "description", "default", "examples"}:
-        return None
-    kinds = schema.get("type", ["integer", "number"])
-    if not {"integer", "number"} & {*([kinds] if isinstance(kinds, str) else kinds)}:
         return None
     return "(" + " | ".join(quoted(json.dumps(each, ensure_ascii=False)) for each in values) + ")"
 

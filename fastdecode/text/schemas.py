@@ -116,7 +116,7 @@ def _exclude_each_other(options: object) -> bool:
             return False
         values |= said
         kinds |= types if choices is None else set()
-        constant_kinds |= {_type_of(json.loads(each)) for each in said}
+        constant_kinds |= {type_of(json.loads(each)) for each in said}
     return not kinds & constant_kinds
 
 
@@ -178,14 +178,14 @@ def types_of(
     said = schema.get("type")
     types = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
     if not types:
-        types = {_type_of(value) for value in choices_of(schema) or ()}
+        types = {type_of(value) for value in choices_of(schema) or ()}
     for options in (schema.get("anyOf"), schema.get("oneOf")):
         if not types and isinstance(options, list):
             types = set().union(*(types_of(each, root, seen, steps - 1) for each in options))
     return types | ({"integer"} if "number" in types else set())
 
 
-def _type_of(value: object) -> str:
+def type_of(value: object) -> str:
     names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
              dict: "object"}  # fmt: skip
     return names.get(type(value), "null")
@@ -205,7 +205,7 @@ def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
             return text
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
             return text
-    return value if "string" not in types or _type_of(value) in types else text
+    return value if "string" not in types or type_of(value) in types else text
 
 
 def loaded(text: str) -> Any:

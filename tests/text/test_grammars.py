@@ -224,7 +224,7 @@ INT64: dict[str, Any] = {"type": "integer", "minimum": -(1 << 63), "maximum": (1
     [
         ({"enum": [GREAT, "a"]}, [str(GREAT), '"a"'], [str(GREAT - 21), "1"]),
         ({"const": 12345678901234567890}, ["12345678901234567890"], ["12345678901234567000"]),
-        ({"type": "integer", "enum": [-GREAT]}, [str(-GREAT)], [str(-GREAT + 21)]),
+        ({"type": "integer", "enum": [-GREAT, "a"]}, [str(-GREAT)], [str(-GREAT + 21), '"a"']),
         (INT64, [str((1 << 63) - 1), "-9223372036854774784", "0"], [str(1 << 63), str(-1 << 64)]),
         ({"type": "array", "items": INT64}, [f"[{(1 << 63) - 1}]"], [f"[{1 << 63}]"]),
         ({"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, [str((1 << 64) - 1)], ["-1"]),

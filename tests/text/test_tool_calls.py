@@ -670,6 +670,8 @@ def test_what_is_no_tool_is_refused(given: tuple[Any, ...], words: str) -> None:
 
 def test_who_may_be_called() -> None:
     assert Tools.of(TOOLS, "none", None) is None and Tools.of([], None, None) is None
+    listed = {"name": "f", "parameters": {"type": ["object"], "required": []}}
+    assert Tools.of([{"type": "function", "function": listed}], None, None) is not None
     named = tools({"type": "function", "function": {"name": "stop"}})
     assert named.callable_names == ("stop",) and named.must_call and len(named.definitions) == 2
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
