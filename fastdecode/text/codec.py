@@ -62,8 +62,8 @@ class TextCodec:
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
-        """Read ``tokenizer.json``, or ``tekken.json`` (both may be absent), and what
-        ``tokenizer_config.json`` says of EOS.
+        """Read ``tokenizer.json`` (it may be absent), and what ``tokenizer_config.json``
+        says of EOS.
 
         Of BOS ``tokenizer.json`` alone says what begins a text, as for
         transformers 5: ``add_bos_token`` is for those who make that file.

@@ -145,7 +145,7 @@ def test_a_chat_gives_calls(llm: LLM) -> None:
         for call in one.tool_calls:
             ids.append(call.id)
             assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Wien", "Graz")
-            assert call.arguments in one.text
+            assert call.arguments.replace(" ", "") in one.text
     assert len(set(ids)) == len(ids)
 
 

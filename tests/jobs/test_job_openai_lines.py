@@ -26,7 +26,7 @@ from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
 from fastdecode.text.rendering import Rendering
-from fastdecode.text.tool_calls import TOOL_FORMATS
+from fastdecode.text.tool_formats import TOOL_FORMATS
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]
