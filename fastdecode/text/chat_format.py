@@ -78,8 +78,13 @@ class ChatFormat:
         reasoning_parser: str = AUTO,
         content_format: str = AUTO,
     ) -> ChatFormat:
-        """Of a model's chat template. The parsers: names in ``TOOL_PARSERS`` and
-        ``REASONING_PARSERS``; the content's format: as of ``MessageStyle.of``."""
+        """Return the formats of a model's chat template.
+
+        Args:
+            tool_parser: a name in ``TOOL_PARSERS``.
+            reasoning_parser: a name in ``REASONING_PARSERS``.
+            content_format: as of ``MessageStyle.of``.
+        """
         if template is None:
             return cls()
         source = template.source
@@ -89,7 +94,7 @@ class ChatFormat:
         if reasoning_parser == AUTO:
             reasoning = reasoning_format(source)
         id_chars = 0 if tools is None else tools.id_chars
-        style = MessageStyle.of(source, id_chars, content_format)
+        style = MessageStyle.of(template, id_chars, content_format)
         return cls(tools, reasoning, template.takes_tools, special, style)
 
     def answer(self, tools: Tools | None) -> AnswerFormat | None:

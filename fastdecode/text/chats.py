@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from fastdecode.core.errors import Given, RequestError
 
@@ -61,77 +60,233 @@ def _check_calls(chat: Sequence[Message], where: str) -> None:
             )
 
 
+class Prober(Protocol):
+    """A chat template, as far as its style depends on it."""
+
+    def probe(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str | None:
+        """Return a conversation's text; None if the template refuses it."""
+
+
 @dataclass(frozen=True)
 class MessageStyle:
-    """Which messages a chat template takes."""
+    """What a chat template makes of messages, found out by rendering some.
+
+    Instructions are messages of ``system`` and of ``developer``.
+    """
 
     id_chars: int = 0
     """Ids of calls have this many characters; 0: any number."""
-    content: Literal["string", "openai", "either"] = "string"
-    """Contents are texts, lists of parts, or either."""
+    parts: frozenset[str] = frozenset()
+    """Roles whose contents are lists of parts; those of others are texts."""
+    joint: str = "\n"
+    """What stands between the texts of several parts."""
     has_developer: bool = False
     """It knows the role ``developer``; else such messages are of ``system``."""
+    joins_system: bool = False
+    """Several instructions at the beginning become one."""
+    folds: Literal["none", "late", "all"] = "none"
+    """Which instructions it leaves out: their texts begin the next user message."""
+    lost: frozenset[str] = frozenset()
+    """Roles whose messages it leaves out."""
 
     @classmethod
-    def of(cls, source: str, id_chars: int, content_format: str = "auto") -> MessageStyle:
-        """Of a template's source. ``content_format``: one of ``CONTENT_FORMATS``, as in
-        vLLM. Raises RequestError: it is another."""
+    def of(cls, template: Prober, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
+        """Return a template's style.
+
+        Args:
+            id_chars: see there.
+            content_format: one of ``CONTENT_FORMATS``, as in vLLM.
+
+        Raises:
+            RequestError: If ``content_format`` is another.
+        """
         if content_format not in CONTENT_FORMATS:
             raise RequestError(
                 Given("chat_template_content_format", content_format),
                 f" is none of {', '.join(CONTENT_FORMATS)}",
                 code="invalid_argument",
             )
-        content: Any = content_format
-        if content_format == "auto":
-            content = "either" if _TAKES_TEXT in source else "openai"
-            content = content if _PARTS.search(source) else "string"
-        return cls(id_chars, content, "developer" in source)
+        probes = _Probes(template, content_format)
+        lost = frozenset(role for role in _PROBES if not probes.writes(role))
+        has_developer = "developer" not in lost and probes.knows_developer()
+        instructing = [_PROBES[role][0] for role in _INSTRUCTING[: 1 + has_developer]]
+        two = all(probes.find(_FIRST_SYSTEM, each, USER) for each in instructing)
+        is_late_lost = any(
+            probes.find(USER, ASSISTANT, each, USER) is False for each in instructing
+        )
+        return cls(
+            id_chars,
+            frozenset(probes.parts),
+            probes.joint(),
+            has_developer,
+            joins_system=not two,
+            folds="all" if "system" in lost else "late" if is_late_lost else "none",
+            lost=lost.difference(_INSTRUCTING),
+        )
 
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
-_PARTS: Final = re.compile(
-    r"for\s+\w+\s+in\s+(?:content\b|\w+\.content\b|\w+\[['\"]content['\"]\])"
-)
-"""A template's loop over the parts of a message."""
+MARK: Final = "Mark1of2"
+_OTHER: Final = "Mark2of2"
+_STRANGER: Final = "stranger"
+USER: Final = {"role": "user", "content": "Hello"}
+ASSISTANT: Final = {"role": "assistant", "content": "Hi"}
+_FIRST_SYSTEM: Final = {"role": "system", "content": _OTHER}
+_INSTRUCTING: Final = ("system", "developer")
+_CALL: Final = {
+    "id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}},
+}  # fmt: skip
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+}  # fmt: skip
+_PROBES: Final[Mapping[str, Sequence[Message]]] = {
+    "user": ({"role": "user", "content": MARK},),
+    "assistant": (USER, {"role": "assistant", "content": MARK}, USER),
+    "tool": (
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "f", "tool_call_id": _CALL["id"], "content": MARK},
+    ),
+    "system": ({"role": "system", "content": MARK}, USER),
+    "developer": ({"role": "developer", "content": MARK}, USER),
+}
 _NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
 """What types of parts that are no text begin with."""
-_TAKES_TEXT: Final = "is string"
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning. Templates read the first or the last."""
 
 
+class _Probes:
+    """Renders conversations with marks in them."""
+
+    def __init__(self, template: Prober, content_format: str) -> None:
+        self._template = template
+        self._is_auto = content_format == "auto"
+        self.parts = set(ROLES) if content_format == "openai" else set()
+        """Roles that need parts, as far as they are known."""
+
+    def writes(self, role: str) -> bool:
+        """Return False if the template leaves out messages of this role, as texts and as parts."""
+        found = self.find(*_PROBES[role])
+        if found or not self._is_auto:
+            return found is not False
+        self.parts.add(role)
+        if self.find(*_PROBES[role]):
+            return True
+        self.parts.remove(role)
+        return found is not False
+
+    def find(self, *messages: Message) -> bool | None:
+        """Return whether all marks come out; None if the template refuses the messages."""
+        marks = [each for each in (MARK, _OTHER) if any(each == m["content"] for m in messages)]
+        said = [text for tools in ((), (_TOOL,)) if (text := self._text(messages, tools)) is not None]
+        return any(all(mark in text for mark in marks) for text in said) if said else None
+
+    def joint(self) -> str:
+        """Return what the template writes between parts, where it takes a text as well."""
+        parts = [{"type": "text", "text": text} for text in (MARK, _OTHER)]
+        text = self._template.probe([{"role": "user", "content": parts}])
+        if text is not None and MARK in text and "user" not in self.parts:
+            between = text.partition(MARK)[2].partition(_OTHER)[0]
+            whole = {"role": "user", "content": MARK + between + _OTHER}
+            if self._template.probe([whole]) == text:
+                return between
+        return "\n"
+
+    def knows_developer(self) -> bool:
+        """Return whether developers' messages come out, and not as any role's would."""
+        texts = [
+            self._text([{"role": role, "content": MARK}, USER]) for role in ("developer", _STRANGER)
+        ]
+        known, other = texts
+        is_alike = other is not None and other.replace(_STRANGER, "developer") == known
+        return known is not None and MARK in known and not is_alike
+
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str | None:
+        made = [
+            {**message, "content": _as_parts(message["content"])}
+            if message["role"] in self.parts
+            else message
+            for message in messages
+        ]
+        return self._template.probe(made, tools)
+
+
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
-    """Messages as a template takes them. The arguments of calls are objects, where callers
-    give JSON text as OpenAI's API does. Ids of calls that are too long lose their
-    beginning."""
-    return [_message(message, style) for message in messages]
+    """Return messages as a template takes them.
+
+    Arguments of calls become objects, where callers give JSON text as OpenAI's API does. Ids that
+    are too long lose their beginning. Instructions that the template leaves out or refuses are
+    joined, or begin the next user message.
+
+    Raises:
+        RequestError: (code ``invalid_messages``) If the template leaves out a role's messages.
+    """
+    made: list[dict[str, Any]] = []
+    waiting: dict[str, Any] | None = None
+    for message in messages:
+        each = _message(message, style)
+        if each["role"] in style.lost:
+            raise RequestError(
+                f"the chat template leaves out messages of the role {each['role']!r}: leave them "
+                "out, or give another chat_template",
+                code="invalid_messages",
+            )
+        if each["role"] in _INSTRUCTING:
+            is_late = any(before["role"] not in _INSTRUCTING for before in made)
+            if style.folds == "all" or (style.folds == "late" and is_late):
+                waiting = each if waiting is None else _joined(waiting, each)
+                continue
+            if style.joins_system and made and not is_late:
+                made[-1] = _joined(made[-1], each)
+                continue
+        if waiting is not None and each["role"] == "user":
+            each, waiting = {**each, "content": _joined(waiting, each)["content"]}, None
+        made.append(each)
+    if waiting is not None:
+        made.append({**waiting, "role": "user"})
+    return [{**each, "content": _content(each["content"], style, each["role"])} for each in made]
 
 
-def _message(message: Message, style: MessageStyle) -> Message:
-    made = dict(message)
-    reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first of two messages with the text of both."""
+    contents = first["content"], second["content"]
+    if all(isinstance(content, str) for content in contents):
+        return {**first, "content": "\n\n".join(filter(None, contents))}
+    return {**first, "content": [part for each in contents for part in _as_parts(each)]}
+
+
+def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
+    made = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    reasoning = next((made[name] for name in _REASONING if name in made), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
     if made["role"] == "developer" and not style.has_developer:
         made["role"] = "system"
-    if "content" in made:
-        made["content"] = _content(made["content"], style)
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
     _shorten(made, "tool_call_id", style.id_chars)
     return made
 
 
-def _content(content: object, style: MessageStyle) -> object:
-    """Texts of several parts stand on lines of their own, where the template takes a text.
-    Parts that are no text stay as they are."""
-    if style.content == "openai" and isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if style.content != "string" or isinstance(content, str) or not isinstance(content, Sequence):
+def _as_parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _content(content: object, style: MessageStyle, role: str) -> object:
+    """Return a content as the template takes it. Parts that are no text stay as they are."""
+    if isinstance(content, str):
+        return _as_parts(content) if role in style.parts else content
+    if role in style.parts or not isinstance(content, Sequence):
         return content
     texts = [_text_of(part) for part in content]
-    return content if None in texts else "\n".join(map(str, texts))
+    return content if None in texts else style.joint.join(map(str, texts))
 
 
 def _text_of(part: object) -> str | None:

@@ -1,56 +1,84 @@
-"""What runs in a ``LimitedChild``. It imports no more than its service needs,
-so that it starts fast."""
+"""The program of a ``LimitedChild``: it encodes with a tokenizer, or renders a chat template."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import resource
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from fastdecode.text.child_words import LENGTH, Answer, Refusal, pack, unpack
+from fastdecode.text.child import pack, unpack
+
+Answer: TypeAlias = Callable[[dict[str, Any]], Any]
+"""From a question to its answer, in JSON's types. It raises whatever a model's authors raise."""
+# A bit of everything, and the runs that make a regular expression go back and forth.
+TRIAL_TEXT = "Once upon a time, 12345 naïve cafés — 你好 😀 don't\r\n\t{x: [1.5e-3]};\n" + "".join(
+    char * 100 + "!\n" for char in "a Z0.-_=\té"
+)
 
 
-def main(service: str) -> None:
-    """Serve until nobody asks any more.
+class Refusal(Exception):  # noqa: N818  (an answer of its kind)
+    """What is asked for is impossible."""
 
-    Args:
-        service: "template" or "tokenizer".
+
+def main(fd: int) -> None:
+    """Answer questions that come over a socket, until its other end is closed."""
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError, OSError):
+        opening = unpack(connection.recv_bytes())
+        limits = opening["limits"]
+        _limit_all_but_time(limits["memory_bytes"])
+        _limit_time(limits["open_cpu_s"])
+        opened: list[Answer] = []
+        connection.send_bytes(_answered(lambda _: opened.append(open_service(opening)), {}))
+        while opened:
+            question = unpack(connection.recv_bytes())
+            _limit_time(limits["cpu_s"])
+            connection.send_bytes(_answered(opened[0], question))
+
+
+def open_service(opening: dict[str, Any]) -> Answer:
+    """Load what ``opening`` names, and try it: a ``template``, or a ``tokenizer``'s file with
+    ``added`` tokens.
+
+    Raises:
+        Refusal: If a file can't be read, or a template is no Jinja program.
+        BaseException: If the library doesn't take it, or panics on an ordinary text.
     """
-    open_service: Callable[[dict[str, Any]], tuple[Any, Answer]]
-    if service == "template":
-        from fastdecode.text.template_program import open_service
-    else:
-        from fastdecode.text.tokenizer_program import open_service
-    answers = _take_stdout()
-    opening = _receive()
-    if opening is None:
-        return
-    limits = opening["limits"]
-    _limit_all_but_time(limits["memory_bytes"])
-    _limit_time(limits["open_cpu_s"])
-    opened: list[Answer] = []
+    if "template" in opening:
+        from fastdecode.text.template_program import open_template
 
-    def begin(question: dict[str, Any]) -> Any:
-        said, answer = open_service(question)
-        opened.append(answer)
-        return said
+        return open_template(**opening["template"])
+    return _open_tokenizer(**opening["tokenizer"])
 
-    _send(answers, _answered(begin, opening))
-    while opened and (question := _receive()) is not None:
-        _limit_time(limits["cpu_s"])
-        _send(answers, _answered(opened[0], question))
+
+def _open_tokenizer(path: str, added: list[dict[str, Any]]) -> Answer:
+    from fastdecode.core.errors import CheckpointError
+    from fastdecode.text.tokenizer_files import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(Path(path), added)
+    except CheckpointError as error:
+        raise Refusal(str(error)) from None
+    for text in ("", TRIAL_TEXT):
+        with contextlib.suppress(Exception):  # a small vocabulary may lack letters
+            tokenizer.encode(text)
+    tokenizer.decode(list(range(tokenizer.get_vocab_size())), skip_special_tokens=False)
+
+    def encode(question: dict[str, Any]) -> list[int]:
+        ids: list[int] = tokenizer.encode(**question).ids
+        return ids
+
+    return encode
 
 
 def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
-    """The answer's message, whatever happens while it is made."""
+    """Return the answer's message, whatever happens while it is made."""
     try:
-        kind, said = "answer", answer(question)
-        return pack({"kind": kind, "said": said})
+        return pack({"kind": "answer", "said": answer(question)})
     except Refusal as refusal:
         kind, said = "refusal", str(refusal)
     except MemoryError:
@@ -62,45 +90,16 @@ def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
     return pack({"kind": kind, "said": said})
 
 
-def _take_stdout() -> int:
-    """Keep the way to the parent for answers alone, and be silent from now on.
-    Returns its descriptor."""
-    answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 3)  # not in the place of one that is closed
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for standard in (1, 2):
-        os.dup2(nowhere, standard)
-    return answers
-
-
 def _limit_all_but_time(memory_bytes: int) -> None:
-    for kind, most in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    limits = (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)
+    for kind, most in limits:
         with contextlib.suppress(OSError, ValueError):  # not every system has them all
             resource.setrlimit(kind, (most, most))
 
 
 def _limit_time(cpu_s: int) -> None:
-    """From now on; SIGXCPU ends the process then."""
+    """End the process with SIGXCPU after ``cpu_s`` more of CPU time."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(time.process_time()) + 1 + cpu_s
     if hard == resource.RLIM_INFINITY or soft < hard:
         resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-
-
-def _receive() -> dict[str, Any] | None:
-    """The next question; None at the end."""
-    head = sys.stdin.buffer.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    raw = sys.stdin.buffer.read(*LENGTH.unpack(head))
-    question: dict[str, Any] = unpack(raw)
-    return question
-
-
-def _send(fd: int, raw: bytes) -> None:
-    rest = memoryview(LENGTH.pack(len(raw)) + raw)
-    while rest:
-        rest = rest[os.write(fd, rest) :]

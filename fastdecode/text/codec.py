@@ -8,13 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from fastdecode.core.errors import RequestError, imports_for
-from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
+from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.begun_stop import BegunStop
 from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
 from fastdecode.text.encoder import Encoder
-from fastdecode.text.tokenizer_files import find_tokenizer
+from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,18 +54,10 @@ class TextCodec:
         self.eos_token_id = eos_token_id
         self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
-        if tokenizer is not None:
-            # Some tokenizer.json carry the settings that their training ran with.
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
-        """Read ``tokenizer.json``, or ``tekken.json`` (both may be absent), and what
-        ``tokenizer_config.json`` says of EOS.
-
-        Of BOS ``tokenizer.json`` alone says what begins a text, as for
-        transformers 5: ``add_bos_token`` is for those who make that file.
+        """Read a model directory's tokenizer, which may be absent.
 
         Args:
             max_model_len: what no prompt that is encoded may exceed; None:
@@ -78,17 +69,12 @@ class TextCodec:
             MissingExtraError: the model has a tokenizer, but the package
                 ``tokenizers`` isn't installed.
         """
-        path = find_tokenizer(Path(model_dir))
-        if path is None:
+        files = TokenizerFiles.read(Path(model_dir))
+        if files.path is None:
             return cls(None)
-        with imports_for(f"reading {path}"):
-            from tokenizers import Tokenizer
-        content = read_model_file(path, MAX_TOKENIZER_BYTES)
-        # It has been loaded, and decoded each of its tokens, within limits
-        # before it is loaded here.
-        encoder = Encoder(path, max_model_len)
-        tokenizer = Tokenizer.from_buffer(content)
-        eos = _eos_token(Path(model_dir) / "tokenizer_config.json")
+        # The child has loaded it, and decoded each of its tokens, before it is loaded here.
+        encoder = Encoder(files.path, max_model_len, added=files.added)
+        tokenizer, eos = files.load(), files.names.get("eos_token")
         return cls(tokenizer, encoder, None if eos is None else tokenizer.token_to_id(eos))
 
     @property
@@ -328,9 +314,3 @@ class NoText(SequenceText):
     def append(self, token_id: int) -> bool:
         return False
 
-
-def _eos_token(path: Path) -> str | None:
-    """The EOS token, if ``tokenizer_config.json`` names one."""
-    eos = read_model_json(path).get("eos_token")
-    content = eos.get("content") if isinstance(eos, dict) else eos
-    return content if isinstance(content, str) else None

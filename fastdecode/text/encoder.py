@@ -1,16 +1,18 @@
-"""Prompts to token ids, in a child process with limits (``tokenizer_program`` there)."""
+"""Prompts to token ids, in a child process with limits."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastdecode.core.errors import CheckpointError, RequestError
 from fastdecode.core.os_errors import explained
-from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
+from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 
-# Texts of up to so many are encoded before their length is judged.
 ORDINARY_BYTES_PER_TOKEN = 16
+MAX_BYTES_PER_TOKEN = 128
+"""Texts of up to this many bytes per token of the model's limit are encoded whole."""
 # A million tokens of prose take 5 s.
 ENCODE_CPU_S = 30
 LOAD_CPU_S = 60
@@ -25,79 +27,78 @@ class Encoder:
     Args:
         path: its tokenizer.json.
         max_model_len: tokens that no prompt may reach; None: no limit.
-        limits: what loading and encoding may take; None: what honest tokenizers
-            never need.
+        limits: what loading and encoding may take; None: what honest tokenizers never need.
+        added: tokens that other files add to it (``TokenizerFiles``).
 
     Raises:
-        CheckpointError: the file is no tokenizer, or takes more than the limits
-            for an ordinary text.
+        CheckpointError: If the file is no tokenizer, or takes more than the limits for an
+            ordinary text.
     """
 
     def __init__(
-        self, path: Path, max_model_len: int | None = None, limits: Limits | None = None
+        self,
+        path: Path,
+        max_model_len: int | None = None,
+        limits: Limits | None = None,
+        added: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._child = LimitedChild(
-            "tokenizer", {"path": str(path.resolve())}, limits or _limits(path)
-        )
+        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
+        self._child = LimitedChild(opening, limits or _limits(path))
         self._max_model_len = max_model_len
         try:
             self._child.open()
         except ChildFailedError as error:
-            mend = "fetch the file again, or remove it to serve token ids only"
+            remedy = "fetch the file again, or remove it to serve token ids only"
             what = "is not a tokenizer that the package tokenizers can read"
             if not error.refused:
                 what = "can't be loaded and encode an ordinary text"
-            raise CheckpointError(f"{path} {what} ({error}): {mend}") from None
+            raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """A text's token ids.
+        """Return a text's token ids.
 
         Raises:
-            RequestError: (code ``invalid_prompt``) the text can't be encoded
-                within the limits, or (``prompt_too_long``) even the longest
-                tokens can't make it fit the model.
+            RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
+                limits. (``prompt_too_long``) If its beginning alone is too long for the model.
+                (``child_died``) If the child was ended from outside.
         """
         try:
-            self._check_length(text)
-            ids: list[int] = self._child.ask(
-                {"text": text, "add_special_tokens": add_special_tokens}
-            )
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt holds half a surrogate pair at character {error.start}, which is no "
+                "text: write the whole character",
+                code="invalid_prompt",
+            ) from None
+        limit = self._max_model_len
+        if limit is not None and num_bytes > limit * MAX_BYTES_PER_TOKEN:
+            start = text[: limit * MAX_BYTES_PER_TOKEN // 4]
+            num_tokens = len(self._ids(start, add_special_tokens=False))
+            if num_tokens > 2 * limit:  # a cut changes the tokens beside it, not half of them
+                raise RequestError(
+                    f"the prompt is too long: this model's maximum context length is {limit} "
+                    f"tokens, and the first {num_tokens} are of {len(start)} of the prompt's "
+                    f"{len(text)} characters ({num_bytes} bytes): shorten the prompt",
+                    code="prompt_too_long",
+                )
+        return self._ids(text, add_special_tokens=add_special_tokens)
+
+    def close(self) -> None:
+        """End the child process. Safe to call twice."""
+        self._child.close()
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        question = {"sequence": text, "add_special_tokens": add_special_tokens}
+        try:
+            ids: list[int] = self._child.ask(question)
+        except ChildDiedError as error:
+            raise error.as_request_error() from None
         except ChildFailedError as error:
             raise RequestError(
                 f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",
                 code="invalid_prompt",
             ) from None
         return ids
-
-    def close(self) -> None:
-        """End the child process. Safe to call twice."""
-        self._child.close()
-
-    def _check_length(self, text: str) -> None:
-        try:
-            num_bytes = len(text.encode())
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the prompt holds half a surrogate pair at character {error.start}, which is no "
-                "text: "
-                f"write the whole character",
-                code="invalid_prompt",
-            ) from None
-        limit = self._max_model_len
-        if limit is None or num_bytes <= limit * ORDINARY_BYTES_PER_TOKEN:
-            return
-        span = self._max_bytes_per_token
-        if span is not None and num_bytes > (limit - 1) * span:
-            raise RequestError(
-                f"the prompt has {num_bytes} bytes, too many for the model's limit of {limit} "
-                "tokens for prompt and completion together: shorten the prompt",
-                code="prompt_too_long",
-            )
-
-    @cached_property
-    def _max_bytes_per_token(self) -> int | None:
-        span = self._child.ask({})
-        return None if span is None else int(span)
 
 
 def _limits(path: Path) -> Limits:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fastdecode.core.errors import Given, RequestError
+from fastdecode.text.chats import MessageStyle
 
 _MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """Ends the last message while it is rendered, as in transformers. A template that trims
@@ -26,6 +27,8 @@ class Rendering:
     """More names for the template."""
     tools: Sequence[Mapping[str, Any]] = ()
     """That the model may call, as OpenAI's API has them."""
+    style: MessageStyle | None = None
+    """What the template makes of messages; None: it gets them as they are."""
 
     @classmethod
     def of(
@@ -34,13 +37,14 @@ class Rendering:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]],
+        style: MessageStyle | None = None,
     ) -> Rendering:
         """Of a caller's options. ``add_generation_prompt`` None: unless the last message
         is continued. Raises RequestError: both are true."""
         if continue_final_message and add_generation_prompt:
             raise _refusal(" and add_generation_prompt exclude each other: leave one of them out")
         begins_turn = not continue_final_message and add_generation_prompt is not False
-        return cls(begins_turn, continue_final_message, variables or {}, tools)
+        return cls(begins_turn, continue_final_message, variables or {}, tools, style)
 
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages for the template. Raises RequestError: the last one has no text to

@@ -1,8 +1,7 @@
-"""Compiles and renders a chat template; runs in a child process.
+"""Chat templates in Jinja's sandbox, within a child process.
 
-A template finds what it finds in ``transformers``: ``raise_exception``,
-``strftime_now``, ``tojson`` without HTML escapes, loop controls, the
-``generation`` tag, blocks trimmed. It runs in Jinja's sandbox.
+A template finds what it finds in ``transformers``: ``raise_exception``, ``strftime_now``,
+``tojson`` without HTML escapes, loop controls, the ``generation`` tag, blocks trimmed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fastdecode.text.child_words import Answer, Refusal
+from fastdecode.text.child_main import Answer, Refusal
 
 MAX_TEXT_CHARS = 64 << 20
 TRIAL = {
@@ -30,28 +29,21 @@ TRIAL = {
 }
 
 
-def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
-    """Compile a template, and try it, so that one that never ends is known
-    before any work is begun.
-
-    Args:
-        opening: ``source``, ``tool_source`` (may be None) and ``special_tokens``.
+def open_template(source: str, tool_source: str | None, special_tokens: dict[str, str]) -> Answer:
+    """Compile a template, and try it, so that an endless one is known before work starts.
 
     Raises:
-        Refusal: the source is no Jinja program.
+        Refusal: If the source is no Jinja program.
     """
-    template = _compiled(opening["source"])
-    with_tools = template
-    if opening["tool_source"] is not None:
-        with_tools = _compiled(opening["tool_source"])
+    template = _compiled(source)
+    with_tools = template if tool_source is None else _compiled(tool_source)
 
     def render(question: dict[str, Any]) -> str:
-        chosen = with_tools if question["tools"] else template
-        return _render(chosen, opening["special_tokens"], question)
+        return _render(with_tools if question["tools"] else template, special_tokens, question)
 
     with contextlib.suppress(Refusal):  # it may want other messages
         render(TRIAL)
-    return None, render
+    return render
 
 
 def _compiled(source: str) -> Template:
@@ -87,8 +79,7 @@ def _render(template: Template, special_tokens: dict[str, str], question: dict[s
 
 
 class GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what the assistant said,
-    for training; no matter here."""
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training only."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.text.chat_template import ChatTemplate, special_tokens_of
+from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.rendering import Rendering
+from fastdecode.text.tokenizer_files import TokenizerFiles
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class ModelTokenizer:
     def special_tokens_map(self) -> dict[str, str]:
         """``bos_token``, ``eos_token``, ``pad_token`` and so on, as far as the model's
         files name them."""
-        return special_tokens_of(self._model)
+        return dict(TokenizerFiles.read(self._model).names)
 
     @property
     def bos_token(self) -> str | None:

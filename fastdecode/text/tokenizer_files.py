@@ -1,22 +1,117 @@
-"""Which file of a model directory is its tokenizer."""
+"""The files of a model directory that say what its tokens are."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from fastdecode.core.errors import CheckpointError
-from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
+from fastdecode.core.errors import CheckpointError, imports_for
+from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
 from fastdecode.text.tekken import TEKKEN_FILE, convert_tekken
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+SPECIAL_TOKENS: Final = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a model's files say of its tokens, as transformers reads them.
+
+    ``tokenizer.json`` alone says what begins a text: ``add_bos_token`` is for its makers.
+    """
+
+    path: Path | None = None
+    """The ``tokenizer.json``, or one made of ``tekken.json``; None: it serves token ids only."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """``bos_token``, ``eos_token`` and so on → the token."""
+    added: tuple[Mapping[str, Any], ...] = ()
+    """Tokens that other files add to ``path`` or flag otherwise, in order of their ids."""
+    ids: Mapping[str, int] = field(default_factory=dict)
+    """The tokens that other files give an id → the id."""
+
+    @classmethod
+    def read(cls, model_dir: Path) -> TokenizerFiles:
+        """Read a model directory.
+
+        Raises:
+            CheckpointError: If a file can't be read or has no such content, or if there are only
+                files that have to be converted first.
+        """
+        where = model_dir / "tokenizer_config.json"
+        config = read_model_json(where)
+        newer = config.get("added_tokens_decoder")
+        if newer is None:  # else transformers doesn't read the older files
+            config = {**config, **read_model_json(model_dir / "special_tokens_map.json")}
+            where = model_dir / "added_tokens.json"
+        older = {} if newer is not None else read_model_json(where)
+        names = {name: text for name in SPECIAL_TOKENS if (text := _text_of(config.get(name)))}
+        try:
+            by_id = _declared(newer or {}, names.values())
+            by_id |= {int(each): _row(name, names.values()) for name, each in older.items()}
+        except (ValueError, TypeError, AttributeError, LookupError):
+            raise CheckpointError(
+                f"{where} has added tokens that aren't pairs of an id and a token: fetch it again"
+            ) from None
+        ids = {row["content"]: each for each, row in by_id.items()}
+        added = [by_id[each] for each in sorted(by_id)]
+        added += [
+            {**_row(token, names.values()), "has_id": False}
+            for token in dict.fromkeys(names.values())
+            if token not in ids
+        ]
+        return cls(find_tokenizer(model_dir), names, tuple(added), ids)
+
+    def load(self) -> Tokenizer:
+        """Return the tokenizer, and warn of names and ids that the files disagree on."""
+        assert self.path is not None
+        with imports_for(f"reading {self.path}"):
+            tokenizer = load_tokenizer(self.path, self.added)
+        for name, token in self.names.items():
+            if tokenizer.token_to_id(token) is None:
+                logger.warning(
+                    "%s: tokenizer_config.json names %r as %s, which is none of the tokens: texts "
+                    "can't have it", self.path, token, name,
+                )  # fmt: skip
+        for token, token_id in self.ids.items():
+            if tokenizer.token_to_id(token) != token_id:
+                logger.warning(
+                    "%s: the added token %r has the id %s there, and %s in the files beside it",
+                    self.path, token, tokenizer.token_to_id(token), token_id,
+                )  # fmt: skip
+        return tokenizer
+
+    def special_ids(self) -> dict[str, int]:
+        """Return the special tokens' names and ids without loading the tokenizer."""
+        if self.path is None:
+            return {}
+        special = {row["content"] for row in self.added if row["special"]}
+        try:
+            tree = json.loads(read_model_file(self.path, MAX_TOKENIZER_BYTES))
+            words = tree["model"]["vocab"]
+            ids = words if isinstance(words, dict) else {row[0]: at for at, row in enumerate(words)}
+            ids |= {each["content"]: int(each["id"]) for each in tree["added_tokens"]}
+            special |= {each["content"] for each in tree["added_tokens"] if each["special"]}
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return {}
+        ids = {**self.ids, **ids}
+        return {name: ids[name] for name in special if name in ids}
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """A ``tokenizer.json``: the directory's own, or one made of its ``tekken.json``;
-    None: the model serves token ids only.
+    """Return a ``tokenizer.json``: the directory's own, or one made of its ``tekken.json``.
 
     Raises:
-        CheckpointError: there are only files that have to be converted first;
-            says how.
+        CheckpointError: If there are only files that have to be converted first. It says how.
     """
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
@@ -26,21 +121,50 @@ def find_tokenizer(model_dir: Path) -> Path | None:
     return None
 
 
-def special_tokens(model_dir: Path) -> dict[str, int]:
-    """The names of a model's special tokens → their ids, where no tokenizer is open;
-    none without one, or if its file is not as it should be.
+def load_tokenizer(path: Path, added: Sequence[Mapping[str, Any]]) -> Tokenizer:
+    """Return a tokenizer with added tokens. The encoder's process and this one load it so."""
+    from tokenizers import AddedToken, Tokenizer
 
-    Raises:
-        CheckpointError: as ``find_tokenizer``, or the file can't be read.
-    """
-    path = find_tokenizer(model_dir)
-    if path is None:
-        return {}
-    try:
-        added = json.loads(read_model_file(path, MAX_TOKENIZER_BYTES))["added_tokens"]
-        return {each["content"]: int(each["id"]) for each in added if each["special"]}
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return {}
+    tokenizer = Tokenizer.from_buffer(read_model_file(path, MAX_TOKENIZER_BYTES))
+    # Some tokenizer.json carry the settings that their training ran with.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    own = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    new = []
+    for row in added:
+        content, special, flags = row["content"], row["special"], row["flags"]
+        before = own.get(content)
+        if before is not None:
+            flags = flags or {name: getattr(before, name) for name in _FLAGS}
+            special = special or before.special  # transformers takes none back
+        elif not row["has_id"] and tokenizer.token_to_id(content) is None:
+            continue
+        new.append(AddedToken(content, special=special, **(flags or {})))
+    tokenizer.add_tokens(new)
+    return tokenizer
+
+
+def _declared(rows: Mapping[str, Any], names: Collection[str]) -> dict[int, dict[str, Any]]:
+    """Return ``added_tokens_decoder`` by id. Raises TypeError, ValueError and others."""
+    declared = {}
+    for token_id, row in rows.items():
+        flags = {name: bool(row[name]) for name in _FLAGS if name in row}
+        declared[int(token_id)] = _row(row["content"], names, bool(row.get("special")), flags)
+    return declared
+
+
+def _row(
+    content: object, names: Collection[str], special: bool = False, flags: Any = None
+) -> dict[str, Any]:
+    if not isinstance(content, str) or not content:
+        raise TypeError("a token is a text")
+    special = special or content in names
+    return {"content": content, "special": special, "flags": flags, "has_id": True}
+
+
+def _text_of(token: object) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _refuse_others(model_dir: Path) -> None:
