@@ -25,6 +25,7 @@ from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
+    continued_state,
     prompt_state,
     reasoning_format,
 )
@@ -97,6 +98,14 @@ class ChatFormat:
         style = MessageStyle.of(template, id_chars, content_format)
         return cls(tools, reasoning, template.takes_tools, special, style)
 
+    def continuing(self, text: str) -> ChatFormat:
+        """Return the formats of an answer whose beginning is ``text``, part of the prompt."""
+        if self.reasoning is None or not text:
+            return self
+        return replace(
+            self, reasoning=replace(self.reasoning, state=continued_state(self.reasoning, text))
+        )
+
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
         """The format of one answer; None: it is plain text.
 
@@ -140,6 +149,7 @@ class ChatFormat:
         return replace(
             params,
             structured_outputs=structured,
+            reasoning_marks=None if self.reasoning is None else self.reasoning.stop_marks,
             skip_special_tokens=params.skip_special_tokens and not has_marks,
         )
 
@@ -160,9 +170,10 @@ class ChatFormat:
         return self._after_reasoning(StructuredOutputs(grammar=f"{start}\n{rules}"))
 
     def _after_reasoning(self, structured: StructuredOutputs) -> StructuredOutputs:
-        if self.reasoning is None:
+        if self.reasoning is None or self.reasoning.state == "after":
             return structured
-        return replace(structured, reasoning=self.reasoning.name)
+        is_inside = self.reasoning.state == "inside"
+        return replace(structured, reasoning=self.reasoning.name, in_reasoning=is_inside)
 
 
 def _answer_rule(structured: StructuredOutputs) -> str:
@@ -192,15 +203,19 @@ class AnswerFormat:
         most_calls = 1 if self.most_one else MAX_CALLS
         is_apart = self.reasoning is not None and self.reasoning.has_channels
         has_calls = self.tools is not None and self.tools.has_channels
-        if is_apart or has_calls:
-            return HarmonyParser(
-                splits_reasoning=is_apart, most_calls=most_calls if has_calls else 0
-            )
-        splitter = None
+        state = "after"
         if self.reasoning is not None:
             state = prompt_state(self.reasoning, codec.prompt_end(prompt_token_ids))
-            if state != "after":
-                splitter = ReasoningSplitter(self.reasoning, state == "inside")
+        if is_apart or has_calls:
+            return HarmonyParser(
+                splits_reasoning=is_apart,
+                most_calls=most_calls if has_calls else 0,
+                is_inside=state == "inside",
+            )
+        splitter = None
+        if self.reasoning is not None and state != "after":
+            call = "" if self.tools is None else self.tools.begin
+            splitter = ReasoningSplitter(self.reasoning, state == "inside", call)
         calls = None if self.tools is None else call_parser(self.tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
@@ -259,7 +274,6 @@ class AnswerParser:
 
     @property
     def num_reasoning_chars(self) -> int:
-        """Characters at the beginning of the text so far that are reasoning and its marks."""
         return 0 if self._reasoning is None else self._reasoning.num_chars
 
     def feed(self, text: str) -> list[Part]:
@@ -271,13 +285,22 @@ class AnswerParser:
         return thought + self._divided(answer)
 
     def finish(self) -> list[Part]:
-        """No text follows: what was held back."""
+        """Return what was held back: no text follows."""
         parts: list[Part] = []
+        open_call = ""
         if self._reasoning is not None:
             reasoning, answer = self._reasoning.finish()
+            open_call = self._reasoning.open_call
             parts += [Reasoning(reasoning)] if reasoning else []
             parts += self._divided(answer)
-        return parts if self._calls is None else parts + self._kept(self._calls.finish())
+        rest = self._divided(open_call)
+        rest += [] if self._calls is None else self._kept(self._calls.finish())
+        if not open_call:
+            return parts + rest
+        # Reasoning without an end: it has a call in it, or speaks of one.
+        if not self.has_calls:
+            return [*parts, Reasoning(open_call)]
+        return parts + [Reasoning(each) if isinstance(each, str) else each for each in rest]
 
     def _divided(self, answer: str) -> list[Part]:
         if not answer:

@@ -141,7 +141,9 @@ _CALL: Final = {
 }  # fmt: skip
 _TOOL: Final = {
     "type": "function",
-    "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "f", "description": "f", "parameters": {"type": "object", "properties": {}},
+    },
 }  # fmt: skip
 _PROBES: Final[Mapping[str, Sequence[Message]]] = {
     "user": ({"role": "user", "content": MARK},),
@@ -183,7 +185,9 @@ class _Probes:
     def find(self, *messages: Message) -> bool | None:
         """Return whether all marks come out; None if the template refuses the messages."""
         marks = [each for each in (MARK, _OTHER) if any(each == m["content"] for m in messages)]
-        said = [text for tools in ((), (_TOOL,)) if (text := self._text(messages, tools)) is not None]
+        said = [
+            text for tools in ((), (_TOOL,)) if (text := self._text(messages, tools)) is not None
+        ]
         return any(all(mark in text for mark in marks) for text in said) if said else None
 
     def joint(self) -> str:

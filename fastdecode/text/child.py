@@ -24,11 +24,20 @@ from typing import Any
 from fastdecode.core.errors import RequestError
 
 MAX_ANSWER_BYTES = 512 << 20
-_BOOT = (  # the child finds modules where we do, and nowhere else: -I leaves out the working directory
+# The child finds modules where we do, and nowhere else: -I leaves out the working directory.
+_BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_main import main; "
     "main(int(sys.argv[1]))"
 )
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR")
+_ENVIRONMENT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TMPDIR",
+)
 """What a child gets of our environment, which may hold secrets."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 """Signals of a program that breaks down on its input."""

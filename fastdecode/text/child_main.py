@@ -91,7 +91,11 @@ def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
 
 
 def _limit_all_but_time(memory_bytes: int) -> None:
-    limits = (resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)
+    limits = (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    )
     for kind, most in limits:
         with contextlib.suppress(OSError, ValueError):  # not every system has them all
             resource.setrlimit(kind, (most, most))

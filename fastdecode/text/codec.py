@@ -13,6 +13,7 @@ from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.begun_stop import BegunStop
 from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
 from fastdecode.text.encoder import Encoder
+from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter, prompt_state
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class TextCodec:
                 params.min_tokens,
                 stop_ids,
                 keeps_stop=params.include_stop_str_in_output,
+                reasoning=self._reasoning(params, prompt_token_ids),
             )
         if params.stop:
             raise RequestError(
@@ -158,6 +160,17 @@ class TextCodec:
                 code="no_tokenizer",
             )
         return NoText()
+
+    def _reasoning(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> ReasoningSplitter | None:
+        """Return what finds the end of the reasoning, in which stop strings don't count."""
+        if params.reasoning_marks is None or not params.stop:
+            return None
+        begin, end = params.reasoning_marks
+        family = ReasoningFormat("", begin, end, state=None if begin else "inside")
+        state = prompt_state(family, self.prompt_end(prompt_token_ids))
+        return None if state == "after" else ReasoningSplitter(family, state == "inside")
 
 
 class SequenceText:
@@ -174,6 +187,7 @@ class SequenceText:
         stop_ids: tokens without text, and the stop string that names each.
         keeps_stop: the text has the stop string that ended it, and what
             ``append_last`` adds.
+        reasoning: no stop string counts in what it finds; None: there is none.
     """
 
     def __init__(
@@ -184,8 +198,12 @@ class SequenceText:
         stop_ids: Mapping[int, str] = MappingProxyType({}),
         *,
         keeps_stop: bool = False,
+        reasoning: ReasoningSplitter | None = None,
     ) -> None:
         self._keeps_stop = keeps_stop
+        self._reasoning = reasoning
+        self._undecided = ""
+        """Text that may become the mark of reasoning."""
         self.stopped_by: str | None = None
         """The stop string that it has said."""
         self._detokenizer = detokenizer
@@ -221,7 +239,9 @@ class SequenceText:
         """
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
-        if token_id in self._stop_ids and self._num_tokens >= self._min_tokens:
+        is_thinking = self._reasoning is not None and self._reasoning.mode != "start"
+        is_stop = token_id in self._stop_ids and self._num_tokens >= self._min_tokens
+        if is_stop and not is_thinking:
             self.finish()
             self.stopped_by = self._stop_ids[token_id]
             if self._keeps_stop:
@@ -229,7 +249,7 @@ class SequenceText:
             return True
         if self._add(self._detokenizer.append(token_id)):
             return True
-        if not (self._stop and self._detokenizer.can_peek):
+        if self._reasoning is not None or not (self._stop and self._detokenizer.can_peek):
             return False
         # A stop string may be complete in text that is held back only because
         # later bytes might spoil it.
@@ -261,11 +281,31 @@ class SequenceText:
         """No token follows: adds what was held back, and returns the whole text."""
         if not self._is_over:
             self._add(self._detokenizer.flush())
+            self._reasoning, undecided = None, self._undecided
+            self._add(undecided)
             self._is_over = True
         return self.text
 
+    def _past_reasoning(self, reasoning: ReasoningSplitter, piece: str) -> str:
+        """Take the reasoning into the text. Return what stop strings count in."""
+        held = self._undecided + piece
+        reasoning.feed(piece)
+        self._undecided = held if reasoning.mode == "start" else ""
+        if reasoning.mode == "start":
+            return ""
+        num_answer_chars = 0
+        if reasoning.mode != "reasoning":
+            self._reasoning = None
+            num_answer_chars = reasoning.num_fed - reasoning.num_chars
+        thought = held[: len(held) - num_answer_chars]
+        if thought:
+            self._pieces.append(thought)
+        return held[len(thought) :]
+
     def _add(self, piece: str) -> bool:
         """Append to the text, or cut it at a stop string and return True."""
+        if self._reasoning is not None:
+            piece = self._past_reasoning(self._reasoning, piece)
         if not piece:
             return False
         found = self._find(piece) if self._stop else None
@@ -313,4 +353,3 @@ class NoText(SequenceText):
 
     def append(self, token_id: int) -> bool:
         return False
-

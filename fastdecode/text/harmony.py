@@ -33,16 +33,17 @@ class HarmonyParser:
     Args:
         splits_reasoning: reasoning is apart; else it is text.
         most_calls: later calls are left out.
+        is_inside: the prompt ends inside the reasoning.
     """
 
-    def __init__(self, *, splits_reasoning: bool, most_calls: int) -> None:
+    def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
         self.num_reasoning_chars = 0
         self._splits_reasoning = splits_reasoning
         self._most_calls = most_calls
         self._num_calls = self._num_fed = 0
         self._text = ""
-        self._mode: Literal["start", "head", "body"] = "start"
-        self._kind: Literal["reasoning", "text", "call"] = "text"
+        self._mode: Literal["start", "head", "body"] = "body" if is_inside else "start"
+        self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
         self._has_text = self._is_first_of_text = False
 
     @property
@@ -144,10 +145,15 @@ def harmony_grammar(
     return "\n".join([*lines, thoughts_rule(special)])
 
 
-def thoughts_rule(special: Mapping[str, int]) -> str:
-    """A Lark rule ``thoughts`` for a message of reasoning, up to the next one's head."""
+def thoughts_rule(special: Mapping[str, int], *, is_inside: bool = False) -> str:
+    """Return a Lark rule ``thoughts`` for a message of reasoning, up to the next one's head.
+
+    Args:
+        is_inside: the message has begun in the prompt.
+    """
     channel, message, start = (marked(name, special) for name in (CHANNEL, MESSAGE, START))
-    thoughts = f'thoughts: {channel} "analysis" {message} thought {start} "assistant"'
+    head = "" if is_inside else f'{channel} "analysis" {message} '
+    thoughts = f'thoughts: {head}thought {start} "assistant"'
     return f"{thoughts}\n{text_until('thought', END, special)}"
 
 

@@ -37,14 +37,21 @@ class Rendering:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]],
-        style: MessageStyle | None = None,
     ) -> Rendering:
         """Of a caller's options. ``add_generation_prompt`` None: unless the last message
         is continued. Raises RequestError: both are true."""
         if continue_final_message and add_generation_prompt:
             raise _refusal(" and add_generation_prompt exclude each other: leave one of them out")
         begins_turn = not continue_final_message and add_generation_prompt is not False
-        return cls(begins_turn, continue_final_message, variables or {}, tools, style)
+        return cls(begins_turn, continue_final_message, variables or {}, tools)
+
+    def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text that the answer continues; empty if it continues none."""
+        content = messages[-1].get("content") if self.continue_final_message and messages else ""
+        if isinstance(content, str):
+            return content
+        parts = content if isinstance(content, Sequence) else ()
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages for the template. Raises RequestError: the last one has no text to

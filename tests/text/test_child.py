@@ -74,7 +74,9 @@ def test_after_its_death_the_next_question_has_another(
     template.close()
 
 
-def test_a_child_that_is_killed_is_replaced_once(child: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_is_killed_is_replaced_once(
+    child: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = ChatTemplate("<{{ messages[0].content }}>", "x", {}, LIMITS)
     first = child()
     first.kill()

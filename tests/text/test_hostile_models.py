@@ -196,7 +196,9 @@ def test_a_panic_of_the_library_is_an_answer(tmp_path: Path) -> None:
 def test_a_text_that_could_never_fit_is_not_encoded(letter: str, tmp_path: Path) -> None:
     encoder = Encoder(save(splitting(LLAMA_3), tmp_path), max_model_len=4)
     with mock.patch.object(encoder._child, "ask", wraps=encoder._child.ask) as ask:
-        with pytest.raises(RequestError, match="this model's maximum context length is 4") as caught:
+        with pytest.raises(
+            RequestError, match="this model's maximum context length is 4"
+        ) as caught:
             encoder.encode(letter * 1_000_000, add_special_tokens=False)
         assert caught.value.code == "prompt_too_long"
         ((question,),) = [call.args for call in ask.call_args_list]

@@ -104,9 +104,9 @@ def test_names_and_ids_without_tokens_are_warned_of(
     assert f"'<late>' has the id {N} there, and {N + 5} in" in caplog.text
 
 
-
-
-@pytest.mark.parametrize("rows", [5, [1], {"x": token("a", True)}, {"1": "a"}, {"1": {}}, {"1": token("", True)}])
+@pytest.mark.parametrize(
+    "rows", [5, [1], {"x": token("a", True)}, {"1": "a"}, {"1": {}}, {"1": token("", True)}]
+)
 def test_added_tokens_that_are_none_are_refused(rows: Any, tmp_path: Path) -> None:
     write(tmp_path, {"config": {"added_tokens_decoder": rows}})
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json has added tokens"):

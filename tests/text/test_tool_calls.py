@@ -249,6 +249,9 @@ def test_formats_are_known_by_the_template() -> None:
     assert found is not None and found.name == "think"
     found = reasoning_format("<|channel|>analysis<|message|>")
     assert found is not None and found.has_channels
+    assert reasoning_format("{{ '<|user|>' + m.content + '<|end|>' }}") is None, "Phi-3"
+    found = reasoning_format("<|end|>{{ content.split('</think>') }}")
+    assert found is not None and found.name == "think", "Phi-4-mini-reasoning"
 
 
 @pytest.mark.parametrize(
