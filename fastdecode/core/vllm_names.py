@@ -69,7 +69,7 @@ OPTIONS_NOT_SUPPORTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "quantization_config": ((), _QUANTISED),
     "trust_remote_code": ((False,), _NO_CODE),
     "tokenizer": ((), "the tokenizer is the model directory's: put its files there"),
-    "tokenizer_mode": (("auto",), "the tokenizer is read from tokenizer.json or tekken.json"),
+    "tokenizer_mode": (("auto",), "the tokenizer is read from tokenizer.json"),
     "skip_tokenizer_init": ((False,), "give detokenize=False in SamplingParams"),
     "revision": ((), _LOCAL),
     "code_revision": ((), _NO_CODE),

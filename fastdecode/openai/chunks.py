@@ -11,7 +11,7 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import TokenLogprob
 from fastdecode.openai.answers import AnswerReader, ChoiceWriter, finish_reason, usage_of
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.text.call_text import CallPiece, Part, Reasoning
+from fastdecode.text.calls import Call, Part, Reasoning
 from fastdecode.text.chat_format import PartsParser
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenOffsets, TokenText
@@ -159,21 +159,15 @@ class ChunkWriter:
             elif isinstance(part, Reasoning):
                 fields["reasoning_content"] = fields.get("reasoning_content", "") + part.text
             else:
-                self._add_call(fields.setdefault("tool_calls", []), part, number)
+                fields.setdefault("tool_calls", []).append(self._call(part, number))
         return fields
 
-    def _add_call(self, calls: list[dict[str, Any]], piece: CallPiece, number: int) -> None:
-        if piece.name is None and calls and calls[-1]["index"] == piece.index:
-            calls[-1]["function"]["arguments"] += piece.arguments
-            return
-        call: dict[str, Any] = {"index": piece.index}
-        if piece.name is not None:
-            answer_format = self._reader.answer_format
-            assert answer_format is not None
-            call["id"] = answer_format.call_id(self._reader.choice_id(number), piece.index)
-            call["type"] = "function"
-        named = {} if piece.name is None else {"name": piece.name}
-        calls.append({**call, "function": {**named, "arguments": piece.arguments}})
+    def _call(self, call: Call, number: int) -> dict[str, Any]:
+        answer_format = self._reader.answer_format
+        assert answer_format is not None
+        call_id = answer_format.call_id(self._reader.choice_id(number), call.index)
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.index, "id": call_id, "type": "function", "function": function}
 
     def _said(self, text: str, *, is_first: bool) -> str:
         """A choice's text as its chunk has it."""

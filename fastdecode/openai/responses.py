@@ -11,7 +11,7 @@ from typing import Any, Final
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.text.call_text import CallPiece, Part, Reasoning
+from fastdecode.text.calls import Call, Part, Reasoning
 from fastdecode.text.chat_format import AnswerFormat
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenText
@@ -158,7 +158,7 @@ class ResponseWriter:
         return events
 
     def _add(self, part: Part) -> list[Event]:
-        if isinstance(part, CallPiece):
+        if isinstance(part, Call):
             return self._add_call(part)
         kind, text = "message", part
         if isinstance(part, Reasoning):
@@ -175,24 +175,20 @@ class ResponseWriter:
         self._open.text += text
         return [*events, self._of_part(f"response.{_TEXT[kind]}.delta", delta=text)]
 
-    def _add_call(self, piece: CallPiece) -> list[Event]:
-        events: list[Event] = []
-        if piece.name is not None:
-            self._blanks = ""
-            events = self._close("completed") + self._begin("function_call", piece)
+    def _add_call(self, call: Call) -> list[Event]:
+        self._blanks = ""
+        events = self._close("completed") + self._begin("function_call", call)
         assert self._open is not None
-        self._open.text += piece.arguments
-        if piece.arguments:
-            kind = "response.function_call_arguments.delta"
-            events.append(self._of_item(kind, delta=piece.arguments))
-        return events
+        self._open.text = call.arguments
+        delta = self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+        return [*events, delta, *self._close("completed")]
 
-    def _begin(self, kind: str, call: CallPiece | None = None) -> list[Event]:
+    def _begin(self, kind: str, call: Call | None = None) -> list[Event]:
         place = len(self._done)
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         self._open = item = _Item(kind, place, f"{prefix}_{self._answer_id}_{place}")
         if call is not None:
-            item.name = call.name or ""
+            item.name = call.name
             item.call_id = self._format.call_id(self._answer_id, call.index)
         added: Event = {"type": "response.output_item.added", "output_index": place}
         events = [{**added, "item": item.to_json("in_progress")}]

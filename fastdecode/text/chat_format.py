@@ -13,14 +13,14 @@ from typing import Any, Final, Protocol
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
-from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.call_text import CallPiece, CallText, Part, Piece, Reasoning, ToolSchemas
+from fastdecode.core.structured import StructuredOutputs, refuse
+from fastdecode.text.call_rules import calls_rules
+from fastdecode.text.calls import Call, CallReader, Part, Reasoning, ToolSchemas, call_reader
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.harmony import HarmonyParser, harmony_grammar
 from fastdecode.text.lark import json_rule
-from fastdecode.text.python_calls import PythonCallParser
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -29,14 +29,7 @@ from fastdecode.text.reasoning import (
     prompt_state,
     reasoning_format,
 )
-from fastdecode.text.tagged_calls import TaggedCallParser
-from fastdecode.text.tool_calls import (
-    TOOL_FORMATS,
-    ToolCallParser,
-    ToolFormat,
-    calls_rules,
-    tool_format,
-)
+from fastdecode.text.tool_formats import TOOL_FORMATS, ToolFormat, tool_format
 from fastdecode.text.tools import CODE, Tools
 
 AUTO: Final = "auto"
@@ -184,7 +177,10 @@ def _answer_rule(structured: StructuredOutputs) -> str:
             " and structured outputs other than JSON can't be given together: leave one out",
             code=CODE,
         )
-    return json_rule(schema)
+    try:
+        return json_rule(schema)
+    except ValueError as error:
+        raise refuse(f".json can't be followed: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ class AnswerFormat:
         if self.reasoning is not None and state != "after":
             call = "" if self.tools is None else self.tools.begin
             splitter = ReasoningSplitter(self.reasoning, state == "inside", call)
-        calls = None if self.tools is None else call_parser(self.tools, self.schemas)
+        calls = None if self.tools is None else call_reader(self.tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
     def call_id(self, answer: str, index: int) -> str:
@@ -224,15 +220,6 @@ class AnswerFormat:
         digest = sha256(f"{answer}/{index}".encode()).hexdigest()
         num_chars = 0 if self.tools is None else self.tools.id_chars
         return digest[:num_chars] if num_chars else f"call_{digest[:24]}"
-
-
-def call_parser(family: ToolFormat, schemas: ToolSchemas) -> CallText:
-    """Of one answer, whose calls are not in channels."""
-    if family.tags is not None:
-        return TaggedCallParser(family.begin, family.end, family.tags, schemas)
-    if family.is_python:
-        return PythonCallParser(family.begin, family.end, schemas)
-    return ToolCallParser(family, schemas)
 
 
 class PartsParser(Protocol):
@@ -262,7 +249,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self, reasoning: ReasoningSplitter | None, calls: CallText | None, most_calls: int
+        self, reasoning: ReasoningSplitter | None, calls: CallReader | None, most_calls: int
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
@@ -307,10 +294,8 @@ class AnswerParser:
             return []
         return [answer] if self._calls is None else self._kept(self._calls.feed(answer))
 
-    def _kept(self, pieces: list[Piece]) -> list[Part]:
-        return [
-            piece for piece in pieces if isinstance(piece, str) or piece.index < self._most_calls
-        ]
+    def _kept(self, parts: list[str | Call]) -> list[Part]:
+        return [part for part in parts if isinstance(part, str) or part.index < self._most_calls]
 
 
 @dataclass
@@ -335,17 +320,10 @@ class ParsedAnswer:
             elif isinstance(part, str):
                 content += part
             else:
-                parsed._add(part, answer_format, name)
+                call_id = answer_format.call_id(name, part.index)
+                parsed.calls.append(ToolCall(call_id, part.name, part.arguments))
         parsed.content = None if parsed.calls and not content.strip() else content
         return parsed
-
-    def _add(self, piece: CallPiece, answer_format: AnswerFormat, name: str) -> None:
-        if piece.name is not None:
-            its_id = answer_format.call_id(name, piece.index)
-            self.calls.append(ToolCall(its_id, piece.name, piece.arguments))
-        else:
-            last = self.calls[-1]
-            self.calls[-1] = replace(last, arguments=last.arguments + piece.arguments)
 
 
 def message_of(parsed: ParsedAnswer) -> dict[str, Any]:

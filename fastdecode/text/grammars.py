@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
+from fastdecode.text.call_rules import TOOL_MARK, refuse_tool
 from fastdecode.text.harmony import final_head, thoughts_rule
-from fastdecode.text.lark import WHITESPACE, marked, quoted, text_until
+from fastdecode.text.lark import WHITESPACE, exact_rule, marked, quoted, text_until
 from fastdecode.text.reasoning import REASONING_FORMATS
+from fastdecode.text.schemas import followable
 
 NO_TOKENIZER: Final = (
     "structured outputs need text, but the model directory has no tokenizer.json: add the "
@@ -47,9 +50,20 @@ def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> N
     (``missing_extra``)."""
     package = llguidance()
     limits = package.LLParserLimits(verbose_errors=False)
-    said = package.LLMatcher.validate_grammar(grammar_of(wanted, special), limits=limits)
+    check = partial(package.LLMatcher.validate_grammar, limits=limits)
+    said = check(grammar_of(wanted, special))
     if said and not said.startswith("WARNING"):
+        _refuse_tool(wanted.grammar or "", check)
         raise refuse(f".{wanted.kind} can't be followed: {_brief(said)}")
+
+
+def _refuse_tool(grammar: str, check: Callable[[str], str]) -> None:
+    """Raises RequestError: If the rules of one tool of ``grammar`` can't be followed."""
+    for section in grammar.split(f"\n{TOOL_MARK}")[1:]:
+        name, _, rules = section.partition("\n")
+        said = check(f"start: {rules.partition(':')[0]}\n{rules}")
+        if said and not said.startswith("WARNING"):
+            raise refuse_tool(name, _brief(said.splitlines()[-1]))
 
 
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
@@ -120,7 +134,11 @@ def _blanks(wanted: StructuredOutputs) -> dict[str, Any]:
 
 def _json_grammar(matcher: Any, schema: str, options: Mapping[str, Any]) -> str:
     try:
-        return str(matcher.grammar_from_json_schema(schema, defaults=options))
+        tree = json.loads(schema)
+        exact = exact_rule(tree)
+        if exact is not None:
+            return str(matcher.grammar_from_lark(f"start: {exact}"))
+        return str(matcher.grammar_from_json_schema(json.dumps(followable(tree)), defaults=options))
     except ValueError as error:
         raise refuse(f".json can't be followed: {_brief(str(error))}") from None
 

@@ -8,11 +8,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from fastdecode.text.begun_stop import num_begun
-from fastdecode.text.call_text import MOST_HEAD_CHARS, CallPiece, Part, Reasoning
+from fastdecode.text.call_rules import tool_rules
+from fastdecode.text.calls import MOST_HEAD_CHARS, Call, Part, Reasoning, arguments_text
 from fastdecode.text.lark import arguments_rule, marked, quoted, text_until
 
 CHANNEL: Final = "<|channel|>"
@@ -20,6 +21,7 @@ MESSAGE: Final = "<|message|>"
 START: Final = "<|start|>"
 END: Final = "<|end|>"
 _ENDS: Final = (END, "<|call|>", "<|return|>", START)
+_MOST_END: Final = max(map(len, _ENDS))
 _END_MARK: Final = re.compile("|".join(map(re.escape, _ENDS)))
 _BEGINS: Final = (CHANNEL, START, " to=")
 _CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
@@ -41,10 +43,12 @@ class HarmonyParser:
         self._splits_reasoning = splits_reasoning
         self._most_calls = most_calls
         self._num_calls = self._num_fed = 0
+        self._called = ""
         self._text = ""
         self._mode: Literal["start", "head", "body"] = "body" if is_inside else "start"
         self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
         self._has_text = self._is_first_of_text = False
+        self._num_scanned = 0
 
     @property
     def has_calls(self) -> bool:
@@ -85,15 +89,15 @@ class HarmonyParser:
         channel = _CHANNEL.search(head)
         self._mode, self._kind = "body", "text"
         if called is not None and self._most_calls:
-            self._kind = "call"
-            self._num_calls += 1
-            self._add_call(parts, called[1], "")
+            self._kind, self._called, self._num_scanned = "call", called[1], 0
         elif channel is not None and channel[1] == "analysis" and self._splits_reasoning:
             self._kind = "reasoning"
         self._is_first_of_text = self._kind == "text"
         return True
 
     def _in_body(self, parts: list[Part]) -> bool:
+        if self._kind == "call":
+            return self._in_call(parts)
         found = _END_MARK.search(self._text)
         num_held = max(num_begun(self._text, mark) for mark in _ENDS) if found is None else 0
         end = len(self._text) - num_held if found is None else found.start()
@@ -105,6 +109,17 @@ class HarmonyParser:
         self._count()
         return found is not None
 
+    def _in_call(self, parts: list[Part]) -> bool:
+        """Wait for the end of a call's arguments. The call is then given."""
+        found = _END_MARK.search(self._text, self._num_scanned)
+        if found is None:
+            self._num_scanned = max(0, len(self._text) - _MOST_END)
+            return False
+        self._say(parts, self._text[: found.start()])
+        self._text = self._text[found.start() :].removeprefix("" if found[0] == START else found[0])
+        self._mode = "head"
+        return True
+
     def _count(self) -> None:
         if self._kind == "reasoning" and not (self._has_text or self._num_calls):
             self.num_reasoning_chars = self._num_fed - len(self._text)
@@ -114,16 +129,14 @@ class HarmonyParser:
             return
         if self._kind == "reasoning":
             parts.append(Reasoning(text))
-        elif self._kind == "call":
-            self._add_call(parts, None, text)
+        elif self._kind == "call" and (arguments := arguments_text(text)) is not None:
+            if self._num_calls < self._most_calls:
+                parts.append(Call(self._num_calls, self._called, arguments))
+            self._num_calls += 1
         else:
             is_later = self._is_first_of_text and self._has_text
             parts.append("\n" + text if is_later else text)
             self._has_text, self._is_first_of_text = True, False
-
-    def _add_call(self, parts: list[Part], name: str | None, arguments: str) -> None:
-        if self._num_calls <= self._most_calls:
-            parts.append(CallPiece(self._num_calls - 1, name, arguments))
 
 
 def harmony_grammar(
@@ -133,16 +146,18 @@ def harmony_grammar(
     the tools; or ``answer``, a rule of the final message's text, if it is given."""
     names = (CHANNEL, MESSAGE, "<|constrain|>")
     channel, message, constrain = (marked(name, special) for name in names)
-    calls = {}
-    for place, tool in enumerate(tools):
+
+    def write(tool: Mapping[str, Any], name: str) -> Iterator[str]:
         head = quoted(f"commentary to=functions.{tool['name']} ")
-        arguments = arguments_rule(tool)
-        calls[f"call_{place}"] = f'{channel} {head} {constrain} "json" {message} {arguments}'
-    final = {} if answer is None else {"final": f"{final_head(special)} text"}
-    rules = {"start": f"thoughts? ({' | '.join([*calls, *final])})", **calls, **final}
-    rules |= {} if answer is None else {"text": answer}
-    lines = [f"{name}: {rule}" for name, rule in rules.items()]
-    return "\n".join([*lines, thoughts_rule(special)])
+        yield f'{name}: {channel} {head} {constrain} "json" {message} {arguments_rule(tool)}'
+
+    kinds = [f"call_{place}" for place in range(len(tools))]
+    rules = []
+    if answer is not None:
+        kinds.append("final")
+        rules = [f"final: {final_head(special)} text", f"text: {answer}"]
+    start = f"start: thoughts? ({' | '.join(kinds)})"
+    return "\n".join([start, *rules, thoughts_rule(special), *tool_rules(tools, write)])
 
 
 def thoughts_rule(special: Mapping[str, int], *, is_inside: bool = False) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode.core.errors import CheckpointError, imports_for
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
-from fastdecode.text.tekken import TEKKEN_FILE, convert_tekken
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -115,8 +114,6 @@ def find_tokenizer(model_dir: Path) -> Path | None:
     """
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
-    if (model_dir / TEKKEN_FILE).is_file():
-        return convert_tekken(model_dir / TEKKEN_FILE)
     _refuse_others(model_dir)
     return None
 
@@ -174,6 +171,14 @@ def _refuse_others(model_dir: Path) -> None:
             "Convert it once, where transformers and sentencepiece are installed: "
             f'python -c "from transformers import AutoTokenizer as T; '
             f"T.from_pretrained('{model_dir}').save_pretrained('{model_dir}')\""
+        )
+    if (model_dir / "tekken.json").is_file():
+        raise CheckpointError(
+            f"{model_dir} has a tekken.json, but no tokenizer.json, which is what is read. Convert "
+            "it once, where a current transformers is installed: "
+            'python -c "from transformers.integrations.mistral.tokenizer import '
+            f"convert_tekken_tokenizer as c; t = c('{model_dir}/tekken.json'); "
+            f"t.add_bos_token = True; t.save_pretrained('{model_dir}')\""
         )
     ranks = sorted(path.name for path in model_dir.glob("*.tiktoken"))
     if not ranks and (model_dir / "tiktoken.model").is_file():

@@ -14,34 +14,27 @@ from small_tokenizers import TOKENIZERS, byte_level
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.call_text import CallPiece, Reasoning
+from fastdecode.text.call_rules import calls_rules
+from fastdecode.text.calls import Call, Reasoning, call_reader
 from fastdecode.text.chat_format import (
     AnswerFormat,
     AnswerParser,
     ChatFormat,
     ParsedAnswer,
     PartsParser,
-    call_parser,
 )
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammar_masks import GrammarMasks
 from fastdecode.text.grammars import check_structured
 from fastdecode.text.harmony import HarmonyParser
-from fastdecode.text.python_calls import PythonCallParser
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningSplitter,
     prompt_state,
     reasoning_format,
 )
-from fastdecode.text.tagged_calls import TaggedCallParser
-from fastdecode.text.tool_calls import (
-    TOOL_FORMATS,
-    ToolCallParser,
-    calls_rules,
-    tool_format,
-)
+from fastdecode.text.tool_formats import TOOL_FORMATS, tool_format
 from fastdecode.text.tools import Tools
 
 PARAMETERS = {
@@ -70,19 +63,14 @@ def divided(
         splitter = None if reasoning is None else ReasoningSplitter(
             REASONING_FORMATS[reasoning], is_inside
         )  # fmt: skip
-        parser = AnswerParser(splitter, call_parser(TOOL_FORMATS[family], SCHEMAS), 9)
+        parser = AnswerParser(splitter, call_reader(TOOL_FORMATS[family], SCHEMAS), 9)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
-    calls: dict[int, list[str]] = {}
-    text = thought = ""
-    for part in parts:
-        if isinstance(part, CallPiece):
-            assert (part.index in calls) == (part.name is None), "its first piece has the name"
-            calls.setdefault(part.index, [part.name or "", ""])[1] += part.arguments
-        elif isinstance(part, Reasoning):
-            thought += part.text
-        else:
-            text += part
-    return text, thought, [(name, arguments) for name, arguments in calls.values()]
+    text = "".join(part for part in parts if isinstance(part, str))
+    thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    return text, thought, [(call.name, call.arguments) for call in calls]
 
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Wie}n\\""}}\n</tool_call>'
@@ -187,16 +175,8 @@ def test_calls_are_found_however_the_text_is_cut(
         assert (said, found) == (text, calls), pieces
 
 
-def test_a_long_object_without_a_name_is_read_once() -> None:
-    parser = ToolCallParser(TOOL_FORMATS["hermes"], NAMES)
-    parser.feed('<tool_call>{"name": ')
-    for _ in range(2000):
-        parser.feed("[")
-    assert parser._json._depth == 2001 and parser._num_scanned == len(parser._text)
-
-
 def test_an_unclosed_first_key_is_text_once_it_is_too_long_for_a_call() -> None:
-    parser = ToolCallParser(TOOL_FORMATS["llama3_json"], NAMES)
+    parser = call_reader(TOOL_FORMATS["llama3_json"], SCHEMAS)
     answer = '{"' + "x" * 1200
     said = [piece for char in answer for piece in parser.feed(char)]
     assert "".join(map(str, said)) == answer
@@ -276,30 +256,11 @@ def test_formats_are_known_by_the_template() -> None:
 )
 def test_schemas_say_what_a_tagged_argument_means(schema: Any, said: str, meant: object) -> None:
     schemas = {"f": {"properties": {} if schema is None else {"x": schema}}}
-    parser = call_parser(TOOL_FORMATS["glm45"], schemas)
+    parser = call_reader(TOOL_FORMATS["glm45"], schemas)
     pieces = parser.feed(f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{said}</arg_value>")
     pieces += parser.feed("</tool_call>")
-    arguments = "".join(each.arguments for each in pieces if isinstance(each, CallPiece))
-    assert json.loads(arguments) == {"x": meant}
-
-
-@pytest.mark.parametrize(
-    ("family", "said"),
-    [
-        ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=text>\n"),
-        ("pythonic", "[write(text='"),
-    ],
-)
-def test_a_long_argument_is_read_once(family: str, said: str) -> None:
-    parser = call_parser(TOOL_FORMATS[family], {"write": {}})
-    parser.feed(said)
-    for _ in range(200):
-        assert not [each for each in parser.feed("a" * 50) if isinstance(each, str)]
-    if isinstance(parser, TaggedCallParser):
-        assert parser._num_scanned == len(parser._text) > 9_000
-    else:
-        assert isinstance(parser, PythonCallParser)
-        assert parser._end_of_call._num_read == len(parser._text) > 9_000
+    (call,) = pieces
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"x": meant}
 
 
 def test_reasoning_of_channels_is_apart_and_counted() -> None:

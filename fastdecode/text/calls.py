@@ -1,0 +1,484 @@
+"""Tool calls in an answer's text, each given once it is complete.
+
+A call that the model leaves incomplete is completed where nothing of its arguments can be
+missing. Otherwise it is text. So arguments are always a JSON object.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Final, TypeAlias
+
+from fastdecode.text.begun_stop import num_begun
+from fastdecode.text.schemas import loaded, meant, python_value
+from fastdecode.text.tool_formats import Tags, ToolFormat
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an answer. ``arguments`` is a JSON object."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of the reasoning."""
+
+    text: str
+
+
+Part: TypeAlias = "str | Reasoning | Call"
+ToolSchemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Names of tools, and JSON schemas of their parameters."""
+MOST_HEAD_CHARS: Final = 1024
+"""Most characters of a call before its arguments. Longer ones are text."""
+
+
+def call_reader(family: ToolFormat, schemas: ToolSchemas) -> CallReader:
+    """Return the reader of one answer. ``schemas``: the tools that may be called."""
+    if family.tags is not None:
+        return TaggedCallReader(family, schemas, family.tags)
+    return ObjectCallReader(family, schemas)
+
+
+def arguments_text(arguments: object) -> str | None:
+    """Return a call's arguments as a JSON object, or None if they are none."""
+    if isinstance(arguments, str):
+        arguments = loaded(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair stays escaped
+        return json.dumps(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return text
+
+
+class CallReader(ABC):
+    """Divides one answer's text, as it comes, into text and calls.
+
+    A subclass reads one call: ``_text`` begins with the call's mark, and ``_place`` is where to
+    read on. Each step returns False to wait for more text.
+    """
+
+    begins: Sequence[str]
+    """Marks of calls."""
+
+    def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
+        self.num_calls = 0
+        self.begins = (family.begin,)
+        self._family = family
+        self._schemas = schemas
+        self._mode = "start" if family.begins_bare else "text"
+        self._text = ""
+        self._place = 0
+        self._is_bare = self._is_first = False
+        """The call has no mark; it is the first one after its mark."""
+        self._is_after_call = False
+        """Blanks that follow a call are no text."""
+        self._parts: list[str | Call] = []
+
+    def feed(self, text: str) -> list[str | Call]:
+        """Return the parts that more text completes."""
+        self._text += text
+        return self._read(is_final=False)
+
+    def finish(self) -> list[str | Call]:
+        """Return the parts that were held back. No text follows."""
+        return self._read(is_final=True)
+
+    def _read(self, *, is_final: bool) -> list[str | Call]:
+        step = {"start": self._in_start, "text": self._in_text, "call": self._in_call}
+        while self._text and step[self._mode](is_final):
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    @abstractmethod
+    def _in_call(self, is_final: bool) -> bool:
+        """Read on in a call."""
+
+    def _in_start(self, is_final: bool) -> bool:
+        begun = self._text.lstrip()
+        if not begun and not is_final:
+            return False
+        if begun[:1] in ("{", "["):
+            self._enter(0, is_bare=True)
+        else:
+            self._mode = "text"
+        return True
+
+    def _in_text(self, is_final: bool) -> bool:
+        found = [(self._text.find(mark), mark) for mark in self.begins if mark in self._text]
+        if found:
+            place, mark = min(found)
+            self._say(self._text[:place])
+            self._text = self._text[place:]
+            is_bare = mark != self._family.begin
+            self._enter(0 if is_bare else len(mark), is_bare=is_bare)
+            return True
+        num_held = 0 if is_final else max(num_begun(self._text, mark) for mark in self.begins)
+        end = len(self._text) - num_held
+        self._say(self._text[:end])
+        self._text = self._text[end:]
+        return False
+
+    def _enter(self, place: int, *, is_bare: bool) -> None:
+        self._place, self._is_bare, self._is_first, self._mode = place, is_bare, True, "call"
+
+    def _say(self, text: str) -> None:
+        if self._is_after_call:
+            text = text.lstrip()
+        if text:
+            self._parts.append(text)
+            self._is_after_call = False
+
+    def _call(self, name: str, arguments: str, end: int) -> None:
+        """Give a call whose text ends at ``end``."""
+        self._parts.append(Call(self.num_calls, name, arguments))
+        self.num_calls += 1
+        self._text, self._place = self._text[end:], 0
+        self._is_first, self._is_after_call = False, True
+
+    def _end(self, end: int) -> bool:
+        """Leave the calls. What stands before ``end`` belongs to them."""
+        self._text, self._mode = self._text[end:], "text"
+        return True
+
+    def _no_call(self) -> bool:
+        """Treat the call's mark, or its first character, as text. After a call, nothing."""
+        end = max(self._place, 1) if self._is_first else self._place
+        if self._is_first:
+            self._say(self._text[:end])
+        return self._end(end)
+
+
+_BETWEEN: Final = re.compile(r"[\s;,\[]*")
+_AFTER_CALL: Final = re.compile(r"[\s;,}]*")
+_NAMED: Final = re.compile(r"([\w.-]{1,256})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_BEGUN_NAMED: Final = re.compile(r"[\w.-]{1,256}(?:\[CALL_ID\]\w*)?(?:\[[A-Z_]*\]?)?\s*")
+_PYTHON: Final = re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()")
+_BEGUN_PYTHON: Final = re.compile(r"[A-Za-z_][\w.-]*\s*")
+_FIRST_KEY: Final = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|([^"\s]))')
+_KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
+"""First keys of a call's object."""
+
+
+class ObjectCallReader(CallReader):
+    """Reads calls that are JSON objects, named JSON objects, or Python calls."""
+
+    _scan: _Brackets | None = None
+    _name = ""
+    """The name before the brackets; empty for a JSON object that names itself."""
+
+    def _in_call(self, is_final: bool) -> bool:
+        if self._scan is None and not self._find_begin(is_final):
+            return False
+        if self._scan is None:
+            return True
+        end = self._scan.find(self._text, self._family.end)
+        if end is None and not is_final:
+            return False
+        scan, self._scan = self._scan, None
+        text = self._text[scan.begin : end]
+        if end is not None or (scan.missing == "}" and text.rstrip()[-1] == "}"):
+            text += scan.missing or ""
+        end = len(self._text) if end is None else end
+        call = self._parsed(text, is_json=text[0] == "{")
+        is_unsure = self._is_bare and self._is_first
+        if call is None or (is_unsure and call[0] not in self._schemas):
+            return self._no_call()
+        self._call(*call, end)
+        return True
+
+    def _find_begin(self, is_final: bool) -> bool:
+        """Find a call's first bracket, or leave the calls. Returns False to wait."""
+        text, family = self._text, self._family
+        between = _BETWEEN if self._is_first else _AFTER_CALL
+        found = between.match(text, self._place)
+        assert found is not None, "it matches nothing, too"
+        self._place = place = found.end()
+        rest = text[place : place + MOST_HEAD_CHARS]
+        if family.end and rest.startswith(family.end):
+            return self._end(place + len(family.end))
+        if not rest or (family.end and family.end.startswith(rest)):
+            return self._end(len(text)) if is_final else False
+        if rest[0] == "]" and not self._is_first:
+            end = re.compile(rf"\]\s*(?:{re.escape(family.end)})?").match(text, place)
+            assert end is not None
+            if not is_final and family.end.startswith(text[end.end() :]) and family.end:
+                return False
+            return self._end(end.end())
+        if rest[0] == "{":
+            return self._begin_object(place, rest, is_final)
+        head, begun = _NAMED, _BEGUN_NAMED
+        if family.is_python:
+            head, begun = _PYTHON, _BEGUN_PYTHON
+        if family.is_python or family.takes_name:
+            named = head.match(text, place)
+            if named is not None and not (self._is_bare and named[1] not in self._schemas):
+                self._name = named[1]
+                self._scan = _Brackets(named.end(), "\"'" if family.is_python else '"')
+                return True
+            if named is None and begun.fullmatch(rest) and len(rest) < MOST_HEAD_CHARS:
+                return False if not is_final else self._no_call()
+        return self._no_call()
+
+    def _begin_object(self, place: int, rest: str, is_final: bool) -> bool:
+        if self._is_bare:
+            first = _FIRST_KEY.match(rest)
+            if first is None and len(rest) < MOST_HEAD_CHARS and not is_final:
+                return False
+            if first is None or first[1] not in _KEYS:
+                return self._no_call()
+        self._name, self._scan = "", _Brackets(place, '"')
+        return True
+
+    def _parsed(self, text: str, *, is_json: bool) -> tuple[str, str] | None:
+        """Return a call's name and arguments, or None if the text is no call."""
+        if not is_json:
+            arguments = arguments_text(_keywords(text))
+            return None if arguments is None else (self._name, arguments)
+        call = loaded(text)
+        name, given = self._name, call
+        if not name:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                return None
+            name = call["name"]
+            values = [call[key] for key in ("arguments", "parameters") if call.get(key) is not None]
+            given = values[0] if values else {}
+        arguments = arguments_text(given)
+        return None if arguments is None else (name, arguments)
+
+
+class _Brackets:
+    """Finds the end of brackets in a text that grows. Each character is read once."""
+
+    _ANY: ClassVar = re.compile(r"[{}\[\]()\"'<]")
+    _CLOSING: ClassVar = {"{": "}", "[": "]", "(": ")"}
+    _IN_STRING: ClassVar = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+
+    def __init__(self, begin: int, quotes: str) -> None:
+        self.begin = begin
+        self._place = begin
+        self._quotes = quotes
+        self._quote = ""
+        self._open: list[str] = []
+
+    @property
+    def missing(self) -> str | None:
+        """The brackets that would close those that are open. None within a string."""
+        return None if self._quote else "".join(reversed(self._open))
+
+    def find(self, text: str, end_mark: str) -> int | None:
+        """Return the place after the last bracket, or that of an end mark outside of strings.
+        None if it needs more text."""
+        while True:
+            pattern = self._IN_STRING[self._quote] if self._quote else self._ANY
+            found = pattern.search(text, self._place)
+            if found is None:
+                self._place = len(text)
+                return None
+            char, self._place = found[0], found.end()
+            if char == "\\":
+                if self._place == len(text):
+                    self._place -= 1
+                    return None
+                self._place += 1
+            elif char == self._quote:
+                self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._CLOSING:
+                self._open.append(self._CLOSING[char])
+            elif char == "<" and end_mark:
+                rest = text[found.start() : found.start() + len(end_mark)]
+                if end_mark.startswith(rest):
+                    self._place -= 1
+                    return self._place if rest == end_mark else None
+            elif char in "}])":
+                self._open.pop()
+                if not self._open:
+                    return self._place
+
+
+_ESCAPED_SLASH: Final = re.compile(r"\\(.)", re.DOTALL)
+
+
+def _keywords(arguments: str) -> dict[str, Any] | None:
+    """Return the keyword arguments of a Python call, given its brackets."""
+    text = "f" + _ESCAPED_SLASH.sub(lambda found: "/" if found[1] == "/" else found[0], arguments)
+    try:
+        made = ast.parse(text, mode="eval").body
+        if not isinstance(made, ast.Call) or made.args:
+            return None
+        return {word.arg: python_value(word.value) for word in made.keywords if word.arg}
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+class TaggedCallReader(CallReader):
+    """Reads calls whose arguments stand in tags. The tool's schema says what a value is."""
+
+    def __init__(self, family: ToolFormat, schemas: ToolSchemas, tags: Tags) -> None:
+        super().__init__(family, schemas)
+        self.begins = tuple(filter(None, (family.begin, tags.lead)))
+        self._tags = tags
+        self._name = ""
+        self._key: str | None = None
+        self._arguments: dict[str, Any] = {}
+        self._num_scanned = 0
+        """Where in ``_text`` to look for the value's end."""
+
+    def _in_call(self, is_final: bool) -> bool:
+        if self._key is not None:
+            return self._in_value(self._key, is_final)
+        return self._in_arguments(is_final) if self._name else self._in_head(is_final)
+
+    def _in_head(self, is_final: bool) -> bool:
+        tags, text = self._tags, self._text
+        rest = text[self._place : self._place + MOST_HEAD_CHARS].lstrip()
+        head = re.compile(tags.head).match(text, self._place)
+        end = self._family.end
+        if rest.startswith(end):
+            return self._end(text.index(end, self._place) + len(end))
+        if end.startswith(rest):
+            return self._end(len(text)) if is_final else False
+        if head is None:
+            begun = re.fullmatch(r"\s*[\w.-]*\s*(?:<[/a-z_]*)?", rest[len(tags.lead) :])
+            may_come = begun is not None and _may_begin(rest, tags.lead) and not is_final
+            return False if may_come and len(rest) < MOST_HEAD_CHARS else self._no_call()
+        if self._is_bare:
+            after = text[head.end() :].lstrip()
+            marks = (tags.key_lead, tags.end)
+            if head[1] not in self._schemas or not any(_may_begin(after, mark) for mark in marks):
+                return self._no_call()
+            if not after.startswith(marks):
+                return False if not is_final else self._no_call()
+        self._name, self._arguments, self._place = head[1], {}, head.end()
+        return True
+
+    def _in_arguments(self, is_final: bool) -> bool:
+        """Read on before an argument, or at the end. Anything else is dropped."""
+        tags, text, family = self._tags, self._text, self._family
+        place = self._place = len(text) - len(text[self._place :].lstrip())
+        rest = text[place : place + MOST_HEAD_CHARS]
+        names = tuple(name for name in self._properties if tags.key_end in name)
+        ends = [mark for mark in (tags.end, family.end, family.begin, tags.lead) if mark]
+        begun = [tags.key_lead, *ends, *(f"{tags.key_lead}{name}{tags.key_end}" for name in names)]
+        if not is_final and any(mark.startswith(rest) and mark != rest for mark in begun):
+            return False
+        key = _key_pattern(tags, names).match(text, place)
+        if key is not None:
+            self._key, self._place, self._num_scanned = key[1], key.end(), key.end()
+            return True
+        if rest.startswith(tags.key_lead) and not is_final and len(rest) < MOST_HEAD_CHARS:
+            return False
+        mark = next((mark for mark in ends if rest.startswith(mark)), None)
+        if mark is not None:
+            self._give(place)
+            if mark == tags.end:
+                self._place = len(mark)
+            return mark in (tags.end, tags.lead) or self._end(len(mark) * (mark == family.end))
+        self._place = text.find("<", place + 1)
+        if self._place < 0:
+            self._place = len(text)
+            if is_final:
+                self._give(len(text))
+            return False
+        return True
+
+    def _give(self, end: int) -> None:
+        arguments = arguments_text(self._arguments)
+        assert arguments is not None, "values are JSON"
+        self._call(self._name, arguments, end)
+        self._name = ""
+
+    def _in_value(self, key: str, is_final: bool) -> bool:
+        end = self._value_end(is_final)
+        if end is None:
+            if is_final:
+                self._key, self._name = None, ""
+                self._say(self._text)
+                self._text = ""
+            return False
+        value = self._text[self._place : end]
+        if self._tags.is_padded:
+            value = value.removeprefix("\n").removesuffix("\n")
+        schema = self._schemas.get(self._name, {})
+        self._arguments[key] = meant(value, self._properties.get(key), schema)
+        at_end = self._text.startswith(self._tags.value_end, end)
+        self._place = end + len(self._tags.value_end) * at_end
+        self._key = None
+        return True
+
+    def _value_end(self, is_final: bool) -> int | None:
+        """Return where a value ends: before an end tag that another tag follows. Where the
+        model forgot it, before the tag that should follow. None if it needs more text."""
+        tags, family, text = self._tags, self._family, self._text
+        place: int = self._place
+        after = tuple(filter(None, (tags.key_lead, tags.end, family.end)))
+        end = text.find(tags.value_end, self._num_scanned)
+        while end >= 0:
+            rest = text[end + len(tags.value_end) :].lstrip()
+            if rest.startswith(after) or (is_final and not rest):
+                break
+            if not is_final and any(_may_begin(rest, mark) for mark in after):
+                self._num_scanned = end
+                return None
+            end = text.find(tags.value_end, end + 1)
+        if end < 0 and not is_final:
+            self._num_scanned = max(place, len(text) - len(tags.value_end))
+            return None
+        value = text[place:end] if end >= 0 else text[place:]
+        ends = [tags.value_end] * (end < 0) + [each for each in (tags.end, family.end) if each]
+        found = [value.find(each) for each in ends if each in value]
+        if end < 0:
+            return place + min(found) if found else None
+        return place + min([len(value), *self._forgotten(value)])
+
+    def _forgotten(self, value: str) -> list[int]:
+        """Return where a value ends that another call's begin, or another argument, follows."""
+        tags, family = self._tags, self._family
+        places = []
+        last = value.rfind(family.begin)
+        ends = [value.find(mark, 0, last) for mark in (tags.end, family.end) if mark]
+        if last >= 0 and max(ends) >= 0:
+            places.append(min(end for end in ends if end >= 0))
+        for name in self._properties:
+            found = value.find(f"\n{tags.key_lead}{name}{tags.key_end}")
+            if found >= 0 and name != self._key and name not in self._arguments:
+                places.append(found)
+        return places
+
+    @property
+    def _properties(self) -> Mapping[str, Any]:
+        properties = self._schemas.get(self._name, {}).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
+
+
+@lru_cache(256)
+def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern from an argument's name to its value. ``names`` are those that contain
+    what ends a name."""
+    usual = rf"(?:(?!{re.escape(tags.key_end)})[^\n]){{1,256}}?"
+    known = "|".join([*map(re.escape, sorted(names, key=len, reverse=True)), usual])
+    end = re.escape(tags.key_end)
+    return re.compile(rf"{re.escape(tags.key_lead)}\s*({known})\s*{end}{tags.value_lead}")
+
+
+def _may_begin(text: str, mark: str) -> bool:
+    """Return True if a text begins with a mark, as far as it has come."""
+    return text.startswith(mark) or mark.startswith(text)

@@ -1,0 +1,239 @@
+"""JSON schemas: what llguidance can follow of them, and what a text means by them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any, Final, NoReturn
+from urllib.parse import unquote
+
+_MOST_STEPS: Final = 16
+"""Most references and branches from a schema to its types."""
+_EXACT: Final = 1 << 53
+"""llguidance reads numbers as doubles. Integers up to this one are exact."""
+_INT64: Final = (1 << 63) - 1
+_LIMITS: Final = frozenset({(1 << 64) - 1, 1 << 64, 1.7976931348623157e308})
+"""Limits of unsigned integers and doubles, which bound nothing that a model writes."""
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_NESTED: Final = frozenset({
+    "items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf",
+})  # fmt: skip
+_BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
+    "minimum": (-1, 0), "exclusiveMinimum": (-1, 1), "maximum": (1, 0), "exclusiveMaximum": (1, -1),
+}  # fmt: skip
+"""Keywords: the sign of infinity on the open side, and what makes the bound inclusive."""
+
+
+def followable(schema: Any, root: str = "#") -> Any:
+    """Return a schema that llguidance follows as the given one is meant.
+
+    Formats that it doesn't know are annotations. ``oneOf`` of schemas that exclude each other is
+    ``anyOf``. Bounds beyond 2^53 are rounded inwards, and limits of types are left out.
+
+    Args:
+        root: The JSON pointer that takes the place of ``#``.
+
+    Raises:
+        ValueError: If the schema has a number that is not exact as a double.
+    """
+    if isinstance(schema, list):
+        return [followable(each, root) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, Mapping):
+            made[key] = {name: followable(each, root) for name, each in value.items()}
+        elif key in _NESTED:
+            is_any = key == "oneOf" and _exclude_each_other(value)
+            made["anyOf" if is_any and "anyOf" not in schema else key] = followable(value, root)
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            made[key] = root + value[1:]
+        elif key in _BOUNDS and _is_number(value):
+            made |= _bound(key, value, is_integer=schema.get("type") == "integer")
+        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
+            if key in ("const", "enum", "multipleOf"):
+                check_exact(value, key)
+            made[key] = value
+    return made
+
+
+def check_exact(value: object, where: str) -> None:
+    """Raises ValueError: If a number within a value is not exact as a double."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            check_exact(each, where)
+    elif isinstance(value, Mapping):
+        check_exact(list(value.values()), where)
+    elif type(value) is int and abs(value) > _EXACT:
+        raise ValueError(
+            f"{where} has the integer {value}, which is beyond 2^53 and would be rounded: "
+            "make it a string"
+        )
+
+
+def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
+    """Return a bound that llguidance reads exactly, and that allows no more than this one. None
+    for a limit of a type."""
+    sign, inclusive = _BOUNDS[key]
+    if value * sign in _LIMITS:
+        return {}
+    if not isinstance(value, int) or abs(value) <= _EXACT:
+        return {key: value}
+    name, exact = "minimum" if sign < 0 else "maximum", value + inclusive
+    if is_integer and exact == _INT64:
+        return {name: exact}  # it saturates there
+    rounded = float(exact)
+    if int(rounded) * sign > exact * sign:
+        rounded = math.nextafter(rounded, -math.inf * sign)
+    return {name: sign * min(int(rounded) * sign, _INT64 - 1023)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _exclude_each_other(options: object) -> bool:
+    """Return True if no value fits two of these schemas, as far as constants and types say."""
+    if not isinstance(options, list):
+        return False
+    return all(_are_disjoint(one, other) for one, other in combinations(options, 2))
+
+
+def _are_disjoint(one: object, other: object) -> bool:
+    values = choices_of(one), choices_of(other)
+    if values[0] is not None and values[1] is not None:
+        return not {*map(_comparable, values[0])} & {*map(_comparable, values[1])}
+    types = types_of(one, {}), types_of(other, {})
+    return bool(types[0] and types[1]) and not types[0] & types[1]
+
+
+def _comparable(value: object) -> str:
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value, sort_keys=True)  # type: ignore[call-overload]
+
+
+def choices_of(schema: object) -> list[Any] | None:
+    """Return the values of ``const`` or ``enum``, or None if the schema has neither."""
+    if not isinstance(schema, Mapping):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def resolved(schema: object, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> dict[str, Any]:
+    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win."""
+    if not isinstance(schema, Mapping) or not steps:
+        return {}
+    own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+    parts = schema.get("allOf")
+    others = list(parts) if isinstance(parts, list) else []
+    if isinstance(schema.get("$ref"), str):
+        others.append(_pointed(root, schema["$ref"]))
+    for other in others:
+        own = {**resolved(other, root, steps - 1), **own}
+    return own
+
+
+def _pointed(root: Any, reference: str) -> Any:
+    """Return what a pointer (``#/$defs/City``) refers to, or None."""
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            root = root.get(name) if isinstance(root, Mapping) else None
+    return root
+
+
+def types_of(schema: object, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> set[str]:
+    """Return JSON's types that a schema allows. Empty if it doesn't say. ``number`` has
+    ``integer``."""
+    schema = resolved(schema, root, steps)
+    said = schema.get("type")
+    types = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
+    if not types:
+        types = {_type_of(value) for value in choices_of(schema) or ()}
+    for name in ("anyOf", "oneOf"):
+        options = schema.get(name)
+        if not types and isinstance(options, list):
+            types = set().union(*(types_of(each, root, steps - 1) for each in options))
+    return types | ({"integer"} if "number" in types else set())
+
+
+def _type_of(value: object) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+             dict: "object"}  # fmt: skip
+    return names.get(type(value), "null")
+
+
+def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
+    """Return the value that an argument's text stands for: the text itself, JSON, or Python."""
+    types = types_of(schema, root)
+    if types == {"string"} or text in (choices_of(resolved(schema, root)) or ()):
+        return text
+    try:
+        value = _parse(text)
+    except (ValueError, RecursionError):
+        try:
+            value = python_value(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            return text
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return text
+    return value if "string" not in types or _type_of(value) in types else text
+
+
+def loaded(text: str) -> Any:
+    """Return the value of a JSON text, or None if it is not valid. Strings may have line ends."""
+    try:
+        return _parse(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parse(text: str) -> Any:
+    return json.loads(text, strict=False, parse_constant=_refuse_number, parse_float=_finite)
+
+
+def _refuse_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_number(text)
+
+
+def python_value(node: ast.expr) -> Any:
+    """Return a Python literal as a JSON value. Names of JSON's constants are taken, too.
+
+    Raises:
+        ValueError: If it is no literal, or JSON has no such value.
+    """
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return json.loads(node.id)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [python_value(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else python_value(key) for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("keys of an object are strings")
+        return dict(zip(keys, map(python_value, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if isinstance(value, str):  # JSON writes great characters as pairs
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")
+    if (
+        value is None
+        or isinstance(value, (bool, int))
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
+        return value
+    raise ValueError("JSON has no such value")
