@@ -13,55 +13,52 @@ Message = Mapping[str, Any]
 
 
 def as_chats(messages: object) -> list[Sequence[Message]]:
-    """One conversation, or several, as several.
+    """Return one conversation, or several, as several.
 
     Raises:
-        RequestError: they are neither, or a message's calls are no list of objects.
+        RequestError: If they are neither, a message's calls are no list of objects, or a part is
+            no text.
     """
     chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
     is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
-    if is_one:
-        chats = [chats]
-    if not all(_is_chat(chat) for chat in chats):
+    chats = [chats] if is_one else chats
+    if not all(isinstance(chat, Sequence) and chat for chat in chats) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for chat in chats
+        for message in chat
+    ):
         raise RequestError(
             "messages must be a conversation or a list of them: each a list of "
             '{"role": "…", "content": "…"}',
             code="invalid_messages",
         )
     for place, chat in enumerate(chats):
-        where = "messages" if is_one else f"messages[{place}]"
-        _check_calls(chat, where)
-        _check_parts(chat, where)
+        for at, message in enumerate(chat):
+            _check(message, f"messages[{at}]" if is_one else f"messages[{place}][{at}]")
     return chats
 
 
-def _check_parts(chat: Sequence[Message], where: str) -> None:
-    for place, message in enumerate(chat):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind.startswith(_NO_TEXT):
-                raise RequestError(
-                    f"{where}[{place}].content has a part of type {kind!r:.80}, which is not "
-                    "supported: only text is",
-                    code="unsupported_field",
-                )
-
-
-def _check_calls(chat: Sequence[Message], where: str) -> None:
-    for place, message in enumerate(chat):
-        calls = message.get("tool_calls") or []
-        is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
-        if not is_list or not all(isinstance(call, Mapping) for call in calls):
+def _check(message: Message, where: str) -> None:
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    if not is_list or not all(isinstance(call, Mapping) for call in calls):
+        raise RequestError(
+            f"{where}.tool_calls must be a list of calls, each "
+            '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
+            code="invalid_messages",
+        )
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind.startswith(_NO_TEXT):
             raise RequestError(
-                f"{where}[{place}].tool_calls must be a list of calls, each "
-                '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
-                code="invalid_messages",
+                f"{where}.content has a part of type {kind!r:.80}, which is not supported: only "
+                "text is",
+                code="unsupported_field",
             )
 
 
 class Prober(Protocol):
-    """A chat template, as far as its style depends on it."""
+    """A chat template that can be tried."""
 
     def probe(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -203,10 +200,9 @@ class _Probes:
 
     def knows_developer(self) -> bool:
         """Return whether developers' messages come out, and not as any role's would."""
-        texts = [
+        known, other = (
             self._text([{"role": role, "content": MARK}, USER]) for role in ("developer", _STRANGER)
-        ]
-        known, other = texts
+        )
         is_alike = other is not None and other.replace(_STRANGER, "developer") == known
         return known is not None and MARK in known and not is_alike
 
@@ -232,38 +228,41 @@ def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Messa
     Raises:
         RequestError: (code ``invalid_messages``) If the template leaves out a role's messages.
     """
+    leading: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
-    waiting: dict[str, Any] | None = None
     for message in messages:
         each = _message(message, style)
-        if each["role"] in style.lost:
+        role = each["role"]
+        if role in style.lost:
             raise RequestError(
-                f"the chat template leaves out messages of the role {each['role']!r}: leave them "
-                "out, or give another chat_template",
+                f"the chat template leaves out messages of the role {role!r}: leave them out, or "
+                "give another chat_template",
                 code="invalid_messages",
             )
-        if each["role"] in _INSTRUCTING:
-            is_late = any(before["role"] not in _INSTRUCTING for before in made)
-            if style.folds == "all" or (style.folds == "late" and is_late):
-                waiting = each if waiting is None else _joined(waiting, each)
-                continue
-            if style.joins_system and made and not is_late:
-                made[-1] = _joined(made[-1], each)
-                continue
-        if waiting is not None and each["role"] == "user":
-            each, waiting = {**each, "content": _joined(waiting, each)["content"]}, None
-        made.append(each)
-    if waiting is not None:
-        made.append({**waiting, "role": "user"})
+        if role in _INSTRUCTING and (style.folds == "all" or (style.folds == "late" and made)):
+            waiting.append(each)
+        elif role in _INSTRUCTING and not made:
+            leading.append(each)
+        elif role == "user" and waiting:
+            made.append({**each, "content": _joined([*waiting, each])})
+            waiting = []
+        else:
+            made.append(each)
+    if style.joins_system and leading:
+        leading = [{**leading[0], "content": _joined(leading)}]
+    if waiting:
+        made.append({"role": "user", "content": _joined(waiting)})
+    made = leading + made
     return [{**each, "content": _content(each["content"], style, each["role"])} for each in made]
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first of two messages with the text of both."""
-    contents = first["content"], second["content"]
+def _joined(messages: Sequence[Message]) -> object:
+    """Return a content with those of all messages."""
+    contents = [message["content"] for message in messages]
     if all(isinstance(content, str) for content in contents):
-        return {**first, "content": "\n\n".join(filter(None, contents))}
-    return {**first, "content": [part for each in contents for part in _as_parts(each)]}
+        return "\n\n".join(filter(None, contents))
+    return [part for content in contents for part in _as_parts(content)]
 
 
 def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
@@ -280,7 +279,8 @@ def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
 
 
 def _as_parts(content: Any) -> list[Any]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    is_list = isinstance(content, Sequence) and not isinstance(content, str)
+    return list(content) if is_list else [{"type": "text", "text": content}]
 
 
 def _content(content: object, style: MessageStyle, role: str) -> object:
@@ -294,17 +294,16 @@ def _content(content: object, style: MessageStyle, role: str) -> object:
 
 
 def _text_of(part: object) -> str | None:
-    if isinstance(part, str):
-        return part
-    text = part.get("text") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, Mapping) else part
     return text if isinstance(text, str) else None
 
 
 def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
     made = dict(call)
-    function = made.get("function")
-    if isinstance(function, Mapping):
-        arguments = _arguments_of(function.get("arguments"))
+    if isinstance(function := made.get("function"), Mapping):
+        arguments = function.get("arguments")
+        if arguments is None or isinstance(arguments, str):
+            arguments = _loaded(arguments)
         made["function"] = {**function, "arguments": arguments}
     _shorten(made, "id", id_chars)
     return made
@@ -315,21 +314,10 @@ def _shorten(made: dict[str, Any], name: str, id_chars: int) -> None:
         made[name] = made[name][-id_chars:]
 
 
-def _arguments_of(said: object) -> object:
-    """A call's arguments: an object, also where they are its JSON text. A model may
-    have written text that is no object: that stays."""
-    if not isinstance(said, (str, type(None))):
-        return said
+def _loaded(arguments: str | None) -> object:
+    """Return a call's arguments as an object; as they are, where they are text that is none."""
     try:
-        arguments = json.loads(said or "{}")
+        loaded = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else said
-
-
-def _is_chat(chat: object) -> bool:
-    if not isinstance(chat, Sequence) or not chat:
-        return False
-    return all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in chat
-    )
+        return arguments
+    return loaded if isinstance(loaded, dict) else arguments

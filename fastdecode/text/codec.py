@@ -1,5 +1,4 @@
-"""Between text and token ids: the tokenizer of a model directory, and the text
-of a sequence as it grows."""
+"""Between text and token ids: a model's tokenizer, and the text of a sequence as it grows."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.begun_stop import BegunStop
-from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
+from fastdecode.text.detokenizer import Detokenizer, Vocabulary, detokenizer_for
 from fastdecode.text.encoder import Encoder
 from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter, prompt_state
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -19,30 +18,22 @@ from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
 _NUM_END: Final = 32
 """Tokens of a prompt's end: more than a template writes after a mark."""
 
 
 def lacks_tokenizer(model_dir: Path) -> bool:
-    """Whether a model directory serves token ids only.
-
-    Raises:
-        CheckpointError: as ``find_tokenizer``.
-    """
+    """Return True if a model directory serves token ids only. Raises as ``find_tokenizer``."""
     return model_dir.is_dir() and find_tokenizer(model_dir) is None
 
 
 class TextCodec:
-    """A model's tokenizer, or the lack of one: a model without serves token ids
-    only.
+    """A model's tokenizer, or the lack of one: such a model serves token ids only.
 
     Args:
-        tokenizer: None if the model has none.
-        encoder: encodes prompts, since the tokenizer here only decodes; None:
-            nobody does.
-        eos_token_id: what the tokenizer's config names as the end of a text, if
-            it does.
+        tokenizer: decodes; None if the model has none.
+        encoder: encodes prompts.
+        eos_token_id: the end of a text, if the tokenizer's files name one.
     """
 
     def __init__(
@@ -53,7 +44,8 @@ class TextCodec:
     ) -> None:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
-        self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        """The tokens' texts; None without a tokenizer."""
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
 
     @classmethod
@@ -61,14 +53,12 @@ class TextCodec:
         """Read a model directory's tokenizer, which may be absent.
 
         Args:
-            max_model_len: what no prompt that is encoded may exceed; None:
-                whatever can be encoded.
+            max_model_len: what no prompt may exceed; None: whatever can be encoded.
 
         Raises:
-            CheckpointError: a file is there but can't be used, or is of a kind
-                that has to be converted.
-            MissingExtraError: the model has a tokenizer, but the package
-                ``tokenizers`` isn't installed.
+            CheckpointError: If a file can't be used, or has to be converted first.
+            MissingExtraError: If the model has a tokenizer, but the package ``tokenizers`` isn't
+                installed.
         """
         files = TokenizerFiles.read(Path(model_dir))
         if files.path is None:
@@ -80,25 +70,19 @@ class TextCodec:
 
     @property
     def has_tokenizer(self) -> bool:
-        return self._vocabulary is not None
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The tokens' texts; None without a tokenizer."""
-        return self._vocabulary
+        return self.vocabulary is not None
 
     def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
-        """The tokens' texts in this request's answers; None without a tokenizer."""
-        return self._vocabulary if params.skip_special_tokens else self._whole
+        """Return the tokens' texts in this request's answers; None without a tokenizer."""
+        return self.vocabulary if params.skip_special_tokens else self._whole
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """Name → id; none without a tokenizer."""
-        return {} if self._vocabulary is None else self._vocabulary.special_tokens
+        return {} if self.vocabulary is None else self.vocabulary.special_tokens
 
     def prompt_end(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt's last tokens, names of special tokens too; empty
-        without a tokenizer."""
+        """Return the text of a prompt's last tokens, names of special ones too."""
         return "" if self._whole is None else self._whole.text(token_ids[-_NUM_END:])
 
     def close(self) -> None:
@@ -107,13 +91,10 @@ class TextCodec:
             self._encoder.close()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens that the tokenizer
-        puts around a text.
+        """Return a prompt's token ids, with the special ones that the tokenizer puts around it.
 
         Raises:
-            RequestError: there is no tokenizer (code ``no_tokenizer``), the
-                text can't be encoded (``invalid_prompt``), or has more bytes
-                than the longest prompt's tokens hold (``prompt_too_long``).
+            RequestError: (code ``no_tokenizer``) If there is no tokenizer, and as ``Encoder``.
         """
         if self._encoder is None:
             raise RequestError(
@@ -124,42 +105,38 @@ class TextCodec:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens at once, special tokens left out; empty without a tokenizer."""
-        return "" if self._vocabulary is None else self._vocabulary.text(token_ids)
+        """Return the text of all tokens at once, special ones left out; empty without a
+        tokenizer."""
+        return "" if self.vocabulary is None else self.vocabulary.text(token_ids)
 
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """A new sequence's text; none where only token ids are wanted. It
-        continues the prompt's: a first word keeps the space before it.
+        """Return a new sequence's text, which continues the prompt's: a first word keeps the space
+        before it.
 
         Raises:
-            RequestError: (code ``no_tokenizer``) stop strings, but no tokenizer
-                to make text of tokens.
+            RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer.
         """
-        if not params.detokenize:
-            return NoText()
         vocabulary = self.vocabulary_of(params)
-        if vocabulary is not None:
-            detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
-            specials = vocabulary.special_tokens if params.skip_special_tokens else {}
-            # The name of a special token that is skipped never appears in a text.
-            stop_ids = {specials[stop]: stop for stop in params.stop if stop in specials}
-            return SequenceText(
-                detokenizer,
-                params.stop,
-                params.min_tokens,
-                stop_ids,
-                keeps_stop=params.include_stop_str_in_output,
-                reasoning=self._reasoning(params, prompt_token_ids),
-            )
-        if params.stop:
+        if not params.detokenize or (vocabulary is None and not params.stop):
+            return NoText()
+        if vocabulary is None:
             raise RequestError(
                 "stop strings need text, but the model directory has no tokenizer.json: use "
                 "stop_token_ids, or add the model's tokenizer.json",
                 code="no_tokenizer",
             )
-        return NoText()
+        specials = vocabulary.special_tokens if params.skip_special_tokens else {}
+        return SequenceText(
+            detokenizer_for(vocabulary, prompt_token_ids),
+            params.stop,
+            params.min_tokens,
+            # The name of a special token that is skipped never appears in a text.
+            {specials[stop]: stop for stop in params.stop if stop in specials},
+            keeps_stop=params.include_stop_str_in_output,
+            reasoning=self._reasoning(params, prompt_token_ids),
+        )
 
     def _reasoning(
         self, params: SamplingParams, prompt_token_ids: Sequence[int]
@@ -174,19 +151,16 @@ class TextCodec:
 
 
 class SequenceText:
-    """What one sequence has said so far, and whether it has said a stop string.
+    """The text that one sequence has generated, and whether it has a stop string.
 
-    A token that ends the sequence by its id (EOS, ``stop_token_ids``) is given
-    to ``append_last``.
+    A token that ends the sequence by its id (EOS, ``stop_token_ids``) goes to ``append_last``.
 
     Args:
         detokenizer: the sequence's own.
-        stop: end the text before the first of these to appear.
-        min_tokens: a stop string that is complete before this many tokens
-            doesn't count.
+        stop: the text ends before the first of these to appear.
+        min_tokens: a stop string that is complete before this many tokens doesn't count.
         stop_ids: tokens without text, and the stop string that names each.
-        keeps_stop: the text has the stop string that ended it, and what
-            ``append_last`` adds.
+        keeps_stop: the text has the stop string that ended it, and what ``append_last`` adds.
         reasoning: no stop string counts in what it finds; None: there is none.
     """
 
@@ -205,7 +179,7 @@ class SequenceText:
         self._undecided = ""
         """Text that may become the mark of reasoning."""
         self.stopped_by: str | None = None
-        """The stop string that it has said."""
+        """The stop string that ended the text."""
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stop = tuple(stop)
@@ -215,8 +189,7 @@ class SequenceText:
         self._tail = ""
         """The end of the text, in which a stop string may have begun."""
         self._num_peeked = 0
-        """Characters of the text that is held back that earlier tokens have
-        already been judged by."""
+        """Characters of the text that is held back that earlier tokens have been judged by."""
         self._max_tail = max(map(len, stop), default=1) - 1
         self._is_over = False
         # Of the text that was taken:
@@ -231,11 +204,9 @@ class SequenceText:
         return "".join(self._pieces)
 
     def append(self, token_id: int) -> bool:
-        """One more token. True if it completed a stop string: the text is cut
-        and over.
+        """Take one more token. Return True if it completed a stop string: the text is then over.
 
-        Of several stop strings that one token completes, the one that begins
-        first counts.
+        Of several stop strings that one token completes, the one that begins first counts.
         """
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
@@ -260,14 +231,15 @@ class SequenceText:
         return False
 
     def append_last(self, token_id: int) -> None:
-        """The token whose id ends the sequence: its text is there if stops are kept."""
+        """Take the token whose id ends the sequence: its text counts if stops are kept."""
         if self._keeps_stop:
             self.append(token_id)
 
     def take(self) -> str:
-        """What is new of the text since the last call, but for an end that may
-        become a stop string or part of one. Nothing that was taken is cut off
-        later; all that was taken, after the end, is the text."""
+        """Return what is new of the text, but for an end that may become a stop string.
+
+        Nothing that was taken is cut off later. All that was taken is the text, after its end.
+        """
         fresh = "".join(self._pieces[self._num_seen :])
         self._num_seen = len(self._pieces)
         num_held = self._begun.feed(fresh)
@@ -278,7 +250,7 @@ class SequenceText:
         return untaken[:num_safe]
 
     def finish(self) -> str:
-        """No token follows: adds what was held back, and returns the whole text."""
+        """Return the whole text, with what was held back: no token follows."""
         if not self._is_over:
             self._add(self._detokenizer.flush())
             self._reasoning, undecided = None, self._undecided
@@ -291,16 +263,16 @@ class SequenceText:
         held = self._undecided + piece
         reasoning.feed(piece)
         self._undecided = held if reasoning.mode == "start" else ""
+        num_left = 0
         if reasoning.mode == "start":
-            return ""
-        num_answer_chars = 0
-        if reasoning.mode != "reasoning":
+            num_left = len(held)
+        elif reasoning.mode != "reasoning":
             self._reasoning = None
-            num_answer_chars = reasoning.num_fed - reasoning.num_chars
-        thought = held[: len(held) - num_answer_chars]
+            num_left = reasoning.num_fed - reasoning.num_chars
+        thought = held[: len(held) - num_left]
         if thought:
             self._pieces.append(thought)
-        return held[len(thought) :]
+        return "" if self._undecided else held[len(thought) :]
 
     def _add(self, piece: str) -> bool:
         """Append to the text, or cut it at a stop string and return True."""
@@ -315,28 +287,23 @@ class SequenceText:
             if self._max_tail:
                 self._tail = (self._tail + piece)[-self._max_tail :]
             return False
-        if self._keeps_stop:
+        if self._keeps_stop or found >= len(self._tail):
             self._pieces.append(piece[: found - len(self._tail)])
-        elif found < len(self._tail):
+        else:
             # It began in earlier pieces: take that much of them back.
             self._pieces = [self.text[: found - len(self._tail)]]
             self._num_seen, self._untaken = 1, self._pieces[0][self._num_taken :]
-        else:
-            self._pieces.append(piece[: found - len(self._tail)])
         self._is_over = True
         return True
 
     def _find(self, piece: str) -> int | None:
-        """Where in tail + piece the text ends, as this token has completed a stop
-        string: where the first one begins, or where it ends if it is kept; None
-        if there is none."""
+        """Return where in tail + piece the text ends by a stop string that this token completes:
+        where the first one begins, or where it ends if it is kept."""
         if self._num_tokens < self._min_tokens:
             return None
         text, seen = self._tail + piece, len(self._tail) + self._num_peeked
-        places = [text.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop]
-        found = [
-            (place, stop) for place, stop in zip(places, self._stop, strict=True) if place >= 0
-        ]
+        places = [(text.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stop]
+        found = [each for each in places if each[0] >= 0]
         if not found:
             return None
         place, stop = min(found, key=lambda each: (each[0], len(each[1])))
@@ -345,11 +312,10 @@ class SequenceText:
 
 
 class NoText(SequenceText):
-    """What a sequence has said, where nobody wants text or there is no tokenizer: nothing,
-    and nothing is looked at."""
+    """The text of a sequence where none is wanted, or there is no tokenizer. It ignores tokens."""
 
     def __init__(self) -> None:
-        super().__init__(NoDetokenizer())
+        super().__init__(Detokenizer())
 
     def append(self, token_id: int) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss, which are messages in channels (OpenAI's harmony format).
+"""Answers of gpt-oss: messages in channels (OpenAI's harmony format).
 
 ``<|channel|>analysis<|message|>`` begins reasoning, ``final`` the answer, and
 ``commentary to=functions.NAME`` the arguments of a call. ``<|end|>`` ends a message, and
@@ -55,7 +55,7 @@ class HarmonyParser:
         return min(self._num_calls, self._most_calls) > 0
 
     def feed(self, text: str) -> list[Part]:
-        """More text: what it adds."""
+        """Return what more text adds."""
         self._text += text
         self._num_fed += len(text)
         parts: list[Part] = []
@@ -65,7 +65,7 @@ class HarmonyParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """No text follows: what was held back."""
+        """Return what was held back: no text follows."""
         parts: list[Part] = []
         if self._mode != "head":
             self._say(parts, self._text)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastdecode.text.detokenizer import NoDetokenizer, Vocabulary, detokenizer_for
+from fastdecode.text.detokenizer import Detokenizer, Vocabulary, detokenizer_for
 
 
 class TokenText:
-    """Names tokens in answers.
-
-    Args:
-        vocabulary: None if the model has no tokenizer; then a token is called
-            ``token_id:N``.
-    """
+    """Names tokens in answers: ``token_id:N`` where the model has no tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
         self._vocabulary = vocabulary
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; a special token's name."""
+        """Return the bytes that a token stands for; a special token's name."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             return f"token_id:{token_id}".encode()
@@ -35,7 +30,7 @@ class TokenText:
         return token.replace("\u2581", " ").encode()
 
     def text_of(self, token_id: int) -> str:
-        """The token as text; ``bytes:\\xNN…`` if its bytes alone are no characters."""
+        """Return the token's text; ``bytes:\\xNN…`` if its bytes alone are no characters."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode()
@@ -45,12 +40,12 @@ class TokenText:
     def offsets(
         self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int
     ) -> list[int]:
-        """Where in the completion's text, which has this length, each token's text begins."""
+        """Return where in a completion of ``length`` characters each token's text begins."""
         offsets = TokenOffsets(self._vocabulary, prompt_token_ids)
         return [min(offsets.next(token_id), length) for token_id in token_ids]
 
     def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
-        """The same for tokens as they come."""
+        """Return the same for tokens as they come."""
         return TokenOffsets(self._vocabulary, prompt_token_ids)
 
 
@@ -59,12 +54,12 @@ class TokenOffsets:
 
     def __init__(self, vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int]) -> None:
         self._detokenizer = (
-            NoDetokenizer() if vocabulary is None else detokenizer_for(vocabulary, prompt_token_ids)
+            Detokenizer() if vocabulary is None else detokenizer_for(vocabulary, prompt_token_ids)
         )
         self._end = 0
 
     def next(self, token_id: int) -> int:
-        """Of one more token."""
+        """Return it for one more token."""
         begin = self._end
         self._end += len(self._detokenizer.append(token_id))
         return begin

@@ -1,5 +1,4 @@
-"""A model's tokenizer as scripts expect one: the methods of transformers' that
-they use."""
+"""A model's tokenizer as scripts expect one: the methods of transformers' that they use."""
 
 from __future__ import annotations
 
@@ -33,16 +32,16 @@ class Encoding(dict[str, T]):
 
 
 class ModelTokenizer:
-    """What ``LLM.get_tokenizer`` gives. Usable while the LLM is open.
+    """The result of ``LLM.get_tokenizer``. Usable while the LLM is open.
 
     Args:
         codec: the model's, with a tokenizer.
         model: its directory, for the chat template.
-        eos_token_ids: that end a text of the model.
+        eos_token_ids: tokens that end a text of the model.
         chat_template: instead of the model's own: a file, or a text.
 
     Raises:
-        ConfigError: (code ``no_tokenizer``) the model has none.
+        ConfigError: (code ``no_tokenizer``) If the model has none.
     """
 
     def __init__(
@@ -61,57 +60,33 @@ class ModelTokenizer:
         self._model = model
         self._chosen_template = chat_template
         self._tokens = codec.vocabulary
-        self._with_special = Vocabulary(codec.vocabulary.tokenizer, skips_special=False)
+        self._tokenizer = codec.vocabulary.tokenizer
+        self._with_special = Vocabulary(self._tokenizer, skips_special=False)
         eos = codec.eos_token_id
         self.eos_token_id: int | None = next(iter(eos_token_ids), None) if eos is None else eos
         """The first of several."""
+        names = TokenizerFiles.read(model).names
+        self.special_tokens_map: dict[str, str] = dict(names)
+        """``bos_token``, ``eos_token`` and so on, as far as the model's files name them."""
+        self.bos_token, self.bos_token_id = self._named("bos_token")
+        self.pad_token, self.pad_token_id = self._named("pad_token")
+        self.unk_token, self.unk_token_id = self._named("unk_token")
+
+    def _named(self, name: str) -> tuple[str | None, int | None]:
+        token = self.special_tokens_map.get(name)
+        return token, None if token is None else self._tokenizer.token_to_id(token)
 
     @property
     def eos_token(self) -> str | None:
-        if self.eos_token_id is None:
-            return None
-        return self._tokens.tokenizer.id_to_token(self.eos_token_id)
-
-    @cached_property
-    def special_tokens_map(self) -> dict[str, str]:
-        """``bos_token``, ``eos_token``, ``pad_token`` and so on, as far as the model's
-        files name them."""
-        return dict(TokenizerFiles.read(self._model).names)
-
-    @property
-    def bos_token(self) -> str | None:
-        return self.special_tokens_map.get("bos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of(self.bos_token)
-
-    @property
-    def pad_token(self) -> str | None:
-        return self.special_tokens_map.get("pad_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id_of(self.pad_token)
-
-    @property
-    def unk_token(self) -> str | None:
-        return self.special_tokens_map.get("unk_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id_of(self.unk_token)
-
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self._tokens.tokenizer.token_to_id(token)
+        return None if self.eos_token_id is None else self._tokenizer.id_to_token(self.eos_token_id)
 
     @property
     def vocab_size(self) -> int:
         """Without added tokens."""
-        return int(self._tokens.tokenizer.get_vocab_size(with_added_tokens=False))
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
 
     def __len__(self) -> int:
-        return int(self._tokens.tokenizer.get_vocab_size())
+        return int(self._tokenizer.get_vocab_size())
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -122,11 +97,11 @@ class ModelTokenizer:
         return list(self._tokens.special_tokens.values())
 
     def get_vocab(self) -> dict[str, int]:
-        """Token → id, added ones too."""
-        return dict(self._tokens.tokenizer.get_vocab())
+        """Return token → id, added ones too."""
+        return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError: the text can't be encoded."""
+        """Raises RequestError: If the text can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     @overload
@@ -136,7 +111,7 @@ class ModelTokenizer:
         self, text: list[str], add_special_tokens: bool = True
     ) -> Encoding[list[list[int]]]: ...
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding[Any]:
-        """Raises RequestError: a text can't be encoded."""
+        """Raises RequestError: If a text can't be encoded."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
@@ -153,7 +128,7 @@ class ModelTokenizer:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def tokenize(self, text: str) -> list[str]:
-        """The tokens as they stand in the vocabulary, no special ones added."""
+        """Return the tokens as they stand in the vocabulary, no special ones added."""
         return self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
 
     @overload
@@ -162,12 +137,12 @@ class ModelTokenizer:
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str] | None:
         """An unknown id alone is None; among others it is ``""``."""
-        named = self._tokens.tokenizer.id_to_token
+        named = self._tokenizer.id_to_token
         return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """A token's id, or a list of several's; None of what is no token."""
-        id_of = self._tokens.tokenizer.token_to_id
+        """Return a token's id, or a list of several's; None of what is no token."""
+        id_of = self._tokenizer.token_to_id
         return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
 
     def apply_chat_template(
@@ -181,18 +156,18 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        """A conversation as the model's prompt.
+        """Return a conversation as the model's prompt.
 
         Args:
-            tokenize: give token ids; or text.
+            tokenize: return token ids, not text.
             continue_final_message: end where the last message's text ends.
             chat_template: a Jinja program in place of the model's own.
             tools: that the model may call.
             variables: more names for the template.
 
         Raises:
-            ConfigError: there is no template.
-            RequestError: it refuses the conversation.
+            ConfigError: If there is no template.
+            RequestError: If it refuses the conversation.
         """
         template = self._template
         if chat_template is not None:

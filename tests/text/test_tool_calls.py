@@ -402,7 +402,7 @@ def test_structured_output_begins_after_the_reasoning(
     pytest.importorskip("llguidance", reason="needs the extra 'structured'")
     masks = GrammarMasks(Vocabulary(byte_level()), 400, (1,))
     wanted = StructuredOutputs(**given, reasoning="think", in_reasoning=is_inside)
-    encode = TextCodec(byte_level())._vocabulary.tokenizer.encode  # type: ignore[union-attr]
+    encode = byte_level().encode
     said = ("" if is_inside else "<think>") + 'Hm {"a": </thin</think>\n\n'
     state = masks.state(wanted, encode(said + "ab", add_special_tokens=False).ids)
     state.mask()
