@@ -516,7 +516,7 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
     """A model's chat template, or what is given instead. Raises ConfigError: there is
     none."""
-    template = ChatTemplate.chosen(find_model(model), given)
+    template = ChatTemplate.load(find_model(model), given)
     if template is None:
         raise ConfigError(
             f"{model} has no chat template: give a file as chat_template, or use generate",

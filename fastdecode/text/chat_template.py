@@ -36,14 +36,9 @@ MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
 # What a template is given anyway, under these names.
 RESERVED = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "strftime_now",
-    "raise_exception",
+    "messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception",
     *SPECIAL_TOKENS,
-)
+)  # fmt: skip
 _MAX_KNOWN_ROLES: Final = 64
 _PROBED_AT: Final = datetime(2000, 1, 1)
 
@@ -79,9 +74,10 @@ class ChatTemplate:
         self._origin = origin
         self._is_stopped = False
         self._known_roles: dict[str, bool] = dict.fromkeys(ROLES, True)
-        program = {"source": source, "tool_source": tool_source}
-        opening = {"template": {**program, "special_tokens": dict(special_tokens)}}
-        self._child = LimitedChild(opening, limits)
+        opening = {
+            "source": source, "tool_source": tool_source, "special_tokens": dict(special_tokens),
+        }  # fmt: skip
+        self._child = LimitedChild({"template": opening}, limits)
         try:
             self._child.open()
         except ChildFailedError as error:
@@ -91,49 +87,39 @@ class ChatTemplate:
             raise CheckpointError(f"{origin} {what}: {error}") from None
 
     @classmethod
-    def load(cls, model_dir: Path, override: Path | None = None) -> ChatTemplate | None:
-        """Return the template of a model directory, or of a file in its place; None if the model
-        has none.
+    def load(cls, model_dir: Path, given: str | Path | None = None) -> ChatTemplate | None:
+        """Return the template of a model directory, or ``given`` in its place: a file, or a Jinja
+        program, which is a text with ``{``; None if the model has none.
 
         Raises:
             CheckpointError, MissingExtraError: As above, or if a file of the model can't be read.
-            ConfigError: If ``override`` can't be read.
+            ConfigError: If ``given`` can't be read, or is no template.
         """
-        if override is not None:
-            return cls.of_model(model_dir, _read_override(override), str(override))
         special_tokens = TokenizerFiles.read(model_dir).names
+        if given is not None:
+            is_file = isinstance(given, Path) or "{" not in given
+            origin = str(given) if is_file else "chat_template"
+            try:
+                return cls(_own(Path(given)) if is_file else str(given), origin, special_tokens)
+            except CheckpointError as error:
+                raise ConfigError(Given("chat_template"), f": {error}") from None
         path = model_dir / "chat_template.jinja"
         if path.exists():
-            return cls(_read_text(path), str(path), special_tokens)
+            try:
+                source = read_model_file(path, MAX_TEMPLATE_BYTES).decode()
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{path} can't be read: {error}") from None
+            return cls(source, str(path), special_tokens)
         path = model_dir / "tokenizer_config.json"
-        source, tool_source = read_model_json(path).get("chat_template"), None
-        if isinstance(source, list):
-            named = {
-                entry.get("name"): entry.get("template")
-                for entry in source
-                if isinstance(entry, dict)
-            }
-            source, tool_source = named.get("default"), named.get("tool_use")
-        if not isinstance(source, str):
+        found, tool_source = read_model_json(path).get("chat_template"), None
+        if isinstance(found, list):
+            rows = [each for each in found if isinstance(each, dict)]
+            named = {str(each.get("name")): each.get("template") for each in rows}
+            found, tool_source = named.get("default"), named.get("tool_use")
+        if not isinstance(found, str):
             return None
         tool_source = tool_source if isinstance(tool_source, str) else None
-        return cls(source, f"chat_template in {path}", special_tokens, tool_source=tool_source)
-
-    @classmethod
-    def of_model(cls, model_dir: Path, source: str, origin: str) -> ChatTemplate:
-        """Return a Jinja program in place of the model's own. Raises as ``load``."""
-        try:
-            return cls(source, origin, TokenizerFiles.read(model_dir).names)
-        except CheckpointError as error:
-            raise ConfigError(Given("chat_template"), f": {error}") from None
-
-    @classmethod
-    def chosen(cls, model_dir: Path, given: str | Path | None) -> ChatTemplate | None:
-        """Return the model's own template, or ``given``: a file, or a Jinja program, which is a
-        text with ``{``. Raises as ``load``."""
-        if isinstance(given, str) and "{" in given:
-            return cls.of_model(model_dir, given, "chat_template")
-        return cls.load(model_dir, None if given is None else Path(given))
+        return cls(found, f"chat_template in {path}", special_tokens, tool_source=tool_source)
 
     @property
     def takes_tools(self) -> bool:
@@ -201,14 +187,12 @@ class ChatTemplate:
         self._child.close()
 
     def _ask(self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering) -> str:
-        question = {
-            "messages": messages,
-            "now": now.isoformat(),
+        variables = {
+            **how.variables,
+            "messages": messages, "tools": list(how.tools) or None, "documents": None,
             "add_generation_prompt": how.add_generation_prompt,
-            "variables": how.variables,
-            "tools": list(how.tools) or None,
-        }
-        return str(self._child.ask(question))
+        }  # fmt: skip
+        return str(self._child.ask({"now": now.isoformat(), "variables": variables}))
 
     def _writes(self, role: str) -> bool:
         """Return False if the template leaves out a message of a role that isn't in ``ROLES``."""
@@ -216,14 +200,15 @@ class ChatTemplate:
             message = {"role": role, "content": MARK}
             texts = self.probe([message, USER]), self.probe([USER, message])
             said = [text for text in texts if text is not None]
-            if len(self._known_roles) >= _MAX_KNOWN_ROLES:
-                self._known_roles = dict.fromkeys(ROLES, True)
-            self._known_roles[role] = not said or any(MARK in text for text in said)
+            writes = not said or any(MARK in text for text in said)
+            if len(self._known_roles) > _MAX_KNOWN_ROLES:
+                return writes
+            self._known_roles[role] = writes
         return self._known_roles[role]
 
 
-def _read_override(path: Path) -> str:
-    """Raises ConfigError: it is somebody's own file, not one of the model's."""
+def _own(path: Path) -> str:
+    """Return a template that isn't the model's. Raises ConfigError: If the file can't be read."""
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(Given("chat_template"), f" {path}: {why}")
@@ -232,10 +217,3 @@ def _read_override(path: Path) -> str:
         return read_bytes(path, most_bytes=MAX_TEMPLATE_BYTES, refuse=refuse).decode()
     except UnicodeDecodeError as error:
         raise refuse(f"it is no text: {error}") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return read_model_file(path, MAX_TEMPLATE_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None

@@ -1,8 +1,7 @@
 """A child process for what a model directory's authors programmed: tokenizers and chat templates.
 
-Neither runs in the process that runs the model, where an endless one would end everything. The
-child answers one question after the other within limits. If it dies, the next question gets a new
-one. Questions and answers are JSON, and no answer is trusted: whoever asks checks it.
+The child answers one question after the other within limits. If it dies, the next question gets a
+new one. Questions and answers are JSON, and no answer is trusted: whoever asks checks it.
 """
 
 from __future__ import annotations
@@ -29,18 +28,10 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_main import main; "
     "main(int(sys.argv[1]))"
 )
-_ENVIRONMENT = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "DYLD_LIBRARY_PATH",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TMPDIR",
-)
-"""What a child gets of our environment, which may hold secrets."""
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
-"""Signals of a program that breaks down on its input."""
+# The rest of our environment may hold secrets.
+_INHERITED = "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR"
+_QUIET = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+_CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE
 
 
 @dataclass(frozen=True)
@@ -58,11 +49,7 @@ class Limits:
 
 
 class ChildFailedError(Exception):
-    """A question has no answer: it is refused, or the child hit a limit or broke.
-
-    Args:
-        refused: True if what is asked for is impossible.
-    """
+    """A question has no answer. ``refused``: the child can't do it, and hit no limit."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -102,13 +89,13 @@ class LimitedChild:
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
+        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         with theirs:
-            command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path]
             # A process group of its own: an interrupt at the keyboard is for us alone.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=_environment(),
-                start_new_session=True,
+                [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], env=inherited | _QUIET, start_new_session=True,
             )  # fmt: skip
         self._connection = Connection(ours.detach())
         self._stop = weakref.finalize(self, _end, self._process, self._connection)
@@ -143,11 +130,11 @@ class LimitedChild:
     def _exchange(self, question: Mapping[str, Any], cpu_s: int) -> Any:
         process, connection = self._process, self._connection
         assert process is not None and connection is not None
+        wall_s = cpu_s * self._limits.slowness
         try:
             raw = pack(question)
         except (TypeError, ValueError, RecursionError) as error:
             raise ChildFailedError(f"it can't be said in JSON: {error}", refused=True) from None
-        wall_s = cpu_s * self._limits.slowness
         try:
             _limit_waits(connection, wall_s)
             connection.send_bytes(raw)
@@ -175,18 +162,8 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(raw: bytes) -> Any:
-    """Return the message in ``raw``.
-
-    Raises:
-        ValueError, RecursionError: If it is no message.
-    """
+    """Return the message in ``raw``. Raises ValueError, RecursionError: If it is none."""
     return json.loads(raw.decode("utf-8", "surrogatepass"))
-
-
-def _environment() -> dict[str, str]:
-    """Return a child's environment. It is one thread, and keeps its panics to itself."""
-    quiet = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    return {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | quiet
 
 
 def _limit_waits(connection: Connection, wall_s: int) -> None:

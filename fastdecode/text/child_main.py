@@ -68,11 +68,7 @@ def _open_tokenizer(path: str, added: list[dict[str, Any]]) -> Answer:
             tokenizer.encode(text)
     tokenizer.decode(list(range(tokenizer.get_vocab_size())), skip_special_tokens=False)
 
-    def encode(question: dict[str, Any]) -> list[int]:
-        ids: list[int] = tokenizer.encode(**question).ids
-        return ids
-
-    return encode
+    return lambda question: tokenizer.encode(**question).ids
 
 
 def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
@@ -85,18 +81,14 @@ def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
         kind, said = "limit", "it took too much memory"
     except BaseException as error:
         # A panic in the tokenizers library is no Exception.
-        reason = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
-        kind, said = "refusal", reason[:1000]
+        name = "" if type(error) is Exception else f"{type(error).__name__}: "
+        kind, said = "refusal", f"{name}{error}"[:1000]
     return pack({"kind": kind, "said": said})
 
 
 def _limit_all_but_time(memory_bytes: int) -> None:
-    limits = (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    )
-    for kind, most in limits:
+    none = dict.fromkeys((resource.RLIMIT_FSIZE, resource.RLIMIT_CORE), 0)
+    for kind, most in {resource.RLIMIT_AS: memory_bytes, **none}.items():
         with contextlib.suppress(OSError, ValueError):  # not every system has them all
             resource.setrlimit(kind, (most, most))
 

@@ -96,9 +96,12 @@ class HarmonyParser:
         return True
 
     def _in_body(self, parts: list[Part]) -> bool:
-        if self._kind == "call":
-            return self._in_call(parts)
-        found = _END_MARK.search(self._text)
+        """Give a message's text as it comes, and a call once it is complete."""
+        is_call = self._kind == "call"
+        found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
+        if found is None and is_call:
+            self._num_scanned = max(0, len(self._text) - _MOST_END)
+            return False
         num_held = max(num_begun(self._text, mark) for mark in _ENDS) if found is None else 0
         end = len(self._text) - num_held if found is None else found.start()
         self._say(parts, self._text[:end])
@@ -106,23 +109,9 @@ class HarmonyParser:
         if found is not None:
             self._mode = "head"
             self._text = self._text.removeprefix("" if found[0] == START else found[0])
-        self._count()
-        return found is not None
-
-    def _in_call(self, parts: list[Part]) -> bool:
-        """Wait for the end of a call's arguments. The call is then given."""
-        found = _END_MARK.search(self._text, self._num_scanned)
-        if found is None:
-            self._num_scanned = max(0, len(self._text) - _MOST_END)
-            return False
-        self._say(parts, self._text[: found.start()])
-        self._text = self._text[found.start() :].removeprefix("" if found[0] == START else found[0])
-        self._mode = "head"
-        return True
-
-    def _count(self) -> None:
         if self._kind == "reasoning" and not (self._has_text or self._num_calls):
             self.num_reasoning_chars = self._num_fed - len(self._text)
+        return found is not None
 
     def _say(self, parts: list[Part], text: str) -> None:
         if not text:

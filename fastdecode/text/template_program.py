@@ -21,12 +21,12 @@ from fastdecode.text.child_main import Answer, Refusal
 
 MAX_TEXT_CHARS = 64 << 20
 TRIAL = {
-    "messages": [{"role": "user", "content": "Hello"}],
     "now": "2000-01-01T00:00:00",
-    "add_generation_prompt": True,
-    "variables": {},
-    "tools": None,
-}
+    "variables": {
+        "messages": [{"role": "user", "content": "Hello"}], "tools": None, "documents": None,
+        "add_generation_prompt": True,
+    },
+}  # fmt: skip
 
 
 def open_template(source: str, tool_source: str | None, special_tokens: dict[str, str]) -> Answer:
@@ -39,7 +39,9 @@ def open_template(source: str, tool_source: str | None, special_tokens: dict[str
     with_tools = template if tool_source is None else _compiled(tool_source)
 
     def render(question: dict[str, Any]) -> str:
-        return _render(with_tools if question["tools"] else template, special_tokens, question)
+        variables = {**special_tokens, **question["variables"]}
+        variables["strftime_now"] = datetime.fromisoformat(question["now"]).strftime
+        return _render(with_tools if variables["tools"] else template, variables)
 
     with contextlib.suppress(Refusal):  # it may want other messages
         render(TRIAL)
@@ -55,20 +57,9 @@ def _compiled(source: str) -> Template:
         raise Refusal("it is nested too deeply") from None
 
 
-def _render(template: Template, special_tokens: dict[str, str], question: dict[str, Any]) -> str:
-    now = datetime.fromisoformat(question["now"])
+def _render(template: Template, variables: dict[str, Any]) -> str:
     try:
-        text = template.render(
-            {
-                **special_tokens,
-                **question["variables"],
-                "messages": question["messages"],
-                "tools": question["tools"],
-                "documents": None,
-                "add_generation_prompt": question["add_generation_prompt"],
-                "strftime_now": now.strftime,
-            }
-        )
+        text = template.render(variables)
     except MemoryError:
         raise
     except Exception as error:  # a template may raise anything
@@ -85,9 +76,8 @@ class GenerationTag(Extension):
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         line = next(parser.stream).lineno
-        return Scope(
-            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
-        )
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body, lineno=line)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -104,12 +94,9 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

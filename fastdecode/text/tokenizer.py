@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.text.chat_template import ChatTemplate
@@ -101,17 +101,11 @@ class ModelTokenizer:
         return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError: If the text can't be encoded."""
+        """Return a text's token ids. Raises RequestError: If it can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
-    @overload
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Encoding[list[int]]: ...
-    @overload
-    def __call__(
-        self, text: list[str], add_special_tokens: bool = True
-    ) -> Encoding[list[list[int]]]: ...
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding[Any]:
-        """Raises RequestError: If a text can't be encoded."""
+        """Return the ids of a text, or of several. Raises as ``encode``."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
@@ -129,14 +123,12 @@ class ModelTokenizer:
 
     def tokenize(self, text: str) -> list[str]:
         """Return the tokens as they stand in the vocabulary, no special ones added."""
-        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+        return tokens
 
-    @overload
-    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
-    @overload
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str] | None:
-        """An unknown id alone is None; among others it is ``""``."""
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Return an id's token, or a list of several's. An unknown id alone is None; among others
+        it is ``""``."""
         named = self._tokenizer.id_to_token
         return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
 
@@ -171,7 +163,7 @@ class ModelTokenizer:
         """
         template = self._template
         if chat_template is not None:
-            template = ChatTemplate.of_model(self._model, chat_template, "chat_template")
+            template = ChatTemplate.load(self._model, chat_template)
         if template is None:
             raise ConfigError(
                 f"{self._model} has no chat template: give one as chat_template",
@@ -183,4 +175,4 @@ class ModelTokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        return ChatTemplate.chosen(self._model, self._chosen_template)
+        return ChatTemplate.load(self._model, self._chosen_template)

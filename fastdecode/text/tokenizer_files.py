@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,13 +30,11 @@ class TokenizerFiles:
     """
 
     path: Path | None = None
-    """The ``tokenizer.json``, or one made of ``tekken.json``; None: it serves token ids only."""
+    """The ``tokenizer.json``; None: the model serves token ids only."""
     names: Mapping[str, str] = field(default_factory=dict)
     """``bos_token``, ``eos_token`` and so on → the token."""
     added: tuple[Mapping[str, Any], ...] = ()
     """Tokens that other files add to ``path`` or flag otherwise, in order of their ids."""
-    ids: Mapping[str, int] = field(default_factory=dict)
-    """The tokens that other files give an id → the id."""
 
     @classmethod
     def read(cls, model_dir: Path) -> TokenizerFiles:
@@ -46,29 +44,30 @@ class TokenizerFiles:
             CheckpointError: If a file can't be read or has no such content, or if there are only
                 files that have to be converted first.
         """
-        where = model_dir / "tokenizer_config.json"
+        where, older = model_dir / "tokenizer_config.json", {}
         config = read_model_json(where)
-        newer = config.get("added_tokens_decoder")
-        if newer is None:  # else transformers doesn't read the older files
+        newer = config.get("added_tokens_decoder", {})
+        if "added_tokens_decoder" not in config:  # else transformers reads no older file
             config = {**config, **read_model_json(model_dir / "special_tokens_map.json")}
             where = model_dir / "added_tokens.json"
-        older = {} if newer is not None else read_model_json(where)
-        names = {name: text for name in SPECIAL_TOKENS if (text := _text_of(config.get(name)))}
+            older = read_model_json(where)
+        named = {name: _text_of(config.get(name)) for name in SPECIAL_TOKENS}
+        names = {name: text for name, text in named.items() if text}
         try:
-            by_id = _declared(newer or {}, names.values())
-            by_id |= {int(each): _row(name, names.values()) for name, each in older.items()}
+            rows = [_row(int(each), row["content"], row) for each, row in newer.items()]
+            rows += [_row(int(each), content, {}) for content, each in older.items()]
         except (ValueError, TypeError, AttributeError, LookupError):
             raise CheckpointError(
                 f"{where} has added tokens that aren't pairs of an id and a token: fetch it again"
             ) from None
-        ids = {row["content"]: each for each, row in by_id.items()}
-        added = [by_id[each] for each in sorted(by_id)]
-        added += [
-            {**_row(token, names.values()), "has_id": False}
-            for token in dict.fromkeys(names.values())
-            if token not in ids
+        known = {row["content"] for row in rows}
+        rows.sort(key=lambda row: int(row["id"]))
+        rows += [
+            _row(None, each, {}) for each in dict.fromkeys(names.values()) if each not in known
         ]
-        return cls(find_tokenizer(model_dir), names, tuple(added), ids)
+        for row in rows:
+            row["special"] |= row["content"] in names.values()
+        return cls(find_tokenizer(model_dir), names, tuple(rows))
 
     def load(self) -> Tokenizer:
         """Return the tokenizer, and warn of names and ids that the files disagree on."""
@@ -81,11 +80,12 @@ class TokenizerFiles:
                     "%s: tokenizer_config.json names %r as %s, which is none of the tokens: texts "
                     "can't have it", self.path, token, name,
                 )  # fmt: skip
-        for token, token_id in self.ids.items():
-            if tokenizer.token_to_id(token) != token_id:
+        for row in self.added:
+            found = tokenizer.token_to_id(row["content"])
+            if row["id"] not in (None, found):
                 logger.warning(
                     "%s: the added token %r has the id %s there, and %s in the files beside it",
-                    self.path, token, tokenizer.token_to_id(token), token_id,
+                    self.path, row["content"], found, row["id"],
                 )  # fmt: skip
         return tokenizer
 
@@ -94,20 +94,20 @@ class TokenizerFiles:
         if self.path is None:
             return {}
         special = {row["content"] for row in self.added if row["special"]}
+        ids = {row["content"]: row["id"] for row in self.added if row["id"] is not None}
         try:
             tree = json.loads(read_model_file(self.path, MAX_TOKENIZER_BYTES))
             words = tree["model"]["vocab"]
-            ids = words if isinstance(words, dict) else {row[0]: at for at, row in enumerate(words)}
+            ids |= words if isinstance(words, dict) else {w[0]: at for at, w in enumerate(words)}
             ids |= {each["content"]: int(each["id"]) for each in tree["added_tokens"]}
             special |= {each["content"] for each in tree["added_tokens"] if each["special"]}
         except (ValueError, LookupError, TypeError, RecursionError):
             return {}
-        ids = {**self.ids, **ids}
         return {name: ids[name] for name in special if name in ids}
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """Return a ``tokenizer.json``: the directory's own, or one made of its ``tekken.json``.
+    """Return a directory's ``tokenizer.json``, if it has one.
 
     Raises:
         CheckpointError: If there are only files that have to be converted first. It says how.
@@ -130,33 +130,25 @@ def load_tokenizer(path: Path, added: Sequence[Mapping[str, Any]]) -> Tokenizer:
     new = []
     for row in added:
         content, special, flags = row["content"], row["special"], row["flags"]
-        before = own.get(content)
-        if before is not None:
-            flags = flags or {name: getattr(before, name) for name in _FLAGS}
-            special = special or before.special  # transformers takes none back
-        elif not row["has_id"] and tokenizer.token_to_id(content) is None:
+        if (before := own.get(content)) is not None:
+            known = {name: getattr(before, name) for name in _FLAGS}
+            special |= before.special  # transformers takes none back
+            flags = {**known, **flags}
+            if flags == known and special == before.special:
+                continue
+        elif row["id"] is None and tokenizer.token_to_id(content) is None:
             continue
-        new.append(AddedToken(content, special=special, **(flags or {})))
+        new.append(AddedToken(content, special=special, **flags))
     tokenizer.add_tokens(new)
     return tokenizer
 
 
-def _declared(rows: Mapping[str, Any], names: Collection[str]) -> dict[int, dict[str, Any]]:
-    """Return ``added_tokens_decoder`` by id. Raises TypeError, ValueError and others."""
-    declared = {}
-    for token_id, row in rows.items():
-        flags = {name: bool(row[name]) for name in _FLAGS if name in row}
-        declared[int(token_id)] = _row(row["content"], names, bool(row.get("special")), flags)
-    return declared
-
-
-def _row(
-    content: object, names: Collection[str], special: bool = False, flags: Any = None
-) -> dict[str, Any]:
+def _row(token_id: int | None, content: object, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an element of ``added``. Raises TypeError and others: If the file has none there."""
     if not isinstance(content, str) or not content:
         raise TypeError("a token is a text")
-    special = special or content in names
-    return {"content": content, "special": special, "flags": flags, "has_id": True}
+    flags = {name: bool(row[name]) for name in _FLAGS if name in row}
+    return {"id": token_id, "content": content, "special": bool(row.get("special")), "flags": flags}
 
 
 def _text_of(token: object) -> str | None:
