@@ -46,20 +46,15 @@ REASONING_PARSER_HELP: Final = (
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A model's formats.
-
-    Args:
-        tools: of its calls; None: it writes none that is known.
-        reasoning: of its reasoning; None: it marks none.
-        takes_tools: its chat template has a place for tools.
-        style: of the messages that the template takes.
-        special: its special tokens, by name.
-    """
+    """A model's formats."""
 
     tools: ToolFormat | None = None
+    """None: it writes no calls that are known."""
     reasoning: ReasoningFormat | None = None
     takes_tools: bool = False
+    """Its chat template has a place for tools."""
     special: Mapping[str, int] = field(default_factory=dict)
+    """Its special tokens, by name."""
     style: MessageStyle = field(default_factory=MessageStyle)
 
     @classmethod
@@ -71,13 +66,8 @@ class ChatFormat:
         reasoning_parser: str = AUTO,
         content_format: str = AUTO,
     ) -> ChatFormat:
-        """Return the formats of a model's chat template.
-
-        Args:
-            tool_parser: a name in ``TOOL_PARSERS``.
-            reasoning_parser: a name in ``REASONING_PARSERS``.
-            content_format: as of ``MessageStyle.of``.
-        """
+        """Return the formats of a chat template. The parsers are names in ``TOOL_PARSERS`` and
+        ``REASONING_PARSERS``; ``content_format`` is as of ``MessageStyle.of``."""
         if template is None:
             return cls()
         source = template.source
@@ -98,11 +88,8 @@ class ChatFormat:
         return replace(self, reasoning=replace(self.reasoning, state=state))
 
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
-        """Return the format of one answer; None: it is plain text.
-
-        Raises:
-            RequestError: (code ``no_tool_format``) If the model writes no calls.
-        """
+        """Return the format of one answer; None: it is plain text. Raises RequestError: (code
+        ``no_tool_format``) If the model writes no calls."""
         if tools is None:
             return None if self.reasoning is None else AnswerFormat(self.reasoning)
         if not self.takes_tools:
@@ -124,11 +111,7 @@ class ChatFormat:
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
         """Return the parameters of a request with these tools: its text has the marks, and is what
-        the tools and its structured outputs ask for.
-
-        Raises:
-            RequestError: If a call must be made, and structured outputs are given, too.
-        """
+        the tools and its structured outputs ask for. Raises RequestError: If these conflict."""
         structured = params.structured_outputs
         if tools is not None and (structured is not None or tools.must_call):
             structured = self._structured(tools, structured)
@@ -219,11 +202,8 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Divides one answer's text, as it comes, into reasoning, text and calls.
-
-    Args:
-        most_calls: later calls are left out.
-    """
+    """Divides one answer's text into reasoning, text and calls. Those after the first
+    ``most_calls`` are left out."""
 
     def __init__(
         self, reasoning: ReasoningSplitter | None, calls: CallReader | None, most_calls: int
@@ -282,9 +262,8 @@ class ParsedAnswer:
     """A whole answer."""
 
     content: str | None = ""
-    """The text; None: there is none, but calls."""
+    """The text; None: there are calls alone."""
     reasoning: str | None = None
-    """None: there is none."""
     calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod

@@ -47,15 +47,12 @@ class ChatTemplate:
     """A template, ready to render in a child process.
 
     Args:
-        source: the Jinja program.
         origin: where it comes from, for the log and errors at the start.
         special_tokens: {"bos_token": "<s>", …}, as far as the model has them.
-        limits: what compiling and rendering may take.
         tool_source: the program for conversations with tools; None: the same.
 
     Raises:
-        CheckpointError: If the source is no Jinja program, or takes more than the limits for a
-            word.
+        CheckpointError: If the source is no Jinja program, or hits a limit on a word.
         MissingExtraError: If the package jinja2 isn't installed.
     """
 
@@ -129,13 +126,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering = PLAIN
     ) -> str:
-        """Return the conversation as text, special tokens spelled out.
-
-        Args:
-            messages: each has a ``role`` and a ``content``.
-            now: the date, for templates that print it. A text must not depend on when its turn
-                came.
-            how: its options.
+        """Return the conversation as text, special tokens spelled out. Templates may print ``now``.
 
         Raises:
             RequestError: (code ``chat_template_failed``) If the template refuses the messages,
@@ -171,9 +162,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str | None:
         """Return the text of a conversation that is only tried; None if the template refuses it.
-
-        A template that was stopped once is not tried again.
-        """
+        A template that was stopped once is not tried again."""
         if self._is_stopped:
             return None
         try:

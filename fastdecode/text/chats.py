@@ -13,12 +13,8 @@ Message = Mapping[str, Any]
 
 
 def as_chats(messages: object) -> list[Sequence[Message]]:
-    """Return one conversation, or several, as several.
-
-    Raises:
-        RequestError: If they are neither, a message's calls are no list of objects, or a part is
-            no text.
-    """
+    """Return one conversation, or several, as several. Raises RequestError: If they are neither,
+    a message's calls are no list of objects, or a part is no text."""
     chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
     is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
     chats = [chats] if is_one else chats
@@ -90,15 +86,8 @@ class MessageStyle:
 
     @classmethod
     def of(cls, template: Prober, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
-        """Return a template's style.
-
-        Args:
-            id_chars: see there.
-            content_format: one of ``CONTENT_FORMATS``, as in vLLM.
-
-        Raises:
-            RequestError: If ``content_format`` is another.
-        """
+        """Return a template's style. Raises RequestError: If ``content_format`` is none of
+        ``CONTENT_FORMATS``."""
         if content_format not in CONTENT_FORMATS:
             raise RequestError(
                 Given("chat_template_content_format", content_format),
@@ -219,11 +208,8 @@ class _Probes:
 
 
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
-    """Return messages as a template takes them.
-
-    Arguments of calls become objects, where callers give JSON text as OpenAI's API does. Ids that
-    are too long lose their beginning. Instructions that the template leaves out or refuses are
-    joined, or begin the next user message.
+    """Return messages as a template takes them. Arguments of calls become objects. Ids that are
+    too long lose their beginning. Instructions are joined, or begin the next user message.
 
     Raises:
         RequestError: (code ``invalid_messages``) If the template leaves out a role's messages.

@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import CheckpointError, RequestError
+from fastdecode.core.os_errors import explained
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.begun_stop import BegunStop
+from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.detokenizer import Detokenizer, Vocabulary, detokenizer_for
-from fastdecode.text.encoder import Encoder
 from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter, prompt_state
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+ORDINARY_BYTES_PER_TOKEN = 16
+MAX_BYTES_PER_TOKEN = 128
+"""Texts of up to this many bytes per token of the model's limit are encoded whole."""
+# A million tokens of prose take 5 s.
+ENCODE_CPU_S = 30
+LOAD_CPU_S = 60
+BASE_MEMORY_BYTES = 1 << 30
+# A loaded tokenizer takes twelve times its file's size.
+MEMORY_PER_FILE_BYTE = 24
 _NUM_END: Final = 32
 """Tokens of a prompt's end: more than a template writes after a mark."""
 
@@ -28,13 +38,7 @@ def lacks_tokenizer(model_dir: Path) -> bool:
 
 
 class TextCodec:
-    """A model's tokenizer, or the lack of one: such a model serves token ids only.
-
-    Args:
-        tokenizer: decodes; None if the model has none.
-        encoder: encodes prompts.
-        eos_token_id: the end of a text, if the tokenizer's files name one.
-    """
+    """A model's tokenizer, or the lack of one: such a model serves token ids only."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class TextCodec:
     ) -> None:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
+        """The end of a text, if the tokenizer's files name one."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         """The tokens' texts; None without a tokenizer."""
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
@@ -52,13 +57,9 @@ class TextCodec:
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
         """Read a model directory's tokenizer, which may be absent.
 
-        Args:
-            max_model_len: what no prompt may exceed; None: whatever can be encoded.
-
         Raises:
             CheckpointError: If a file can't be used, or has to be converted first.
-            MissingExtraError: If the model has a tokenizer, but the package ``tokenizers`` isn't
-                installed.
+            MissingExtraError: If the package ``tokenizers`` is needed, but isn't installed.
         """
         files = TokenizerFiles.read(Path(model_dir))
         if files.path is None:
@@ -92,10 +93,7 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids, with the special ones that the tokenizer puts around it.
-
-        Raises:
-            RequestError: (code ``no_tokenizer``) If there is no tokenizer, and as ``Encoder``.
-        """
+        Raises RequestError: (code ``no_tokenizer``) If there is none, and as ``Encoder``."""
         if self._encoder is None:
             raise RequestError(
                 "the prompt is text, but the model directory has no tokenizer.json: give "
@@ -105,19 +103,14 @@ class TextCodec:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all tokens at once, special ones left out; empty without a
-        tokenizer."""
+        """Return the text of all tokens at once, without special ones."""
         return "" if self.vocabulary is None else self.vocabulary.text(token_ids)
 
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """Return a new sequence's text, which continues the prompt's: a first word keeps the space
-        before it.
-
-        Raises:
-            RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer.
-        """
+        """Return a new sequence's text. A first word keeps the space before it. Raises
+        RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer."""
         vocabulary = self.vocabulary_of(params)
         if not params.detokenize or (vocabulary is None and not params.stop):
             return NoText()
@@ -148,6 +141,93 @@ class TextCodec:
         family = ReasoningFormat("", begin, end, state=None if begin else "inside")
         state = prompt_state(family, self.prompt_end(prompt_token_ids))
         return None if state == "after" else ReasoningSplitter(family, state == "inside")
+
+
+class Encoder:
+    """Encodes with a model's tokenizer, in a child process with limits.
+
+    Args:
+        max_model_len: tokens that no prompt may reach; None: no limit.
+        limits: of the child; None: what honest tokenizers never need.
+        added: as in ``TokenizerFiles``.
+
+    Raises:
+        CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_model_len: int | None = None,
+        limits: Limits | None = None,
+        added: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
+        self._child = LimitedChild(opening, limits or _limits(path))
+        self._max_model_len = max_model_len
+        try:
+            self._child.open()
+        except ChildFailedError as error:
+            remedy = "fetch the file again, or remove it to serve token ids only"
+            what = "is not a tokenizer that the package tokenizers can read"
+            if not error.refused:
+                what = "can't be loaded and encode an ordinary text"
+            raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids.
+
+        Raises:
+            RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
+                limits. (``prompt_too_long``) If its beginning alone is too long for the model.
+                (``child_died``) If the child was ended from outside.
+        """
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt holds half a surrogate pair at character {error.start}, which is no "
+                "text: write the whole character",
+                code="invalid_prompt",
+            ) from None
+        limit = self._max_model_len
+        if limit is not None and num_bytes > limit * MAX_BYTES_PER_TOKEN:
+            start = text[: limit * MAX_BYTES_PER_TOKEN // 4]
+            num_tokens = len(self._ids(start, add_special_tokens=False))
+            if num_tokens > 2 * limit:  # a cut changes the tokens beside it, not half of them
+                raise RequestError(
+                    f"the prompt is too long: this model's maximum context length is {limit} "
+                    f"tokens, and the first {num_tokens} are of {len(start)} of the prompt's "
+                    f"{len(text)} characters ({num_bytes} bytes): shorten the prompt",
+                    code="prompt_too_long",
+                )
+        return self._ids(text, add_special_tokens=add_special_tokens)
+
+    def close(self) -> None:
+        """End the child process. Safe to call twice."""
+        self._child.close()
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        question = {"sequence": text, "add_special_tokens": add_special_tokens}
+        try:
+            ids: list[int] = self._child.ask(question)
+        except ChildDiedError as error:
+            raise error.as_request_error() from None
+        except ChildFailedError as error:
+            raise RequestError(
+                f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",
+                code="invalid_prompt",
+            ) from None
+        return ids
+
+
+def _limits(path: Path) -> Limits:
+    try:
+        file_bytes = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {explained(error)}") from None
+    memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * file_bytes
+    return Limits(memory_bytes=memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
 
 
 class SequenceText:
@@ -205,9 +285,7 @@ class SequenceText:
 
     def append(self, token_id: int) -> bool:
         """Take one more token. Return True if it completed a stop string: the text is then over.
-
-        Of several stop strings that one token completes, the one that begins first counts.
-        """
+        Of several stop strings that one token completes, the one that begins first counts."""
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
         is_thinking = self._reasoning is not None and self._reasoning.mode != "start"
@@ -222,8 +300,7 @@ class SequenceText:
             return True
         if self._reasoning is not None or not (self._stop and self._detokenizer.can_peek):
             return False
-        # A stop string may be complete in text that is held back only because
-        # later bytes might spoil it.
+        # A stop string may be complete in text that later bytes might spoil.
         held = self._detokenizer.peek()
         if self._find(held) is not None:
             return self._add(self._detokenizer.flush())
@@ -236,10 +313,8 @@ class SequenceText:
             self.append(token_id)
 
     def take(self) -> str:
-        """Return what is new of the text, but for an end that may become a stop string.
-
-        Nothing that was taken is cut off later. All that was taken is the text, after its end.
-        """
+        """Return what is new of the text, but for an end that may become a stop string. Nothing
+        that was taken is cut off later."""
         fresh = "".join(self._pieces[self._num_seen :])
         self._num_seen = len(self._pieces)
         num_held = self._begun.feed(fresh)
@@ -312,7 +387,7 @@ class SequenceText:
 
 
 class NoText(SequenceText):
-    """The text of a sequence where none is wanted, or there is no tokenizer. It ignores tokens."""
+    """The text of a sequence where none is wanted, or there is no tokenizer."""
 
     def __init__(self) -> None:
         super().__init__(Detokenizer())

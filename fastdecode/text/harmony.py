@@ -150,11 +150,8 @@ def harmony_grammar(
 
 
 def thoughts_rule(special: Mapping[str, int], *, is_inside: bool = False) -> str:
-    """Return a Lark rule ``thoughts`` for a message of reasoning, up to the next one's head.
-
-    Args:
-        is_inside: the message has begun in the prompt.
-    """
+    """Return a Lark rule ``thoughts`` for a message of reasoning, which may have begun in the
+    prompt, up to the next one's head."""
     channel, message, start = (marked(name, special) for name in (CHANNEL, MESSAGE, START))
     head = "" if is_inside else f'{channel} "analysis" {message} '
     thoughts = f'thoughts: {head}thought {start} "assistant"'

@@ -84,18 +84,13 @@ def continued_state(family: ReasoningFormat, text: str) -> State | None:
 
 @dataclass
 class ReasoningSplitter:
-    """Divides one answer's text, as it comes, into reasoning and answer.
-
-    Args:
-        family: the model's marks.
-        is_inside: the prompt ends inside the reasoning.
-        call: the mark of a call; empty: there are none. A call within reasoning that never ends
-            is held back, and ``open_call`` then.
-    """
+    """Divides one answer's text, as it comes, into reasoning and answer."""
 
     family: ReasoningFormat
     is_inside: bool = False
+    """The prompt ends inside the reasoning."""
     call: str = ""
+    """The mark of a call, behind which reasoning is held back; empty: there are none."""
     num_chars: int = 0
     """Of the text so far: the reasoning, with its marks and what comes before it."""
     num_fed: int = 0

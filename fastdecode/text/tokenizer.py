@@ -35,9 +35,7 @@ class ModelTokenizer:
     """The result of ``LLM.get_tokenizer``. Usable while the LLM is open.
 
     Args:
-        codec: the model's, with a tokenizer.
-        model: its directory, for the chat template.
-        eos_token_ids: tokens that end a text of the model.
+        model: its directory.
         chat_template: instead of the model's own: a file, or a text.
 
     Raises:
@@ -65,8 +63,7 @@ class ModelTokenizer:
         eos = codec.eos_token_id
         self.eos_token_id: int | None = next(iter(eos_token_ids), None) if eos is None else eos
         """The first of several."""
-        names = TokenizerFiles.read(model).names
-        self.special_tokens_map: dict[str, str] = dict(names)
+        self.special_tokens_map: dict[str, str] = dict(TokenizerFiles.read(model).names)
         """``bos_token``, ``eos_token`` and so on, as far as the model's files name them."""
         self.bos_token, self.bos_token_id = self._named("bos_token")
         self.pad_token, self.pad_token_id = self._named("pad_token")
@@ -148,13 +145,11 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        """Return a conversation as the model's prompt.
+        """Return a conversation as the model's prompt: token ids, or text.
 
         Args:
-            tokenize: return token ids, not text.
             continue_final_message: end where the last message's text ends.
             chat_template: a Jinja program in place of the model's own.
-            tools: that the model may call.
             variables: more names for the template.
 
         Raises:

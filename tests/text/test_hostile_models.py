@@ -19,8 +19,7 @@ from fastdecode.core.model.files import read_model_file
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.child import Limits
-from fastdecode.text.codec import TextCodec
-from fastdecode.text.encoder import Encoder
+from fastdecode.text.codec import Encoder, TextCodec
 
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=1, slowness=30)
 NOW = datetime(2026, 2, 3)
