@@ -160,7 +160,7 @@ def _running(
         places=OwnHolders(lanes) if swap else None,
     )  # fmt: skip
     requests = Requests(
-        TextCodec(None), (spec.vocab_size,), spec.vocab_size, GrammarMasks(None, 1, ())
+        TextCodec(None), (spec.vocab_size,), spec.vocab_size, GrammarMasks(TextCodec(None), 1, ())
     )
     state = EngineState(fleet, Lifecycle(scheduler), requests)
     timing = [StepTiming(times, scheduler.hybrid)] if device_blocks else []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from fastdecode.core.errors import RequestError
+from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
+from fastdecode.text.encoder import Encoder
 
 LINES = [
     "Once upon a time, a naïve café owner in Zürich said: “Grüß Gott!”",
@@ -138,3 +143,97 @@ def byte_ids(kind: str) -> dict[int, int]:
     vocabulary = Vocabulary(tokenizer)
     ids = [id_of(tokenizer, char) for char in pre_tokenizers.ByteLevel.alphabet()]
     return {vocabulary.byte_level_bytes(token)[0]: token for token in ids}
+
+
+class _OwnEncoder(Encoder):
+    """Encodes in this process."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # as the process that encodes reports it
+            raise RequestError(str(error)) from None
+        return list(encoded.ids)
+
+
+def codec_of(tokenizer: Tokenizer) -> TextCodec:
+    """A codec that encodes, too."""
+    return TextCodec(tokenizer, _OwnEncoder(tokenizer))
+
+
+KEYS = ("name", "city", "country", "temperature", "is_open", "tags", "words")
+KEYS_LINES = [
+    f'{{"{a}": "{b} {a}", "{b}": [12, 3.5, true, null, "Austria"]}}' for a in KEYS for b in KEYS
+]
+CALL_LINE = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Wien"}}\n</tool_call>'
+
+
+def trained(tokenizer: Tokenizer, alphabet: Sequence[str], others: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer that knows JSON, and the marks of calls."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=list(alphabet), show_progress=False,
+        special_tokens=["<unk>", "</s>", *others],
+    )  # fmt: skip
+    tokenizer.train_from_iterator([*KEYS_LINES, *[CALL_LINE] * 9, *LINES], trainer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
+def json_byte_level(split: str | None = None) -> Tokenizer:
+    """As Qwen's; with a pattern that splits texts, as Mistral's Tekken."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=split is not None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split is not None:
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        parts = pre_tokenizers.Split(Regex(split), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([parts, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return trained(tokenizer, pre_tokenizers.ByteLevel.alphabet())
+
+
+def json_sentencepiece(kind: str) -> Tokenizer:
+    """As Llama 2's, whose ▁ comes from the normalizer, or from Metaspace; or as Gemma's, which
+    begins no text with it."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = METASPACE_DECODER
+    made = json.loads(trained(tokenizer, (), BYTE_TOKENS).to_str())
+    made["added_tokens"] = [each for each in made["added_tokens"] if "<0x" not in each["content"]]
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    if kind == "metaspace":
+        return tokenizer
+    blanks = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer, tokenizer.decoder = blanks, GEMMA_DECODER
+    if kind == "llama":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks])
+        tokenizer.decoder = LLAMA_DECODER
+    return tokenizer
+
+
+def json_words() -> Tokenizer:
+    """Whole words, blanks and signs."""
+    split = pre_tokenizers.Split(Regex(r"\w+|\s|[^\w\s]"), "isolated")
+    texts = [*KEYS_LINES, CALL_LINE, *LINES]
+    words = {word for text in texts for word, _ in split.pre_tokenize_str(text)}
+    vocab = {word: place for place, word in enumerate(["<unk>", "</s>", *sorted(words)])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
+TEKKEN_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+JSON_TOKENIZERS = {
+    "byte level": json_byte_level(),
+    "tekken": json_byte_level(TEKKEN_SPLIT),
+    "llama": json_sentencepiece("llama"),
+    "metaspace": json_sentencepiece("metaspace"),
+    "gemma": json_sentencepiece("gemma"),
+    "unigram": sentencepiece(LLAMA_DECODER),
+    "word level": json_words(),
+}

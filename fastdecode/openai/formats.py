@@ -8,12 +8,13 @@ from typing import Any
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.openai.body_errors import BodyError, refuse
+from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 
 FORMAT_FIELDS = (
     "response_format", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
+_SCHEMA_FIELDS = ("schema", "name", "description", "strict")
 FORMAT_TYPES = ("text", "json_object", "json_schema")
 
 
@@ -39,8 +40,11 @@ def _wanted(name: str, value: Any) -> Any:
     if _format_type(value) == "json_object":
         return {"json_object": True}
     described = value.get("json_schema")
-    if not isinstance(described, dict) or "schema" not in described:
-        refuse("response_format.json_schema", 'must be an object with a "schema"')
+    if not isinstance(described, dict) or not isinstance(
+        described.get("schema"), (dict, bool, str)
+    ):
+        refuse("response_format.json_schema", 'must be an object with a "schema", a JSON schema')
+    refuse_unknown(described, _SCHEMA_FIELDS, (), "response_format.json_schema")
     return {"json": described["schema"]}
 
 
@@ -48,6 +52,9 @@ def _format_type(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in FORMAT_TYPES:
         refuse("response_format.type", f"must be one of {', '.join(FORMAT_TYPES)}")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    given = {name: each for name, each in value.items() if each is not None}
+    refuse_unknown(given, known, (), f"response_format of the type {kind}")
     return str(kind)
 
 

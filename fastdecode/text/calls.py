@@ -165,12 +165,17 @@ class CallReader(ABC):
         return self._end(end)
 
 
-_BETWEEN: Final = re.compile(r"[\s;,\[]*")
+_BEFORE_CALL: Final = re.compile(r"[\s;,\[]*")
 _AFTER_CALL: Final = re.compile(r"[\s;,}]*")
-_NAMED: Final = re.compile(r"([\w.-]{1,256})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-_BEGUN_NAMED: Final = re.compile(r"[\w.-]{1,256}(?:\[CALL_ID\]\w*)?(?:\[[A-Z_]*\]?)?\s*")
-_PYTHON: Final = re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()")
-_BEGUN_PYTHON: Final = re.compile(r"[A-Za-z_][\w.-]*\s*")
+_NAMED: Final = (
+    re.compile(r"([\w.-]{1,256})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)"),
+    re.compile(r"[\w.-]{1,256}(?:\[CALL_ID\]\w*)?(?:\[[A-Z_]*\]?)?\s*"),
+)
+"""A name before a call's brackets, and the beginning of one."""
+_PYTHON: Final = (
+    re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()"),
+    re.compile(r"[A-Za-z_][\w.-]*\s*"),
+)
 _FIRST_KEY: Final = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|([^"\s]))')
 _KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
 """First keys of a call's object."""
@@ -181,86 +186,64 @@ class ObjectCallReader(CallReader):
 
     _scan: _Brackets | None = None
     _name = ""
-    """The name before the brackets; empty for a JSON object that names itself."""
+    """The name before the brackets. Empty for a JSON object, which names itself."""
 
     def _in_call(self, is_final: bool) -> bool:
-        if self._scan is None and not self._find_begin(is_final):
-            return False
-        if self._scan is None:
-            return True
-        end = self._scan.find(self._text, self._family.end)
+        scan, text = self._scan, self._text
+        if scan is None:
+            return self._find_call(is_final)
+        end = scan.find(text, self._family.end)
         if end is None and not is_final:
             return False
-        scan, self._scan = self._scan, None
-        text = self._text[scan.begin : end]
-        if end is not None or (scan.missing == "}" and text.rstrip()[-1] == "}"):
-            text += scan.missing or ""
-        end = len(self._text) if end is None else end
-        call = self._parsed(text, is_json=text[0] == "{")
-        is_unsure = self._is_bare and self._is_first
-        if call is None or (is_unsure and call[0] not in self._schemas):
-            return self._no_call()
-        self._call(*call, end)
-        return True
-
-    def _find_begin(self, is_final: bool) -> bool:
-        """Find a call's first bracket, or leave the calls. Returns False to wait."""
-        text, family = self._text, self._family
-        between = _BETWEEN if self._is_first else _AFTER_CALL
-        found = between.match(text, self._place)
-        assert found is not None, "it matches nothing, too"
-        self._place = place = found.end()
-        rest = text[place : place + MOST_HEAD_CHARS]
-        if family.end and rest.startswith(family.end):
-            return self._end(place + len(family.end))
-        if not rest or (family.end and family.end.startswith(rest)):
-            return self._end(len(text)) if is_final else False
-        if rest[0] == "]" and not self._is_first:
-            end = re.compile(rf"\]\s*(?:{re.escape(family.end)})?").match(text, place)
-            assert end is not None
-            if not is_final and family.end.startswith(text[end.end() :]) and family.end:
-                return False
-            return self._end(end.end())
-        if rest[0] == "{":
-            return self._begin_object(place, rest, is_final)
-        head, begun = _NAMED, _BEGUN_NAMED
-        if family.is_python:
-            head, begun = _PYTHON, _BEGUN_PYTHON
-        if family.is_python or family.takes_name:
-            named = head.match(text, place)
-            if named is not None and not (self._is_bare and named[1] not in self._schemas):
-                self._name = named[1]
-                self._scan = _Brackets(named.end(), "\"'" if family.is_python else '"')
-                return True
-            if named is None and begun.fullmatch(rest) and len(rest) < MOST_HEAD_CHARS:
-                return False if not is_final else self._no_call()
-        return self._no_call()
-
-    def _begin_object(self, place: int, rest: str, is_final: bool) -> bool:
-        if self._is_bare:
-            first = _FIRST_KEY.match(rest)
-            if first is None and len(rest) < MOST_HEAD_CHARS and not is_final:
-                return False
-            if first is None or first[1] not in _KEYS:
-                return self._no_call()
-        self._name, self._scan = "", _Brackets(place, '"')
-        return True
-
-    def _parsed(self, text: str, *, is_json: bool) -> tuple[str, str] | None:
-        """Return a call's name and arguments, or None if the text is no call."""
-        if not is_json:
-            arguments = arguments_text(_keywords(text))
-            return None if arguments is None else (self._name, arguments)
-        call = loaded(text)
-        name, given = self._name, call
-        if not name:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return None
-            name = call["name"]
-            values = [call[key] for key in ("arguments", "parameters") if call.get(key) is not None]
-            given = values[0] if values else {}
+        self._scan, said = None, text[scan.begin : end]
+        if end is not None or (scan.missing == "}" and said.rstrip()[-1] == "}"):
+            said += scan.missing or ""
+        name: Any = self._name
+        if said[0] == "{":
+            given = loaded(said)
+            if not name and isinstance(given, dict):
+                name = given.get("name")
+                values = [given.get(key) for key in ("arguments", "parameters")]
+                given = next((value for value in values if value is not None), {})
+        else:
+            given = _keywords(said)
         arguments = arguments_text(given)
-        return None if arguments is None else (name, arguments)
+        is_unknown = self._is_bare and self._is_first and name not in self._schemas
+        if arguments is None or not isinstance(name, str) or is_unknown:
+            return self._no_call()
+        self._call(name, arguments, len(text) if end is None else end)
+        return True
+
+    def _find_call(self, is_final: bool) -> bool:
+        """Find a call's first bracket, or the end of all calls."""
+        text, end = self._text, self._family.end
+        blanks = (_BEFORE_CALL if self._is_first else _AFTER_CALL).match(text, self._place)
+        self._place = place = blanks.end() if blanks else self._place
+        rest = text[place : place + MOST_HEAD_CHARS]
+        is_closed = rest[:1] == "]" and not self._is_first
+        after = rest[1:].lstrip() if is_closed else rest
+        has_end = end != "" and after.startswith(end)
+        if end.startswith(after) and not has_end:
+            return is_final and self._end(len(text))
+        if is_closed or has_end:
+            return self._end(place + len(rest) - len(after) + len(end) * has_end)
+        may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
+        if rest[0] == "{":
+            first = _FIRST_KEY.match(rest)
+            if self._is_bare and (first is None or first[1] not in _KEYS):
+                return not (first is None and may_wait) and self._no_call()
+            self._name, self._scan = "", _Brackets(place, '"')
+            return True
+        if not (self._family.is_python or self._family.takes_name):
+            return self._no_call()
+        head, begun = _PYTHON if self._family.is_python else _NAMED
+        named = head.match(text, place)
+        if named is None or (self._is_bare and named[1] not in self._schemas):
+            is_begun = named is None and begun.fullmatch(rest) is not None
+            return not (is_begun and may_wait) and self._no_call()
+        quotes = "\"'" if self._family.is_python else '"'
+        self._name, self._scan = named[1], _Brackets(named.end(), quotes)
+        return True
 
 
 class _Brackets:
@@ -348,25 +331,22 @@ class TaggedCallReader(CallReader):
         return self._in_arguments(is_final) if self._name else self._in_head(is_final)
 
     def _in_head(self, is_final: bool) -> bool:
-        tags, text = self._tags, self._text
+        tags, text, end = self._tags, self._text, self._family.end
         rest = text[self._place : self._place + MOST_HEAD_CHARS].lstrip()
-        head = re.compile(tags.head).match(text, self._place)
-        end = self._family.end
+        may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
         if rest.startswith(end):
             return self._end(text.index(end, self._place) + len(end))
         if end.startswith(rest):
-            return self._end(len(text)) if is_final else False
+            return is_final and self._end(len(text))
+        head = re.compile(tags.head).match(text, self._place)
         if head is None:
             begun = re.fullmatch(r"\s*[\w.-]*\s*(?:<[/a-z_]*)?", rest[len(tags.lead) :])
-            may_come = begun is not None and _may_begin(rest, tags.lead) and not is_final
-            return False if may_come and len(rest) < MOST_HEAD_CHARS else self._no_call()
-        if self._is_bare:
-            after = text[head.end() :].lstrip()
-            marks = (tags.key_lead, tags.end)
-            if head[1] not in self._schemas or not any(_may_begin(after, mark) for mark in marks):
-                return self._no_call()
-            if not after.startswith(marks):
-                return False if not is_final else self._no_call()
+            is_begun = begun is not None and _may_begin(rest, tags.lead)
+            return not (is_begun and may_wait) and self._no_call()
+        after, marks = text[head.end() :].lstrip(), (tags.key_lead, tags.end)
+        if self._is_bare and not (head[1] in self._schemas and after.startswith(marks)):
+            is_begun = head[1] in self._schemas and any(_may_begin(after, mark) for mark in marks)
+            return not (is_begun and may_wait) and self._no_call()
         self._name, self._arguments, self._place = head[1], {}, head.end()
         return True
 
@@ -402,15 +382,17 @@ class TaggedCallReader(CallReader):
 
     def _give(self, end: int) -> None:
         arguments = arguments_text(self._arguments)
-        assert arguments is not None, "values are JSON"
-        self._call(self._name, arguments, end)
+        if arguments is None:  # too deep
+            self._say(self._text[:end])
+            self._text, self._place = self._text[end:], 0
+        else:
+            self._call(self._name, arguments, end)
         self._name = ""
 
     def _in_value(self, key: str, is_final: bool) -> bool:
         end = self._value_end(is_final)
         if end is None:
             if is_final:
-                self._key, self._name = None, ""
                 self._say(self._text)
                 self._text = ""
             return False
@@ -419,49 +401,36 @@ class TaggedCallReader(CallReader):
             value = value.removeprefix("\n").removesuffix("\n")
         schema = self._schemas.get(self._name, {})
         self._arguments[key] = meant(value, self._properties.get(key), schema)
-        at_end = self._text.startswith(self._tags.value_end, end)
-        self._place = end + len(self._tags.value_end) * at_end
+        has_end = self._text.startswith(self._tags.value_end, end)
+        self._place = end + len(self._tags.value_end) * has_end
         self._key = None
         return True
 
     def _value_end(self, is_final: bool) -> int | None:
         """Return where a value ends: before an end tag that another tag follows. Where the
         model forgot it, before the tag that should follow. None if it needs more text."""
-        tags, family, text = self._tags, self._family, self._text
-        place: int = self._place
-        after = tuple(filter(None, (tags.key_lead, tags.end, family.end)))
+        tags, family, text, place = self._tags, self._family, self._text, self._place
+        ends = tuple(filter(None, (tags.end, family.end)))
+        after = tuple(filter(None, (tags.key_lead, *ends, family.begin, tags.lead)))
         end = text.find(tags.value_end, self._num_scanned)
         while end >= 0:
             rest = text[end + len(tags.value_end) :].lstrip()
             if rest.startswith(after) or (is_final and not rest):
                 break
-            if not is_final and any(_may_begin(rest, mark) for mark in after):
+            if not is_final and any(mark.startswith(rest) for mark in after):
                 self._num_scanned = end
                 return None
             end = text.find(tags.value_end, end + 1)
-        if end < 0 and not is_final:
-            self._num_scanned = max(place, len(text) - len(tags.value_end))
-            return None
-        value = text[place:end] if end >= 0 else text[place:]
-        ends = [tags.value_end] * (end < 0) + [each for each in (tags.end, family.end) if each]
-        found = [value.find(each) for each in ends if each in value]
         if end < 0:
-            return place + min(found) if found else None
-        return place + min([len(value), *self._forgotten(value)])
-
-    def _forgotten(self, value: str) -> list[int]:
-        """Return where a value ends that another call's begin, or another argument, follows."""
-        tags, family = self._tags, self._family
-        places = []
-        last = value.rfind(family.begin)
-        ends = [value.find(mark, 0, last) for mark in (tags.end, family.end) if mark]
-        if last >= 0 and max(ends) >= 0:
-            places.append(min(end for end in ends if end >= 0))
-        for name in self._properties:
-            found = value.find(f"\n{tags.key_lead}{name}{tags.key_end}")
-            if found >= 0 and name != self._key and name not in self._arguments:
-                places.append(found)
-        return places
+            self._num_scanned = max(place, len(text) - len(tags.value_end))
+            found = [text.find(each, place) for each in (tags.value_end, *ends)]
+            return min((each for each in found if each >= 0), default=None) if is_final else None
+        # Before another call's begin, or another argument, the model forgot the end tag.
+        last = text.rfind(family.begin, place, end)
+        found = [text.find(each, place, max(last, place)) for each in ends]
+        for name in {*self._properties} - {self._key, *self._arguments}:
+            found.append(text.find(f"\n{tags.key_lead}{name}{tags.key_end}", place, end))
+        return min((each for each in found if each >= 0), default=end)
 
     @property
     def _properties(self) -> Mapping[str, Any]:

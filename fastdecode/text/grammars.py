@@ -31,7 +31,7 @@ _SHOWN: Final = 500
 
 
 def llguidance() -> ModuleType:
-    """The package. Raises RequestError: it isn't installed."""
+    """Return the package. Raises RequestError: If it isn't installed."""
     try:
         import llguidance
     except ModuleNotFoundError:
@@ -45,9 +45,12 @@ def llguidance() -> ModuleType:
 
 
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
-    """Raises RequestError: the schema, expression or grammar can't be followed
-    (code ``invalid_structured_outputs``), or the package is missing
-    (``missing_extra``)."""
+    """Check structured outputs.
+
+    Raises:
+        RequestError: If the schema, expression or grammar can't be followed (code
+            ``invalid_structured_outputs``), or the package is missing (``missing_extra``).
+    """
     package = llguidance()
     limits = package.LLParserLimits(verbose_errors=False)
     check = partial(package.LLMatcher.validate_grammar, limits=limits)
@@ -63,16 +66,13 @@ def _refuse_tool(grammar: str, check: Callable[[str], str]) -> None:
         name, _, rules = section.partition("\n")
         said = check(f"start: {rules.partition(':')[0]}\n{rules}")
         if said and not said.startswith("WARNING"):
-            raise refuse_tool(name, _brief(said.splitlines()[-1]))
+            why = said.partition("\n   1 | ")[0]  # then it quotes our grammar
+            raise refuse_tool(name, _brief(why.rpartition("JSON schema: ")[2]))
 
 
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
-    """The grammar as llguidance takes it. Raises RequestError, as
-    ``check_structured``.
-
-    Args:
-        special: the model's special tokens, by name.
-    """
+    """Return the grammar as llguidance takes it. ``special``: ids of the model's special tokens,
+    by name. Raises RequestError: See ``check_structured``."""
     grammar = _grammar_of_answer(wanted)
     if wanted.reasoning is None:
         return grammar
@@ -80,22 +80,31 @@ def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
 
 
 def _grammar_of_answer(wanted: StructuredOutputs) -> str:
-    matcher = llguidance().LLMatcher
-    if wanted.json is not None:
-        return _json_grammar(matcher, wanted.json, _blanks(wanted))
-    if wanted.json_object:
-        return _json_grammar(matcher, '{"type": "object"}', _blanks(wanted))
+    package = llguidance()
     if wanted.regex is not None:
-        return str(matcher.grammar_from_regex(wanted.regex))
+        return str(package.LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
-        texts = " | ".join(map(quoted, wanted.choice))
-        return str(matcher.grammar_from_lark(f"start: {texts}"))
-    assert wanted.grammar is not None
-    return _free_grammar(wanted.grammar)
+        return f"start: {' | '.join(map(quoted, wanted.choice))}"
+    try:
+        if wanted.grammar is not None:
+            return str(package.grammar_from("grammar", wanted.grammar))
+        schema = wanted.schema
+        assert schema is not None, "one of the kinds is given"
+        exact = exact_rule(schema)
+        if exact is not None:
+            return f"start: {exact}"
+        options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
+        if wanted.disable_any_whitespace:
+            options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+        said = json.dumps(followable(schema))
+        return str(package.LLMatcher.grammar_from_json_schema(said, defaults=options))
+    except (ValueError, RecursionError) as error:
+        what = "read" if wanted.grammar is not None else "followed"
+        raise refuse(f".{wanted.kind} can't be {what}: {_brief(str(error))}") from None
 
 
 def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[str, int]) -> str:
-    """A grammar with the reasoning before it, which may be any text."""
+    """Return a grammar with the reasoning, any text, before it."""
     family = REASONING_FORMATS.get(wanted.reasoning or "")
     if family is None:
         known = ", ".join(REASONING_FORMATS)
@@ -114,7 +123,7 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
 
 
 def _around(grammar: str, outer: str) -> str:
-    """A Lark grammar with another grammar in it, as the rule ``@answer``."""
+    """Return a Lark grammar whose rule ``@answer`` is another grammar."""
     # llguidance writes Lark's grammars as they are, others as JSON.
     grammars = (
         json.loads(grammar)
@@ -123,33 +132,6 @@ def _around(grammar: str, outer: str) -> str:
     )
     grammars["grammars"][0]["name"] = "answer"
     return json.dumps({**grammars, "grammars": [{"lark_grammar": outer}, *grammars["grammars"]]})
-
-
-def _blanks(wanted: StructuredOutputs) -> dict[str, Any]:
-    """llguidance's options."""
-    if wanted.disable_any_whitespace:
-        return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-    return {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
-
-
-def _json_grammar(matcher: Any, schema: str, options: Mapping[str, Any]) -> str:
-    try:
-        tree = json.loads(schema)
-        exact = exact_rule(tree)
-        if exact is not None:
-            return str(matcher.grammar_from_lark(f"start: {exact}"))
-        return str(matcher.grammar_from_json_schema(json.dumps(followable(tree)), defaults=options))
-    except ValueError as error:
-        raise refuse(f".json can't be followed: {_brief(str(error))}") from None
-
-
-def _free_grammar(text: str) -> str:
-    package = llguidance()
-    convert: Callable[[str, str], str] = package.grammar_from
-    try:
-        return convert("grammar", text)
-    except (ValueError, RecursionError) as error:
-        raise refuse(f".grammar can't be read: {_brief(str(error))}") from None
 
 
 def _brief(said: str) -> str:

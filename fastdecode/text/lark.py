@@ -64,7 +64,7 @@ def exact_rule(schema: Mapping[str, Any]) -> str | None:
 def arguments_rule(tool: Mapping[str, Any]) -> str:
     """Return the JSON of a tool's arguments: those that its schema names, and no others, unless
     the schema says more. Raises ValueError: see ``json_rule``."""
-    schema = {"type": "object", **(tool.get("parameters") or {})}
+    schema = {**(tool.get("parameters") or {}), "type": "object"}
     if not any(name in schema for name in _OPENS):
         schema["additionalProperties"] = False
     return json_rule(schema, _IN_CALLS)

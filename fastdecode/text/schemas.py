@@ -6,7 +6,6 @@ import ast
 import json
 import math
 from collections.abc import Mapping
-from itertools import combinations
 from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
@@ -40,37 +39,44 @@ def followable(schema: Any, root: str = "#") -> Any:
         root: The JSON pointer that takes the place of ``#``.
 
     Raises:
-        ValueError: If the schema has a number that is not exact as a double.
+        ValueError: If the schema has a number that is not exact as a double, or is too deep.
     """
+    try:
+        return _followable(schema, root)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _followable(schema: Any, root: str) -> Any:
     if isinstance(schema, list):
-        return [followable(each, root) for each in schema]
+        return [_followable(each, root) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, Mapping):
-            made[key] = {name: followable(each, root) for name, each in value.items()}
+            made[key] = {name: _followable(each, root) for name, each in value.items()}
         elif key in _NESTED:
             is_any = key == "oneOf" and _exclude_each_other(value)
-            made["anyOf" if is_any and "anyOf" not in schema else key] = followable(value, root)
+            made["anyOf" if is_any and "anyOf" not in schema else key] = _followable(value, root)
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
             made[key] = root + value[1:]
-        elif key in _BOUNDS and _is_number(value):
+        elif key in _BOUNDS and type(value) in (int, float):
             made |= _bound(key, value, is_integer=schema.get("type") == "integer")
         elif key != "format" or not isinstance(value, str) or value in _FORMATS:
             if key in ("const", "enum", "multipleOf"):
-                check_exact(value, key)
+                _check_exact(value, key)
             made[key] = value
     return made
 
 
-def check_exact(value: object, where: str) -> None:
+def _check_exact(value: object, where: str) -> None:
     """Raises ValueError: If a number within a value is not exact as a double."""
     if isinstance(value, (list, tuple)):
         for each in value:
-            check_exact(each, where)
+            _check_exact(each, where)
     elif isinstance(value, Mapping):
-        check_exact(list(value.values()), where)
+        _check_exact(list(value.values()), where)
     elif type(value) is int and abs(value) > _EXACT:
         raise ValueError(
             f"{where} has the integer {value}, which is beyond 2^53 and would be rounded: "
@@ -84,39 +90,39 @@ def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
     sign, inclusive = _BOUNDS[key]
     if value * sign in _LIMITS:
         return {}
-    if not isinstance(value, int) or abs(value) <= _EXACT:
+    if not isinstance(value, int) or abs(value) < _EXACT:
         return {key: value}
     name, exact = "minimum" if sign < 0 else "maximum", value + inclusive
     if is_integer and exact == _INT64:
         return {name: exact}  # it saturates there
-    rounded = float(exact)
+    if exact * sign < -_INT64:
+        raise ValueError(f"{key} {value} is beyond the integers of 64 bits")
+    rounded = float(sign * min(exact * sign, _INT64))
     if int(rounded) * sign > exact * sign:
         rounded = math.nextafter(rounded, -math.inf * sign)
     return {name: sign * min(int(rounded) * sign, _INT64 - 1023)}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _exclude_each_other(options: object) -> bool:
     """Return True if no value fits two of these schemas, as far as constants and types say."""
-    if not isinstance(options, list):
-        return False
-    return all(_are_disjoint(one, other) for one, other in combinations(options, 2))
+    values: set[str] = set()
+    kinds: set[str] = set()
+    constant_kinds: set[str] = set()
+    for option in options if isinstance(options, list) else [{}]:
+        choices = choices_of(option)
+        types = types_of(option, {})
+        said = {_comparable(each) for each in choices or ()}
+        if (choices is None and (not types or types & kinds)) or said & values:
+            return False
+        values |= said
+        kinds |= types if choices is None else set()
+        constant_kinds |= {_type_of(json.loads(each)) for each in said}
+    return not kinds & constant_kinds
 
 
-def _are_disjoint(one: object, other: object) -> bool:
-    values = choices_of(one), choices_of(other)
-    if values[0] is not None and values[1] is not None:
-        return not {*map(_comparable, values[0])} & {*map(_comparable, values[1])}
-    types = types_of(one, {}), types_of(other, {})
-    return bool(types[0] and types[1]) and not types[0] & types[1]
-
-
-def _comparable(value: object) -> str:
-    whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if whole else value, sort_keys=True)  # type: ignore[call-overload]
+def _comparable(value: Any) -> str:
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, sort_keys=True)
 
 
 def choices_of(schema: object) -> list[Any] | None:
@@ -128,17 +134,26 @@ def choices_of(schema: object) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def resolved(schema: object, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> dict[str, Any]:
-    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win."""
+def resolved(
+    schema: object, root: Mapping[str, Any], seen: set[str] | None = None, steps: int = _MOST_STEPS
+) -> dict[str, Any]:
+    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win.
+
+    Args:
+        seen: References that were followed. None is followed twice.
+        steps: Most levels that are looked into.
+    """
     if not isinstance(schema, Mapping) or not steps:
         return {}
+    seen = set() if seen is None else seen
     own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
-    parts = schema.get("allOf")
+    parts, reference = schema.get("allOf"), schema.get("$ref")
     others = list(parts) if isinstance(parts, list) else []
-    if isinstance(schema.get("$ref"), str):
-        others.append(_pointed(root, schema["$ref"]))
+    if isinstance(reference, str) and reference not in seen:
+        seen.add(reference)
+        others.append(_pointed(root, reference))
     for other in others:
-        own = {**resolved(other, root, steps - 1), **own}
+        own = {**resolved(other, root, seen, steps - 1), **own}
     return own
 
 
@@ -153,18 +168,20 @@ def _pointed(root: Any, reference: str) -> Any:
     return root
 
 
-def types_of(schema: object, root: Mapping[str, Any], steps: int = _MOST_STEPS) -> set[str]:
+def types_of(
+    schema: object, root: Mapping[str, Any], seen: set[str] | None = None, steps: int = _MOST_STEPS
+) -> set[str]:
     """Return JSON's types that a schema allows. Empty if it doesn't say. ``number`` has
-    ``integer``."""
-    schema = resolved(schema, root, steps)
+    ``integer``. ``seen`` and ``steps``: as of ``resolved``."""
+    seen = set() if seen is None else seen
+    schema = resolved(schema, root, seen, steps)
     said = schema.get("type")
     types = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
     if not types:
         types = {_type_of(value) for value in choices_of(schema) or ()}
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
+    for options in (schema.get("anyOf"), schema.get("oneOf")):
         if not types and isinstance(options, list):
-            types = set().union(*(types_of(each, root, steps - 1) for each in options))
+            types = set().union(*(types_of(each, root, seen, steps - 1) for each in options))
     return types | ({"integer"} if "number" in types else set())
 
 

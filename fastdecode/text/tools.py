@@ -15,7 +15,7 @@ MAX_TOOLS: Final = 128
 CODE: Final = "invalid_tools"
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
-_CHOICES: Final = ("none", "auto", "required")
+_NULL: Final = type(None)
 
 
 @dataclass(frozen=True)
@@ -86,58 +86,56 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise _refuse("tools", f'{where} must have a "function" that is an object')
-    for name in function:
-        if name not in _FUNCTION_FIELDS:
+    where += ".function"
+    for field in function:
+        if field not in _FUNCTION_FIELDS:
             known = ", ".join(_FUNCTION_FIELDS)
-            raise _refuse(
-                "tools", f"{where}.function has an unknown field {name!r:.80}: known are {known}"
-            )
-    _check_function(function, where)
+            raise _refuse("tools", f"{where} has an unknown field {field!r:.80}: known are {known}")
+    parameters = function.get("parameters")
+    schema = parameters if isinstance(parameters, Mapping) else {}
+    name = function.get("name")
+    for field, is_right, rule in (
+        ("name", isinstance(name, str) and _NAME.fullmatch(name),
+         f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}"),
+        ("description", isinstance(function.get("description"), (str, _NULL)), "a string"),
+        ("strict", isinstance(function.get("strict"), (bool, _NULL)), "true or false"),
+        ("parameters", isinstance(parameters, (Mapping, _NULL)),
+         "a JSON schema, which is an object"),
+        ("parameters.type", schema.get("type", "object") in ("object", ["object"]), '"object"'),
+        ("parameters.properties", isinstance(schema.get("properties") or {}, Mapping), "an object"),
+        ("parameters.required", isinstance(schema.get("required") or [], (list, tuple)), "a list"),
+    ):  # fmt: skip
+        if not is_right:
+            raise _refuse("tools", f"{where}.{field} must be {rule}")
     # ``strict`` asks for what a required call does anyway, and is not for the model.
     said = {k: v for k, v in function.items() if k != "strict" and v is not None}
     return {"type": "function", "function": said}
 
 
-def _check_function(function: Mapping[str, Any], where: str) -> None:
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _refuse(
-            "tools", f"{where}.function.name must be 1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}"
-        )
-    for field, kind, rule in (
-        ("description", str, "a string"),
-        ("parameters", Mapping, "a JSON schema, which is an object"),
-        ("strict", bool, "true or false"),
-    ):
-        value = function.get(field)
-        if value is not None and not isinstance(value, kind):
-            raise _refuse("tools", f"{where}.function.{field} must be {rule}")
-    parameters = function.get("parameters") or {}
-    where += ".function.parameters"
-    if parameters.get("type", "object") != "object":
-        raise _refuse("tools", f'{where} must have the type "object"')
-    if not isinstance(parameters.get("properties") or {}, Mapping):
-        raise _refuse("tools", f"{where}.properties must be an object")
-    if not isinstance(parameters.get("required") or [], (list, tuple)):
-        raise _refuse("tools", f"{where}.required must be a list")
-
-
 def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """The tools that may be called, and whether one must be."""
-    if choice is None:
+    """Return the tools that may be called, and True if one must be."""
+    if choice is None or choice == "auto":
         return tuple(names), False
-    if isinstance(choice, str):
-        if choice not in _CHOICES:
-            raise _refuse("tool_choice", f" must be one of {', '.join(_CHOICES)}, or name a tool")
-        if choice == "required" and not names:
+    if choice == "none":
+        return (), False
+    if choice == "required":
+        if not names:
             raise _refuse("tool_choice", ' "required" needs tools: give some')
-        return (() if choice == "none" else tuple(names)), choice == "required"
+        return tuple(names), True
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind == "allowed_tools":
-        return _of_allowed(choice, names)
-    if kind != "function":
-        raise _refuse("tool_choice", f" must be a string or name a function, not {choice!r:.80}")
-    return (_named(choice, names),), True
+    if kind == "function":
+        return (_named(choice, names),), True
+    if kind != "allowed_tools":
+        what = "none, auto, required, or name a function"
+        raise _refuse("tool_choice", f" must be one of {what}, not {choice!r:.80}")
+    said = choice.get("allowed_tools")  # type: ignore[attr-defined]
+    mode, tools = (said.get(name) for name in ("mode", "tools")) if isinstance(said, Mapping) else (
+        None, None)  # fmt: skip
+    if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
+        raise _refuse(
+            "tool_choice", '.allowed_tools must have a "mode", auto or required, and "tools"'
+        )
+    return tuple(_named(tool, names) for tool in tools), mode == "required"
 
 
 def _named(choice: Any, names: Sequence[str]) -> str:
@@ -147,14 +145,3 @@ def _named(choice: Any, names: Sequence[str]) -> str:
         known = ", ".join(names) or "none"
         raise _refuse("tool_choice", f" names {name!r:.80}, but the tools are {known}")
     return name
-
-
-def _of_allowed(choice: Any, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    said = choice.get("allowed_tools")
-    mode = said.get("mode") if isinstance(said, Mapping) else None
-    tools = said.get("tools") if isinstance(said, Mapping) else None
-    if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
-        raise _refuse(
-            "tool_choice", '.allowed_tools must have a "mode", auto or required, and "tools"'
-        )
-    return tuple(_named(tool, names) for tool in tools), mode == "required"

@@ -123,7 +123,7 @@ def recovery(clock: Clock, timeout_s: float) -> Recovery:
     for i in range(2):
         connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")
     lifecycle = Lifecycle(make_scheduler(schedule_options("greedy", 1), (8, 8), 16))
-    requests = Requests(TextCodec(None), (), 97, GrammarMasks(None, 97, ()))
+    requests = Requests(TextCodec(None), (), 97, GrammarMasks(TextCodec(None), 97, ()))
     state = EngineState(WorkerPool(hub, timeout_s=60.0), lifecycle, requests)
     made = Recovery(state, Nobody(timeout_s), clock)
     for holder in range(2):

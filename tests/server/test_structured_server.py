@@ -78,6 +78,16 @@ def test_vllms_fields(client: Any, body: dict[str, Any]) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 1}}}},
             "response_format",
         ),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "schema"),
+        ({"response_format": {"type": "text", "foo": 1}}, "foo"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "foo": 1}}},
+            "foo",
+        ),
         ({"structured_outputs": {"json": {"$ref": "#/no"}}}, "structured_outputs"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),

@@ -161,7 +161,7 @@ def ids_of(mask: np.ndarray[Any, Any]) -> list[int]:
 
 @pytest.fixture
 def masks() -> Any:
-    made = GrammarMasks(Vocabulary(TOKENIZERS["byte-level"]), 400, (1, 399))
+    made = GrammarMasks(TextCodec(TOKENIZERS["byte-level"]), 400, (1, 399))
     yield made
     made.close()
 
@@ -169,7 +169,7 @@ def masks() -> Any:
 @with_text
 def test_tokens_of_the_text_are_allowed_and_no_others(kind: str) -> None:
     vocabulary, byte = Vocabulary(TOKENIZERS[kind]), byte_ids(kind)
-    masks = GrammarMasks(vocabulary, 2000, (2,))
+    masks = GrammarMasks(TextCodec(TOKENIZERS[kind]), 2000, (2,))
     wanted = StructuredOutputs(regex="a[0-9]?")
     first = allowed(masks, wanted, ())
     assert {vocabulary.text([token]).strip() for token in first} == {"a"}
@@ -192,7 +192,7 @@ def test_every_eos_is_allowed_where_the_text_may_end(masks: GrammarMasks) -> Non
 def test_a_model_without_eos_is_given_no_other_token_for_it() -> None:
     vocabulary, byte = Vocabulary(TOKENIZERS["byte-level"]), byte_ids("byte-level")
     size = vocabulary.tokenizer.get_vocab_size()
-    masks = GrammarMasks(vocabulary, size, ())
+    masks = GrammarMasks(TextCodec(vocabulary.tokenizer), size, ())
     a = byte[ord("a")]
     assert [i for i in allowed(masks, StructuredOutputs(regex="a{2}"), (a,)) if i < size] == [a]
     masks.close()
@@ -213,6 +213,73 @@ def test_a_state_is_a_function_of_the_tokens(masks: GrammarMasks) -> None:
             state.observe(drawn[-1])
             if state.is_complete or drawn[-1] == 1:
                 break
+
+
+GREAT = 1234567890123456789
+INT64: dict[str, Any] = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"enum": [GREAT, "a"]}, [str(GREAT), '"a"'], [str(GREAT - 21), "1"]),
+        ({"const": 12345678901234567890}, ["12345678901234567890"], ["12345678901234567000"]),
+        ({"type": "integer", "enum": [-GREAT]}, [str(-GREAT)], [str(-GREAT + 21)]),
+        (INT64, [str((1 << 63) - 1), "-9223372036854774784", "0"], [str(1 << 63), str(-1 << 64)]),
+        ({"type": "array", "items": INT64}, [f"[{(1 << 63) - 1}]"], [f"[{1 << 63}]"]),
+        ({"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, [str((1 << 64) - 1)], ["-1"]),
+        ({"type": "integer", "exclusiveMaximum": 1 << 63}, [str((1 << 63) - 1)], [str(1 << 63)]),
+        ({"type": "integer", "exclusiveMinimum": 1 << 53}, [str((1 << 53) + 2)], [str(1 << 53)]),
+        ({"type": "integer", "minimum": (1 << 53) + 1}, [str((1 << 53) + 2)], [str(1 << 53)]),
+        ({"type": "integer", "maximum": (1 << 60) + 1}, [str(1 << 60)], [str((1 << 60) + 2)]),
+        ({**INT64, "type": "number"}, ["1.5"], [str(1 << 63)]),
+        ({"type": "integer", "maximum": 10**400}, ["-1", "9"], ["1.5"]),
+        ({"type": "number", "maximum": 1.7976931348623157e308}, ["1.5"], ["a"]),
+        ({"oneOf": [{"const": 1, "title": "a"}, {"const": 2, "title": "b"}]}, ["1", "2"], ["3"]),
+        ({"oneOf": [{"const": 1}, {"const": True}, {"enum": ["a", None]}]}, ["1", "true"], ["2"]),
+        ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, ["1", "true"], ["1.5"]),
+        ({"type": "string", "format": "uri-reference"}, ['"a"'], ["a"]),
+        ({"type": "string", "format": "date"}, ['"2026-01-02"'], ['"a"']),
+        ({"const": {"format": "byte", "oneOf": 1}}, ['{"format": "byte", "oneOf": 1}'], ["{}"]),
+    ],
+    ids=str,
+)
+def test_schemas_are_followed_exactly(
+    masks: GrammarMasks, schema: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    submit({"json": schema})
+    wanted = StructuredOutputs(json=schema)  # type: ignore[arg-type]
+    for text in (*allowed, *refused):
+        ids = TOKENIZERS["byte-level"].encode(text, add_special_tokens=False).ids
+        state = masks.state(wanted, ids)
+        may_end = 1 in ids_of(state.mask()) and state.error is None
+        assert may_end is (text in allowed), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"const": GREAT}}}, f"const has the integer {GREAT}"),
+        ({"items": {"enum": [{"a": [GREAT]}]}}, f"enum has the integer {GREAT}"),
+        ({"type": "integer", "multipleOf": (1 << 53) + 1}, "9007199254740993"),
+        ({"type": "integer", "minimum": 10**400}, "beyond the integers of 64 bits"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf"),
+        ({"oneOf": [{"const": 2.0}, {"type": "integer"}]}, "oneOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ],
+    ids=str,
+)
+def test_schemas_that_would_be_rounded_are_refused(schema: dict[str, Any], words: str) -> None:
+    assert words in str(refused({"json": schema}))
+
+
+@pytest.mark.parametrize("char", ["\x7f", "\x80", "\u2028", "\x00", "\\", '"', "\ufeff", "//"])
+def test_choices_have_any_characters(masks: GrammarMasks, char: str) -> None:
+    ids = TOKENIZERS["byte-level"].encode(f"a{char}", add_special_tokens=False).ids
+    submit({"choice": [f"a{char}"]})
+    state = masks.state(StructuredOutputs(choice=(f"a{char}",)), ids)
+    state.mask()
+    assert state.is_complete
 
 
 def test_a_complete_text_is_known_at_its_last_token(masks: GrammarMasks) -> None:

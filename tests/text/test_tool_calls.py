@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,7 @@ from fastdecode.text.reasoning import (
     prompt_state,
     reasoning_format,
 )
+from fastdecode.text.schemas import followable, types_of
 from fastdecode.text.tool_formats import TOOL_FORMATS, tool_format
 from fastdecode.text.tools import Tools
 
@@ -48,7 +51,9 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "stop", "description": "Ends it."}},
 ]
 NAMES = frozenset({"weather", "stop"})
-SCHEMAS: dict[str, Any] = {"weather": PARAMETERS, "stop": {}}
+SCHEMAS: dict[str, Any] = {
+    "weather": PARAMETERS, "stop": {}, "odd": {"properties": {"a b": {}, "a b>c": {}}},
+}  # fmt: skip
 CALL = ("weather", '{"city": "Wie}n\\""}')
 
 
@@ -80,19 +85,39 @@ CODER = (
     "</function>\n</tool_call>"
 )
 GLM = '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Wie}n"</arg_value>\n</tool_call>'
-ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+DAYS = "<tool_call>\n<function=weather>\n<parameter=days>\n"
+ONE_DAY = ("weather", '{"days": 1}')
+CALL_HEAD = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>"
+ANSWERS: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
     ("hermes", "No call, but 1 < 2 and <tool_box>.", "No call, but 1 < 2 and <tool_box>.", []),
     ("hermes", f"I look.\n{HERMES}\n{HERMES}\n", "I look.\n", [CALL, CALL]),
     ("hermes", f"{HERMES}\nDone.", "Done.", [CALL]),
     ("hermes", '<tool_call>\n{"arguments": {"a": [1]}, "name": "f"}\n</tool_call>', "",
      [("f", '{"a": [1]}')]),
-    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>', "",
+     [("f", '{"a": [1]}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', "",
+     [("f", '{"a": "</tool_call>"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>!', "!", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+     [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b\nc\\ud83d"}}</tool_call>', "",
+     [("f", '{"a": "b\\nc\\ud83d"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1234567890123456789}}</tool_call>',
+     "", [("f", '{"a": 1234567890123456789}')]),
+    ("hermes", "<tool_call>\n{'name': 'f', 'arguments': {}}\n</tool_call>", None, []),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "", [("f", "{}")]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "x": [{}, "}"]}\n</tool_call>!', "!",
      [("f", "{}")]),
     ("hermes", "<tool_call> is a mark", "<tool_call> is a mark", []),
     ("hermes", "<tool_call>\n{not JSON}\n</tool_call>",
-     "<tool_call>{not JSON}\n</tool_call>", []),
+     "<tool_call>\n{not JSON}\n</tool_call>", []),
     ("hermes", "<tool_call>\n", "", []),
     ("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool', "", [("stop", "{}")]),
     ("hermes", '<tool_call>{"name": "stop", "arguments": null}</tool_call>', "", [("stop", "{}")]),
@@ -103,6 +128,11 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", f"<|python_tag|>{LLAMA}", "", [CALL]),
     ("llama3_json", '{"name": "nobody", "parameters": {}}', '{"name": "nobody", "parameters": {}}',
      []),
+    ("llama3_json", f"[{LLAMA}, {LLAMA}]", "", [CALL, CALL]),
+    ("llama3_json", '[{"name": "nobody", "parameters": {}}]', None, []),
+    ("llama3_json", "[[1], 2]", None, []),
+    ("llama3_json", '{"name": "stop", "parameters": {}', "", [("stop", "{}")]),
+    ("llama3_json", '{"name": "stop", "parameters": {"a": "b', None, []),
     ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3_json", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
     ("llama3_json", "{}", "{}", []),
@@ -111,6 +141,11 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      '{"name": "stop", "arguments": {}}]', "", [CALL, ("stop", "{}")]),
     ("mistral", '[TOOL_CALLS] [{"name": "stop", "arguments": {}, "id": "abc"}]', "",
      [("stop", "{}")]),
+    ("mistral", '[TOOL_CALLS]stop{}', "", [("stop", "{}")]),
+    ("mistral_args", '[TOOL_CALLS]weather{"city": "Wie}n\\""}', "", [CALL]),
+    ("mistral_args", '[TOOL_CALLS] [{"name": "stop", "arguments": {}}]', "", [("stop", "{}")]),
+    ("mistral_args", '[TOOL_CALLS]stop[ARGS]{"a": 1', None, []),
+    ("mistral_args", "[TOOL_CALLS]stop", None, []),
     ("mistral", "[1, 2] is a list", "[1, 2] is a list", []),
     ("mistral_args", 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Wie}n\\""}'
      '[TOOL_CALLS]stop[CALL_ID]a1b2[ARGS]{}', "Yes.", [CALL, ("stop", "{}")]),
@@ -121,8 +156,23 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", "<tool_call><function=weather><parameter=days>2</parameter>"
      "<parameter=city>\n1 < 2\n\n</parameter><parameter=no>[1]</parameter></function></tool_call>",
      "", [("weather", '{"days": 2, "city": "1 < 2\\n", "no": [1]}')]),
-    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRo", "",
-     [("weather", "")]),
+    ("qwen3_coder", f"{DAYS}1", None, []),
+    ("qwen3_coder", f"{DAYS}1\n</function>\n</tool_call>", "", [ONE_DAY]),
+    ("qwen3_coder", f"{DAYS}1\n</tool_call>!", "!", [ONE_DAY]),
+    ("qwen3_coder", f"{DAYS}1\n</parameter>\n", "", [ONE_DAY]),
+    ("qwen3_coder", f"{DAYS}1\n</parameter>\n</function>\nDone.", "Done.", [ONE_DAY]),
+    ("qwen3_coder", f"{DAYS}1\n<parameter=city>\na\n</parameter>\n</function>\n</tool_call>", "",
+     [("weather", '{"days": 1, "city": "a"}')]),
+    ("qwen3_coder", f"{DAYS}1\n</function>\n</tool_call>\n{CODER}", "", [ONE_DAY, CALL]),
+    ("qwen3_coder", f"I look. {CODER.removeprefix('<tool_call>')}", "I look. \n", [CALL]),
+    ("qwen3_coder", f"{DAYS}1\n</parameter>\n</function>\n{CODER}", "", [ONE_DAY, CALL]),
+    ("qwen3_coder", "Write <function=weather> to look.", None, []),
+    ("qwen3_coder", "<function=other>\n</function>", None, []),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\na</tool_call>b</parameter>c"
+     "</function>\n</parameter>\n</function>\n</tool_call>", "",
+     [("weather", '{"city": "a</tool_call>b</parameter>c</function>"}')]),
+    ("qwen3_coder", "<tool_call><function=odd><parameter=a b>c>1</parameter><parameter=a b>2"
+     "</parameter></function></tool_call>", "", [("odd", '{"a b>c": 1, "a b": 2}')]),
     ("qwen3_coder", "<tool_call>\n<function=stop>\n<b>?</b></function>\n</tool_call>", "",
      [("stop", "{}")]),
     ("qwen3_coder", "<tool_call><function=stop></function><function=stop></function></tool_call>",
@@ -134,6 +184,12 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("glm45", "<tool_call>stop\n</tool_call>", "", [("stop", "{}")]),
     ("glm45", "<tool_call>weather<arg_key>days</arg_key><arg_value>None</arg_value></tool_call>!",
      "!", [("weather", '{"days": null}')]),
+    ("glm45", GLM.removesuffix("</tool_call>"), "", [CALL]),
+    ("glm45", GLM.replace("</arg_value>\n", ""), "", [CALL]),
+    ("glm45", f"{GLM.removesuffix('</tool_call>')}{GLM}", "", [CALL, CALL]),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Wi", None, []),
+    ("glm45", "<tool_call>a < b", None, []),
+    ("glm45", "<tool_call>stop", None, []),
     ("glm45", "<tool_call> is a mark", "<tool_call> is a mark", []),
     ("pythonic", '[weather(city="Wie}n\\""), stop()]', "", [CALL, ("stop", "{}")]),
     ("pythonic", "Hm. <|python_start|>[weather(city='a\\'(', days=[1, -2.5, {'x': None}])]"
@@ -141,6 +197,11 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      [("weather", '{"city": "a\'(", "days": [1, -2.5, {"x": null}]}')]),
     ("pythonic", ' [ weather (city = "\\ud83d\\ude00\\/", days=true) ; stop()', "",
      [("weather", '{"city": "😀/", "days": true}'), ("stop", "{}")]),
+    ("pythonic", f"<|python_start|>{LLAMA}<|python_end|>", "", [CALL]),
+    ("pythonic", f"<|python_start|>[{LLAMA}, {LLAMA}]<|python_end|>!", "!", [CALL, CALL]),
+    ("pythonic", "<|python_start|>stop()<|python_end|>", "", [("stop", "{}")]),
+    ("pythonic", "[stop()] weather is next", "weather is next", [("stop", "{}")]),
+    ("pythonic", "[weather(days=1e999)]", None, []),
     ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
     ("pythonic", "[nobody(1)]", "[nobody(1)]", []),
     ("pythonic", "[weather(city)] is no call", "[weather(city)] is no call", []),
@@ -154,6 +215,9 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
      "I look.", [CALL]),
     ("harmony", " to=functions.stop<|channel|>commentary json<|message|>{}<|call|><|start|>"
      "assistant<|channel|>final<|message|>Done.<|return|>", "Done.", [("stop", "{}")]),
+    ("harmony", f"{CALL_HEAD}{{'a': 1}}<|call|>", "{'a': 1}", []),
+    ("harmony", f'{CALL_HEAD}{{"a": 1', '{"a": 1', []),
+    ("harmony", f'{CALL_HEAD}{{"a": 1}}', "", [("stop", '{"a": 1}')]),
     ("harmony", "No channel at <|all", "No channel at <|all", []),
     ("harmony", "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final"
      "<|message|>b", "a\nb", []),
@@ -163,9 +227,11 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("family", "answer", "text", "calls"), ANSWERS)
 def test_calls_are_found_however_the_text_is_cut(
-    family: str, answer: str, text: str, calls: list[tuple[str, str]]
+    family: str, answer: str, text: str | None, calls: list[tuple[str, str]]
 ) -> None:
+    """Without a ``text``, all of the answer is text."""
     rng = random.Random(5)
+    text = answer if text is None else text
     cuts = [[answer], list(answer)]
     for _ in range(6):
         places = sorted(rng.sample(range(len(answer) + 1), 2))
@@ -173,6 +239,52 @@ def test_calls_are_found_however_the_text_is_cut(
     for pieces in cuts:
         said, _, found = divided(family, pieces)
         assert (said, found) == (text, calls), pieces
+
+
+def test_a_schema_whose_references_branch_is_read_once() -> None:
+    nodes: dict[str, Any] = {
+        f"n{place}": {"anyOf": [{"$ref": f"#/$defs/n{place + 1}"}] * 50,
+                      "allOf": [{"$ref": f"#/$defs/n{place + 1}"}] * 50}
+        for place in range(60)
+    }  # fmt: skip
+    assert types_of({"$ref": "#/$defs/n0"}, {"$defs": nodes}) == set()
+    assert followable({"oneOf": [{"const": place} for place in range(20_000)]})["anyOf"]
+
+
+@pytest.mark.parametrize(
+    ("family", "begin", "piece"),
+    [
+        ("hermes", '<tool_call>{"name": ', "["),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "b\\\\"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n", "b <c> "),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_value>", "b <c> "),
+        ("pythonic", "[stop(a='", "b"),
+    ],
+)
+def test_a_long_argument_is_read_once(family: str, begin: str, piece: str) -> None:
+    """Twice the text takes twice the steps of Python, but for one in ten."""
+
+    def num_steps(num_pieces: int) -> int:
+        reader = call_reader(TOOL_FORMATS[family], SCHEMAS)
+        steps = 0
+
+        def count(frame: Any, event: str, argument: object) -> Any:
+            nonlocal steps
+            steps += event == "line"
+            return count
+
+        sys.settrace(count)
+        try:
+            parts = [*reader.feed(begin)]
+            for _ in range(num_pieces):
+                parts += reader.feed(piece)
+        finally:
+            sys.settrace(None)
+        assert not parts
+        return steps
+
+    num_steps(1)  # compiles patterns
+    assert num_steps(400) < 2.2 * num_steps(200)
 
 
 def test_an_unclosed_first_key_is_text_once_it_is_too_long_for_a_call() -> None:
@@ -248,6 +360,22 @@ def test_formats_are_known_by_the_template() -> None:
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "integer"}, "many", "many"),
         ({"anyOf": 5}, "2", 2),
+        ({"const": "12"}, "12", "12"),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"$ref": "#/$defs/City"}, "12", "12"),
+        ({"allOf": [{"$ref": "#/$defs/City"}], "description": "Where."}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"$ref": "#/$defs/Size"}, {"type": "boolean"}]}, "2", "2"),
+        ({"$ref": "#/properties/y"}, "2", "2"),
+        ({"$ref": "#/$defs/Self"}, "2", 2),
+        ({"$ref": "#/$defs/no/0"}, "2", 2),
+        ({"$ref": "#/$defs/a~1b%20c"}, "2", "2"),
+        ({"type": "object"}, "{'a': [1, None, true]}", {"a": [1, None, True]}),
+        ({"type": "array"}, "('a', 2)", ["a", 2]),
+        ({"type": "string"}, "{'a': 1}", "{'a': 1}"),
+        ({}, "'a'", "'a'"),
+        ({"type": "number"}, "1e999", "1e999"),
         ({"type": ["string", {}]}, "2", "2"),
         ({}, "[1]", [1]),
         (None, "x", "x"),
@@ -255,7 +383,12 @@ def test_formats_are_known_by_the_template() -> None:
     ids=str,
 )
 def test_schemas_say_what_a_tagged_argument_means(schema: Any, said: str, meant: object) -> None:
-    schemas = {"f": {"properties": {} if schema is None else {"x": schema}}}
+    properties = {"y": {"type": "string"}} | ({} if schema is None else {"x": schema})
+    definitions = {
+        "City": {"type": "string"}, "Size": {"enum": ["2", "3"]}, "a/b c": {"type": "string"},
+        "Self": {"anyOf": [{"$ref": "#/$defs/Self"}, {"type": "integer"}]},
+    }  # fmt: skip
+    schemas = {"f": {"properties": properties, "$defs": definitions}}
     parser = call_reader(TOOL_FORMATS["glm45"], schemas)
     pieces = parser.feed(f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{said}</arg_value>")
     pieces += parser.feed("</tool_call>")
@@ -295,7 +428,7 @@ def drawn(structured: StructuredOutputs, seed: int) -> str:
     codec = TextCodec(byte_level())
     vocabulary = codec.vocabulary
     assert vocabulary is not None
-    masks, rng = GrammarMasks(vocabulary, 400, (1,)), random.Random(seed)
+    masks, rng = GrammarMasks(codec, 400, (1,)), random.Random(seed)
     token_ids: list[int] = []
     state = masks.state(structured)
     while True:
@@ -342,7 +475,7 @@ FINAL = "<|channel|>final<|message|>"
 def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
     """Whether a text is all that may be said; None: it may not be said."""
     assert structured is not None
-    masks = GrammarMasks(Vocabulary(byte_level()), 400, (1,))
+    masks = GrammarMasks(TextCodec(byte_level()), 400, (1,))
     state = masks.state(structured, byte_level().encode(text, add_special_tokens=False).ids)
     state.mask()
     masks.close()
@@ -392,6 +525,93 @@ def test_a_required_call_may_have_arguments_of_any_kind(family: str) -> None:
     check_structured(StructuredOutputs(grammar=f"start: calls\n{rules}"), {})
 
 
+JSON_FAMILIES = ("hermes", "llama3_json", "mistral", "mistral_args")
+REFERRING = {
+    "$defs": {"Size": {"enum": ["s", "m"]}, "Name": {"type": "string"}},
+    "properties": {
+        "a": {"$ref": "#/$defs/Size"},
+        "b": {"allOf": [{"$ref": "#/$defs/Name"}], "description": "Who."},
+        "c": {"type": "integer"},
+        "d": {"$ref": "#/properties/c"},
+    },
+    "required": ["a", "b", "d"],
+}
+
+
+def required(family: str, parameters: Any) -> StructuredOutputs:
+    tool = {"name": "stop", **({} if parameters is None else {"parameters": parameters})}
+    rules = calls_rules(TOOL_FORMATS[family], [tool], {}, most_one=True)
+    return StructuredOutputs(grammar=f"start: calls\n{rules}")
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}, {"type": "object"}], ids=str)
+@pytest.mark.parametrize("family", JSON_FAMILIES)
+def test_required_call_of_a_tool_without_parameters_has_none(family: str, parameters: Any) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    for seed in range(3):
+        _, _, calls = divided(family, [drawn(required(family, parameters), seed)])
+        assert calls == [("stop", "{}")]
+
+
+@pytest.mark.parametrize("family", JSON_FAMILIES)
+def test_required_calls_have_no_more_than_one_blank(family: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    wanted = required(family, {"properties": {"a": {"const": 1}}, "required": ["a"]})
+    for seed in range(3):
+        assert not re.search(r"[ \t]\s|\s[ \t]|\n\n", drawn(wanted, seed))
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=stop>\n<parameter=a>\nm\n</parameter>\n"
+         "<parameter=b>\nAnn\n</parameter>\n<parameter=d>\n5\n</parameter>\n</function>\n"
+         "</tool_call>"),
+        ("glm45", "<tool_call>stop\n<arg_key>a</arg_key>\n<arg_value>m</arg_value>\n"
+         "<arg_key>b</arg_key>\n<arg_value>Ann</arg_value>\n<arg_key>d</arg_key>\n"
+         "<arg_value>5</arg_value>\n</tool_call>"),
+        ("pythonic", '[stop(a="m", b="Ann", d=5)]'),
+        ("hermes", '<tool_call>\n{"name": "stop", "arguments": {"a": "m", "b": "Ann", "d": 5}}\n'
+         "</tool_call>"),
+    ],
+)  # fmt: skip
+def test_required_calls_follow_references(family: str, call: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    wanted = required(family, REFERRING)
+    check_structured(wanted, {})
+    assert is_whole(wanted, call) is not None
+    assert is_whole(wanted, call.replace("5", '"x"')) is None
+    assert divided(family, [call])[2] == [("stop", '{"a": "m", "b": "Ann", "d": 5}')]
+
+
+@pytest.mark.parametrize("family", TOOL_FORMATS)
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [({"not": {"type": "null"}}, "not"), ({"items": {"const": 1 << 60}}, str(1 << 60))],
+)
+def test_tool_whose_schema_cannot_be_followed_is_named(
+    family: str, schema: dict[str, Any], why: str
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    definitions = [
+        TOOLS[0],
+        {
+            "type": "function",
+            "function": {"name": "odd", "parameters": {"properties": {"a": schema}}},
+        },
+    ]
+    given = Tools.of(definitions, "required", None)
+    model = ChatFormat(TOOL_FORMATS[family], takes_tools=True)
+    with pytest.raises(RequestError) as refusal:
+        check_structured(
+            model.params(SamplingParams(), given).structured_outputs,  # type: ignore[arg-type]
+            {},
+        )
+    assert "tools: the parameters of 'odd' can't be followed" in str(refusal.value)
+    assert why in str(refusal.value) and "%json" not in str(refusal.value)
+    assert refusal.value.code == "invalid_tools"
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize(
     "given", [{"regex": "[ab]{2}"}, {"choice": ["ab"]}, {"grammar": 'start: "a" "b"'}], ids=str
@@ -400,7 +620,7 @@ def test_structured_output_begins_after_the_reasoning(
     is_inside: bool, given: dict[str, Any]
 ) -> None:
     pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    masks = GrammarMasks(Vocabulary(byte_level()), 400, (1,))
+    masks = GrammarMasks(TextCodec(byte_level()), 400, (1,))
     wanted = StructuredOutputs(**given, reasoning="think", in_reasoning=is_inside)
     encode = byte_level().encode
     said = ("" if is_inside else "<think>") + 'Hm {"a": </thin</think>\n\n'
@@ -429,13 +649,15 @@ def test_structured_output_begins_after_the_reasoning(
           None, None), "parameters.properties must be an object"),
         (([{"type": "function", "function": {"name": "f", "parameters": {"required": 1}}}],
           None, None), "parameters.required must be a list"),
+        (([{"type": "function", "function": {"name": "f", "parameters": {"type": ["null"]}}}],
+          None, None), 'parameters.type must be "object"'),
         ((TOOLS * 65, None, None), "at most 128"),
         (([{"type": "function", "function": {"name": "f", "description": "x" * (1 << 20)}}],
           None, None), "characters in all"),
         ((TOOLS, "always", None), "none, auto, required"),
         ((None, "required", None), "needs tools"),
         ((TOOLS, {"type": "function", "function": {"name": "no"}}, None), "names 'no'"),
-        ((TOOLS, {"type": "custom"}, None), "must be a string or name a function"),
+        ((TOOLS, {"type": "custom"}, None), "or name a function"),
         ((TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, None), '"tools"'),
         ((TOOLS, None, "no"), "parallel_tool_calls must be true or false"),
     ],

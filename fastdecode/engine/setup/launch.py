@@ -414,7 +414,7 @@ class RunningEngine:
         )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         eos = _eos_token_ids(self.spec, self.codec)
-        masks = GrammarMasks(self.codec.vocabulary, self.spec.vocab_size, eos)
+        masks = GrammarMasks(self.codec, self.spec.vocab_size, eos)
         self._opened.callback(masks.close)
         requests = Requests(self.codec, eos, self.spec.vocab_size, masks)
         state = EngineState(fleet, lifecycle, requests)
