@@ -72,10 +72,9 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message, as_chats
+from fastdecode.text.chats import Message, Rendering, as_chats
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
-from fastdecode.text.token_text import TokenText
+from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.tokenizer import ModelTokenizer
 from fastdecode.text.tools import Tools
 

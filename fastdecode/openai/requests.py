@@ -36,7 +36,7 @@ from fastdecode.openai.messages import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
-from fastdecode.text.rendering import Rendering
+from fastdecode.text.chats import Rendering
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"

@@ -71,11 +71,9 @@ class ChatFormat:
         if template is None:
             return cls()
         source = template.source
-        tools, reasoning = TOOL_FORMATS.get(tool_parser), REASONING_FORMATS.get(reasoning_parser)
-        if tool_parser == AUTO:
-            tools = tool_format(source)
-        if reasoning_parser == AUTO:
-            reasoning = reasoning_format(source)
+        tools = tool_format(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
+        reasoning = REASONING_FORMATS.get(reasoning_parser)
+        reasoning = reasoning_format(source) if reasoning_parser == AUTO else reasoning
         id_chars = 0 if tools is None else tools.id_chars
         style = MessageStyle.of(template, id_chars, content_format)
         return cls(tools, reasoning, template.takes_tools, special, style)

@@ -25,9 +25,8 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
-from fastdecode.text.chats import MARK, ROLES, USER, for_template
+from fastdecode.text.chats import MARK, ROLES, USER, Rendering, for_template
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
-from fastdecode.text.rendering import Rendering
 from fastdecode.text.tokenizer_files import SPECIAL_TOKENS, TokenizerFiles
 
 logger = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
-"""Conversations as callers give them."""
+"""Conversations as callers give them, and as chat templates take them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from fastdecode.core.errors import Given, RequestError
@@ -142,6 +142,8 @@ _PROBES: Final[Mapping[str, Sequence[Message]]] = {
     "system": ({"role": "system", "content": MARK}, USER),
     "developer": ({"role": "developer", "content": MARK}, USER),
 }
+_CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Ends the last message while it is rendered, as in transformers. Trimming removes its blank."""
 _NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
 """What types of parts that are no text begin with."""
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
@@ -160,20 +162,18 @@ class _Probes:
     def writes(self, role: str) -> bool:
         """Return False if the template leaves out messages of this role, as texts and as parts."""
         found = self.find(*_PROBES[role])
-        if found or not self._is_auto:
-            return found is not False
-        self.parts.add(role)
-        if self.find(*_PROBES[role]):
-            return True
-        self.parts.remove(role)
+        if self._is_auto and not found:
+            self.parts.add(role)
+            if self.find(*_PROBES[role]):
+                return True
+            self.parts.remove(role)
         return found is not False
 
     def find(self, *messages: Message) -> bool | None:
         """Return whether all marks come out; None if the template refuses the messages."""
         marks = [each for each in (MARK, _OTHER) if any(each == m["content"] for m in messages)]
-        said = [
-            text for tools in ((), (_TOOL,)) if (text := self._text(messages, tools)) is not None
-        ]
+        texts = self._text(messages), self._text(messages, (_TOOL,))
+        said = [text for text in texts if text is not None]
         return any(all(mark in text for mark in marks) for text in said) if said else None
 
     def joint(self) -> str:
@@ -198,12 +198,8 @@ class _Probes:
     def _text(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str | None:
-        made = [
-            {**message, "content": _as_parts(message["content"])}
-            if message["role"] in self.parts
-            else message
-            for message in messages
-        ]
+        style = MessageStyle(parts=frozenset(self.parts))
+        made = [{**m, "content": _content(m["content"], style, m["role"])} for m in messages]
         return self._template.probe(made, tools)
 
 
@@ -307,3 +303,74 @@ def _loaded(arguments: str | None) -> object:
     except (ValueError, RecursionError):
         return arguments
     return loaded if isinstance(loaded, dict) else arguments
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a chat template writes a conversation."""
+
+    add_generation_prompt: bool = True
+    """End with what begins the assistant's turn."""
+    continue_final_message: bool = False
+    """End where the last message's text ends."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """More names for the template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """That the model may call, as OpenAI's API has them."""
+    style: MessageStyle | None = None
+    """What the template makes of messages; None: it gets them as they are."""
+
+    @classmethod
+    def of(
+        cls,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Rendering:
+        """Return a caller's options. ``add_generation_prompt`` None: unless the last message is
+        continued. Raises RequestError: If both are true."""
+        if continue_final_message and add_generation_prompt:
+            raise _refusal(" and add_generation_prompt exclude each other: leave one of them out")
+        begins_turn = not continue_final_message and add_generation_prompt is not False
+        return cls(begins_turn, continue_final_message, variables or {}, tools)
+
+    def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text that the answer continues; empty if it continues none."""
+        content = messages[-1].get("content") if self.continue_final_message and messages else ""
+        if isinstance(content, str):
+            return content
+        parts = content if isinstance(content, Sequence) else ()
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+    def marked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return messages for the template. Raises RequestError: If the last one has no text."""
+        if not self.continue_final_message:
+            return messages
+        last = messages[-1] if messages else {}
+        return [*messages[:-1], {**last, "content": _marked(last.get("content"))}]
+
+    def cut(self, text: str) -> str:
+        """Return the text of marked messages, up to the mark. Raises RequestError: If it's lost."""
+        if not self.continue_final_message:
+            return text
+        place = text.rfind(_CONTINUED.strip())
+        if place < 0:
+            raise _refusal(": the chat template does not write the last message: give another role")
+        is_trimmed = not text.startswith(_CONTINUED, place)
+        return text[:place].rstrip() if is_trimmed else text[:place]
+
+
+def _marked(content: object) -> object:
+    if isinstance(content, str):
+        return content + _CONTINUED
+    parts = list(content) if isinstance(content, Sequence) else []
+    for place in reversed(range(len(parts))):
+        if isinstance(parts[place], Mapping) and isinstance(parts[place].get("text"), str):
+            parts[place] = {**parts[place], "text": parts[place]["text"] + _CONTINUED}
+            return parts
+    raise _refusal(" needs a last message with text: give its content as a string")
+
+
+def _refusal(why: str) -> RequestError:
+    return RequestError(Given("continue_final_message"), why, code="invalid_messages")

@@ -197,8 +197,8 @@ class Encoder:
             if num_tokens > 2 * limit:  # a cut changes the tokens beside it, not half of them
                 raise RequestError(
                     f"the prompt is too long: this model's maximum context length is {limit} "
-                    f"tokens, and the first {num_tokens} are of {len(start)} of the prompt's "
-                    f"{len(text)} characters ({num_bytes} bytes): shorten the prompt",
+                    f"tokens, and the first {len(start)} of the prompt's {len(text)} characters "
+                    f"have {num_tokens}: shorten the prompt",
                     code="prompt_too_long",
                 )
         return self._ids(text, add_special_tokens=add_special_tokens)

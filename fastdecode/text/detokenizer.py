@@ -87,7 +87,10 @@ class Vocabulary:
         """Return the bytes that a token of a byte-level vocabulary stands for."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = _from_byte_alphabet(self.token(token_id) or "")
+            token = self.token(token_id) or ""
+            is_plain = any(char not in BYTE_ALPHABET for char in token)  # an added token
+            known = token.encode() if is_plain else bytes(BYTE_ALPHABET[char] for char in token)
+            self._bytes[token_id] = known
         return known
 
     def fallback_byte(self, token_id: int) -> bytes | None:
@@ -97,8 +100,12 @@ class Vocabulary:
         return bytes.fromhex(match[1]) if match else None
 
 
-def detokenizer_for(vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+def detokenizer_for(
+    vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int] = ()
+) -> Detokenizer:
     """Return the tokenizer's detokenizer, for the text that follows the prompt's."""
+    if vocabulary is None:
+        return Detokenizer()
     if vocabulary.decoder_types == {"ByteLevel"}:
         return ByteLevelDetokenizer(vocabulary)
     return WindowDetokenizer(vocabulary, prompt_token_ids)
@@ -143,7 +150,7 @@ class WindowDetokenizer(Detokenizer):
         self._num_read = len(self._window)
         """Tokens of the window whose text has been given."""
         self._read_text = vocabulary.text(self._window)
-        self._run = _ByteRun()
+        self._run = bytearray()
 
     def append(self, token_id: int) -> str:
         vocabulary = self._vocabulary
@@ -152,21 +159,24 @@ class WindowDetokenizer(Detokenizer):
         self._window.append(token_id)
         byte = vocabulary.fallback_byte(token_id)
         if byte is not None:
-            self._run.append(byte)
+            self._run += byte
             return ""
-        self._run = _ByteRun()
+        self._run.clear()
         piece = self.peek()
         # Of a decoder we don't know, the last characters may be half of one.
-        if piece and not ("ByteLevel" in vocabulary.decoder_types and piece.endswith("\ufffd")):
-            self._window = self._window[self._num_read :]
-            self._num_read = len(self._window)
-            self._read_text = vocabulary.text(self._window)
-            return piece
-        return ""
+        if not piece or ("ByteLevel" in vocabulary.decoder_types and piece.endswith("\ufffd")):
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        self._read_text = vocabulary.text(self._window)
+        return piece
 
     @property
     def can_peek(self) -> bool:
-        return self._run.is_sound
+        try:
+            return bool(self._run.decode())
+        except UnicodeDecodeError:
+            return False
 
     def peek(self) -> str:
         return self._vocabulary.text(self._window)[len(self._read_text) :]
@@ -181,24 +191,6 @@ class WindowDetokenizer(Detokenizer):
         return vocabulary.token(token_id) is not None and vocabulary.fallback_byte(token_id) is None
 
 
-class _ByteRun:
-    """A run of byte tokens: ``is_sound`` if they are whole UTF-8 characters, and at least one."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._is_valid = True
-        self.is_sound = False
-
-    def append(self, byte: bytes) -> None:
-        if not self._is_valid:
-            return
-        try:
-            self._decoder.decode(byte)
-        except UnicodeDecodeError:
-            self._is_valid = False
-        self.is_sound = self._is_valid and self._decoder.getstate()[0] == b""
-
-
 def _byte_alphabet() -> dict[str, int]:
     """Return GPT-2's printable character for every byte → the byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -210,15 +202,64 @@ BYTE_ALPHABET = _byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _from_byte_alphabet(token: str) -> bytes:
-    try:
-        return bytes([BYTE_ALPHABET[char] for char in token])
-    except KeyError:
-        return token.encode()  # an added token, in plain text
-
-
 def _types(decoder: dict[str, object]) -> set[str]:
     nested = decoder.get("decoders")
     if isinstance(nested, list):
         return set().union(*(_types(part) for part in nested))
     return {str(decoder.get("type"))}
+
+
+class TokenText:
+    """Names tokens in answers: ``token_id:N`` where the model has no tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for; a special token's name."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return f"token_id:{token_id}".encode()
+        token = vocabulary.token(token_id)
+        if token is None:
+            return (vocabulary.tokenizer.id_to_token(token_id) or f"token_id:{token_id}").encode()
+        if vocabulary.decoder_types == {"ByteLevel"}:
+            return vocabulary.byte_level_bytes(token_id)
+        fallback = vocabulary.fallback_byte(token_id)
+        if fallback is not None:
+            return fallback
+        # Decoding one token alone would drop the space before a word.
+        return token.replace("\u2581", " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """Return the token's text; ``bytes:\\xNN…`` if its bytes alone are no characters."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def offsets(
+        self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int
+    ) -> list[int]:
+        """Return where in a completion of ``length`` characters each token's text begins."""
+        offsets = self.offsets_after(prompt_token_ids)
+        return [min(offsets.next(token_id), length) for token_id in token_ids]
+
+    def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
+        """Return the same for tokens as they come."""
+        return TokenOffsets(self._vocabulary, prompt_token_ids)
+
+
+class TokenOffsets:
+    """Where the texts of a completion's tokens begin, had nothing been cut off its text."""
+
+    def __init__(self, vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int]) -> None:
+        self._detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
+        self._end = 0
+
+    def next(self, token_id: int) -> int:
+        """Return it for one more token."""
+        begin = self._end
+        self._end += len(self._detokenizer.append(token_id))
+        return begin

@@ -10,25 +10,19 @@ from typing import Any, TypeVar
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.rendering import Rendering
 from fastdecode.text.tokenizer_files import TokenizerFiles
 
 T = TypeVar("T")
 
 
 class Encoding(dict[str, T]):
-    """``input_ids`` and ``attention_mask`` of a text, or lists of them of several: by key,
-    or as attributes."""
+    """``input_ids`` and ``attention_mask`` of a text, or of several: by key, or as attributes."""
 
-    @property
-    def input_ids(self) -> T:
-        return self["input_ids"]
-
-    @property
-    def attention_mask(self) -> T:
-        return self["attention_mask"]
+    input_ids = property(lambda self: self["input_ids"])
+    attention_mask = property(lambda self: self["attention_mask"])
 
 
 class ModelTokenizer:
@@ -68,30 +62,20 @@ class ModelTokenizer:
         self.bos_token, self.bos_token_id = self._named("bos_token")
         self.pad_token, self.pad_token_id = self._named("pad_token")
         self.unk_token, self.unk_token_id = self._named("unk_token")
+        self.eos_token: str | None = None
+        if self.eos_token_id is not None:
+            self.eos_token = self._tokenizer.id_to_token(self.eos_token_id)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        """Without added tokens."""
+        self.all_special_tokens = list(self._tokens.special_tokens)
+        self.all_special_ids = list(self._tokens.special_tokens.values())
 
     def _named(self, name: str) -> tuple[str | None, int | None]:
         token = self.special_tokens_map.get(name)
         return token, None if token is None else self._tokenizer.token_to_id(token)
 
-    @property
-    def eos_token(self) -> str | None:
-        return None if self.eos_token_id is None else self._tokenizer.id_to_token(self.eos_token_id)
-
-    @property
-    def vocab_size(self) -> int:
-        """Without added tokens."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=False))
-
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        return list(self._tokens.special_tokens)
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        return list(self._tokens.special_tokens.values())
 
     def get_vocab(self) -> dict[str, int]:
         """Return token → id, added ones too."""

@@ -38,12 +38,8 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, model_dir: Path) -> TokenizerFiles:
-        """Read a model directory.
-
-        Raises:
-            CheckpointError: If a file can't be read or has no such content, or if there are only
-                files that have to be converted first.
-        """
+        """Read a model directory. Raises CheckpointError: If a file can't be read or has no such
+        content, and as ``find_tokenizer``."""
         where, older = model_dir / "tokenizer_config.json", {}
         config = read_model_json(where)
         newer = config.get("added_tokens_decoder", {})
@@ -107,11 +103,8 @@ class TokenizerFiles:
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """Return a directory's ``tokenizer.json``, if it has one.
-
-    Raises:
-        CheckpointError: If there are only files that have to be converted first. It says how.
-    """
+    """Return a directory's ``tokenizer.json``, if it has one. Raises CheckpointError: If there are
+    only files that have to be converted first."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
     _refuse_others(model_dir)
@@ -157,21 +150,19 @@ def _text_of(token: object) -> str | None:
 
 
 def _refuse_others(model_dir: Path) -> None:
-    if (model_dir / "tokenizer.model").is_file():
-        raise CheckpointError(
-            f"{model_dir} has a tokenizer.model, but no tokenizer.json, which is what is read. "
-            "Convert it once, where transformers and sentencepiece are installed: "
-            f'python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{model_dir}').save_pretrained('{model_dir}')\""
-        )
-    if (model_dir / "tekken.json").is_file():
-        raise CheckpointError(
-            f"{model_dir} has a tekken.json, but no tokenizer.json, which is what is read. Convert "
-            "it once, where a current transformers is installed: "
-            'python -c "from transformers.integrations.mistral.tokenizer import '
-            f"convert_tekken_tokenizer as c; t = c('{model_dir}/tekken.json'); "
-            f"t.add_bos_token = True; t.save_pretrained('{model_dir}')\""
-        )
+    for name, packages, program in (
+        ("tokenizer.model", "transformers and sentencepiece are",
+         "from transformers import AutoTokenizer as T; T.from_pretrained('{0}')"
+         ".save_pretrained('{0}')"),
+        ("tekken.json", "a current transformers is",
+         "from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer as c; "
+         "t = c('{0}/tekken.json'); t.add_bos_token = True; t.save_pretrained('{0}')"),
+    ):  # fmt: skip
+        if (model_dir / name).is_file():
+            raise CheckpointError(
+                f"{model_dir} has a {name}, but no tokenizer.json, which is what is read. Convert "
+                f'it once, where {packages} installed: python -c "{program.format(model_dir)}"'
+            )
     ranks = sorted(path.name for path in model_dir.glob("*.tiktoken"))
     if not ranks and (model_dir / "tiktoken.model").is_file():
         ranks = ["tiktoken.model"]

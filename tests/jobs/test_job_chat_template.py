@@ -17,9 +17,8 @@ from tokenizers.processors import TemplateProcessing
 
 from fastdecode.core.errors import CheckpointError, ConfigError, RequestError
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import MessageStyle
+from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
 
 NOW = datetime(2026, 2, 3, 4, 5)
 

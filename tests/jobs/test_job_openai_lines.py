@@ -22,10 +22,9 @@ from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.text.chat_format import ChatFormat
-from fastdecode.text.chats import MessageStyle
+from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
-from fastdecode.text.rendering import Rendering
 from fastdecode.text.tool_formats import TOOL_FORMATS
 
 USER = [{"role": "user", "content": "hi"}]

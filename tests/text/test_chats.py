@@ -12,9 +12,8 @@ import pytest
 
 from fastdecode.core.errors import RequestError
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import MessageStyle, as_chats, for_template
+from fastdecode.text.chats import MessageStyle, Rendering, as_chats, for_template
 from fastdecode.text.child import Limits
-from fastdecode.text.rendering import Rendering
 
 NOW = datetime(2026, 2, 3)
 USER = {"role": "user", "content": "x"}

@@ -19,8 +19,8 @@ from fastdecode.core.errors import RequestError
 from fastdecode.text.calls import Call, Reasoning
 from fastdecode.text.chat_format import ChatFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Rendering
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
 from fastdecode.text.tools import Tools
 
 NOW = datetime(2026, 2, 3)
