@@ -67,20 +67,16 @@ def refuse_tool(name: str, why: str) -> RequestError:
 
 
 def _calls_rule(family: ToolFormat, mark: Callable[[str], str], most_one: bool) -> str:
+    one, before, between, after = "call", "", '"; "', ""
     begin = mark(family.begin)
-    if family.tags is not None:
-        whole = f"{begin} call {mark(family.end)}"
-        return whole if most_one else rf'{whole} ("\n" {whole})*'
-    if family.is_python:
-        return '"[" call "]"' if most_one else '"[" call (", " call)* "]"'
-    if family.is_list:
-        return f'{begin} "[" call "]"' if most_one else f'{begin} "[" call (", " call)* "]"'
-    if family.begins_bare:
-        return "call" if most_one else 'call ("; " call)*'
-    if family.name_end:
-        return f"{begin} call" if most_one else f"({begin} call)+"
-    whole = rf'{begin} "\n" call "\n" {mark(family.end)}'
-    return whole if most_one else rf'{whole} ("\n" {whole})*'
+    if family.is_python or family.is_list:
+        before, between, after = f'{begin * family.is_list} "["', '", "', '"]"'
+    elif family.end:
+        line = "" if family.tags is not None else r'"\n"'
+        one, between = f"{begin} {line} call {line} {mark(family.end)}", r'"\n"'
+    elif family.name_end:
+        one, between = f"{begin} call", ""
+    return f"{before} {one} {'' if most_one else f'({between} {one})*'} {after}"
 
 
 def _call_rules(

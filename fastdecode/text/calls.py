@@ -73,12 +73,9 @@ class CallReader(ABC):
     read on. Each step returns False to wait for more text.
     """
 
-    begins: Sequence[str]
-    """Marks of calls."""
-
     def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
         self.num_calls = 0
-        self.begins = (family.begin,)
+        self.begins: Sequence[str] = (family.begin,)
         self._family = family
         self._schemas = schemas
         self._mode = "start" if family.begins_bare else "text"
@@ -112,13 +109,11 @@ class CallReader(ABC):
 
     def _in_start(self, is_final: bool) -> bool:
         begun = self._text.lstrip()
-        if not begun and not is_final:
-            return False
-        if begun[:1] in ("{", "["):
+        if begun.startswith(("{", "[")):
             self._enter(0, is_bare=True)
-        else:
+        elif begun or is_final:
             self._mode = "text"
-        return True
+        return begun != "" or is_final
 
     def _in_text(self, is_final: bool) -> bool:
         found = [(self._text.find(mark), mark) for mark in self.begins if mark in self._text]
@@ -159,10 +154,10 @@ class CallReader(ABC):
 
     def _no_call(self) -> bool:
         """Treat the call's mark, or its first character, as text. After a call, nothing."""
-        end = max(self._place, 1) if self._is_first else self._place
-        if self._is_first:
-            self._say(self._text[:end])
-        return self._end(end)
+        if not self._is_first:
+            return self._end(self._place)
+        self._say(self._text[: max(self._place, 1)])
+        return self._end(max(self._place, 1))
 
 
 _BEFORE_CALL: Final = re.compile(r"[\s;,\[]*")
@@ -307,7 +302,8 @@ def _keywords(arguments: str) -> dict[str, Any] | None:
         made = ast.parse(text, mode="eval").body
         if not isinstance(made, ast.Call) or made.args:
             return None
-        return {word.arg: python_value(word.value) for word in made.keywords if word.arg}
+        values = {word.arg: python_value(word.value) for word in made.keywords}
+        return None if None in values else {str(key): value for key, value in values.items()}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -24,8 +24,10 @@ from fastdecode.text.grammars import NO_TOKENIZER, grammar_of, llguidance
 
 MOST_KEPT: Final = 256
 """Compiled grammars that are kept for later requests."""
-MOST_TEXTS: Final = 4096
-"""Forced texts whose tokens are kept."""
+MOST_CHARS: Final = 1 << 20
+"""Characters of forced texts whose tokens are kept."""
+MOST_RESTS: Final = 32
+"""Ends of a forced text whose tokens are kept, too."""
 _MARK: Final = "\x02"
 
 
@@ -186,11 +188,23 @@ class _Tokens:
         self._codec = codec
         self._by_bytes = {token: place for place, token in enumerate(self.tokens)}
         self._most_bytes = max(map(len, self.tokens))
-        self._cached = lru_cache(MOST_TEXTS)(self._encoded)
+        self._num_chars = 0
+        self._kept: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
         """Return the token ids of a text that a grammar forces. Must not raise."""
-        return self._cached(text)
+        ids = self._kept.get(text)
+        if ids is None:
+            ids = self._encoded(text)
+            self._num_chars += len(text)
+            if self._num_chars > MOST_CHARS:
+                self._kept, self._num_chars = {}, len(text)
+            # After each token, llguidance asks for that token's text and what follows it.
+            rest = text.encode()
+            for place, token in enumerate(ids[:MOST_RESTS]):
+                self._kept[rest.decode(errors="replace")] = ids[place:]
+                rest = rest[len(self.tokens[token]) :]
+        return ids
 
     def _encoded(self, text: str) -> list[int]:
         """Encode as the model's tokenizer does within a text.

@@ -6,7 +6,7 @@ import ast
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from urllib.parse import unquote
 
 _MOST_STEPS: Final = 16
@@ -217,16 +217,14 @@ def loaded(text: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    return json.loads(text, strict=False, parse_constant=_refuse_number, parse_float=_finite)
-
-
-def _refuse_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    return json.loads(text, strict=False, parse_constant=_finite, parse_float=_finite)
 
 
 def _finite(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _refuse_number(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not JSON")
+    return value
 
 
 def python_value(node: ast.expr) -> Any:
@@ -247,10 +245,6 @@ def python_value(node: ast.expr) -> Any:
     value = ast.literal_eval(node)
     if isinstance(value, str):  # JSON writes great characters as pairs
         return value.encode("utf-16", "surrogatepass").decode("utf-16")
-    if (
-        value is None
-        or isinstance(value, (bool, int))
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
-        return value
-    raise ValueError("JSON has no such value")
+    if value is not None and not isinstance(value, (bool, int, float)):
+        raise ValueError("JSON has no such value")
+    return value

@@ -9,49 +9,42 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Tags:
-    """Calls whose arguments stand in tags: strings as they are, other values as JSON."""
+    """Calls whose arguments stand in tags: strings as they are, other values as JSON.
+
+    Args:
+        lead: What stands before a call's name.
+        head: Regular expression from the begin mark to the first argument. Its group is the name.
+        key_lead, key_end: Around an argument's name, which may contain ``key_end``.
+        value_lead: Regular expression between ``key_end`` and the value.
+        end: What stands after the arguments. May be empty.
+        written: What the model writes: a head, what stands before and after a value, and the end.
+            ``{}`` stands for names.
+        is_padded: Values stand on lines of their own.
+    """
 
     lead: str
-    """Before a call's name."""
     head: str
-    """Regular expression from the begin mark to the first argument. Its group is the name."""
     key_lead: str
     key_end: str
-    """After an argument's name. A name may contain it if the tool's schema has that name."""
     value_lead: str
-    """Regular expression between ``key_end`` and the value."""
     value_end: str
     end: str
-    """After the arguments; may be empty."""
     written: tuple[str, str, str, str]
-    """What the model writes: a head, what stands before and after a value, and the end.
-    ``{}`` stands for names."""
     is_padded: bool
-    """Values stand on lines of their own."""
 
 
 QWEN3_CODER: Final = Tags(
-    "<function=",
-    r"\s*<function=\s*([\w.-]{1,256})\s*>",
-    "<parameter=",
-    ">",
-    "",
-    "</parameter>",
-    "</function>",
+    "<function=", r"\s*<function=\s*([\w.-]{1,256})\s*>",
+    "<parameter=", ">", "", "</parameter>", "</function>",
     ("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n"),
     is_padded=True,
-)
+)  # fmt: skip
 GLM45: Final = Tags(
-    "",
-    r"\s*([\w.-]{1,256})\s*(?=<arg_key>|</tool_call>)",
-    "<arg_key>",
-    "</arg_key>",
-    r"\s*<arg_value>",
-    "</arg_value>",
-    "",
+    "", r"\s*([\w.-]{1,256})\s*(?=<arg_key>|</tool_call>)",
+    "<arg_key>", "</arg_key>", r"\s*<arg_value>", "</arg_value>", "",
     ("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
     is_padded=False,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,20 +95,17 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 11 on; Qwen3-Coder; GLM 4.5; Llama 3.2 and 4; gpt-oss."""
 
 _IN_TEMPLATES: Final = (
-    (("<|channel|>",), "harmony"),
-    (("<tool_call>", "<function="), "qwen3_coder"),
-    (("<arg_key>",), "glm45"),
-    (("<tool_call>",), "hermes"),
-    (("[ARGS]",), "mistral_args"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("[func_name1(",), "pythonic"),
-    (("<|python_tag|>",), "llama3_json"),
-    (("Environment: ipython",), "llama3_json"),
-)
-"""Marks in a chat template's source, and the format of a template that has them all."""
+    ("harmony", "<|channel|>"), ("qwen3_coder", "<tool_call>", "<function="),
+    ("glm45", "<arg_key>"), ("hermes", "<tool_call>"), ("mistral_args", "[ARGS]"),
+    ("mistral", "[TOOL_CALLS]"), ("pythonic", "[func_name1("), ("llama3_json", "<|python_tag|>"),
+    ("llama3_json", "Environment: ipython"),
+)  # fmt: skip
+"""The format of a chat template whose source has these marks."""
 
 
 def tool_format(template: str) -> ToolFormat | None:
     """Return the format that a chat template's source writes, or None if it is unknown."""
-    found = (name for marks, name in _IN_TEMPLATES if all(mark in template for mark in marks))
-    return next((TOOL_FORMATS[name] for name in found), None)
+    for name, *marks in _IN_TEMPLATES:
+        if all(mark in template for mark in marks):
+            return TOOL_FORMATS[name]
+    return None

@@ -271,7 +271,7 @@ def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
         elif error.code in _OF_FORMATS:
             param = asked.format_field
         else:
-            param = asked.prompt_field
+            param = blamed(error, ("tools",)) or asked.prompt_field
         said = str(error)
         if error.code in _OF_FORMATS and param not in (None, "structured_outputs"):
             said = f"{param}: {said}"
