@@ -213,7 +213,9 @@ def assemble(
     s_worker = ScriptedSWorker(fails_at, attention)
     pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
     state = EngineState(
-        fleet, lifecycle, Requests(TextCodec(None), (VOCAB,), VOCAB, GrammarMasks(TextCodec(None), VOCAB, ()))
+        fleet,
+        lifecycle,
+        Requests(TextCodec(None), (VOCAB,), VOCAB, GrammarMasks(TextCodec(None), VOCAB, ())),
     )
     recovery = recovery_of(state, replicas, replacements, clock)
     extensions: list[Extension] = [Transfers(state)]
