@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from fastdecode.core.errors import RequestError
-from fastdecode.text.codec import TextCodec
+from fastdecode.text.codec import Encoder, TextCodec
 from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.encoder import Encoder
 
 LINES = [
     "Once upon a time, a naïve café owner in Zürich said: “Grüß Gott!”",

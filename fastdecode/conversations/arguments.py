@@ -14,9 +14,8 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message
+from fastdecode.text.chats import Message, Rendering
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
 
 
 def as_ids(conversation_id: object, count: int) -> list[str] | None:

@@ -26,9 +26,8 @@ from fastdecode.core.sequence import (
     check_prompt,
 )
 from fastdecode.text.chat_template import PLAIN, ChatTemplate
-from fastdecode.text.chats import Message
+from fastdecode.text.chats import Message, Rendering
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
 
 MAX_ID_CHARS = 1024
 

@@ -55,6 +55,15 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def _reasoning_marks(marks: object) -> tuple[str, str] | None:
+    if marks is None:
+        return None
+    match marks:
+        case [str(begin), str(end)] if end and len(begin) + len(end) <= MAX_STOP_CHARS:
+            return begin, end
+    raise _refuse("reasoning_marks", marks, "two strings, the second one not empty")
+
+
 def _token_ids(name: str, token_ids: object) -> tuple[int, ...]:
     """None is an empty list."""
     if token_ids is None:
@@ -139,6 +148,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
             stop: str | abc.Sequence[str] | None = None,
             stop_token_ids: abc.Sequence[int] | None = None,
             include_stop_str_in_output: bool = False,
+            reasoning_marks: abc.Sequence[str] | None = None,
             max_tokens: int | None = 16,
             min_tokens: int = 0,
             ignore_eos: bool = False,
@@ -188,6 +198,9 @@ class SamplingParams(metaclass=_TakesOtherNames):
     """Stop after one of these; it stays in token_ids, its text is cut off."""
     include_stop_str_in_output: bool = False
     """The text keeps the stop string, or the text of the token, that ended it."""
+    reasoning_marks: tuple[str, str] | None = None
+    """Stop strings don't count between these two at the text's beginning; an empty first one: the
+    prompt ends inside. Chats set it by the model's reasoning format."""
     max_tokens: int | None = 16
     """Most tokens to generate; None: until the model's limit."""
     min_tokens: int = 0
@@ -243,6 +256,7 @@ class SamplingParams(metaclass=_TakesOtherNames):
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         put("stop", self._checked_stop())
+        put("reasoning_marks", _reasoning_marks(self.reasoning_marks))
         put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))

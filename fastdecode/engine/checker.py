@@ -122,7 +122,7 @@ class RequestChecker:
         """The parameters with checked structured outputs, which begin where this
         prompt leaves the reasoning."""
         family = REASONING_FORMATS.get(wanted.reasoning or "")
-        if family is not None:
+        if family is not None and not wanted.in_reasoning:
             state = prompt_state(family, self._codec.prompt_end(token_ids))
             reasoning = None if state == "after" else wanted.reasoning
             wanted = replace(wanted, reasoning=reasoning, in_reasoning=state == "inside")

@@ -72,10 +72,9 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message, as_chats, for_template
+from fastdecode.text.chats import Message, Rendering, as_chats
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
-from fastdecode.text.token_text import TokenText
+from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.tokenizer import ModelTokenizer
 from fastdecode.text.tools import Tools
 
@@ -351,22 +350,28 @@ class LLM:
             chat_format = ChatFormat.of(
                 template, self.codec.special_tokens, content_format=chat_template_content_format
             )
-            answer_format = chat_format.answer(chosen)
-            if answer_format is not None:
-                every = [chat_format.params(its, chosen) for its in every]
-            written = [for_template(chat, chat_format.style) for chat in chats]
+            how = replace(how, style=chat_format.style)
+            formats = [chat_format.continuing(how.continued(chat)) for chat in chats]
+            answers = [each.answer(chosen) for each in formats]
+            every = [
+                each.params(its, chosen) if answer is not None else its
+                for each, answer, its in zip(formats, answers, every, strict=True)
+            ]
             if ids is not None:
                 self._warn_of_turns(cache)
-                turns = chat_turns(ids, written, every, self.codec, template, how, cache)
+                turns = chat_turns(ids, chats, every, self.codec, template, how, cache)
                 answered = self._run_all(turns, every, progress)
-                return [parsed(output, answer_format, self.codec) for output in answered]
-            prompts, outputs = chat_prompts(written, template, self.codec, how)
+                return [
+                    parsed(output, answer, self.codec)
+                    for output, answer in zip(answered, answers, strict=True)
+                ]
+            prompts, outputs = chat_prompts(chats, template, self.codec, how)
         params = [every[place] for place in prompts]
         requests = _requests([ids for _, ids in prompts.values()], params, [cache] * len(prompts))
         answered = self._run_all(requests, params, progress)
         for (place, (text, _)), output in zip(prompts.items(), answered, strict=True):
             output = replace(output, request_id=str(place), prompt=text)
-            outputs[place] = parsed(output, answer_format, self.codec)
+            outputs[place] = parsed(output, answers[place], self.codec)
         return [outputs[place] for place in range(len(chats))]
 
     def get_tokenizer(self) -> ModelTokenizer:
@@ -510,7 +515,7 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
     """A model's chat template, or what is given instead. Raises ConfigError: there is
     none."""
-    template = ChatTemplate.chosen(find_model(model), given)
+    template = ChatTemplate.load(find_model(model), given)
     if template is None:
         raise ConfigError(
             f"{model} has no chat template: give a file as chat_template, or use generate",

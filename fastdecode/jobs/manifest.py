@@ -31,7 +31,7 @@ SAMPLE_BYTES = 4096
 # Files of a model directory that a text depends on, beside the weights.
 MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja",
+    "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
 _FREE: Final = ("run_id", "created", "num_lines", "last_line")
 """Fields that may differ when a run is resumed."""

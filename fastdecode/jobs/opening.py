@@ -39,7 +39,7 @@ from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import lacks_tokenizer
-from fastdecode.text.tokenizer_files import special_tokens
+from fastdecode.text.tokenizer_files import TokenizerFiles
 
 MAX_SYNC_LINES = 1 << 30
 
@@ -324,7 +324,7 @@ def _reader(
     options: JobOptions, config: EngineConfig, template: ChatTemplate | None
 ) -> RequestReader:
     names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
-    special = {} if template is None else special_tokens(find_model(config.model))
+    special = TokenizerFiles.read(find_model(config.model)).special_ids() if template else {}
     return RequestReader(
         options.sampling,
         names,

@@ -35,7 +35,9 @@ from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.text.codec import TextCodec
 
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
+SAMPLING_FIELDS = tuple(
+    f.name for f in fields(SamplingParams) if f.name not in ("logits_processors", "reasoning_marks")
+)
 LINE_FIELDS = (
     "id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS, "cache", "cache_salt", "conversation_id",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer, message_of
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.token_text import TokenText
+from fastdecode.text.detokenizer import TokenText
 
 
 def answer_body(

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from fastdecode.core.sequence import Prompt
 from fastdecode.text.chat_template import PLAIN
-from fastdecode.text.rendering import Rendering
+from fastdecode.text.chats import Rendering
 
 
 @dataclass(frozen=True)

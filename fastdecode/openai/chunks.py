@@ -14,7 +14,7 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.calls import Call, Part, Reasoning
 from fastdecode.text.chat_format import PartsParser
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.token_text import TokenOffsets, TokenText
+from fastdecode.text.detokenizer import TokenOffsets, TokenText
 
 _NO_TEXT = '""'
 

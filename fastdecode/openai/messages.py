@@ -1,4 +1,4 @@
-"""Messages of a chat's body, as chat templates take them."""
+"""Messages of a chat's body."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdecode.openai.body_errors import refuse
-from fastdecode.text.chats import Message, MessageStyle, for_template
+from fastdecode.text.chats import Message
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
@@ -16,12 +16,11 @@ _EMPTY_FIELDS: Final = ("function_call", "refusal", "audio", "annotations")
 """A message may have them, as long as they are null or empty."""
 
 
-def read_messages(messages: object, style: MessageStyle) -> list[Message]:
-    """Messages as a template of this style takes them. Raises BodyError."""
+def read_messages(messages: object) -> list[Message]:
+    """Return a chat's messages, checked. Raises BodyError."""
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         refuse("messages", "must be a list with at least one message", _CODE)
-    checked = [_message(each, f"messages[{place}]") for place, each in enumerate(messages)]
-    return for_template(checked, style)
+    return [_message(each, f"messages[{place}]") for place, each in enumerate(messages)]
 
 
 def _message(message: object, where: str) -> dict[str, Any]:

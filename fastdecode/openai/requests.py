@@ -36,7 +36,7 @@ from fastdecode.openai.messages import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
-from fastdecode.text.rendering import Rendering
+from fastdecode.text.chats import Rendering
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
@@ -49,7 +49,7 @@ TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 SAMPLING_FIELDS = tuple(
     f.name
     for f in fields(SamplingParams)
-    if f.name not in ("logprobs", "logits_processors", "structured_outputs")
+    if f.name not in ("logprobs", "logits_processors", "structured_outputs", "reasoning_marks")
 )
 FIELDS = {
     COMPLETIONS_URL: (
@@ -159,12 +159,13 @@ class RequestReader:
         model = self.model_of(body)
         want_token_ids = _boolean(body, "return_token_ids") is True
         tools = _tools(body) if is_chat else None
-        prompts = (self._chat(body, tools),) if is_chat else _prompts(body.get("prompt"))
+        chat = self._chat(body, tools) if is_chat else None
+        prompts = _prompts(body.get("prompt")) if chat is None else (chat,)
         structured, format_field = read_format(body)
         params = self._params(body, structured, format_field, is_chat=is_chat)
         answer_format = None
-        if is_chat:
-            answer_format, params = self._answer_format(tools, params)
+        if chat is not None:
+            answer_format, params = self._answer_format(chat, tools, params)
             format_field = "tools" if tools is not None and tools.must_call else format_field
         if stream is not None and params.prompt_logprobs is not None:
             refuse("prompt_logprobs", "can't be streamed: leave out stream")
@@ -235,13 +236,14 @@ class RequestReader:
             raise BodyError(str(error), code=error.code, param=param) from None
 
     def _answer_format(
-        self, tools: Tools | None, params: SamplingParams
+        self, chat: Chat, tools: Tools | None, params: SamplingParams
     ) -> tuple[AnswerFormat | None, SamplingParams]:
         """The format of a chat's answer, None for plain text, and sampling parameters that
         make the model write it. Raises BodyError."""
         with blaming(*TOOL_FIELDS):
-            answer = self.chat_format.answer(tools)
-            return answer, params if answer is None else self.chat_format.params(params, tools)
+            chat_format = self.chat_format.continuing(chat.how.continued(chat.messages))
+            answer = chat_format.answer(tools)
+            return answer, params if answer is None else chat_format.params(params, tools)
 
     def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
@@ -265,8 +267,9 @@ class RequestReader:
                     f"can't say {name!r}: only texts, numbers, true, false and null, "
                     "and no template",
                 )
-        messages = read_messages(body.get("messages"), self.chat_format.style)
-        return Chat(messages, _rendering(body, variables or {}, tools))
+        messages = read_messages(body.get("messages"))
+        how = _rendering(body, variables or {}, tools)
+        return Chat(messages, replace(how, style=self.chat_format.style))
 
 
 def _rendering(

@@ -14,7 +14,7 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.calls import Call, Part, Reasoning
 from fastdecode.text.chat_format import AnswerFormat
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.token_text import TokenText
+from fastdecode.text.detokenizer import TokenText
 
 Event = dict[str, Any]
 _TEXT: Final = {"message": "output_text", "reasoning": "reasoning_text"}

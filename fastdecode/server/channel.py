@@ -7,13 +7,16 @@ import asyncio
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.server.messages import Message, from_json, to_json
-from fastdecode.text.child_words import LENGTH, pack, unpack
+from fastdecode.text.child import pack, unpack
 
+LENGTH = struct.Struct("<I")
+"""Length of a message in bytes, which stands before it."""
 MAX_MESSAGE_BYTES = 512 << 20
 
 

@@ -1,5 +1,4 @@
-"""How much of the end of a growing text may turn out to be the beginning of a stop string,
-or of another mark."""
+"""How much of a growing text's end may be the beginning of a stop string or another mark."""
 
 from __future__ import annotations
 
@@ -7,21 +6,17 @@ from collections.abc import Sequence
 
 
 class BegunStop:
-    """Knuth, Morris and Pratt's automaton for each stop string, so a
-    character's cost doesn't grow with the text.
-
-    Args:
-        stop: the strings; none is empty.
-    """
+    """Knuth, Morris and Pratt's automaton for each of the strings, of which none is empty."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = [(string, _fallbacks(string)) for string in stop]
         self._matched = [0] * len(self._stop)
 
     def feed(self, text: str) -> int:
-        """The text goes on like this. Returns the length of its longest end
-        that a stop string begins with, and that is shorter than that string:
-        one that is complete has been judged already."""
+        """Take more text. Return the length of its longest end that begins a stop string.
+
+        An end is shorter than that string: one that is complete has been judged already.
+        """
         for i, (string, fallbacks) in enumerate(self._stop):
             matched = self._matched[i]
             for char in text:
@@ -35,13 +30,13 @@ class BegunStop:
 
 
 def num_begun(text: str, mark: str) -> int:
-    """As ``BegunStop.feed``, of a short text without a complete mark."""
+    """Return the same of a short text and one mark, which isn't complete in it."""
     most = min(len(text), len(mark) - 1)
     return next((n for n in range(most, 0, -1) if mark.startswith(text[-n:])), 0)
 
 
 def _fallbacks(string: str) -> list[int]:
-    """For each beginning of the string: the longest shorter one that it ends with."""
+    """Return, for each beginning of the string, the longest shorter one that it ends with."""
     fallbacks = [0] * len(string)
     length = 0
     for i in range(1, len(string)):

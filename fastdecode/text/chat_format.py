@@ -1,7 +1,6 @@
 """How a model's chats write what is no plain text: tool calls and reasoning.
 
-A ``ChatFormat`` is the model's, an ``AnswerFormat`` one request's. An
-``AnswerParser`` divides one answer as it comes.
+A ``ChatFormat`` is the model's, an ``AnswerFormat`` one request's.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
@@ -25,6 +24,7 @@ from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
+    continued_state,
     prompt_state,
     reasoning_format,
 )
@@ -46,20 +46,15 @@ REASONING_PARSER_HELP: Final = (
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A model's formats.
-
-    Args:
-        tools: of its calls; None: it writes none that is known.
-        reasoning: of its reasoning; None: it marks none.
-        takes_tools: its chat template has a place for tools.
-        style: of the messages that the template takes.
-        special: its special tokens, by name.
-    """
+    """A model's formats."""
 
     tools: ToolFormat | None = None
+    """None: it writes no calls that are known."""
     reasoning: ReasoningFormat | None = None
     takes_tools: bool = False
+    """Its chat template has a place for tools."""
     special: Mapping[str, int] = field(default_factory=dict)
+    """Its special tokens, by name."""
     style: MessageStyle = field(default_factory=MessageStyle)
 
     @classmethod
@@ -71,26 +66,28 @@ class ChatFormat:
         reasoning_parser: str = AUTO,
         content_format: str = AUTO,
     ) -> ChatFormat:
-        """Of a model's chat template. The parsers: names in ``TOOL_PARSERS`` and
-        ``REASONING_PARSERS``; the content's format: as of ``MessageStyle.of``."""
+        """Return the formats of a chat template. The parsers are names in ``TOOL_PARSERS`` and
+        ``REASONING_PARSERS``; ``content_format`` is as of ``MessageStyle.of``."""
         if template is None:
             return cls()
         source = template.source
-        tools, reasoning = TOOL_FORMATS.get(tool_parser), REASONING_FORMATS.get(reasoning_parser)
-        if tool_parser == AUTO:
-            tools = tool_format(source)
-        if reasoning_parser == AUTO:
-            reasoning = reasoning_format(source)
+        tools = tool_format(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
+        reasoning = REASONING_FORMATS.get(reasoning_parser)
+        reasoning = reasoning_format(source) if reasoning_parser == AUTO else reasoning
         id_chars = 0 if tools is None else tools.id_chars
-        style = MessageStyle.of(source, id_chars, content_format)
+        style = MessageStyle.of(template, id_chars, content_format)
         return cls(tools, reasoning, template.takes_tools, special, style)
 
-    def answer(self, tools: Tools | None) -> AnswerFormat | None:
-        """The format of one answer; None: it is plain text.
+    def continuing(self, text: str) -> ChatFormat:
+        """Return the formats of an answer whose beginning is ``text``, part of the prompt."""
+        if self.reasoning is None or not text:
+            return self
+        state = continued_state(self.reasoning, text)
+        return replace(self, reasoning=replace(self.reasoning, state=state))
 
-        Raises:
-            RequestError: (code ``no_tool_format``) the model writes no calls.
-        """
+    def answer(self, tools: Tools | None) -> AnswerFormat | None:
+        """Return the format of one answer; None: it is plain text. Raises RequestError: (code
+        ``no_tool_format``) If the model writes no calls."""
         if tools is None:
             return None if self.reasoning is None else AnswerFormat(self.reasoning)
         if not self.takes_tools:
@@ -111,28 +108,24 @@ class ChatFormat:
         return AnswerFormat(self.reasoning, self.tools, schemas, tools.most_one)
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
-        """The sampling parameters of a request with these tools: its text has the
-        marks, and is what the tools and its structured outputs ask for.
-
-        Raises:
-            RequestError: a call must be made, and structured outputs are given, too.
-        """
+        """Return the parameters of a request with these tools: its text has the marks, and is what
+        the tools and its structured outputs ask for. Raises RequestError: If these conflict."""
         structured = params.structured_outputs
         if tools is not None and (structured is not None or tools.must_call):
             structured = self._structured(tools, structured)
         elif structured is not None:
             structured = self._after_reasoning(structured)
-        has_marks = tools is not None or (
-            self.reasoning is not None and self.reasoning.has_special_marks
-        )
+        family = self.reasoning
+        has_marks = tools is not None or (family is not None and family.has_special_marks)
         return replace(
             params,
             structured_outputs=structured,
+            reasoning_marks=None if family is None else family.stop_marks,
             skip_special_tokens=params.skip_special_tokens and not has_marks,
         )
 
     def _structured(self, tools: Tools, structured: StructuredOutputs | None) -> StructuredOutputs:
-        """What the text must be: calls, or either calls or what is asked for."""
+        """Return what the text must be: calls, or either calls or what is asked for."""
         assert self.tools is not None, "answer refuses tools without a format"
         if tools.must_call and structured is not None:
             raise RequestError(
@@ -148,9 +141,10 @@ class ChatFormat:
         return self._after_reasoning(StructuredOutputs(grammar=f"{start}\n{rules}"))
 
     def _after_reasoning(self, structured: StructuredOutputs) -> StructuredOutputs:
-        if self.reasoning is None:
+        if self.reasoning is None or self.reasoning.state == "after":
             return structured
-        return replace(structured, reasoning=self.reasoning.name)
+        is_inside = self.reasoning.state == "inside"
+        return replace(structured, reasoning=self.reasoning.name, in_reasoning=is_inside)
 
 
 def _answer_rule(structured: StructuredOutputs) -> str:
@@ -179,54 +173,35 @@ class AnswerFormat:
     """Calls after the first are left out."""
 
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:
-        """For one answer to this prompt."""
+        """Return what divides one answer to this prompt."""
         most_calls = 1 if self.most_one else MAX_CALLS
-        is_apart = self.reasoning is not None and self.reasoning.has_channels
-        has_calls = self.tools is not None and self.tools.has_channels
+        family, tools, splitter = self.reasoning, self.tools, None
+        state = "after"
+        if family is not None:
+            state = prompt_state(family, codec.prompt_end(prompt_token_ids))
+        is_apart = family is not None and family.has_channels
+        has_calls = tools is not None and tools.has_channels
         if is_apart or has_calls:
             return HarmonyParser(
-                splits_reasoning=is_apart, most_calls=most_calls if has_calls else 0
+                splits_reasoning=is_apart,
+                most_calls=most_calls if has_calls else 0,
+                is_inside=state == "inside",
             )
-        splitter = None
-        if self.reasoning is not None:
-            state = prompt_state(self.reasoning, codec.prompt_end(prompt_token_ids))
-            if state != "after":
-                splitter = ReasoningSplitter(self.reasoning, state == "inside")
-        calls = None if self.tools is None else call_reader(self.tools, self.schemas)
+        if family is not None and state != "after":
+            splitter = ReasoningSplitter(family, state == "inside", tools.begin if tools else "")
+        calls = None if tools is None else call_reader(tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
     def call_id(self, answer: str, index: int) -> str:
-        """Of one call of an answer that has this name: the same every time."""
+        """Return the id of one call of an answer with this name: the same every time."""
         digest = sha256(f"{answer}/{index}".encode()).hexdigest()
         num_chars = 0 if self.tools is None else self.tools.id_chars
         return digest[:num_chars] if num_chars else f"call_{digest[:24]}"
 
 
-class PartsParser(Protocol):
-    """Divides one answer's text into reasoning, text and calls."""
-
-    @property
-    def has_calls(self) -> bool: ...
-
-    @property
-    def num_reasoning_chars(self) -> int:
-        """Characters at the beginning of the text so far that are reasoning and its marks."""
-
-    def feed(self, text: str) -> list[Part]:
-        """More text: what it adds."""
-
-    def finish(self) -> list[Part]:
-        """No text follows: what was held back."""
-
-
 class AnswerParser:
-    """Divides one answer's text, as it comes, into reasoning, text and calls.
-
-    Args:
-        reasoning: finds the reasoning; None: there is none.
-        calls: finds calls; None: there are none.
-        most_calls: later calls are left out.
-    """
+    """Divides one answer's text into reasoning, text and calls. Those after the first
+    ``most_calls`` are left out."""
 
     def __init__(
         self, reasoning: ReasoningSplitter | None, calls: CallReader | None, most_calls: int
@@ -245,7 +220,7 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.num_chars
 
     def feed(self, text: str) -> list[Part]:
-        """More text: what it adds."""
+        """Return what more text adds."""
         if self._reasoning is None:
             return self._divided(text)
         reasoning, answer = self._reasoning.feed(text)
@@ -253,13 +228,20 @@ class AnswerParser:
         return thought + self._divided(answer)
 
     def finish(self) -> list[Part]:
-        """No text follows: what was held back."""
+        """Return what was held back: no text follows."""
         parts: list[Part] = []
+        open_call = ""
         if self._reasoning is not None:
             reasoning, answer = self._reasoning.finish()
+            open_call = self._reasoning.open_call
             parts += [Reasoning(reasoning)] if reasoning else []
             parts += self._divided(answer)
-        return parts if self._calls is None else parts + self._kept(self._calls.finish())
+        rest = self._divided(open_call)
+        rest += [] if self._calls is None else self._kept(self._calls.finish())
+        if open_call:  # reasoning without an end: it has a call in it, or speaks of one
+            rest = [Reasoning(each) if isinstance(each, str) else each for each in rest]
+            rest = rest if self.has_calls else [Reasoning(open_call)]
+        return parts + rest
 
     def _divided(self, answer: str) -> list[Part]:
         if not answer:
@@ -270,21 +252,23 @@ class AnswerParser:
         return [part for part in parts if isinstance(part, str) or part.index < self._most_calls]
 
 
+PartsParser: TypeAlias = "AnswerParser | HarmonyParser"
+
+
 @dataclass
 class ParsedAnswer:
     """A whole answer."""
 
     content: str | None = ""
-    """The text; None: there is none, but calls."""
+    """The text; None: there are calls alone."""
     reasoning: str | None = None
-    """None: there is none."""
     calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
     def of(
         cls, text: str, parser: PartsParser, answer_format: AnswerFormat, name: str
     ) -> ParsedAnswer:
-        """``name``: the answer's, for the ids of its calls."""
+        """Return the parts of a text. ``name``: the answer's, for the ids of its calls."""
         parsed, content = cls(), ""
         for part in [*parser.feed(text), *parser.finish()]:
             if isinstance(part, Reasoning):
@@ -299,7 +283,7 @@ class ParsedAnswer:
 
 
 def message_of(parsed: ParsedAnswer) -> dict[str, Any]:
-    """OpenAI's message of an assistant."""
+    """Return OpenAI's message of an assistant."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning

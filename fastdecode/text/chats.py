@@ -1,12 +1,11 @@
-"""Conversations as callers give them."""
+"""Conversations as callers give them, and as chat templates take them."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
 
 from fastdecode.core.errors import Given, RequestError
 
@@ -14,138 +13,279 @@ Message = Mapping[str, Any]
 
 
 def as_chats(messages: object) -> list[Sequence[Message]]:
-    """One conversation, or several, as several.
-
-    Raises:
-        RequestError: they are neither, or a message's calls are no list of objects.
-    """
+    """Return one conversation, or several, as several. Raises RequestError: If they are neither,
+    a message's calls are no list of objects, or a part is no text."""
     chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
     is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
-    if is_one:
-        chats = [chats]
-    if not all(_is_chat(chat) for chat in chats):
+    chats = [chats] if is_one else chats
+    if not all(isinstance(chat, Sequence) and chat for chat in chats) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for chat in chats
+        for message in chat
+    ):
         raise RequestError(
             "messages must be a conversation or a list of them: each a list of "
             '{"role": "…", "content": "…"}',
             code="invalid_messages",
         )
     for place, chat in enumerate(chats):
-        where = "messages" if is_one else f"messages[{place}]"
-        _check_calls(chat, where)
-        _check_parts(chat, where)
+        for at, message in enumerate(chat):
+            _check(message, f"messages[{at}]" if is_one else f"messages[{place}][{at}]")
     return chats
 
 
-def _check_parts(chat: Sequence[Message], where: str) -> None:
-    for place, message in enumerate(chat):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind.startswith(_NO_TEXT):
-                raise RequestError(
-                    f"{where}[{place}].content has a part of type {kind!r:.80}, which is not "
-                    "supported: only text is",
-                    code="unsupported_field",
-                )
-
-
-def _check_calls(chat: Sequence[Message], where: str) -> None:
-    for place, message in enumerate(chat):
-        calls = message.get("tool_calls") or []
-        is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
-        if not is_list or not all(isinstance(call, Mapping) for call in calls):
+def _check(message: Message, where: str) -> None:
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    if not is_list or not all(isinstance(call, Mapping) for call in calls):
+        raise RequestError(
+            f"{where}.tool_calls must be a list of calls, each "
+            '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
+            code="invalid_messages",
+        )
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind.startswith(_NO_TEXT):
             raise RequestError(
-                f"{where}[{place}].tool_calls must be a list of calls, each "
-                '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
-                code="invalid_messages",
+                f"{where}.content has a part of type {kind!r:.80}, which is not supported: only "
+                "text is",
+                code="unsupported_field",
             )
+
+
+class Prober(Protocol):
+    """A chat template that can be tried."""
+
+    def probe(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str | None:
+        """Return a conversation's text; None if the template refuses it."""
 
 
 @dataclass(frozen=True)
 class MessageStyle:
-    """Which messages a chat template takes."""
+    """What a chat template makes of messages, found out by rendering some.
+
+    Instructions are messages of ``system`` and of ``developer``.
+    """
 
     id_chars: int = 0
     """Ids of calls have this many characters; 0: any number."""
-    content: Literal["string", "openai", "either"] = "string"
-    """Contents are texts, lists of parts, or either."""
+    parts: frozenset[str] = frozenset()
+    """Roles whose contents are lists of parts; those of others are texts."""
+    joint: str = "\n"
+    """What stands between the texts of several parts."""
     has_developer: bool = False
     """It knows the role ``developer``; else such messages are of ``system``."""
+    joins_system: bool = False
+    """Several instructions at the beginning become one."""
+    folds: Literal["none", "late", "all"] = "none"
+    """Which instructions it leaves out: their texts begin the next user message."""
+    lost: frozenset[str] = frozenset()
+    """Roles whose messages it leaves out."""
 
     @classmethod
-    def of(cls, source: str, id_chars: int, content_format: str = "auto") -> MessageStyle:
-        """Of a template's source. ``content_format``: one of ``CONTENT_FORMATS``, as in
-        vLLM. Raises RequestError: it is another."""
+    def of(cls, template: Prober, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
+        """Return a template's style. Raises RequestError: If ``content_format`` is none of
+        ``CONTENT_FORMATS``."""
         if content_format not in CONTENT_FORMATS:
             raise RequestError(
                 Given("chat_template_content_format", content_format),
                 f" is none of {', '.join(CONTENT_FORMATS)}",
                 code="invalid_argument",
             )
-        content: Any = content_format
-        if content_format == "auto":
-            content = "either" if _TAKES_TEXT in source else "openai"
-            content = content if _PARTS.search(source) else "string"
-        return cls(id_chars, content, "developer" in source)
+        probes = _Probes(template, content_format)
+        lost = frozenset(role for role in _PROBES if not probes.writes(role))
+        has_developer = "developer" not in lost and probes.knows_developer()
+        instructing = [_PROBES[role][0] for role in _INSTRUCTING[: 1 + has_developer]]
+        two = all(probes.find(_FIRST_SYSTEM, each, USER) for each in instructing)
+        is_late_lost = any(
+            probes.find(USER, ASSISTANT, each, USER) is False for each in instructing
+        )
+        return cls(
+            id_chars,
+            frozenset(probes.parts),
+            probes.joint(),
+            has_developer,
+            joins_system=not two,
+            folds="all" if "system" in lost else "late" if is_late_lost else "none",
+            lost=lost.difference(_INSTRUCTING),
+        )
 
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
-_PARTS: Final = re.compile(
-    r"for\s+\w+\s+in\s+(?:content\b|\w+\.content\b|\w+\[['\"]content['\"]\])"
-)
-"""A template's loop over the parts of a message."""
+MARK: Final = "Mark1of2"
+_OTHER: Final = "Mark2of2"
+_STRANGER: Final = "stranger"
+USER: Final = {"role": "user", "content": "Hello"}
+ASSISTANT: Final = {"role": "assistant", "content": "Hi"}
+_FIRST_SYSTEM: Final = {"role": "system", "content": _OTHER}
+_INSTRUCTING: Final = ("system", "developer")
+_CALL: Final = {
+    "id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}},
+}  # fmt: skip
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "f", "description": "f", "parameters": {"type": "object", "properties": {}},
+    },
+}  # fmt: skip
+_PROBES: Final[Mapping[str, Sequence[Message]]] = {
+    "user": ({"role": "user", "content": MARK},),
+    "assistant": (USER, {"role": "assistant", "content": MARK}, USER),
+    "tool": (
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "f", "tool_call_id": _CALL["id"], "content": MARK},
+    ),
+    "system": ({"role": "system", "content": MARK}, USER),
+    "developer": ({"role": "developer", "content": MARK}, USER),
+}
+_CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Ends the last message while it is rendered, as in transformers. Trimming removes its blank."""
 _NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
 """What types of parts that are no text begin with."""
-_TAKES_TEXT: Final = "is string"
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning. Templates read the first or the last."""
 
 
+class _Probes:
+    """Renders conversations with marks in them."""
+
+    def __init__(self, template: Prober, content_format: str) -> None:
+        self._template = template
+        self._is_auto = content_format == "auto"
+        self.parts = set(ROLES) if content_format == "openai" else set()
+        """Roles that need parts, as far as they are known."""
+
+    def writes(self, role: str) -> bool:
+        """Return False if the template leaves out messages of this role, as texts and as parts."""
+        found = self.find(*_PROBES[role])
+        if self._is_auto and not found:
+            self.parts.add(role)
+            if self.find(*_PROBES[role]):
+                return True
+            self.parts.remove(role)
+        return found is not False
+
+    def find(self, *messages: Message) -> bool | None:
+        """Return whether all marks come out; None if the template refuses the messages."""
+        marks = [each for each in (MARK, _OTHER) if any(each == m["content"] for m in messages)]
+        texts = self._text(messages), self._text(messages, (_TOOL,))
+        said = [text for text in texts if text is not None]
+        return any(all(mark in text for mark in marks) for text in said) if said else None
+
+    def joint(self) -> str:
+        """Return what the template writes between parts, where it takes a text as well."""
+        parts = [{"type": "text", "text": text} for text in (MARK, _OTHER)]
+        text = self._template.probe([{"role": "user", "content": parts}])
+        if text is not None and MARK in text and "user" not in self.parts:
+            between = text.partition(MARK)[2].partition(_OTHER)[0]
+            whole = {"role": "user", "content": MARK + between + _OTHER}
+            if self._template.probe([whole]) == text:
+                return between
+        return "\n"
+
+    def knows_developer(self) -> bool:
+        """Return whether developers' messages come out, and not as any role's would."""
+        known, other = (
+            self._text([{"role": role, "content": MARK}, USER]) for role in ("developer", _STRANGER)
+        )
+        is_alike = other is not None and other.replace(_STRANGER, "developer") == known
+        return known is not None and MARK in known and not is_alike
+
+    def _text(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str | None:
+        style = MessageStyle(parts=frozenset(self.parts))
+        made = [{**m, "content": _content(m["content"], style, m["role"])} for m in messages]
+        return self._template.probe(made, tools)
+
+
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
-    """Messages as a template takes them. The arguments of calls are objects, where callers
-    give JSON text as OpenAI's API does. Ids of calls that are too long lose their
-    beginning."""
-    return [_message(message, style) for message in messages]
+    """Return messages as a template takes them. Arguments of calls become objects. Ids that are
+    too long lose their beginning. Instructions are joined, or begin the next user message.
+
+    Raises:
+        RequestError: (code ``invalid_messages``) If the template leaves out a role's messages.
+    """
+    leading: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        each = _message(message, style)
+        role = each["role"]
+        if role in style.lost:
+            raise RequestError(
+                f"the chat template leaves out messages of the role {role!r}: leave them out, or "
+                "give another chat_template",
+                code="invalid_messages",
+            )
+        if role in _INSTRUCTING and (style.folds == "all" or (style.folds == "late" and made)):
+            waiting.append(each)
+        elif role in _INSTRUCTING and not made:
+            leading.append(each)
+        elif role == "user" and waiting:
+            made.append({**each, "content": _joined([*waiting, each])})
+            waiting = []
+        else:
+            made.append(each)
+    if style.joins_system and leading:
+        leading = [{**leading[0], "content": _joined(leading)}]
+    if waiting:
+        made.append({"role": "user", "content": _joined(waiting)})
+    made = leading + made
+    return [{**each, "content": _content(each["content"], style, each["role"])} for each in made]
 
 
-def _message(message: Message, style: MessageStyle) -> Message:
-    made = dict(message)
-    reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
+def _joined(messages: Sequence[Message]) -> object:
+    """Return a content with those of all messages."""
+    contents = [message["content"] for message in messages]
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(filter(None, contents))
+    return [part for content in contents for part in _as_parts(content)]
+
+
+def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
+    made = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    reasoning = next((made[name] for name in _REASONING if name in made), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
     if made["role"] == "developer" and not style.has_developer:
         made["role"] = "system"
-    if "content" in made:
-        made["content"] = _content(made["content"], style)
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
     _shorten(made, "tool_call_id", style.id_chars)
     return made
 
 
-def _content(content: object, style: MessageStyle) -> object:
-    """Texts of several parts stand on lines of their own, where the template takes a text.
-    Parts that are no text stay as they are."""
-    if style.content == "openai" and isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if style.content != "string" or isinstance(content, str) or not isinstance(content, Sequence):
+def _as_parts(content: Any) -> list[Any]:
+    is_list = isinstance(content, Sequence) and not isinstance(content, str)
+    return list(content) if is_list else [{"type": "text", "text": content}]
+
+
+def _content(content: object, style: MessageStyle, role: str) -> object:
+    """Return a content as the template takes it. Parts that are no text stay as they are."""
+    if isinstance(content, str):
+        return _as_parts(content) if role in style.parts else content
+    if role in style.parts or not isinstance(content, Sequence):
         return content
     texts = [_text_of(part) for part in content]
-    return content if None in texts else "\n".join(map(str, texts))
+    return content if None in texts else style.joint.join(map(str, texts))
 
 
 def _text_of(part: object) -> str | None:
-    if isinstance(part, str):
-        return part
-    text = part.get("text") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, Mapping) else part
     return text if isinstance(text, str) else None
 
 
 def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
     made = dict(call)
-    function = made.get("function")
-    if isinstance(function, Mapping):
-        arguments = _arguments_of(function.get("arguments"))
+    if isinstance(function := made.get("function"), Mapping):
+        arguments = function.get("arguments")
+        if arguments is None or isinstance(arguments, str):
+            arguments = _loaded(arguments)
         made["function"] = {**function, "arguments": arguments}
     _shorten(made, "id", id_chars)
     return made
@@ -156,21 +296,81 @@ def _shorten(made: dict[str, Any], name: str, id_chars: int) -> None:
         made[name] = made[name][-id_chars:]
 
 
-def _arguments_of(said: object) -> object:
-    """A call's arguments: an object, also where they are its JSON text. A model may
-    have written text that is no object: that stays."""
-    if not isinstance(said, (str, type(None))):
-        return said
+def _loaded(arguments: str | None) -> object:
+    """Return a call's arguments as an object; as they are, where they are text that is none."""
     try:
-        arguments = json.loads(said or "{}")
+        loaded = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else said
+        return arguments
+    return loaded if isinstance(loaded, dict) else arguments
 
 
-def _is_chat(chat: object) -> bool:
-    if not isinstance(chat, Sequence) or not chat:
-        return False
-    return all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in chat
-    )
+@dataclass(frozen=True)
+class Rendering:
+    """How a chat template writes a conversation."""
+
+    add_generation_prompt: bool = True
+    """End with what begins the assistant's turn."""
+    continue_final_message: bool = False
+    """End where the last message's text ends."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """More names for the template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """That the model may call, as OpenAI's API has them."""
+    style: MessageStyle | None = None
+    """What the template makes of messages; None: it gets them as they are."""
+
+    @classmethod
+    def of(
+        cls,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Rendering:
+        """Return a caller's options. ``add_generation_prompt`` None: unless the last message is
+        continued. Raises RequestError: If both are true."""
+        if continue_final_message and add_generation_prompt:
+            raise _refusal(" and add_generation_prompt exclude each other: leave one of them out")
+        begins_turn = not continue_final_message and add_generation_prompt is not False
+        return cls(begins_turn, continue_final_message, variables or {}, tools)
+
+    def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text that the answer continues; empty if it continues none."""
+        content = messages[-1].get("content") if self.continue_final_message and messages else ""
+        if isinstance(content, str):
+            return content
+        parts = content if isinstance(content, Sequence) else ()
+        return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+    def marked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return messages for the template. Raises RequestError: If the last one has no text."""
+        if not self.continue_final_message:
+            return messages
+        last = messages[-1] if messages else {}
+        return [*messages[:-1], {**last, "content": _marked(last.get("content"))}]
+
+    def cut(self, text: str) -> str:
+        """Return the text of marked messages, up to the mark. Raises RequestError: If it's lost."""
+        if not self.continue_final_message:
+            return text
+        place = text.rfind(_CONTINUED.strip())
+        if place < 0:
+            raise _refusal(": the chat template does not write the last message: give another role")
+        is_trimmed = not text.startswith(_CONTINUED, place)
+        return text[:place].rstrip() if is_trimmed else text[:place]
+
+
+def _marked(content: object) -> object:
+    if isinstance(content, str):
+        return content + _CONTINUED
+    parts = list(content) if isinstance(content, Sequence) else []
+    for place in reversed(range(len(parts))):
+        if isinstance(parts[place], Mapping) and isinstance(parts[place].get("text"), str):
+            parts[place] = {**parts[place], "text": parts[place]["text"] + _CONTINUED}
+            return parts
+    raise _refusal(" needs a last message with text: give its content as a string")
+
+
+def _refusal(why: str) -> RequestError:
+    return RequestError(Given("continue_final_message"), why, code="invalid_messages")

@@ -1,49 +1,44 @@
-"""Between text and token ids: the tokenizer of a model directory, and the text
-of a sequence as it grows."""
+"""Between text and token ids: a model's tokenizer, and the text of a sequence as it grows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from fastdecode.core.errors import RequestError, imports_for
-from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
+from fastdecode.core.errors import CheckpointError, RequestError
+from fastdecode.core.os_errors import explained
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.begun_stop import BegunStop
-from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
-from fastdecode.text.encoder import Encoder
-from fastdecode.text.tokenizer_files import find_tokenizer
+from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
+from fastdecode.text.detokenizer import Detokenizer, Vocabulary, detokenizer_for
+from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter, prompt_state
+from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
+ORDINARY_BYTES_PER_TOKEN = 16
+MAX_BYTES_PER_TOKEN = 128
+"""Texts of up to this many bytes per token of the model's limit are encoded whole."""
+# A million tokens of prose take 5 s.
+ENCODE_CPU_S = 30
+LOAD_CPU_S = 60
+BASE_MEMORY_BYTES = 1 << 30
+# A loaded tokenizer takes twelve times its file's size.
+MEMORY_PER_FILE_BYTE = 24
 _NUM_END: Final = 32
 """Tokens of a prompt's end: more than a template writes after a mark."""
 
 
 def lacks_tokenizer(model_dir: Path) -> bool:
-    """Whether a model directory serves token ids only.
-
-    Raises:
-        CheckpointError: as ``find_tokenizer``.
-    """
+    """Return True if a model directory serves token ids only. Raises as ``find_tokenizer``."""
     return model_dir.is_dir() and find_tokenizer(model_dir) is None
 
 
 class TextCodec:
-    """A model's tokenizer, or the lack of one: a model without serves token ids
-    only.
-
-    Args:
-        tokenizer: None if the model has none.
-        encoder: encodes prompts, since the tokenizer here only decodes; None:
-            nobody does.
-        eos_token_id: what the tokenizer's config names as the end of a text, if
-            it does.
-    """
+    """A model's tokenizer, or the lack of one: such a model serves token ids only."""
 
     def __init__(
         self,
@@ -53,65 +48,42 @@ class TextCodec:
     ) -> None:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
-        self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        """The end of a text, if the tokenizer's files name one."""
+        self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        """The tokens' texts; None without a tokenizer."""
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
-        if tokenizer is not None:
-            # Some tokenizer.json carry the settings that their training ran with.
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
-        """Read ``tokenizer.json`` (it may be absent), and what ``tokenizer_config.json``
-        says of EOS.
-
-        Of BOS ``tokenizer.json`` alone says what begins a text, as for
-        transformers 5: ``add_bos_token`` is for those who make that file.
-
-        Args:
-            max_model_len: what no prompt that is encoded may exceed; None:
-                whatever can be encoded.
+        """Read a model directory's tokenizer, which may be absent.
 
         Raises:
-            CheckpointError: a file is there but can't be used, or is of a kind
-                that has to be converted.
-            MissingExtraError: the model has a tokenizer, but the package
-                ``tokenizers`` isn't installed.
+            CheckpointError: If a file can't be used, or has to be converted first.
+            MissingExtraError: If the package ``tokenizers`` is needed, but isn't installed.
         """
-        path = find_tokenizer(Path(model_dir))
-        if path is None:
+        files = TokenizerFiles.read(Path(model_dir))
+        if files.path is None:
             return cls(None)
-        with imports_for(f"reading {path}"):
-            from tokenizers import Tokenizer
-        content = read_model_file(path, MAX_TOKENIZER_BYTES)
-        # It has been loaded, and decoded each of its tokens, within limits
-        # before it is loaded here.
-        encoder = Encoder(path, max_model_len)
-        tokenizer = Tokenizer.from_buffer(content)
-        eos = _eos_token(Path(model_dir) / "tokenizer_config.json")
+        # The child has loaded it, and decoded each of its tokens, before it is loaded here.
+        encoder = Encoder(files.path, max_model_len, added=files.added)
+        tokenizer, eos = files.load(), files.names.get("eos_token")
         return cls(tokenizer, encoder, None if eos is None else tokenizer.token_to_id(eos))
 
     @property
     def has_tokenizer(self) -> bool:
-        return self._vocabulary is not None
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The tokens' texts; None without a tokenizer."""
-        return self._vocabulary
+        return self.vocabulary is not None
 
     def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
-        """The tokens' texts in this request's answers; None without a tokenizer."""
-        return self._vocabulary if params.skip_special_tokens else self._whole
+        """Return the tokens' texts in this request's answers; None without a tokenizer."""
+        return self.vocabulary if params.skip_special_tokens else self._whole
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """Name → id; none without a tokenizer."""
-        return {} if self._vocabulary is None else self._vocabulary.special_tokens
+        return {} if self.vocabulary is None else self.vocabulary.special_tokens
 
     def prompt_end(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt's last tokens, names of special tokens too; empty
-        without a tokenizer."""
+        """Return the text of a prompt's last tokens, names of special ones too."""
         return "" if self._whole is None else self._whole.text(token_ids[-_NUM_END:])
 
     def close(self) -> None:
@@ -120,14 +92,8 @@ class TextCodec:
             self._encoder.close()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens that the tokenizer
-        puts around a text.
-
-        Raises:
-            RequestError: there is no tokenizer (code ``no_tokenizer``), the
-                text can't be encoded (``invalid_prompt``), or has more bytes
-                than the longest prompt's tokens hold (``prompt_too_long``).
-        """
+        """Return a prompt's token ids, with the special ones that the tokenizer puts around it.
+        Raises RequestError: (code ``no_tokenizer``) If there is none, and as ``Encoder``."""
         if self._encoder is None:
             raise RequestError(
                 "the prompt is text, but the model directory has no tokenizer.json: give "
@@ -137,57 +103,145 @@ class TextCodec:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens at once, special tokens left out; empty without a tokenizer."""
-        return "" if self._vocabulary is None else self._vocabulary.text(token_ids)
+        """Return the text of all tokens at once, without special ones."""
+        return "" if self.vocabulary is None else self.vocabulary.text(token_ids)
 
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """A new sequence's text; none where only token ids are wanted. It
-        continues the prompt's: a first word keeps the space before it.
-
-        Raises:
-            RequestError: (code ``no_tokenizer``) stop strings, but no tokenizer
-                to make text of tokens.
-        """
-        if not params.detokenize:
-            return NoText()
+        """Return a new sequence's text. A first word keeps the space before it. Raises
+        RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer."""
         vocabulary = self.vocabulary_of(params)
-        if vocabulary is not None:
-            detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
-            specials = vocabulary.special_tokens if params.skip_special_tokens else {}
-            # The name of a special token that is skipped never appears in a text.
-            stop_ids = {specials[stop]: stop for stop in params.stop if stop in specials}
-            return SequenceText(
-                detokenizer,
-                params.stop,
-                params.min_tokens,
-                stop_ids,
-                keeps_stop=params.include_stop_str_in_output,
-            )
-        if params.stop:
+        if not params.detokenize or (vocabulary is None and not params.stop):
+            return NoText()
+        if vocabulary is None:
             raise RequestError(
                 "stop strings need text, but the model directory has no tokenizer.json: use "
                 "stop_token_ids, or add the model's tokenizer.json",
                 code="no_tokenizer",
             )
-        return NoText()
+        specials = vocabulary.special_tokens if params.skip_special_tokens else {}
+        return SequenceText(
+            detokenizer_for(vocabulary, prompt_token_ids),
+            params.stop,
+            params.min_tokens,
+            # The name of a special token that is skipped never appears in a text.
+            {specials[stop]: stop for stop in params.stop if stop in specials},
+            keeps_stop=params.include_stop_str_in_output,
+            reasoning=self._reasoning(params, prompt_token_ids),
+        )
+
+    def _reasoning(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> ReasoningSplitter | None:
+        """Return what finds the end of the reasoning, in which stop strings don't count."""
+        if params.reasoning_marks is None or not params.stop:
+            return None
+        begin, end = params.reasoning_marks
+        family = ReasoningFormat("", begin, end, state=None if begin else "inside")
+        state = prompt_state(family, self.prompt_end(prompt_token_ids))
+        return None if state == "after" else ReasoningSplitter(family, state == "inside")
+
+
+class Encoder:
+    """Encodes with a model's tokenizer, in a child process with limits.
+
+    Args:
+        max_model_len: tokens that no prompt may reach; None: no limit.
+        limits: of the child; None: what honest tokenizers never need.
+        added: as in ``TokenizerFiles``.
+
+    Raises:
+        CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        max_model_len: int | None = None,
+        limits: Limits | None = None,
+        added: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
+        self._child = LimitedChild(opening, limits or _limits(path))
+        self._max_model_len = max_model_len
+        try:
+            self._child.open()
+        except ChildFailedError as error:
+            remedy = "fetch the file again, or remove it to serve token ids only"
+            what = "is not a tokenizer that the package tokenizers can read"
+            if not error.refused:
+                what = "can't be loaded and encode an ordinary text"
+            raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids.
+
+        Raises:
+            RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
+                limits. (``prompt_too_long``) If its beginning alone is too long for the model.
+                (``child_died``) If the child was ended from outside.
+        """
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt holds half a surrogate pair at character {error.start}, which is no "
+                "text: write the whole character",
+                code="invalid_prompt",
+            ) from None
+        limit = self._max_model_len
+        if limit is not None and num_bytes > limit * MAX_BYTES_PER_TOKEN:
+            start = text[: limit * MAX_BYTES_PER_TOKEN // 4]
+            num_tokens = len(self._ids(start, add_special_tokens=False))
+            if num_tokens > 2 * limit:  # a cut changes the tokens beside it, not half of them
+                raise RequestError(
+                    f"the prompt is too long: this model's maximum context length is {limit} "
+                    f"tokens, and the first {len(start)} of the prompt's {len(text)} characters "
+                    f"have {num_tokens}: shorten the prompt",
+                    code="prompt_too_long",
+                )
+        return self._ids(text, add_special_tokens=add_special_tokens)
+
+    def close(self) -> None:
+        """End the child process. Safe to call twice."""
+        self._child.close()
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        question = {"sequence": text, "add_special_tokens": add_special_tokens}
+        try:
+            ids: list[int] = self._child.ask(question)
+        except ChildDiedError as error:
+            raise error.as_request_error() from None
+        except ChildFailedError as error:
+            raise RequestError(
+                f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",
+                code="invalid_prompt",
+            ) from None
+        return ids
+
+
+def _limits(path: Path) -> Limits:
+    try:
+        file_bytes = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {explained(error)}") from None
+    memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * file_bytes
+    return Limits(memory_bytes=memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
 
 
 class SequenceText:
-    """What one sequence has said so far, and whether it has said a stop string.
+    """The text that one sequence has generated, and whether it has a stop string.
 
-    A token that ends the sequence by its id (EOS, ``stop_token_ids``) is given
-    to ``append_last``.
+    A token that ends the sequence by its id (EOS, ``stop_token_ids``) goes to ``append_last``.
 
     Args:
         detokenizer: the sequence's own.
-        stop: end the text before the first of these to appear.
-        min_tokens: a stop string that is complete before this many tokens
-            doesn't count.
+        stop: the text ends before the first of these to appear.
+        min_tokens: a stop string that is complete before this many tokens doesn't count.
         stop_ids: tokens without text, and the stop string that names each.
-        keeps_stop: the text has the stop string that ended it, and what
-            ``append_last`` adds.
+        keeps_stop: the text has the stop string that ended it, and what ``append_last`` adds.
+        reasoning: no stop string counts in what it finds; None: there is none.
     """
 
     def __init__(
@@ -198,10 +252,14 @@ class SequenceText:
         stop_ids: Mapping[int, str] = MappingProxyType({}),
         *,
         keeps_stop: bool = False,
+        reasoning: ReasoningSplitter | None = None,
     ) -> None:
         self._keeps_stop = keeps_stop
+        self._reasoning = reasoning
+        self._undecided = ""
+        """Text that may become the mark of reasoning."""
         self.stopped_by: str | None = None
-        """The stop string that it has said."""
+        """The stop string that ended the text."""
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stop = tuple(stop)
@@ -211,8 +269,7 @@ class SequenceText:
         self._tail = ""
         """The end of the text, in which a stop string may have begun."""
         self._num_peeked = 0
-        """Characters of the text that is held back that earlier tokens have
-        already been judged by."""
+        """Characters of the text that is held back that earlier tokens have been judged by."""
         self._max_tail = max(map(len, stop), default=1) - 1
         self._is_over = False
         # Of the text that was taken:
@@ -227,15 +284,13 @@ class SequenceText:
         return "".join(self._pieces)
 
     def append(self, token_id: int) -> bool:
-        """One more token. True if it completed a stop string: the text is cut
-        and over.
-
-        Of several stop strings that one token completes, the one that begins
-        first counts.
-        """
+        """Take one more token. Return True if it completed a stop string: the text is then over.
+        Of several stop strings that one token completes, the one that begins first counts."""
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
-        if token_id in self._stop_ids and self._num_tokens >= self._min_tokens:
+        is_thinking = self._reasoning is not None and self._reasoning.mode != "start"
+        is_stop = token_id in self._stop_ids and self._num_tokens >= self._min_tokens
+        if is_stop and not is_thinking:
             self.finish()
             self.stopped_by = self._stop_ids[token_id]
             if self._keeps_stop:
@@ -243,10 +298,9 @@ class SequenceText:
             return True
         if self._add(self._detokenizer.append(token_id)):
             return True
-        if not (self._stop and self._detokenizer.can_peek):
+        if self._reasoning is not None or not (self._stop and self._detokenizer.can_peek):
             return False
-        # A stop string may be complete in text that is held back only because
-        # later bytes might spoil it.
+        # A stop string may be complete in text that later bytes might spoil.
         held = self._detokenizer.peek()
         if self._find(held) is not None:
             return self._add(self._detokenizer.flush())
@@ -254,14 +308,13 @@ class SequenceText:
         return False
 
     def append_last(self, token_id: int) -> None:
-        """The token whose id ends the sequence: its text is there if stops are kept."""
+        """Take the token whose id ends the sequence: its text counts if stops are kept."""
         if self._keeps_stop:
             self.append(token_id)
 
     def take(self) -> str:
-        """What is new of the text since the last call, but for an end that may
-        become a stop string or part of one. Nothing that was taken is cut off
-        later; all that was taken, after the end, is the text."""
+        """Return what is new of the text, but for an end that may become a stop string. Nothing
+        that was taken is cut off later."""
         fresh = "".join(self._pieces[self._num_seen :])
         self._num_seen = len(self._pieces)
         num_held = self._begun.feed(fresh)
@@ -272,14 +325,34 @@ class SequenceText:
         return untaken[:num_safe]
 
     def finish(self) -> str:
-        """No token follows: adds what was held back, and returns the whole text."""
+        """Return the whole text, with what was held back: no token follows."""
         if not self._is_over:
             self._add(self._detokenizer.flush())
+            self._reasoning, undecided = None, self._undecided
+            self._add(undecided)
             self._is_over = True
         return self.text
 
+    def _past_reasoning(self, reasoning: ReasoningSplitter, piece: str) -> str:
+        """Take the reasoning into the text. Return what stop strings count in."""
+        held = self._undecided + piece
+        reasoning.feed(piece)
+        self._undecided = held if reasoning.mode == "start" else ""
+        num_left = 0
+        if reasoning.mode == "start":
+            num_left = len(held)
+        elif reasoning.mode != "reasoning":
+            self._reasoning = None
+            num_left = reasoning.num_fed - reasoning.num_chars
+        thought = held[: len(held) - num_left]
+        if thought:
+            self._pieces.append(thought)
+        return "" if self._undecided else held[len(thought) :]
+
     def _add(self, piece: str) -> bool:
         """Append to the text, or cut it at a stop string and return True."""
+        if self._reasoning is not None:
+            piece = self._past_reasoning(self._reasoning, piece)
         if not piece:
             return False
         found = self._find(piece) if self._stop else None
@@ -289,28 +362,23 @@ class SequenceText:
             if self._max_tail:
                 self._tail = (self._tail + piece)[-self._max_tail :]
             return False
-        if self._keeps_stop:
+        if self._keeps_stop or found >= len(self._tail):
             self._pieces.append(piece[: found - len(self._tail)])
-        elif found < len(self._tail):
+        else:
             # It began in earlier pieces: take that much of them back.
             self._pieces = [self.text[: found - len(self._tail)]]
             self._num_seen, self._untaken = 1, self._pieces[0][self._num_taken :]
-        else:
-            self._pieces.append(piece[: found - len(self._tail)])
         self._is_over = True
         return True
 
     def _find(self, piece: str) -> int | None:
-        """Where in tail + piece the text ends, as this token has completed a stop
-        string: where the first one begins, or where it ends if it is kept; None
-        if there is none."""
+        """Return where in tail + piece the text ends by a stop string that this token completes:
+        where the first one begins, or where it ends if it is kept."""
         if self._num_tokens < self._min_tokens:
             return None
         text, seen = self._tail + piece, len(self._tail) + self._num_peeked
-        places = [text.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop]
-        found = [
-            (place, stop) for place, stop in zip(places, self._stop, strict=True) if place >= 0
-        ]
+        places = [(text.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stop]
+        found = [each for each in places if each[0] >= 0]
         if not found:
             return None
         place, stop = min(found, key=lambda each: (each[0], len(each[1])))
@@ -319,18 +387,10 @@ class SequenceText:
 
 
 class NoText(SequenceText):
-    """What a sequence has said, where nobody wants text or there is no tokenizer: nothing,
-    and nothing is looked at."""
+    """The text of a sequence where none is wanted, or there is no tokenizer."""
 
     def __init__(self) -> None:
-        super().__init__(NoDetokenizer())
+        super().__init__(Detokenizer())
 
     def append(self, token_id: int) -> bool:
         return False
-
-
-def _eos_token(path: Path) -> str | None:
-    """The EOS token, if ``tokenizer_config.json`` names one."""
-    eos = read_model_json(path).get("eos_token")
-    content = eos.get("content") if isinstance(eos, dict) else eos
-    return content if isinstance(content, str) else None

@@ -1,47 +1,50 @@
 """Token ids to text, one token at a time.
 
-A detokenizer is fed a sequence's tokens and gives text that is **final**:
-nothing that comes later can change it. What a later token may still change (the
-first bytes of a character, a run of byte tokens) is held back. So the pieces
-put together, and ``flush`` at the end, equal the decoding of all tokens at
-once, and a piece never ends in half a character. The cost of a token doesn't
-grow with the sequence.
+A detokenizer gives text that is **final**: nothing that comes later can change it. What a later
+token may still change (the first bytes of a character, a run of byte tokens) is held back. The
+pieces together, with ``flush`` at the end, equal the decoding of all tokens at once, and a piece
+never ends in half a character. The cost of a token doesn't grow with the sequence.
 """
 
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class Detokenizer(Protocol):
-    """Turns the tokens of one sequence into text."""
-
-    def append(self, token_id: int) -> str:
-        """One more token. Returns the text that became final, often just the token's own."""
+class Detokenizer:
+    """Turns the tokens of one sequence into text. This one gives none: there is no tokenizer."""
 
     @property
     def can_peek(self) -> bool:
-        """Text is held back that would be sound, in whole characters, if no token followed."""
+        """True if text is held back that would be whole characters if no token followed."""
+        return False
+
+    def append(self, token_id: int) -> str:
+        """Take one more token. Return the text that became final, often just the token's own."""
+        return ""
 
     def peek(self) -> str:
-        """The text that is held back, as ``flush`` would give it."""
+        """Return the text that is held back, as ``flush`` would give it."""
+        return ""
 
     def flush(self) -> str:
-        """No token follows: the text that was held back, U+FFFD for what is no character."""
+        """Return the text that was held back, U+FFFD for what is no character: no token follows."""
+        return ""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What detokenizers ask of a tokenizer. One serves all sequences of a model.
+    """A model's tokenizer, as detokenizers use it.
 
     Args:
         skips_special: special tokens have no text; or their names are in it.
@@ -66,70 +69,54 @@ class Vocabulary:
     def decoder_types(self) -> frozenset[str]:
         """The types of the decoders that make up the tokenizer's decoder."""
         decoder = self.tokenizer.decoder
-        # A decoder's pickled state is its part of tokenizer.json; there is no
-        # other way to look inside.
-        return (
-            frozenset(_types(json.loads(decoder.__getstate__())))
-            if decoder is not None
-            else frozenset()
-        )
+        if decoder is None:
+            return frozenset()
+        # Its pickled state is its part of tokenizer.json: there is no other way to look inside.
+        return frozenset(_types(json.loads(decoder.__getstate__())))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Decode at once. ids that the tokenizer doesn't know have no text."""
+        """Return the text of all tokens at once. Unknown ids have none."""
         decoded: str = self.tokenizer.decode(token_ids, skip_special_tokens=self.skips_special)
         return decoded
 
     def token(self, token_id: int) -> str | None:
-        """The token as it stands in the vocabulary; None if it has no text."""
+        """Return the token as it stands in the vocabulary; None if it has no text."""
         return None if token_id in self.skipped else self.tokenizer.id_to_token(token_id)
 
     def byte_level_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token of a byte-level vocabulary stands for."""
+        """Return the bytes that a token of a byte-level vocabulary stands for."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = _from_byte_alphabet(self.token(token_id) or "")
+            token = self.token(token_id) or ""
+            is_plain = any(char not in BYTE_ALPHABET for char in token)  # an added token
+            known = token.encode() if is_plain else bytes(BYTE_ALPHABET[char] for char in token)
+            self._bytes[token_id] = known
         return known
 
     def fallback_byte(self, token_id: int) -> bytes | None:
-        """The byte that a token ``<0xNN>`` stands for; None if it is an
-        ordinary token, or the decoder knows none."""
+        """Return the byte that a token ``<0xNN>`` stands for, if the decoder knows such tokens."""
         token = self.token(token_id) if "ByteFallback" in self.decoder_types else None
         match = None if token is None else _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(match[1]) if match else None
 
 
-def detokenizer_for(vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-    """The detokenizer that fits the tokenizer. Its text is what follows the prompt's text."""
+def detokenizer_for(
+    vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int] = ()
+) -> Detokenizer:
+    """Return the tokenizer's detokenizer, for the text that follows the prompt's."""
+    if vocabulary is None:
+        return Detokenizer()
     if vocabulary.decoder_types == {"ByteLevel"}:
         return ByteLevelDetokenizer(vocabulary)
     return WindowDetokenizer(vocabulary, prompt_token_ids)
 
 
-class NoDetokenizer:
-    """There is no tokenizer, hence no text."""
+class ByteLevelDetokenizer(Detokenizer):
+    """Bytes through a UTF-8 decoder, for byte-level vocabularies (GPT-2, Llama 3, Qwen).
 
-    can_peek = False
-
-    def append(self, token_id: int) -> str:
-        return ""
-
-    def peek(self) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-class ByteLevelDetokenizer:
-    """For vocabularies whose tokens are byte strings (GPT-2, Llama 3, Qwen):
-    bytes through a UTF-8 decoder.
-
-    Python's decoder replaces what is no UTF-8 just as the tokenizers library
-    does: one U+FFFD for each maximal ill-formed part (Unicode standard, section
-    3.9, table 3-8).
+    Only part of a character is ever held back. Python's decoder replaces what is no UTF-8 just as
+    the tokenizers library does: one U+FFFD for each maximal ill-formed part (Unicode 3.9).
     """
-
-    can_peek = False  # only part of a character is ever held back
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -146,30 +133,24 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDetokenizer:
-    """For any other decoder (SentencePiece's, WordPiece's): decodes a short
-    window of the last tokens.
+class WindowDetokenizer(Detokenizer):
+    """Decodes a short window of the last tokens, for any other decoder.
 
-    The window is the tokens of the last piece of text and all since. A new
-    piece is what decoding the window gives beyond the piece before: decoders
-    that treat the first token apart (dropping its space) treat both alike.
-
-    Byte tokens ``<0xNN>`` are held back until their run ends: the library
-    decodes a run that isn't valid UTF-8 to U+FFFD for each of its bytes, its
-    valid characters included.
+    The window is the tokens of the last piece of text and all since. A new piece is what decoding
+    the window gives beyond the piece before: decoders that treat the first token apart (dropping
+    its space) treat both alike. Byte tokens ``<0xNN>`` are held back until their run ends: the
+    library decodes a run that isn't valid UTF-8 to U+FFFD for each of its bytes.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         # One ordinary token of the prompt tells the decoder that the output doesn't begin a text.
-        before = next(
-            (token for token in reversed(prompt_token_ids) if self._is_ordinary(token)), None
-        )
-        self._window = [] if before is None else [before]
+        before = (token for token in reversed(prompt_token_ids) if self._is_ordinary(token))
+        self._window = list(itertools.islice(before, 1))
         self._num_read = len(self._window)
         """Tokens of the window whose text has been given."""
         self._read_text = vocabulary.text(self._window)
-        self._run = _ByteRun()
+        self._run = bytearray()
 
     def append(self, token_id: int) -> str:
         vocabulary = self._vocabulary
@@ -178,21 +159,24 @@ class WindowDetokenizer:
         self._window.append(token_id)
         byte = vocabulary.fallback_byte(token_id)
         if byte is not None:
-            self._run.append(byte)
+            self._run += byte
             return ""
-        self._run = _ByteRun()
+        self._run.clear()
         piece = self.peek()
         # Of a decoder we don't know, the last characters may be half of one.
-        if piece and not ("ByteLevel" in vocabulary.decoder_types and piece.endswith("\ufffd")):
-            self._window = self._window[self._num_read :]
-            self._num_read = len(self._window)
-            self._read_text = vocabulary.text(self._window)
-            return piece
-        return ""
+        if not piece or ("ByteLevel" in vocabulary.decoder_types and piece.endswith("\ufffd")):
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        self._read_text = vocabulary.text(self._window)
+        return piece
 
     @property
     def can_peek(self) -> bool:
-        return self._run.is_sound
+        try:
+            return bool(self._run.decode())
+        except UnicodeDecodeError:
+            return False
 
     def peek(self) -> str:
         return self._vocabulary.text(self._window)[len(self._read_text) :]
@@ -203,32 +187,12 @@ class WindowDetokenizer:
         return piece
 
     def _is_ordinary(self, token_id: int) -> bool:
-        return (
-            self._vocabulary.token(token_id) is not None
-            and self._vocabulary.fallback_byte(token_id) is None
-        )
-
-
-class _ByteRun:
-    """Whether the bytes so far are whole UTF-8 characters, and at least one."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._is_valid = True
-        self.is_sound = False
-
-    def append(self, byte: bytes) -> None:
-        if not self._is_valid:
-            return
-        try:
-            self._decoder.decode(byte)
-        except UnicodeDecodeError:
-            self._is_valid = False
-        self.is_sound = self._is_valid and self._decoder.getstate()[0] == b""
+        vocabulary = self._vocabulary
+        return vocabulary.token(token_id) is not None and vocabulary.fallback_byte(token_id) is None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for every byte → the byte."""
+    """Return GPT-2's printable character for every byte → the byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -238,15 +202,64 @@ BYTE_ALPHABET = _byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def _from_byte_alphabet(token: str) -> bytes:
-    try:
-        return bytes([BYTE_ALPHABET[char] for char in token])
-    except KeyError:
-        return token.encode()  # an added token, in plain text
-
-
 def _types(decoder: dict[str, object]) -> set[str]:
     nested = decoder.get("decoders")
     if isinstance(nested, list):
         return set().union(*(_types(part) for part in nested))
     return {str(decoder.get("type"))}
+
+
+class TokenText:
+    """Names tokens in answers: ``token_id:N`` where the model has no tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for; a special token's name."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return f"token_id:{token_id}".encode()
+        token = vocabulary.token(token_id)
+        if token is None:
+            return (vocabulary.tokenizer.id_to_token(token_id) or f"token_id:{token_id}").encode()
+        if vocabulary.decoder_types == {"ByteLevel"}:
+            return vocabulary.byte_level_bytes(token_id)
+        fallback = vocabulary.fallback_byte(token_id)
+        if fallback is not None:
+            return fallback
+        # Decoding one token alone would drop the space before a word.
+        return token.replace("\u2581", " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """Return the token's text; ``bytes:\\xNN…`` if its bytes alone are no characters."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def offsets(
+        self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int
+    ) -> list[int]:
+        """Return where in a completion of ``length`` characters each token's text begins."""
+        offsets = self.offsets_after(prompt_token_ids)
+        return [min(offsets.next(token_id), length) for token_id in token_ids]
+
+    def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
+        """Return the same for tokens as they come."""
+        return TokenOffsets(self._vocabulary, prompt_token_ids)
+
+
+class TokenOffsets:
+    """Where the texts of a completion's tokens begin, had nothing been cut off its text."""
+
+    def __init__(self, vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int]) -> None:
+        self._detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
+        self._end = 0
+
+    def next(self, token_id: int) -> int:
+        """Return it for one more token."""
+        begin = self._end
+        self._end += len(self._detokenizer.append(token_id))
+        return begin

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.grammars import NO_TOKENIZER, grammar_of, llguidance
-from fastdecode.text.token_text import TokenText
 
 MOST_KEPT: Final = 256
 """Compiled grammars that are kept for later requests."""

@@ -110,7 +110,9 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
         known = ", ".join(REASONING_FORMATS)
         raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
     if family.has_channels:
-        outer = f"start: thoughts? {final_head(special)} @answer\n{thoughts_rule(special)}"
+        is_inside = wanted.in_reasoning
+        start = f"start: thoughts{'' if is_inside else '?'} {final_head(special)} @answer"
+        outer = f"{start}\n{thoughts_rule(special, is_inside=is_inside)}"
         return _around(grammar, outer)
     begin = marked(family.begin, special)
     if wanted.in_reasoning or (family.end in special and family.begin not in special):

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss, which are messages in channels (OpenAI's harmony format).
+"""Answers of gpt-oss: messages in channels (OpenAI's harmony format).
 
 ``<|channel|>analysis<|message|>`` begins reasoning, ``final`` the answer, and
 ``commentary to=functions.NAME`` the arguments of a call. ``<|end|>`` ends a message, and
@@ -35,17 +35,18 @@ class HarmonyParser:
     Args:
         splits_reasoning: reasoning is apart; else it is text.
         most_calls: later calls are left out.
+        is_inside: the prompt ends inside the reasoning.
     """
 
-    def __init__(self, *, splits_reasoning: bool, most_calls: int) -> None:
+    def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
         self.num_reasoning_chars = 0
         self._splits_reasoning = splits_reasoning
         self._most_calls = most_calls
         self._num_calls = self._num_fed = 0
         self._called = ""
         self._text = ""
-        self._mode: Literal["start", "head", "body"] = "start"
-        self._kind: Literal["reasoning", "text", "call"] = "text"
+        self._mode: Literal["start", "head", "body"] = "body" if is_inside else "start"
+        self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
         self._has_text = self._is_first_of_text = False
         self._num_scanned = 0
 
@@ -54,7 +55,7 @@ class HarmonyParser:
         return min(self._num_calls, self._most_calls) > 0
 
     def feed(self, text: str) -> list[Part]:
-        """More text: what it adds."""
+        """Return what more text adds."""
         self._text += text
         self._num_fed += len(text)
         parts: list[Part] = []
@@ -64,7 +65,7 @@ class HarmonyParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """No text follows: what was held back."""
+        """Return what was held back: no text follows."""
         parts: list[Part] = []
         if self._mode != "head":
             self._say(parts, self._text)
@@ -95,9 +96,12 @@ class HarmonyParser:
         return True
 
     def _in_body(self, parts: list[Part]) -> bool:
-        if self._kind == "call":
-            return self._in_call(parts)
-        found = _END_MARK.search(self._text)
+        """Give a message's text as it comes, and a call once it is complete."""
+        is_call = self._kind == "call"
+        found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
+        if found is None and is_call:
+            self._num_scanned = max(0, len(self._text) - _MOST_END)
+            return False
         num_held = max(num_begun(self._text, mark) for mark in _ENDS) if found is None else 0
         end = len(self._text) - num_held if found is None else found.start()
         self._say(parts, self._text[:end])
@@ -105,23 +109,9 @@ class HarmonyParser:
         if found is not None:
             self._mode = "head"
             self._text = self._text.removeprefix("" if found[0] == START else found[0])
-        self._count()
-        return found is not None
-
-    def _in_call(self, parts: list[Part]) -> bool:
-        """Wait for the end of a call's arguments. The call is then given."""
-        found = _END_MARK.search(self._text, self._num_scanned)
-        if found is None:
-            self._num_scanned = max(0, len(self._text) - _MOST_END)
-            return False
-        self._say(parts, self._text[: found.start()])
-        self._text = self._text[found.start() :].removeprefix("" if found[0] == START else found[0])
-        self._mode = "head"
-        return True
-
-    def _count(self) -> None:
         if self._kind == "reasoning" and not (self._has_text or self._num_calls):
             self.num_reasoning_chars = self._num_fed - len(self._text)
+        return found is not None
 
     def _say(self, parts: list[Part], text: str) -> None:
         if not text:
@@ -159,10 +149,12 @@ def harmony_grammar(
     return "\n".join([start, *rules, thoughts_rule(special), *tool_rules(tools, write)])
 
 
-def thoughts_rule(special: Mapping[str, int]) -> str:
-    """A Lark rule ``thoughts`` for a message of reasoning, up to the next one's head."""
+def thoughts_rule(special: Mapping[str, int], *, is_inside: bool = False) -> str:
+    """Return a Lark rule ``thoughts`` for a message of reasoning, which may have begun in the
+    prompt, up to the next one's head."""
     channel, message, start = (marked(name, special) for name in (CHANNEL, MESSAGE, START))
-    thoughts = f'thoughts: {channel} "analysis" {message} thought {start} "assistant"'
+    head = "" if is_inside else f'{channel} "analysis" {message} '
+    thoughts = f'thoughts: {head}thought {start} "assistant"'
     return f"{thoughts}\n{text_until('thought', END, special)}"
 
 

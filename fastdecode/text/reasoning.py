@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from fastdecode.text.begun_stop import num_begun
+
+State: TypeAlias = Literal["before", "inside", "after"]
+"""Where a prompt leaves the model: before, inside or after its reasoning."""
+MAX_HELD_CHARS: Final = 1 << 16
+"""Longer reasoning behind a call's mark has no call."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,17 @@ class ReasoningFormat:
     """The marks are special tokens, which a text has only if it is asked for them."""
     has_channels: bool = False
     """Answers are messages of gpt-oss: see ``text.harmony``."""
+    state: State | None = None
+    """Where all prompts leave the model; None: their ends say it."""
+
+    @property
+    def stop_marks(self) -> tuple[str, str] | None:
+        """The marks between which stop strings don't count, for ``SamplingParams``."""
+        if self.state == "after":
+            return None
+        end = "<|channel|>final<|message|>" if self.has_channels else self.end
+        begin = "<|channel|>" if self.has_channels else self.begin
+        return "" if self.state == "inside" else begin, end
 
 
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
@@ -40,78 +56,97 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
 
 
 def reasoning_format(template: str) -> ReasoningFormat | None:
-    """The format that a chat template's source names; None: it names none."""
-    if "<|channel|>" in template:
+    """Return the format that a chat template's source names, if it names one."""
+    if "<|channel|>" in template and "<|message|>" in template:
         return REASONING_FORMATS["harmony"]
-    return next((row for row in REASONING_FORMATS.values() if row.end in template), None)
+    rows = (row for row in REASONING_FORMATS.values() if not row.has_channels)
+    return next((row for row in rows if row.end in template), None)
 
 
-def prompt_state(family: ReasoningFormat, prompt_end: str) -> Literal["before", "inside", "after"]:
-    """Where a prompt with this end leaves the model: before its reasoning, inside
-    it (the template has written the first mark), or after it (the template has
-    written both, so the model does not reason)."""
+def prompt_state(family: ReasoningFormat, prompt_end: str) -> State:
+    """Return where a prompt with this end leaves the model."""
+    if family.state is not None:
+        return family.state
     end = prompt_end.rstrip()
     if end.endswith(family.begin):
         return "inside"
     return "after" if end.endswith(family.end) else "before"
 
 
+def continued_state(family: ReasoningFormat, text: str) -> State | None:
+    """Return where an answer's beginning, which the model is to continue, leaves it: the last mark
+    counts; None: it has none."""
+    begin, end = text.rfind(family.begin), text.rfind(family.end)
+    if begin == end:
+        return None
+    return "inside" if begin > end else "after"
+
+
 @dataclass
 class ReasoningSplitter:
-    """Divides one answer's text, as it comes, into reasoning and answer.
-
-    Args:
-        family: the model's marks.
-        is_inside: the prompt ends inside the reasoning.
-    """
+    """Divides one answer's text, as it comes, into reasoning and answer."""
 
     family: ReasoningFormat
     is_inside: bool = False
+    """The prompt ends inside the reasoning."""
+    call: str = ""
+    """The mark of a call, behind which reasoning is held back; empty: there are none."""
     num_chars: int = 0
     """Of the text so far: the reasoning, with its marks and what comes before it."""
-    _num_fed: int = 0
+    num_fed: int = 0
+    open_call: str = ""
+    """After ``finish``: the rest of reasoning without an end, from a call's mark on."""
     _text: str = ""
-    _mode: Literal["start", "reasoning", "blanks", "answer"] = "start"
+    mode: Literal["start", "reasoning", "blanks", "answer"] = "start"
 
     def __post_init__(self) -> None:
         if self.is_inside:
-            self._mode = "reasoning"
+            self.mode = "reasoning"
 
     def feed(self, text: str) -> tuple[str, str]:
-        """More text: what it adds to the reasoning, and to the answer."""
+        """Take more text. Return what it adds to the reasoning, and to the answer."""
         self._text += text
-        self._num_fed += len(text)
-        if self._mode == "start":
+        self.num_fed += len(text)
+        if self.mode == "start":
             self._begin()
-        reasoning = self._until_end() if self._mode == "reasoning" else ""
-        if self._mode == "blanks":
+        reasoning = self._until_end() if self.mode == "reasoning" else ""
+        if self.mode == "blanks":
             self._text = self._text.lstrip("\n")
-            self._mode = "answer" if self._text else "blanks"
+            self.mode = "answer" if self._text else "blanks"
         answer = ""
-        if self._mode == "answer":
+        if self.mode == "answer":
             answer, self._text = self._text, ""
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
-        """No text follows: what was held back."""
+        """Return what was held back: no text follows."""
         rest, self._text = self._text, ""
-        if self._mode == "blanks":
+        if self.mode == "blanks":
             return "", ""
-        return (rest, "") if self._mode == "reasoning" else ("", rest)
+        if self.mode != "reasoning":
+            return "", rest
+        if self.call and self.call in rest:
+            rest, mark, after = rest.partition(self.call)
+            self.open_call = mark + after
+        return rest, ""
 
     def _begin(self) -> None:
         begun = self._text.lstrip()
         if begun.startswith(self.family.begin):
-            self._text, self._mode = begun[len(self.family.begin) :], "reasoning"
+            self._text, self.mode = begun[len(self.family.begin) :], "reasoning"
         elif not self.family.begin.startswith(begun):
-            self._mode = "answer"
+            self.mode = "answer"
 
     def _until_end(self) -> str:
         said, mark, after = self._text.partition(self.family.end)
-        self.num_chars = self._num_fed - len(after)
+        self.num_chars = self.num_fed - len(after)
         if mark:
-            self._text, self._mode = after, "blanks"
+            self._text, self.mode = after, "blanks"
             return said
-        num_held = num_begun(said, self.family.end)
+        place = said.find(self.call) if self.call else -1
+        if len(said) - place > MAX_HELD_CHARS:
+            self.call, place = "", -1
+        marks = [each for each in (self.family.end, self.call) if each]
+        num_held = max(num_begun(said, each) for each in marks) if place < 0 else len(said) - place
         self._text = said[len(said) - num_held :]
         return said[: len(said) - num_held]

@@ -1,5 +1,4 @@
-"""A model's tokenizer as scripts expect one: the methods of transformers' that
-they use."""
+"""A model's tokenizer as scripts expect one: the methods of transformers' that they use."""
 
 from __future__ import annotations
 
@@ -7,41 +6,34 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.text.chat_template import ChatTemplate, special_tokens_of
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.rendering import Rendering
+from fastdecode.text.tokenizer_files import TokenizerFiles
 
 T = TypeVar("T")
 
 
 class Encoding(dict[str, T]):
-    """``input_ids`` and ``attention_mask`` of a text, or lists of them of several: by key,
-    or as attributes."""
+    """``input_ids`` and ``attention_mask`` of a text, or of several: by key, or as attributes."""
 
-    @property
-    def input_ids(self) -> T:
-        return self["input_ids"]
-
-    @property
-    def attention_mask(self) -> T:
-        return self["attention_mask"]
+    input_ids = property(lambda self: self["input_ids"])
+    attention_mask = property(lambda self: self["attention_mask"])
 
 
 class ModelTokenizer:
-    """What ``LLM.get_tokenizer`` gives. Usable while the LLM is open.
+    """The result of ``LLM.get_tokenizer``. Usable while the LLM is open.
 
     Args:
-        codec: the model's, with a tokenizer.
-        model: its directory, for the chat template.
-        eos_token_ids: that end a text of the model.
+        model: its directory.
         chat_template: instead of the model's own: a file, or a text.
 
     Raises:
-        ConfigError: (code ``no_tokenizer``) the model has none.
+        ConfigError: (code ``no_tokenizer``) If the model has none.
     """
 
     def __init__(
@@ -60,82 +52,41 @@ class ModelTokenizer:
         self._model = model
         self._chosen_template = chat_template
         self._tokens = codec.vocabulary
-        self._with_special = Vocabulary(codec.vocabulary.tokenizer, skips_special=False)
+        self._tokenizer = codec.vocabulary.tokenizer
+        self._with_special = Vocabulary(self._tokenizer, skips_special=False)
         eos = codec.eos_token_id
         self.eos_token_id: int | None = next(iter(eos_token_ids), None) if eos is None else eos
         """The first of several."""
-
-    @property
-    def eos_token(self) -> str | None:
-        if self.eos_token_id is None:
-            return None
-        return self._tokens.tokenizer.id_to_token(self.eos_token_id)
-
-    @cached_property
-    def special_tokens_map(self) -> dict[str, str]:
-        """``bos_token``, ``eos_token``, ``pad_token`` and so on, as far as the model's
-        files name them."""
-        return special_tokens_of(self._model)
-
-    @property
-    def bos_token(self) -> str | None:
-        return self.special_tokens_map.get("bos_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of(self.bos_token)
-
-    @property
-    def pad_token(self) -> str | None:
-        return self.special_tokens_map.get("pad_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id_of(self.pad_token)
-
-    @property
-    def unk_token(self) -> str | None:
-        return self.special_tokens_map.get("unk_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._id_of(self.unk_token)
-
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self._tokens.tokenizer.token_to_id(token)
-
-    @property
-    def vocab_size(self) -> int:
+        self.special_tokens_map: dict[str, str] = dict(TokenizerFiles.read(model).names)
+        """``bos_token``, ``eos_token`` and so on, as far as the model's files name them."""
+        self.bos_token, self.bos_token_id = self._named("bos_token")
+        self.pad_token, self.pad_token_id = self._named("pad_token")
+        self.unk_token, self.unk_token_id = self._named("unk_token")
+        self.eos_token: str | None = None
+        if self.eos_token_id is not None:
+            self.eos_token = self._tokenizer.id_to_token(self.eos_token_id)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         """Without added tokens."""
-        return int(self._tokens.tokenizer.get_vocab_size(with_added_tokens=False))
+        self.all_special_tokens = list(self._tokens.special_tokens)
+        self.all_special_ids = list(self._tokens.special_tokens.values())
+
+    def _named(self, name: str) -> tuple[str | None, int | None]:
+        token = self.special_tokens_map.get(name)
+        return token, None if token is None else self._tokenizer.token_to_id(token)
 
     def __len__(self) -> int:
-        return int(self._tokens.tokenizer.get_vocab_size())
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        return list(self._tokens.special_tokens)
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        return list(self._tokens.special_tokens.values())
+        return int(self._tokenizer.get_vocab_size())
 
     def get_vocab(self) -> dict[str, int]:
-        """Token → id, added ones too."""
-        return dict(self._tokens.tokenizer.get_vocab())
+        """Return token → id, added ones too."""
+        return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError: the text can't be encoded."""
+        """Return a text's token ids. Raises RequestError: If it can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
-    @overload
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Encoding[list[int]]: ...
-    @overload
-    def __call__(
-        self, text: list[str], add_special_tokens: bool = True
-    ) -> Encoding[list[list[int]]]: ...
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding[Any]:
-        """Raises RequestError: a text can't be encoded."""
+        """Return the ids of a text, or of several. Raises as ``encode``."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
@@ -152,21 +103,19 @@ class ModelTokenizer:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def tokenize(self, text: str) -> list[str]:
-        """The tokens as they stand in the vocabulary, no special ones added."""
-        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+        """Return the tokens as they stand in the vocabulary, no special ones added."""
+        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+        return tokens
 
-    @overload
-    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
-    @overload
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
-    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str] | None:
-        """An unknown id alone is None; among others it is ``""``."""
-        named = self._tokens.tokenizer.id_to_token
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Return an id's token, or a list of several's. An unknown id alone is None; among others
+        it is ``""``."""
+        named = self._tokenizer.id_to_token
         return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """A token's id, or a list of several's; None of what is no token."""
-        id_of = self._tokens.tokenizer.token_to_id
+        """Return a token's id, or a list of several's; None of what is no token."""
+        id_of = self._tokenizer.token_to_id
         return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
 
     def apply_chat_template(
@@ -180,22 +129,20 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        """A conversation as the model's prompt.
+        """Return a conversation as the model's prompt: token ids, or text.
 
         Args:
-            tokenize: give token ids; or text.
             continue_final_message: end where the last message's text ends.
             chat_template: a Jinja program in place of the model's own.
-            tools: that the model may call.
             variables: more names for the template.
 
         Raises:
-            ConfigError: there is no template.
-            RequestError: it refuses the conversation.
+            ConfigError: If there is no template.
+            RequestError: If it refuses the conversation.
         """
         template = self._template
         if chat_template is not None:
-            template = ChatTemplate.of_model(self._model, chat_template, "chat_template")
+            template = ChatTemplate.load(self._model, chat_template)
         if template is None:
             raise ConfigError(
                 f"{self._model} has no chat template: give one as chat_template",
@@ -207,4 +154,4 @@ class ModelTokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        return ChatTemplate.chosen(self._model, self._chosen_template)
+        return ChatTemplate.load(self._model, self._chosen_template)

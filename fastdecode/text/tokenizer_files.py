@@ -1,60 +1,168 @@
-"""Which file of a model directory is its tokenizer."""
+"""The files of a model directory that say what its tokens are."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from fastdecode.core.errors import CheckpointError
-from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
+from fastdecode.core.errors import CheckpointError, imports_for
+from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
+SPECIAL_TOKENS: Final = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a model's files say of its tokens, as transformers reads them.
+
+    ``tokenizer.json`` alone says what begins a text: ``add_bos_token`` is for its makers.
+    """
+
+    path: Path | None = None
+    """The ``tokenizer.json``; None: the model serves token ids only."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """``bos_token``, ``eos_token`` and so on → the token."""
+    added: tuple[Mapping[str, Any], ...] = ()
+    """Tokens that other files add to ``path`` or flag otherwise, in order of their ids."""
+
+    @classmethod
+    def read(cls, model_dir: Path) -> TokenizerFiles:
+        """Read a model directory. Raises CheckpointError: If a file can't be read or has no such
+        content, and as ``find_tokenizer``."""
+        where, older = model_dir / "tokenizer_config.json", {}
+        config = read_model_json(where)
+        newer = config.get("added_tokens_decoder", {})
+        if "added_tokens_decoder" not in config:  # else transformers reads no older file
+            config = {**config, **read_model_json(model_dir / "special_tokens_map.json")}
+            where = model_dir / "added_tokens.json"
+            older = read_model_json(where)
+        named = {name: _text_of(config.get(name)) for name in SPECIAL_TOKENS}
+        names = {name: text for name, text in named.items() if text}
+        try:
+            rows = [_row(int(each), row["content"], row) for each, row in newer.items()]
+            rows += [_row(int(each), content, {}) for content, each in older.items()]
+        except (ValueError, TypeError, AttributeError, LookupError):
+            raise CheckpointError(
+                f"{where} has added tokens that aren't pairs of an id and a token: fetch it again"
+            ) from None
+        known = {row["content"] for row in rows}
+        rows.sort(key=lambda row: int(row["id"]))
+        rows += [
+            _row(None, each, {}) for each in dict.fromkeys(names.values()) if each not in known
+        ]
+        for row in rows:
+            row["special"] |= row["content"] in names.values()
+        return cls(find_tokenizer(model_dir), names, tuple(rows))
+
+    def load(self) -> Tokenizer:
+        """Return the tokenizer, and warn of names and ids that the files disagree on."""
+        assert self.path is not None
+        with imports_for(f"reading {self.path}"):
+            tokenizer = load_tokenizer(self.path, self.added)
+        for name, token in self.names.items():
+            if tokenizer.token_to_id(token) is None:
+                logger.warning(
+                    "%s: tokenizer_config.json names %r as %s, which is none of the tokens: texts "
+                    "can't have it", self.path, token, name,
+                )  # fmt: skip
+        for row in self.added:
+            found = tokenizer.token_to_id(row["content"])
+            if row["id"] not in (None, found):
+                logger.warning(
+                    "%s: the added token %r has the id %s there, and %s in the files beside it",
+                    self.path, row["content"], found, row["id"],
+                )  # fmt: skip
+        return tokenizer
+
+    def special_ids(self) -> dict[str, int]:
+        """Return the special tokens' names and ids without loading the tokenizer."""
+        if self.path is None:
+            return {}
+        special = {row["content"] for row in self.added if row["special"]}
+        ids = {row["content"]: row["id"] for row in self.added if row["id"] is not None}
+        try:
+            tree = json.loads(read_model_file(self.path, MAX_TOKENIZER_BYTES))
+            words = tree["model"]["vocab"]
+            ids |= words if isinstance(words, dict) else {w[0]: at for at, w in enumerate(words)}
+            ids |= {each["content"]: int(each["id"]) for each in tree["added_tokens"]}
+            special |= {each["content"] for each in tree["added_tokens"] if each["special"]}
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return {}
+        return {name: ids[name] for name in special if name in ids}
 
 
 def find_tokenizer(model_dir: Path) -> Path | None:
-    """The directory's ``tokenizer.json``; None: the model serves token ids only.
-
-    Raises:
-        CheckpointError: there are only files that have to be converted first;
-            says how.
-    """
+    """Return a directory's ``tokenizer.json``, if it has one. Raises CheckpointError: If there are
+    only files that have to be converted first."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
     _refuse_others(model_dir)
     return None
 
 
-def special_tokens(model_dir: Path) -> dict[str, int]:
-    """The names of a model's special tokens → their ids, where no tokenizer is open;
-    none without one, or if its file is not as it should be.
+def load_tokenizer(path: Path, added: Sequence[Mapping[str, Any]]) -> Tokenizer:
+    """Return a tokenizer with added tokens. The encoder's process and this one load it so."""
+    from tokenizers import AddedToken, Tokenizer
 
-    Raises:
-        CheckpointError: as ``find_tokenizer``, or the file can't be read.
-    """
-    path = find_tokenizer(model_dir)
-    if path is None:
-        return {}
-    try:
-        added = json.loads(read_model_file(path, MAX_TOKENIZER_BYTES))["added_tokens"]
-        return {each["content"]: int(each["id"]) for each in added if each["special"]}
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return {}
+    tokenizer = Tokenizer.from_buffer(read_model_file(path, MAX_TOKENIZER_BYTES))
+    # Some tokenizer.json carry the settings that their training ran with.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    own = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    new = []
+    for row in added:
+        content, special, flags = row["content"], row["special"], row["flags"]
+        if (before := own.get(content)) is not None:
+            known = {name: getattr(before, name) for name in _FLAGS}
+            special |= before.special  # transformers takes none back
+            flags = {**known, **flags}
+            if flags == known and special == before.special:
+                continue
+        elif row["id"] is None and tokenizer.token_to_id(content) is None:
+            continue
+        new.append(AddedToken(content, special=special, **flags))
+    tokenizer.add_tokens(new)
+    return tokenizer
+
+
+def _row(token_id: int | None, content: object, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an element of ``added``. Raises TypeError and others: If the file has none there."""
+    if not isinstance(content, str) or not content:
+        raise TypeError("a token is a text")
+    flags = {name: bool(row[name]) for name in _FLAGS if name in row}
+    return {"id": token_id, "content": content, "special": bool(row.get("special")), "flags": flags}
+
+
+def _text_of(token: object) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _refuse_others(model_dir: Path) -> None:
-    if (model_dir / "tokenizer.model").is_file():
-        raise CheckpointError(
-            f"{model_dir} has a tokenizer.model, but no tokenizer.json, which is what is read. "
-            "Convert it once, where transformers and sentencepiece are installed: "
-            f'python -c "from transformers import AutoTokenizer as T; '
-            f"T.from_pretrained('{model_dir}').save_pretrained('{model_dir}')\""
-        )
-    if (model_dir / "tekken.json").is_file():
-        raise CheckpointError(
-            f"{model_dir} has a tekken.json, but no tokenizer.json, which is what is read. Convert "
-            "it once, where a current transformers is installed: "
-            'python -c "from transformers.integrations.mistral.tokenizer import '
-            f"convert_tekken_tokenizer as c; t = c('{model_dir}/tekken.json'); "
-            f"t.add_bos_token = True; t.save_pretrained('{model_dir}')\""
-        )
+    for name, packages, program in (
+        ("tokenizer.model", "transformers and sentencepiece are",
+         "from transformers import AutoTokenizer as T; T.from_pretrained('{0}')"
+         ".save_pretrained('{0}')"),
+        ("tekken.json", "a current transformers is",
+         "from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer as c; "
+         "t = c('{0}/tekken.json'); t.add_bos_token = True; t.save_pretrained('{0}')"),
+    ):  # fmt: skip
+        if (model_dir / name).is_file():
+            raise CheckpointError(
+                f"{model_dir} has a {name}, but no tokenizer.json, which is what is read. Convert "
+                f'it once, where {packages} installed: python -c "{program.format(model_dir)}"'
+            )
     ranks = sorted(path.name for path in model_dir.glob("*.tiktoken"))
     if not ranks and (model_dir / "tiktoken.model").is_file():
         ranks = ["tiktoken.model"]

@@ -111,5 +111,5 @@ def test_every_sampling_parameter_that_a_command_can_give_is_an_option() -> None
     parser = argparse.ArgumentParser()
     add_sampling_options(parser)
     options = {action.dest for action in parser._actions} - {"help", "generation_config"}
-    others = {"logit_bias", "logits_processors", "structured_outputs"}
+    others = {"logit_bias", "logits_processors", "reasoning_marks", "structured_outputs"}
     assert options == {each.name for each in fields(SamplingParams)} - others

@@ -17,9 +17,8 @@ from tokenizers.processors import TemplateProcessing
 
 from fastdecode.core.errors import CheckpointError, ConfigError, RequestError
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import MessageStyle, for_template
+from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.rendering import Rendering
 
 NOW = datetime(2026, 2, 3, 4, 5)
 
@@ -120,8 +119,8 @@ def test_a_continued_message_equals_transformers(tmp_path: Path, name: str, begu
     assert template is not None
     chat = [CHATS[0][0], {"role": "assistant", "content": begun}]
     given = copy.deepcopy(chat)
-    style = MessageStyle.of(template.source, 0)
-    text = template.render(for_template(chat, style), NOW, Rendering.of(None, True, None, ()))
+    how = Rendering(False, continue_final_message=True, style=MessageStyle.of(template))
+    text = template.render(chat, NOW, how)
     assert chat == given, "the caller's messages stay as they are"
     if begun is PARTS and name != "parts":
         chat[1]["content"] = "\n".join(part["text"] for part in PARTS)
@@ -152,8 +151,11 @@ def test_messages_of_an_unknown_role_are_not_left_out() -> None:
     assert template.render([{"role": "user", "content": "human"}], NOW) == "human"
     with pytest.raises(RequestError, match="'human': use one of system, developer, user"):
         template.render([{"role": "human", "content": "Hello"}], NOW)
-    generic = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", "x", {})
-    assert generic.render([{"role": "human", "content": "Hello"}], NOW) == "human"
+    generic = ChatTemplate(f"{source}{{# human #}}", "x", {})
+    with pytest.raises(RequestError, match="'human': use one of"):
+        generic.render([{"role": "human", "content": "Hello"}], NOW)
+    generic = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "x", {})
+    assert generic.render([{"role": "human", "content": "Hello"}], NOW) == "humanHello"
 
 
 WITH_TOOLS = """

@@ -22,10 +22,9 @@ from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.text.chat_format import ChatFormat
-from fastdecode.text.chats import MessageStyle
+from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
-from fastdecode.text.rendering import Rendering
 from fastdecode.text.tool_formats import TOOL_FORMATS
 
 USER = [{"role": "user", "content": "hi"}]
@@ -252,8 +251,8 @@ def test_messages_are_reduced_to_their_text() -> None:
     )
     assert request.prompts == (
         Chat(
-            [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "", "name": "Ann"}],
-            Rendering(False, variables={"enable_thinking": False}),
+            [{"role": "system", "content": parts}, {"role": "user", "content": "", "name": "Ann"}],
+            Rendering(False, variables={"enable_thinking": False}, style=MessageStyle()),
         ),
     )
 
@@ -268,7 +267,8 @@ def test_a_chat_may_continue_its_last_message_and_say_its_effort() -> None:
         spaces_between_special_tokens=True,
     )
     assert isinstance(asked.prompts[0], Chat)
-    assert asked.prompts[0].how == Rendering(False, True, {"reasoning_effort": "low"})
+    how = Rendering(False, True, {"reasoning_effort": "low"}, style=MessageStyle())
+    assert asked.prompts[0].how == how
     completion(add_special_tokens=True, length_penalty=1.0, priority=0)
 
 
@@ -398,12 +398,12 @@ def test_a_line_with_tools(codec: TextCodec) -> None:
     assert isinstance(asked, Chat) and asked.how.tools == (
         {"type": "function", "function": {"name": "f"}},
     )
+    assert asked.how.style == MessageStyle(9)
     assert asked.messages[1] == {
-        "role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm",
-        "tool_calls": [{"id": "123456789", "type": "function",
-                        "function": {"name": "f", "arguments": {"a": 1}}}],
+        "role": "assistant", "content": "", "reasoning_content": "hm",
+        "tool_calls": [{"id": "a-long-id-123456789", "type": "function",
+                        "function": {"name": "f", "arguments": '{"a": 1}'}}],
     }  # fmt: skip
-    assert asked.messages[2]["tool_call_id"] == "123456789"
     structured = request.params.structured_outputs
     assert structured is not None and structured.reasoning == "think"
     assert structured.grammar is not None and '<[9]> "[" call' in structured.grammar

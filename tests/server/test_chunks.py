@@ -12,8 +12,7 @@ from fastdecode.core.sequence import SamplingParams, TokenLogprob
 from fastdecode.openai.chunks import ChunkWriter
 from fastdecode.openai.requests import BodyRequest, StreamOptions
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.token_text import TokenText
+from fastdecode.text.detokenizer import TokenText, Vocabulary
 
 
 def writer(*, is_chat: bool, n: int = 1, detokenize: bool = True, **options: bool) -> ChunkWriter:

@@ -55,6 +55,9 @@ class Template:
         self.num_rendered += 1
         return "ab"
 
+    def probe(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> None:
+        return None
+
     def close(self) -> None:
         self.may_render.set()
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from fastdecode.core.errors import RequestError
-from fastdecode.text.chats import MessageStyle, as_chats, for_template
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import MessageStyle, Rendering, as_chats, for_template
+from fastdecode.text.child import Limits
 
+NOW = datetime(2026, 2, 3)
 USER = {"role": "user", "content": "x"}
 
 
@@ -35,7 +41,8 @@ def test_parts_that_are_no_text_are_refused() -> None:
 
 def test_messages_without_calls_are_taken() -> None:
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": None}]
-    assert as_chats(chat) == [chat] and for_template(chat, MessageStyle(9)) == chat
+    assert as_chats(chat) == [chat]
+    assert for_template(chat, MessageStyle(9)) == [USER, {"role": "assistant", "content": ""}]
 
 
 @pytest.mark.parametrize(("id_chars", "call_id"), [(9, "123456789"), (0, "a-long-id-123456789")])
@@ -57,38 +64,172 @@ def test_templates_get_arguments_as_objects_and_short_ids(id_chars: int, call_id
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 IMAGE = [{"type": "image"}, *PARTS]
-LOOP = "{% for part in message['content'] %}{{ part.text }}{% endfor %}"
+EACH = "{% for m in messages %}"
+END = "{% endfor %}"
+LOOP = EACH + "{% for part in m['content'] %}{{ part.text }}{% endfor %};" + END
+EITHER = EACH + (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ part.text }}+{% endfor %}{% endif %}"
+) + END  # fmt: skip
+TEXT = EACH + "{{ m.role }}: {{ m.content }};" + END
+
+
+@contextlib.contextmanager
+def template_of(source: str) -> Iterator[ChatTemplate]:
+    template = ChatTemplate(source, "x", {})
+    try:
+        yield template
+    finally:
+        template.close()
 
 
 @pytest.mark.parametrize(
     ("source", "content_format", "given", "made"),
     [
-        ("{{ message.content }}", "auto", PARTS, "a\nb"),
-        ("{{ message.content }}", "auto", ["a", "b"], "a\nb"),
-        ("{{ message.content }}", "auto", IMAGE, IMAGE),
-        ("{{ message.content }}", "auto", None, None),
-        ("{{ message.content }}", "openai", "a", PARTS[:1]),
+        (TEXT, "auto", PARTS, "a\nb"),
+        (TEXT, "auto", ["a", "b"], "a\nb"),
+        (TEXT, "auto", IMAGE, IMAGE),
+        (TEXT, "auto", None, ""),
+        (TEXT, "openai", "a", PARTS[:1]),
         (LOOP, "auto", "a", PARTS[:1]),
         (LOOP, "auto", PARTS, PARTS),
-        (LOOP, "string", PARTS, "a\nb"),
-        ("{% if message.content is string %}" + LOOP, "auto", "a", "a"),
-        ("{% if message.content is string %}" + LOOP, "auto", PARTS, PARTS),
+        (EITHER, "auto", "a", "a"),
+        (EITHER, "auto", PARTS, "a\nb"),
+        (EITHER.replace("+", ""), "auto", PARTS, "ab"),
+        ("{# for x in content is string #}" + TEXT, "auto", "a", "a"),
+        (EACH + "{% set parts = m.content %}{% for c in parts %}{{ c.text }}{% endfor %}" + END,
+         "auto", "a", PARTS[:1]),
+        ("{% macro say(it) %}{% for c in it %}{{ c['text'] }}{% endfor %}{% endmacro %}"
+         + EACH + "{{ say(m.content) }}" + END, "auto", "a", PARTS[:1]),
+        (EACH + "{% for line in m.content.split('\\n') %}{{ line }}{% endfor %}" + END, "auto",
+         PARTS, "a\nb"),
     ],
-)
+)  # fmt: skip
 def test_contents_are_as_the_template_takes_them(
     source: str, content_format: str, given: Any, made: Any
 ) -> None:
-    style = MessageStyle.of(source, 0, content_format)
+    with template_of(source) as template:
+        style = MessageStyle.of(template, 0, content_format)
     assert for_template([{"role": "user", "content": given}], style)[0]["content"] == made
 
 
-def test_developers_are_the_system_where_the_template_knows_none() -> None:
-    chat = [{"role": "developer", "content": "x"}]
-    assert for_template(chat, MessageStyle.of("{{ x }}", 0))[0]["role"] == "system"
-    style = MessageStyle.of("{% if role == 'developer' %}", 0)
-    assert for_template(chat, style)[0]["role"] == "developer"
-    with pytest.raises(RequestError, match="auto, string, openai"):
-        MessageStyle.of("", 0, "list")
+def test_each_role_has_its_own_contents() -> None:
+    mixed = EACH + (
+        "{% if m.role == 'system' %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    ) + END  # fmt: skip
+    with template_of(mixed) as template:
+        made = for_template([SYSTEM, USER], MessageStyle.of(template))
+        assert made == [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
+
+
+def test_an_unknown_content_format_is_refused() -> None:
+    with template_of(TEXT) as template, pytest.raises(RequestError, match="auto, string, openai"):
+        MessageStyle.of(template, 0, "list")
+
+
+SYSTEM = {"role": "system", "content": "S"}
+LATER = {"role": "system", "content": "T"}
+DEVELOPER = {"role": "developer", "content": "D"}
+ANSWER = {"role": "assistant", "content": "A"}
+TOOL = {"role": "tool", "tool_call_id": "abcdefghi", "content": "R"}
+ONLY = EACH + "{% if m.role in known %}{{ m.role }}: {{ m.content }};{% endif %}" + END
+TWO_ROLES = "{% set known = ['user', 'assistant'] %}" + ONLY
+THREE_ROLES = "{# You help developers. #}{% set known = ['user', 'assistant', 'system'] %}" + ONLY
+FIRST = (
+    "{% if messages[0].role == 'system' %}system: {{ messages[0].content }};{% endif %}" + TWO_ROLES
+)
+FIRST_OR_REFUSE = EACH + (
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }};"
+) + END  # fmt: skip
+INSTRUCTS = (
+    "{% if messages[0].role in ['system', 'developer'] %}developer: {{ messages[0].content }};"
+    "{% endif %}" + TWO_ROLES
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "text"),
+    [
+        (TEXT, [SYSTEM, LATER, USER], "system: S;system: T;user: x;"),
+        (TEXT, [DEVELOPER, USER], "system: D;user: x;"),
+        (TEXT, [USER, ANSWER, SYSTEM, USER], "user: x;assistant: A;system: S;user: x;"),
+        (TWO_ROLES, [SYSTEM, USER], "user: S\n\nx;"),
+        (TWO_ROLES, [SYSTEM, DEVELOPER, USER], "user: S\n\nD\n\nx;"),
+        (TWO_ROLES, [SYSTEM], "user: S;"),
+        (TWO_ROLES, [USER, ANSWER, SYSTEM, USER], "user: x;assistant: A;user: S\n\nx;"),
+        (THREE_ROLES, [DEVELOPER, USER], "system: D;user: x;"),
+        (FIRST, [SYSTEM, LATER, USER], "system: S\n\nT;user: x;"),
+        (FIRST, [SYSTEM, DEVELOPER, USER], "system: S\n\nD;user: x;"),
+        (FIRST, [SYSTEM, USER, ANSWER, LATER, USER],
+         "system: S;user: x;assistant: A;user: T\n\nx;"),
+        (FIRST_OR_REFUSE, [SYSTEM, DEVELOPER, USER], "system: S\n\nD;user: x;"),
+        (INSTRUCTS, [DEVELOPER, USER], "developer: D;user: x;"),
+        (INSTRUCTS, [SYSTEM, DEVELOPER, USER], "developer: S\n\nD;user: x;"),
+        (INSTRUCTS, [USER, ANSWER, DEVELOPER, USER], "user: x;assistant: A;user: D\n\nx;"),
+    ],
+)  # fmt: skip
+def test_instructions_come_out(source: str, chat: list[Any], text: str) -> None:
+    with template_of(source) as template:
+        how = Rendering(style=MessageStyle.of(template))
+        assert template.render(chat, NOW, how) == text
+
+
+def test_instructions_of_parts_are_joined() -> None:
+    with template_of(LOOP) as template:
+        how = Rendering(style=MessageStyle.of(template))
+        chat = [{"role": "system", "content": PARTS}, USER]
+        assert template.render(chat, NOW, how) == "ab;x;"
+    with template_of(FIRST) as template:
+        how = Rendering(style=MessageStyle.of(template))
+        chat = [{"role": "system", "content": PARTS}, LATER, USER]
+        assert template.render(chat, NOW, how) == "system: a\nb\nT;user: x;"
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "role"),
+    [
+        (TWO_ROLES, [USER, ANSWER, TOOL], "tool"),
+        ("{{ messages[-1].content if messages[-1].role == 'user' }}", [USER, ANSWER], "assistant"),
+        ("fine", [USER], "user"),
+    ],
+)
+def test_a_role_that_is_left_out_is_refused(source: str, chat: list[Any], role: str) -> None:
+    with template_of(source) as template:
+        how = Rendering(style=MessageStyle.of(template))
+        with pytest.raises(RequestError, match=f"leaves out messages of the role '{role}'") as one:
+            template.render(chat, NOW, how)
+        assert one.value.code == "invalid_messages"
+
+
+def test_contents_in_a_format_that_does_not_come_out_are_refused() -> None:
+    with template_of(LOOP) as template:
+        how = Rendering(style=MessageStyle.of(template, 0, "string"))
+        with pytest.raises(RequestError, match="leaves out messages of the role 'user'"):
+            template.render([USER], NOW, how)
+
+
+def test_a_template_that_never_ends_on_probes_is_stopped_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    limits = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=5, slowness=30)
+    source = "{% if messages[1:] %}" + loop + "{% endif %}{{ messages[0].content }}"
+    template = ChatTemplate(source, "x", {}, limits)
+    style = MessageStyle.of(template)
+    assert style == MessageStyle(joins_system=True)
+    assert template.render([USER], NOW, Rendering(style=style)) == "x"
+    template.close()
+
+
+def test_nulls_and_missing_contents_are_no_text() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    given = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    (made,) = for_template([given], MessageStyle())
+    assert made["content"] == "" and "refusal" not in made
+    (made,) = for_template([{"role": "assistant", "tool_calls": [call]}], MessageStyle())
+    assert made["content"] == ""
 
 
 def test_reasoning_has_the_names_that_templates_read() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import datetime
+from multiprocessing.connection import Connection
 from typing import TypeAlias
 from unittest import mock
 
@@ -16,7 +17,6 @@ import psutil
 import pytest
 
 from fastdecode.core.errors import RequestError
-from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.child import Limits
 
@@ -71,10 +71,39 @@ def test_after_its_death_the_next_question_has_another(
     assert not first.is_running()
     assert said(template, "a") == "fine"
     assert child() != first
+    template.close()
+
+
+def test_a_child_that_is_killed_is_replaced_once(
+    child: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = ChatTemplate("<{{ messages[0].content }}>", "x", {}, LIMITS)
+    first = child()
+    first.kill()
+    assert said(template, "a") == "<a>" and child() != first
+
+    def kill_first(connection: Connection, raw: bytes) -> None:
+        process = child()
+        process.kill()
+        process.wait()
+        send(connection, raw)
+
+    send = Connection.send_bytes
     child().kill()
-    with pytest.raises(RequestError, match="broke off"):
-        said(template, "a")
-    assert said(template, "b") == "fine"
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "send_bytes", kill_first)
+        with pytest.raises(RequestError, match="was ended: it broke off") as caught:
+            said(template, "a")
+    assert caught.value.code == "child_died"
+    assert said(template, "b") == "<b>"
+    template.close()
+
+
+def test_a_child_gets_no_secrets(child: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "secret")
+    template = ChatTemplate("fine", "x", {}, LIMITS)
+    names = set(child().environ())
+    assert "API_TOKEN" not in names and "HOME" not in names and "PATH" in names
     template.close()
 
 
@@ -87,7 +116,6 @@ def test_an_interrupt_at_the_keyboard_is_not_for_it(child: Find) -> None:
 def test_it_ends_with_the_process_that_asks() -> None:
     script = """
 import os, psutil
-from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 template = ChatTemplate("fine", "x", {})
 print(psutil.Process().children()[0].pid, flush=True)
@@ -106,7 +134,6 @@ def test_it_finds_no_module_in_the_working_directory(tmp_path: os.PathLike[str])
     script = """
 import os, pathlib
 pathlib.Path("jinja2.py").write_text("raise SystemExit('a stranger')")
-from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 print(ChatTemplate("fine", "x", {}).render([], __import__("datetime").datetime(2026, 1, 1)))
 """
@@ -116,7 +143,7 @@ print(ChatTemplate("fine", "x", {}).render([], __import__("datetime").datetime(2
     assert done.stdout == "fine\n", done.stderr
 
 
-@pytest.mark.parametrize("program", ["template_program", "tokenizer_program"])
+@pytest.mark.parametrize("program", ["child_main", "tokenizer_files"])
 def test_it_loads_little(program: str) -> None:
     script = (
         f"import sys, fastdecode.text.{program}; print({{'torch', 'numpy', 'numba'}} & "
@@ -143,10 +170,10 @@ def test_an_answer_is_for_whoever_asked() -> None:
         thread.join()
     assert not wrong
 
-    def interrupted(process: object, deadline: float) -> bytes:
+    def interrupted(connection: Connection, most: int) -> bytes:
         raise KeyboardInterrupt
 
-    with mock.patch.object(child_module, "_receive", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Connection, "recv_bytes", interrupted), pytest.raises(KeyboardInterrupt):
         said(template, "first")
     assert said(template, "second") == "<second>"
     template.close()

@@ -344,6 +344,9 @@ def test_formats_are_known_by_the_template() -> None:
     assert found is not None and found.name == "think"
     found = reasoning_format("<|channel|>analysis<|message|>")
     assert found is not None and found.has_channels
+    assert reasoning_format("{{ '<|user|>' + m.content + '<|end|>' }}") is None, "Phi-3"
+    found = reasoning_format("<|end|>{{ content.split('</think>') }}")
+    assert found is not None and found.name == "think", "Phi-4-mini-reasoning"
 
 
 @pytest.mark.parametrize(
@@ -622,7 +625,7 @@ def test_structured_output_begins_after_the_reasoning(
     pytest.importorskip("llguidance", reason="needs the extra 'structured'")
     masks = GrammarMasks(TextCodec(byte_level()), 400, (1,))
     wanted = StructuredOutputs(**given, reasoning="think", in_reasoning=is_inside)
-    encode = TextCodec(byte_level())._vocabulary.tokenizer.encode  # type: ignore[union-attr]
+    encode = byte_level().encode
     said = ("" if is_inside else "<think>") + 'Hm {"a": </thin</think>\n\n'
     state = masks.state(wanted, encode(said + "ab", add_special_tokens=False).ids)
     state.mask()

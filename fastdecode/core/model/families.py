@@ -118,7 +118,7 @@ def read_model_spec(
         quantisation=quantisation,
     )
     spec = row.read(reader, start, max_model_len)
-    eos = generation.token_ids("eos_token_id") or reader.token_ids("eos_token_id")
+    eos = (*generation.token_ids("eos_token_id"), *reader.token_ids("eos_token_id"))
     bos = reader.token_ids("bos_token_id")[:1]
     known = range(spec.vocab_size)
     spec = replace(

@@ -487,10 +487,10 @@ class RunningEngine:
 
 
 def _eos_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
-    """Those that the model's configs name, or else the tokenizer's."""
+    """Return all that the model's configs and its tokenizer's name."""
     eos = codec.eos_token_id
     own = () if eos is None or eos >= spec.vocab_size else (eos,)
-    return spec.eos_token_ids or own
+    return tuple(dict.fromkeys((*spec.eos_token_ids, *own)))
 
 
 def _for_session(hello: Hello, session: Session | None, config: EngineConfig) -> Hello:

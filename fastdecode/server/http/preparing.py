@@ -31,7 +31,7 @@ from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import Disconnected, parse_object
 from fastdecode.server.http.deadlines import RequestDeadlines
 from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
-from fastdecode.text.encoder import ORDINARY_BYTES_PER_TOKEN
+from fastdecode.text.codec import ORDINARY_BYTES_PER_TOKEN
 
 MOST_SEQUENCES = 2048
 """Of one HTTP request."""

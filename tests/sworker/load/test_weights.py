@@ -101,10 +101,11 @@ def test_progress_ends_at_the_total(llama: Path) -> None:
     assert calls[-1] == (total, total)
 
 
-def test_generation_config_has_precedence(llama: Path, tmp_path: Path) -> None:
+def test_end_of_text_ids_are_those_of_both_configs(llama: Path, tmp_path: Path) -> None:
     copy = copy_with(llama, tmp_path / "x")
     (copy / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert open_checkpoint(copy).spec().eos_token_ids == (5, 6)
+    own = open_checkpoint(llama).spec().eos_token_ids
+    assert open_checkpoint(copy).spec().eos_token_ids == (5, 6, *own)
 
 
 def test_model_hash(llama: Path, tiny_checkpoint: Make, tmp_path: Path) -> None:
