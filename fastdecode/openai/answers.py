@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.core.errors import CapacityError, FastDecodeError
+from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError
 from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer, message_of
@@ -90,7 +90,7 @@ def status(error: FastDecodeError) -> tuple[int, str]:
     """The HTTP status and OpenAI's type of an error."""
     if isinstance(error, CapacityError):
         return 503, "server_error"
-    if error.code == "non_finite_logits":
+    if error.code in ("non_finite_logits", CHILD_DIED):
         return 500, "server_error"
     return 400, "invalid_request_error"
 

@@ -27,7 +27,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
-from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
+from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits, died
 from fastdecode.text.rendering import Rendering
 
 logger = logging.getLogger(__name__)
@@ -177,6 +177,7 @@ class ChatTemplate:
             RequestError: (code ``chat_template_failed``) the template refuses
                 the messages, fails on them, or takes more than the limits.
                 (code ``invalid_messages``) the last message can't be continued.
+                (code ``child_died``) the process that renders died twice.
         """
         question = {
             "messages": how.marked(messages),
@@ -187,6 +188,9 @@ class ChatTemplate:
         }
         try:
             text = self._child.ask(question)
+        except ChildDiedError as error:
+            logger.warning("rendering by %s failed twice: %s", self._origin, error)
+            raise died(error) from None
         except ChildFailedError as error:
             what = "refuses"
             if not error.refused:

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from fastdecode.core.errors import CHILD_DIED, RequestError
 from fastdecode.text.child_words import LENGTH, pack, unpack
 
 MAX_ANSWER_BYTES = 512 << 20
@@ -60,6 +61,18 @@ class ChildFailedError(Exception):
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
         self.refused = refused
+
+
+class ChildDiedError(ChildFailedError):
+    """The child was killed or crashed, which says nothing of the question."""
+
+
+def died(error: ChildDiedError) -> RequestError:
+    """Return the error of a request whose child died twice: another attempt may succeed."""
+    return RequestError(
+        f"the process that renders and encodes prompts died twice: {error}; try again",
+        code=CHILD_DIED,
+    )
 
 
 class LimitedChild:
@@ -106,14 +119,19 @@ class LimitedChild:
             raise
 
     def ask(self, question: Mapping[str, Any]) -> Any:
-        """The service's answer to one question.
+        """Return the service's answer to one question. A child that dies is replaced once.
 
         Raises:
-            ChildFailedError: there is none.
+            ChildFailedError: If there is none.
+            ChildDiedError: If the second child died, too.
         """
         with self._asking:
-            self.open()
-            return self._ask(question, self._limits.cpu_s)
+            try:
+                self.open()
+                return self._ask(question, self._limits.cpu_s)
+            except ChildDiedError:
+                self.open()
+                return self._ask(question, self._limits.cpu_s)
 
     def close(self) -> None:
         """End the child. Safe to call twice; a question after that starts another."""
@@ -141,7 +159,9 @@ class LimitedChild:
             process.kill()
             status = process.wait()
             self.close()
-            raise ChildFailedError(_cause(status, cpu_s)) from None
+            if status == -signal.SIGXCPU:
+                raise ChildFailedError(f"it took more than {cpu_s} s") from None
+            raise ChildDiedError(_cause(status)) from None
         except BaseException:  # interrupted: its answer would be taken for the next question's
             self.close()
             raise
@@ -186,10 +206,8 @@ def _read(process: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> 
     return bytes(raw)
 
 
-def _cause(status: int, cpu_s: int) -> str:
-    """What a child died of, by its exit status."""
-    if status == -signal.SIGXCPU:
-        return f"it took more than {cpu_s} s"
+def _cause(status: int) -> str:
+    """Return what a child died of, by its exit status."""
     if status < 0 and -status != signal.SIGKILL:
         return f"it crashed ({signal.Signals(-status).name}), maybe for lack of memory"
     return f"it broke off (exit status {status})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError, RequestError
 from fastdecode.core.os_errors import explained
-from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
+from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits, died
 
 # Texts of up to so many are encoded before their length is judged.
 ORDINARY_BYTES_PER_TOKEN = 16
@@ -55,13 +55,16 @@ class Encoder:
         Raises:
             RequestError: (code ``invalid_prompt``) the text can't be encoded
                 within the limits, or (``prompt_too_long``) even the longest
-                tokens can't make it fit the model.
+                tokens can't make it fit the model; or (``child_died``) the process
+                that encodes died twice.
         """
         try:
             self._check_length(text)
             ids: list[int] = self._child.ask(
                 {"text": text, "add_special_tokens": add_special_tokens}
             )
+        except ChildDiedError as error:
+            raise died(error) from None
         except ChildFailedError as error:
             raise RequestError(
                 f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",

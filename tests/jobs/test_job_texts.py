@@ -15,6 +15,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.opening import JobOptions, open_ordered_job
+from fastdecode.text.child import ChildDiedError, died
 from fastdecode.text.codec import TextCodec
 
 ATTACKS = (
@@ -64,6 +65,18 @@ def test_one_line_that_attacks_is_answered_with_an_error_and_the_others_go_on(
     assert said["tokenizer"] == "invalid_prompt"
     assert all(isinstance(said[custom_id], list) for custom_id in "abc")
     llm.codec.close()
+
+
+def test_line_whose_child_died_is_run_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, model_dir(tmp_path))
+    job.write([openai("dies", prompt="text"), openai("bad", prompt=[5], temperature=-1)])
+    byte_level().save(str(job.model / "tokenizer.json"))
+    llm = FakeLLM(fail=lambda request: died(ChildDiedError("it broke off")))
+    result = job.run(llm, skip_bad_lines=True)
+    assert (result.num_failed, result.num_bad) == (2, 1)
+    (answer,) = [x for x in job.answers if x["custom_id"] == "dies"]
+    assert answer["response"]["status_code"] == 500
+    assert answer["response"]["body"]["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("skip_bad_lines", [False, True])

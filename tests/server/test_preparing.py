@@ -31,6 +31,7 @@ from fastdecode.server.http.preparing import Preparation
 from fastdecode.server.messages import Message, Opening, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
+from fastdecode.text.child import ChildDiedError, died
 from fastdecode.text.codec import TextCodec
 
 CHAT = b'{"messages": [{"role": "user", "content": "x"}]}'
@@ -178,6 +179,23 @@ def test_who_leaves_before_his_turn_is_never_rendered() -> None:
         with pytest.raises(Disconnected):
             await leaving.beside(setting.front.threads.bodies, lambda: None)
         assert setting.template.num_rendered == 1
+
+    run(test, Setting())
+
+
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL])
+def test_request_whose_child_died_may_be_sent_again(url: str) -> None:
+    def dies(*given: Any, **more: Any) -> Any:
+        raise died(ChildDiedError("it broke off (exit status -9)"))
+
+    async def test(setting: Setting) -> None:
+        setting.template.render = dies  # type: ignore[method-assign]
+        setting.codec.encode = dies  # type: ignore[method-assign]
+        with pytest.raises(HttpRefusal, match="died: try again") as caught:
+            await setting.prepare(url, CHAT if url == CHAT_URL else TEXT)[1]
+        error = caught.value
+        assert (error.status, error.kind, error.param) == (500, "server_error", None)
+        assert error.code == "child_died" and "x-should-retry" not in error.headers
 
     run(test, Setting())
 

@@ -3,23 +3,28 @@ should, and takes nothing with it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import TypeAlias
 from unittest import mock
 
 import psutil
 import pytest
 
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import CHILD_DIED, RequestError
 from fastdecode.text import child as child_module
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.child import Limits
+from fastdecode.text.encoder import Encoder
 
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "model" / "checkpoint"
 NOW = datetime(2026, 2, 3)
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=5, slowness=30)
 
@@ -71,11 +76,55 @@ def test_after_its_death_the_next_question_has_another(
     assert not first.is_running()
     assert said(template, "a") == "fine"
     assert child() != first
-    child().kill()
-    with pytest.raises(RequestError, match="broke off"):
-        said(template, "a")
-    assert said(template, "b") == "fine"
     template.close()
+
+
+def kills(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    process.send_signal(number)
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_child_killed_while_idle_is_replaced(child: Find, number: signal.Signals) -> None:
+    template = ChatTemplate("fine", "x", {}, LIMITS)
+    encoder = Encoder(CHECKPOINT / "tokenizer.json")
+    for owner in (template, encoder):
+        process = owner._child._process
+        assert process is not None
+        kills(process, number)
+    assert said(template, "a") == "fine"
+    assert encoder.encode("Once", add_special_tokens=False)
+    template.close()
+    encoder.close()
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+def test_child_killed_while_asked_is_replaced_once(num_deaths: int) -> None:
+    template = ChatTemplate("fine", "x", {}, LIMITS)
+    encoder = Encoder(CHECKPOINT / "tokenizer.json")
+    send, left = child_module._send, 0
+
+    def fatal(process: subprocess.Popen[bytes], raw: bytes) -> None:
+        nonlocal left
+        if left and b'"limits"' not in raw:
+            left -= 1
+            kills(process, signal.SIGKILL)
+        send(process, raw)
+
+    asks: list[Callable[[], object]] = [
+        lambda: said(template, "a"),
+        lambda: encoder.encode("a", add_special_tokens=False),
+    ]
+    with mock.patch.object(child_module, "_send", fatal):
+        for ask in asks:
+            left = num_deaths
+            refused = pytest.raises(RequestError, match="died twice: it broke off")
+            with refused if num_deaths == 2 else contextlib.nullcontext() as caught:
+                assert ask()
+            assert caught is None or caught.value.code == CHILD_DIED
+            assert left == 0 and ask(), "the next question has another child"
+    template.close()
+    encoder.close()
 
 
 def test_an_interrupt_at_the_keyboard_is_not_for_it(child: Find) -> None:
