@@ -28,6 +28,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits, died
+from fastdecode.text.chats import with_object_arguments
 from fastdecode.text.rendering import Rendering
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class ChatTemplate:
             "tools": list(how.tools) or None,
         }
         try:
-            text = self._child.ask(question)
+            text = self._asked(question)
         except ChildDiedError as error:
             logger.warning("rendering by %s failed twice: %s", self._origin, error)
             raise died(error) from None
@@ -202,6 +203,16 @@ class ChatTemplate:
             ) from None
         self._check_roles(messages, str(text))
         return how.cut(str(text))
+
+    def _asked(self, question: Mapping[str, Any]) -> object:
+        """Ask the child; again with objects if the template refuses other arguments of calls."""
+        try:
+            return self._child.ask(question)
+        except ChildFailedError as error:
+            messages = with_object_arguments(question["messages"])
+            if not error.refused or messages == question["messages"]:
+                raise
+            return self._child.ask({**question, "messages": messages})
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
         """Raises RequestError: the template leaves out messages of a role that it does not

@@ -109,14 +109,14 @@ def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Messa
 
 
 def _message(message: Message, style: MessageStyle) -> Message:
-    made = dict(message)
+    made = {name: value for name, value in message.items() if value not in (None, [])}
+    content, refused = made.get("content") or "", made.pop("refusal", "")
+    made["content"] = _content(content or refused, style)
     reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
     if made["role"] == "developer" and not style.has_developer:
         made["role"] = "system"
-    if "content" in made:
-        made["content"] = _content(made["content"], style)
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
     _shorten(made, "tool_call_id", style.id_chars)
@@ -125,13 +125,21 @@ def _message(message: Message, style: MessageStyle) -> Message:
 
 def _content(content: object, style: MessageStyle) -> object:
     """Texts of several parts stand on lines of their own, where the template takes a text.
-    Parts that are no text stay as they are."""
+    Refusals are texts. Other parts stay as they are."""
     if style.content == "openai" and isinstance(content, str):
         return [{"type": "text", "text": content}]
+    if isinstance(content, list):
+        content = [_as_text(part) for part in content]
     if style.content != "string" or isinstance(content, str) or not isinstance(content, Sequence):
         return content
     texts = [_text_of(part) for part in content]
     return content if None in texts else "\n".join(map(str, texts))
+
+
+def _as_text(part: object) -> object:
+    if isinstance(part, Mapping) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
 
 
 def _text_of(part: object) -> str | None:
@@ -162,10 +170,28 @@ def _arguments_of(said: object) -> object:
     if not isinstance(said, (str, type(None))):
         return said
     try:
-        arguments = json.loads(said or "{}")
+        arguments = json.loads((said or "").strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else said
+
+
+def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the arguments of every call are an object. Others, which a
+    model wrote or a client changed, become its only value, ``arguments``."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": {"arguments": function.get("arguments")}}}
 
 
 def _is_chat(chat: object) -> bool:
