@@ -23,7 +23,7 @@ from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.openai.answers import answer_body, error_body, status
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
-from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.openai.responses import response_body
 from fastdecode.text.codec import TextCodec
@@ -119,7 +119,7 @@ class OpenAILines:
 
 def _envelope(line: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
     """A line's url and body. Raises BodyError."""
-    refuse_unknown(line, LINE_FIELDS, (), f"line {number}")
+    refuse_unknown(line, LINE_FIELDS, LABELS, f"line {number}")
     if line.get("method") != "POST":
         refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
     url = line.get("url")

@@ -57,8 +57,8 @@ def answer_body(
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The tokens that all outputs together took; of the prompts' those that
-    weren't run, if there are any."""
+    """Return the tokens that all outputs together took, and how many of the prompts' were
+    reused."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(
         len(completion.token_ids) for output in outputs for completion in output.completions
@@ -68,13 +68,12 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def usage_of(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, Any]:
-    """The same, of so many tokens."""
-    details = {"prompt_tokens_details": {"cached_tokens": num_cached}} if num_cached else {}
+    """Return these counts as OpenAI's API has them."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        **details,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 

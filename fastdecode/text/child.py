@@ -26,12 +26,13 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from fastdecode.core.errors import CHILD_DIED, RequestError
 from fastdecode.text.child_words import LENGTH, pack, unpack
 
 MAX_ANSWER_BYTES = 512 << 20
+_KILLS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 # The child looks for modules where we do, and nowhere else: -I leaves out the working directory.
 _BOOT = (
@@ -64,7 +65,11 @@ class ChildFailedError(Exception):
 
 
 class ChildDiedError(ChildFailedError):
-    """The child was killed or crashed, which says nothing of the question."""
+    """The child's process was killed from outside, which says nothing of the question."""
+
+
+class _CrashError(ChildFailedError):
+    """The child's process ended by itself."""
 
 
 def died(error: ChildDiedError) -> RequestError:
@@ -119,17 +124,17 @@ class LimitedChild:
             raise
 
     def ask(self, question: Mapping[str, Any]) -> Any:
-        """Return the service's answer to one question. A child that dies is replaced once.
+        """Return the service's answer to one question. A child that ends is replaced once.
 
         Raises:
             ChildFailedError: If there is none.
-            ChildDiedError: If the second child died, too.
+            ChildDiedError: If the second child was killed, too.
         """
         with self._asking:
             try:
                 self.open()
                 return self._ask(question, self._limits.cpu_s)
-            except ChildDiedError:
+            except (ChildDiedError, _CrashError):
                 self.open()
                 return self._ask(question, self._limits.cpu_s)
 
@@ -161,7 +166,8 @@ class LimitedChild:
             self.close()
             if status == -signal.SIGXCPU:
                 raise ChildFailedError(f"it took more than {cpu_s} s") from None
-            raise ChildDiedError(_cause(status)) from None
+            was_killed = -status in _KILLS
+            raise (ChildDiedError if was_killed else _CrashError)(_cause(status)) from None
         except BaseException:  # interrupted: its answer would be taken for the next question's
             self.close()
             raise

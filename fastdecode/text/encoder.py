@@ -92,8 +92,9 @@ class Encoder:
         span = self._max_bytes_per_token
         if span is not None and num_bytes > (limit - 1) * span:
             raise RequestError(
-                f"the prompt has {num_bytes} bytes, too many for the model's limit of {limit} "
-                "tokens for prompt and completion together: shorten the prompt",
+                f"the prompt is too long: this model's maximum context length is {limit} tokens "
+                f"for prompt and completion together, and the prompt has {num_bytes} bytes: "
+                "shorten the prompt",
                 code="prompt_too_long",
             )
 

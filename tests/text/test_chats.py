@@ -170,9 +170,7 @@ def test_reasoning_has_the_names_that_templates_read() -> None:
         ({"role": "assistant", "audio": {"id": "a"}}, "audio"),
     ],
 )
-def test_messages_that_say_nothing_or_more_are_refused(
-    message: dict[str, Any], where: str
-) -> None:
+def test_messages_that_say_nothing_or_more_are_refused(message: dict[str, Any], where: str) -> None:
     with pytest.raises(BodyError) as caught:
         read_messages([USER, message], MessageStyle())
     assert caught.value.param == f"messages[1].{where}"

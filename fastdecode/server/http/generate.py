@@ -233,7 +233,7 @@ class CompletionExchange:
 
     @property
     def _answer_id(self) -> str:
-        return f"{self._front.started_s:x}-{self._number}"
+        return f"{self._front.run_id}-{self._number}"
 
     async def _refuse(self, error: HttpRefusal) -> None:
         """As the whole answer, or as the stream's last event."""
