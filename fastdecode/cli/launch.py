@@ -25,9 +25,11 @@ from fastdecode.cli.errors import as_typed
 from fastdecode.cli.options import (
     add_log_level_option,
     check_options,
+    engine_flags,
     tell,
 )
 from fastdecode.cli.parser import refused_choice
+from fastdecode.cli.vllm_words import as_here
 from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.config.s_part import MAX_PP, MAX_TP
@@ -127,6 +129,7 @@ def run_launch(args: argparse.Namespace) -> int:
     """Show the line and run it. Returns the exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     _check_command(command)
+    command = as_here(command, engine_flags())
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)

@@ -219,6 +219,11 @@ def load_engine(args: argparse.Namespace) -> None:
         import fastdecode.engine.setup.launch  # noqa: F401
 
 
+def engine_flags() -> set[str]:
+    """Return the flags of ``EngineConfig``'s options."""
+    return {each.flag for group in GROUPS.values() for each in declared(group)}
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of ``EngineConfig`` as given."""
     return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}

@@ -51,6 +51,7 @@ from fastdecode.text.chat_format import (
     TOOL_PARSER_HELP,
     TOOL_PARSERS,
 )
+from fastdecode.text.chats import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 from fastdecode.wire.mpi import leaving
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 
@@ -91,6 +92,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
     )
     for flag, choices, text in (
+        ("--chat-template-content-format", CONTENT_FORMATS, CONTENT_FORMAT_HELP),
         ("--tool-parser", TOOL_PARSERS, TOOL_PARSER_HELP),
         ("--reasoning-parser", REASONING_PARSERS, REASONING_PARSER_HELP),
     ):
@@ -198,6 +200,7 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         skip_bad_lines=args.on_error == "skip",
         served_model_names=tuple(args.served_model_name),
         chat_template=args.chat_template,
+        content_format=args.chat_template_content_format,
         tool_parser=args.tool_parser,
         reasoning_parser=args.reasoning_parser,
         run_seed=args.run_seed,

@@ -67,6 +67,8 @@ class JobOptions:
     """What a line's ``model`` may be; empty: the model directory as given, and its last part."""
     chat_template: Path | None = None
     """In place of the model's own."""
+    content_format: str = AUTO
+    """Of ``CONTENT_FORMATS``."""
     tool_parser: str = AUTO
     """Of ``TOOL_PARSERS``."""
     reasoning_parser: str = AUTO
@@ -77,6 +79,15 @@ class JobOptions:
     sync_s: float = 5.0
     shard: Shard = WHOLE
     """The part of the lines that this job answers."""
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The options of ``ChatFormat.of``, in its order."""
+        return {
+            "--tool-parser": self.tool_parser,
+            "--reasoning-parser": self.reasoning_parser,
+            "--chat-template-content-format": self.content_format,
+        }
 
     def __post_init__(self) -> None:
         if self.retry_errors and self.begin != "resume":
@@ -329,7 +340,7 @@ def _reader(
         names,
         template is not None,
         model_defaults=options.model_defaults,
-        chat_format=ChatFormat.of(template, special, options.tool_parser, options.reasoning_parser),
+        chat_format=ChatFormat.of(template, special, *options.formats.values()),
     )
 
 
@@ -369,7 +380,10 @@ def _manifest(
         lines=lines,
         input_sha256=found.sha256,
         sampling={**options.model_defaults, **options.sampling},
-        model=identify_model(directory, options.chat_template, config.s_part.load_format),
+        model={
+            **identify_model(directory, options.chat_template, config.s_part.load_format),
+            **{name: given for name, given in options.formats.items() if given != AUTO},
+        },
         dtype=identity.dtype.value,
         kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,

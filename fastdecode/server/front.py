@@ -95,6 +95,7 @@ class Front:
                 self.codec.special_tokens,
                 self.options.tool_parser,
                 self.options.reasoning_parser,
+                self.options.chat_template_content_format,
             ),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)

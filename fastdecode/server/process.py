@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.server.channel import Channel
+from fastdecode.server.keys import KEYS_VARIABLE
 from fastdecode.server.messages import Listening, Opening, Unfit
-from fastdecode.server.options import KEYS_VARIABLE
 from fastdecode.wire.mpi.launcher import without_launcher
 
 # The child looks for modules where we do, and nowhere else: -I leaves out the working directory.

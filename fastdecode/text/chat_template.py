@@ -27,8 +27,8 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
-from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits, died
 from fastdecode.text.chats import with_object_arguments
+from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits, died
 from fastdecode.text.rendering import Rendering
 
 logger = logging.getLogger(__name__)

@@ -90,6 +90,10 @@ class MessageStyle:
 
 
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
+CONTENT_FORMAT_HELP: Final = (
+    "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
+    "auto: as it is written"
+)
 _PARTS: Final = re.compile(
     r"for\s+\w+\s+in\s+(?:content\b|\w+\.content\b|\w+\[['\"]content['\"]\])"
 )

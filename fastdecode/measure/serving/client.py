@@ -82,6 +82,10 @@ class Endpoint:
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ConfigError(f"--base-url has a name or key before @: give it in {KEY_VARIABLE}")
+        if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError(f"{KEY_VARIABLE} has a space, or a character that is not ASCII")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url} is not like http://HOST:PORT")
         self._host = parts.hostname
@@ -127,11 +131,17 @@ class Endpoint:
         connection, head = await self._ask("GET", "/v1/models", b"")
         try:
             if head.status != 200:
-                return _told_status(head, await read_message(connection.reader, head))
+                return self._refusal(head, await read_message(connection.reader, head))
             said = json.loads(await read_body(connection.reader, head, _MAX_MODELS_BYTES))
             return said if isinstance(said, dict) else {}
         finally:
             connection.writer.close()
+
+    def _refusal(self, head: AnswerHead, message: str) -> str:
+        """Return why a server refuses, without the key that it may repeat."""
+        message = message.replace(self._key, "(the key)") if self._key else message
+        told = f"{head.status}: {message}" if message else str(head.status)
+        return f"{told} (set {KEY_VARIABLE})" if head.status == 401 else told
 
     def keeping_connections(self) -> contextlib.AbstractContextManager[None]:
         """Inside, which is in one event loop, requests use connections again."""
@@ -181,7 +191,7 @@ class Endpoint:
                     return
             else:
                 record.error = f"status {head.status}"
-                record.message = _told_status(head, await read_message(connection.reader, head))
+                record.message = self._refusal(head, await read_message(connection.reader, head))
         except BaseException:
             connection.writer.close()
             raise
@@ -249,8 +259,3 @@ def _take(said: Any, record: Record, now_s: float) -> None:
     if said.get("usage"):
         record.num_tokens = int(said["usage"]["completion_tokens"])
         record.has_usage = True
-
-
-def _told_status(head: AnswerHead, message: str) -> str:
-    told = f"{head.status}: {message}" if message else str(head.status)
-    return f"{told} (set {KEY_VARIABLE})" if head.status == 401 else told
