@@ -59,11 +59,9 @@ class Parser(argparse.ArgumentParser):
         self._required: list[tuple[str, Callable[[argparse.Namespace], bool]]] = []
         self._required_options: list[argparse.Action] = []
         self.add_argument(
-            "-h",
-            "--help",
-            action=_Help,
+            "-h", "--help", action=_Help,
             help="show this help; --help=all: every option; --help=GROUP: those of one group",
-        )
+        )  # fmt: skip
 
     def parse_known_args(  # type: ignore[override]  # the overloads only differ in the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -265,12 +263,9 @@ def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model d
     absent = argparse.SUPPRESS  # or the one that is not given would undo the other
     either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=help)
     either.add_argument(
-        "--model",
-        dest="model",
-        metavar="MODEL",
-        default=absent,
+        "--model", dest="model", metavar="MODEL", default=absent,
         help="the same as the argument MODEL",
-    )
+    )  # fmt: skip
     parser.require("MODEL", partial(_is_given, "model"))
 
 

@@ -110,52 +110,35 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--retry-errors", action="store_true", help="with --resume: also run again what had failed"
     )
     group.add_argument(
-        "--on-error",
-        choices=("refuse", "skip"),
-        default="refuse",
-        help=(
-            "bad lines in the input: refuse to start and list them, or answer each with an error "
-            "(default: refuse)"
-        ),
-    )
+        "--on-error", choices=("refuse", "skip"), default="refuse",
+        help="bad lines in the input: refuse to start and list them, or answer each with an error "
+        "(default: refuse)",
+    )  # fmt: skip
     group.add_argument(
-        "--shard",
-        default=str(WHOLE),
-        metavar="I/N",
+        "--shard", default=str(WHOLE), metavar="I/N",
         help="answer lines I, I+N, ... of the file only: for N jobs, whose outputs "
         "`fastdecode merge` joins",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--served-model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
+        "--served-model-name", action="append", default=[], metavar="NAME",
         help='what a line\'s "model" may say; repeatable '
         "(default: DIR as given, and its last part)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--run-seed",
-        type=int,
-        metavar="N",
+        "--run-seed", type=int, metavar="N",
         help="from it and its id comes a line's seed (default: drawn, and kept)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--sync-lines",
-        type=int,
-        default=100,
-        metavar="N",
+        "--sync-lines", type=int, default=100, metavar="N",
         help="fsync every N answers (default: 100)",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--sync-s", type=float, default=5.0, metavar="S", help="and every S seconds (default: 5)"
     )
     group.add_argument(
-        "--grace-s",
-        type=float,
-        default=60.0,
-        metavar="S",
+        "--grace-s", type=float, default=60.0, metavar="S",
         help="when interrupted, give the lines that run so long to finish (default: 60)",
-    )
+    )  # fmt: skip
 
 
 @stop_signals(interrupt)  # until the job looks for them between steps

@@ -33,22 +33,17 @@ class ServeOptions:
     """
 
     host: str = option(
-        "127.0.0.1",
-        "address to listen at; any but loopback needs a key",
-        metavar="HOST",
+        "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST",
         common=True,
-    )
+    )  # fmt: skip
     port: int = option(8000, "TCP port; 0: any free port", low=0, high=65535, common=True)
     unix_socket: str | None = option(
         None, "listen at this Unix socket in place of a port", metavar="FILE"
     )
     served_model_name: tuple[str, ...] = option(
-        (),
-        'what a request\'s "model" may say; repeatable (default: the last part of the model '
-        "directory)",
-        metavar="NAME",
-        common=True,
-    )
+        (), 'what a request\'s "model" may say; repeatable (default: the last part of the model '
+        "directory)", metavar="NAME", common=True,
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "use this template, not the model's own", metavar="FILE"
     )
@@ -79,10 +74,8 @@ class ServeOptions:
     max_queued_tokens: int | None = option(
         None,
         "and more tokens of those, prompts and expected answers (default: 4 times what the KV "
-        "caches hold)",
-        low=1,
-        high=1 << 40,
-    )
+        "caches hold)", low=1, high=1 << 40,
+    )  # fmt: skip
     max_connections: int = option(4096, "more connections are refused", low=1, high=1 << 20)
     max_body_mb: float = option(
         8.0, "larger bodies are refused (413)", low=0.001, high=1024, unit="MiB", metavar="MIB"
