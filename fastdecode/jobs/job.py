@@ -188,16 +188,12 @@ class BatchJob:
     def result(self) -> JobResult:
         """How it stands now."""
         return JobResult(
-            num_lines=self._survey.num_lines,
-            num_done=len(self._done),
-            num_failed=self._num_failed,
+            num_lines=self._survey.num_lines, num_done=len(self._done), num_failed=self._num_failed,
             num_bad=min(self._num_failed, len(self._survey.bad) + self._num_hopeless),
-            num_run=self._num_run,
-            num_run_failed=self._num_run_failed,
+            num_run=self._num_run, num_run_failed=self._num_run_failed,
             first_error=None if self._first_failed is None else self._first_failed[1],
-            lost=self._lost,
-            interrupted=self._interrupted,
-        )
+            lost=self._lost, interrupted=self._interrupted,
+        )  # fmt: skip
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
         """Answer what is left, until it is done, or ``stopping`` is asked, or
@@ -225,15 +221,11 @@ class BatchJob:
             self._output.sync_if_due()
             now = llm.snapshot().engine
             progress.update(
-                done=len(self._done),
-                num_failed=self._num_failed,
-                num_tokens=llm.stats.num_output_tokens - tokens_before,
-                workers=now.workers,
+                done=len(self._done), num_failed=self._num_failed,
+                num_tokens=llm.stats.num_output_tokens - tokens_before, workers=now.workers,
                 num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
-                num_running=now.num_running,
-                running=llm.running_answers(),
-                ended=self._ended,
-            )
+                num_running=now.num_running, running=llm.running_answers(), ended=self._ended,
+            )  # fmt: skip
 
         with contextlib.suppress(StopNow):
             asked = self._requests(llm, stopping)

@@ -80,13 +80,10 @@ class OpenAILines:
         assert request.body is not None, "not a request of this format"
         write = answer_body if request.body.echo is None else response_body
         body = write(
-            request.body,
-            outputs,
-            codec,
-            answer_id=f"{self.run_id}-{number}",
+            request.body, outputs, codec, answer_id=f"{self.run_id}-{number}",
             created_s=int(self.clock()),
             model=request.body.model or self.reader.served_model_names[0],
-        )
+        )  # fmt: skip
         return self._line(number, request.line_id, 200, body)
 
     def refusal(

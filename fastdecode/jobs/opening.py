@@ -186,12 +186,9 @@ def _open_job(
     if session is not None and options.begin == "resume" and (why := why_no_kv(config)):
         tell(f"going on without KV of the run before: {why}")
     journal = Journal(
-        options.output,
-        held.fd,
-        sync_lines=options.sync_lines,
-        sync_s=options.sync_s,
+        options.output, held.fd, sync_lines=options.sync_lines, sync_s=options.sync_s,
         before_sync=(lambda: None) if turns is None else turns.sync,
-    )
+    )  # fmt: skip
     rules = AnswerRules(manifest.seed_of, template, manifest.date)
     return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
 
@@ -319,12 +316,8 @@ def _survey(
     model can answer none of them."""
     tell(f"checking {source}")
     found = survey(
-        source,
-        lines,
-        takes_text=not lacks_tokenizer(model),
-        shard=options.shard,
-        on_look=on_look,
-    )
+        source, lines, takes_text=not lacks_tokenizer(model), shard=options.shard, on_look=on_look,
+    )  # fmt: skip
     if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
         raise found.refusal(source)
     return found
@@ -336,12 +329,9 @@ def _reader(
     names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
     special = {} if template is None else special_tokens(find_model(config.model))
     return RequestReader(
-        options.sampling,
-        names,
-        template is not None,
-        model_defaults=options.model_defaults,
+        options.sampling, names, template is not None, model_defaults=options.model_defaults,
         chat_format=ChatFormat.of(template, special, *options.formats.values()),
-    )
+    )  # fmt: skip
 
 
 def _simple_lines(options: JobOptions, *, numbers: bool = True) -> SimpleLines:
@@ -376,24 +366,17 @@ def _manifest(
     checkpoint = open_checkpoint(directory, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     identity = identify(config, spec)
+    files = identify_model(directory, options.chat_template, config.s_part.load_format)
+    formats = {name: given for name, given in options.formats.items() if given != AUTO}
+    seed = options.run_seed
     now = new_manifest(
-        lines=lines,
-        input_sha256=found.sha256,
-        sampling={**options.model_defaults, **options.sampling},
-        model={
-            **identify_model(directory, options.chat_template, config.s_part.load_format),
-            **{name: given for name, given in options.formats.items() if given != AUTO},
-        },
-        dtype=identity.dtype.value,
-        kv_dtype=identity.kv_dtype.value,
+        lines=lines, input_sha256=found.sha256,
+        sampling={**options.model_defaults, **options.sampling}, model={**files, **formats},
+        dtype=identity.dtype.value, kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,
-        run_seed=before.run_seed
-        if before is not None and options.run_seed is None
-        else options.run_seed,
-        shard=options.shard,
-        num_lines=found.num_lines,
-        last_line=found.last_line,
-    )
+        run_seed=before.run_seed if before is not None and seed is None else seed,
+        shard=options.shard, num_lines=found.num_lines, last_line=found.last_line,
+    )  # fmt: skip
     if before is None:
         return now
     differences = before.differences(now)

@@ -140,11 +140,8 @@ class _Server(uvicorn.Server):
         config = self.config
         kind: Any = config.http_protocol_class
         connection = partial(
-            kind,
-            config=config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
+            kind, config=config, server_state=self.server_state, app_state=self.lifespan.state,
+        )  # fmt: skip
         for listener in sockets or ():
             self.servers.append(
                 await asyncio.get_running_loop().create_server(

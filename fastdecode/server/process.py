@@ -43,12 +43,9 @@ class HttpProcess:
             command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path]
             # A session of its own: an interrupt at the keyboard is for us, who tell it what to do.
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(environ),
-                start_new_session=True,
-            )
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                env=_environment(environ), start_new_session=True,
+            )  # fmt: skip
         self.channel = Channel(ours)
         try:
             self.address = self._open(opening)

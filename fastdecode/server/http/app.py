@@ -29,19 +29,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Front, Exchange], Awaitable[None]]
 
 
-async def completions(front: Front, exchange: Exchange) -> None:
-    """Continue prompts."""
-    await CompletionExchange(front, exchange, COMPLETIONS_URL).run()
-
-
-async def chat_completions(front: Front, exchange: Exchange) -> None:
-    """Continue a conversation."""
-    await CompletionExchange(front, exchange, CHAT_URL).run()
-
-
-async def responses(front: Front, exchange: Exchange) -> None:
-    """Continue a conversation of items."""
-    await CompletionExchange(front, exchange, RESPONSES_URL).run()
+async def generate(front: Front, exchange: Exchange) -> None:
+    """Continue prompts, a conversation, or one of items."""
+    await CompletionExchange(front, exchange, exchange.scope["path"]).run()
 
 
 async def forget(front: Front, exchange: Exchange) -> None:
@@ -64,15 +54,10 @@ _GET: dict[str, Handler] = {
     "/metrics": info.metrics,
     "/status.json": info.status,
     "/history.json": info.history,
-    "/": info.page,
-    "/page.css": info.page,
-    "/page.js": info.page,
-    "/icon.svg": info.page,
+    **dict.fromkeys(info.PAGE, info.page),
 }
 _POST: dict[str, Handler] = {
-    COMPLETIONS_URL: completions,
-    CHAT_URL: chat_completions,
-    RESPONSES_URL: responses,
+    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), generate),
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
 }

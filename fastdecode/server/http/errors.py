@@ -115,9 +115,6 @@ _UNAVAILABLE: Mapping[str, str] = {
 def unavailable(reason: str, retry_after_s: int = 1) -> HttpRefusal:
     """503, with why no token could come out."""
     return HttpRefusal(
-        503,
-        _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"),
-        reason,
-        kind=SERVER,
+        503, _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"), reason, kind=SERVER,
         headers={"retry-after": str(retry_after_s)},
-    )
+    )  # fmt: skip

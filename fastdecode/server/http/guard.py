@@ -108,13 +108,9 @@ class Guard:
         is_given = scheme.lower() == b"bearer" and bool(key.strip())
         if not (is_given and any(matches)):
             raise HttpRefusal(
-                401,
-                _WRONG_KEY if is_given else _NO_KEY,
-                "invalid_api_key",
-                kind="authentication_error",
-                headers={"www-authenticate": "Bearer"},
-                closes=True,
-            )
+                401, _WRONG_KEY if is_given else _NO_KEY, "invalid_api_key",
+                kind="authentication_error", headers={"www-authenticate": "Bearer"}, closes=True,
+            )  # fmt: skip
         return hashed[:12]
 
 
