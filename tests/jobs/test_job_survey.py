@@ -258,6 +258,9 @@ def test_the_eta_counts_tokens_while_no_line_is_done(
     now = [0.0]
     progress = Progress(io.StringIO(), clock=lambda: now[0])
     progress.begin(total=100, done=50, limits={20: 100})
+    now[0] = 0.01
+    progress.update(done=50, num_failed=0, num_tokens=1, workers=(1, 1), num_running=25)
+    assert progress.remaining_s is None, "nothing was measured yet"
     now[0] = 10.0
     progress.update(
         done=50, num_failed=0, num_tokens=250, workers=(1, 1), num_running=25, running=running
