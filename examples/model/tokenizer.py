@@ -25,6 +25,21 @@ BOS_ID = 0
 EOS_ID = 1
 MAX_POSITIONS = 1024
 
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+{% if message.role == 'system' %}
+{{ message.content }}
+{% elif message.role == 'user' %}
+Oscar: {{ message.content }}
+{% elif message.role == 'assistant' %}
+Noah: {{ message.content }}
+{% else %}
+{{ raise_exception("roles are system, user and assistant") }}
+{% endif %}
+{% endfor %}{% if add_generation_prompt %}Noah:{% endif %}
+"""
+"""The corpus's conversations have names in the place of roles."""
+
 
 def train_tokenizer(vocab_size: int, num_documents: int, seed: int) -> Tokenizer:
     """Learn the merges. The special tokens get the ids 0 and 1."""
@@ -47,7 +62,7 @@ def train_tokenizer(vocab_size: int, num_documents: int, seed: int) -> Tokenizer
 
 
 def save(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write ``tokenizer.json`` and the ``tokenizer_config.json`` that
+    """Write ``tokenizer.json``, and the ``tokenizer_config.json`` and chat template that
     transformers wants beside it."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -59,6 +74,7 @@ def save(tokenizer: Tokenizer, directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 def main() -> None:

@@ -208,7 +208,7 @@ def export(model: LlamaForCausalLM, tokenizer_directory: Path, directory: Path) 
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "do_sample": False}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(tokenizer_directory / name, directory / name)
 
 

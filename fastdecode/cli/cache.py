@@ -38,11 +38,10 @@ def add_cache(commands: Any) -> None:
         "--verify", action="store_true", help="say only whether it is whole; exit code 1: it isn't"
     )
     what.add_argument(
-        "--clear",
-        action="store_true",
+        "--clear", action="store_true",
         help="end all of its conversations: the file is written over with zeros, and removed; or "
         "remove all KV blocks",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     add_log_level_option(parser, default="error")
 

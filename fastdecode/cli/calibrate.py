@@ -76,12 +76,9 @@ def _add_r(kinds: Any) -> None:
         "--contexts", type=_sizes, metavar="N,N,...", help="tokens (default: 64,256,1024,4096)"
     )
     parser.add_argument(
-        "--max-memory-gb",
-        type=float,
-        default=2.0,
-        metavar="GB",
+        "--max-memory-gb", type=float, default=2.0, metavar="GB",
         help="while measuring (default: 2)",
-    )
+    )  # fmt: skip
 
 
 def _add_net(kinds: Any) -> None:

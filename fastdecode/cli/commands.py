@@ -27,93 +27,32 @@ class Command:
         add(commands)
 
 
-COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
-    {
-        "generate": Command(
-            "fastdecode.cli.generate",
-            "add_generate",
-            "complete every prompt of a JSON Lines file",
-        ),
-        "run-batch": Command(
-            "fastdecode.cli.run_batch",
-            "add_run_batch",
-            "answer a file of OpenAI batch lines; can be interrupted and resumed",
-        ),
-        "merge": Command(
-            "fastdecode.cli.merge",
-            "add_merge",
-            "join the answers of a job's shards, in the order of the input",
-        ),
-        "serve": Command(
-            "fastdecode.cli.serve",
-            "add_serve",
-            "answer OpenAI's API over HTTP",
-        ),
-        "bench-serve": Command(
-            "fastdecode.cli.bench.serve",
-            "add_bench_serve",
-            "measure a server of OpenAI's API under a load",
-        ),
-        "size": Command(
-            "fastdecode.cli.size",
-            "add_size",
-            "plan: which batch and how many CPU sockets keep a GPU busy",
-        ),
-        "plan": Command(
-            "fastdecode.cli.plan",
-            "add_plan",
-            "plan: machines for prompts and for tokens, and whether it pays",
-        ),
-        "calibrate": Command(
-            "fastdecode.cli.calibrate",
-            "add_calibrate",
-            "measure this machine, to plan with `fastdecode size`",
-        ),
-        "bench": Command(
-            "fastdecode.cli.bench.plan",
-            "add_bench",
-            "run a plan, or its scaled-down twin here: predicted against measured; or "
-            "stream: links' rates",
-        ),
-        "simulate": Command(
-            "fastdecode.cli.simulate",
-            "add_simulate",
-            "compare schedules on a trace, without hardware",
-        ),
-        "r-worker": Command(
-            "fastdecode.cli.r_worker",
-            "add_r_worker",
-            "serve as an R-worker, in an MPI job or at an address",
-        ),
-        "instance": Command(
-            "fastdecode.cli.instance",
-            "add_instance",
-            "run one engine as an instance: it prefills or decodes for another process",
-        ),
-        "launch": Command(
-            "fastdecode.cli.launch",
-            "add_launch",
-            "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
-        ),
-        "top": Command(
-            "fastdecode.cli.top",
-            "add_top",
-            "watch a running command or server",
-        ),
-        "plot": Command(
-            "fastdecode.cli.plot",
-            "add_plot",
-            "draw a run from its summary or its trace",
-        ),
-        "cache": Command(
-            "fastdecode.cli.cache",
-            "add_cache",
-            "show, verify or clear the conversations or KV blocks that are kept in a directory",
-        ),
-        "doctor": Command(
-            "fastdecode.cli.doctor",
-            "add_doctor",
-            "check MPI, versions, cores, memory and network of this host and its R-workers",
-        ),
-    }
-)
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
+    name: Command(f"fastdecode.cli.{module}", f"add_{name.replace('-', '_')}", text)
+    for name, module, text in (
+        ("generate", "generate", "complete every prompt of a JSON Lines file"),
+        ("run-batch", "run_batch",
+         "answer a file of OpenAI batch lines; can be interrupted and resumed"),
+        ("merge", "merge", "join the answers of a job's shards, in the order of the input"),
+        ("serve", "serve", "answer OpenAI's API over HTTP"),
+        ("bench-serve", "bench.serve", "measure a server of OpenAI's API under a load"),
+        ("size", "size", "plan: which batch and how many CPU sockets keep a GPU busy"),
+        ("plan", "plan", "plan: machines for prompts and for tokens, and whether it pays"),
+        ("calibrate", "calibrate", "measure this machine, to plan with `fastdecode size`"),
+        ("bench", "bench.plan",
+         "run a plan, or its scaled-down twin here: predicted against measured; or stream: "
+         "links' rates"),
+        ("simulate", "simulate", "compare schedules on a trace, without hardware"),
+        ("r-worker", "r_worker", "serve as an R-worker, in an MPI job or at an address"),
+        ("instance", "instance",
+         "run one engine as an instance: it prefills or decodes for another process"),
+        ("launch", "launch",
+         "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts"),
+        ("top", "top", "watch a running command or server"),
+        ("plot", "plot", "draw a run from its summary or its trace"),
+        ("cache", "cache",
+         "show, verify or clear the conversations or KV blocks that are kept in a directory"),
+        ("doctor", "doctor",
+         "check MPI, versions, cores, memory and network of this host and its R-workers"),
+    )
+})  # fmt: skip

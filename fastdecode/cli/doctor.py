@@ -74,10 +74,9 @@ def add_doctor(commands: Any) -> None:
         help="where R-workers here are to keep KV blocks: how quick its disk is",
     )  # fmt: skip
     parser.add_argument(
-        "--features",
-        action="store_true",
+        "--features", action="store_true",
         help="print which features work together, and nothing else",
-    )
+    )  # fmt: skip
     ranks = parser.add_argument_group(
         "R-worker ranks", "in an MPI job: of every rank but the first"
     )

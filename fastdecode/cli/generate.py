@@ -58,14 +58,10 @@ def add_generate(commands: Any) -> None:
     files = parser.add_argument_group("files")
     add_input_option(files)
     files.add_argument(
-        "--output",
-        "-o",
-        required=True,
-        type=Path,
-        metavar="FILE",
+        "--output", "-o", required=True, type=Path, metavar="FILE",
         help="completions, JSON Lines; replaced if it exists; FILE.gz: compressed; "
         "-: standard output",
-    )
+    )  # fmt: skip
     add_report_options(files)
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)

@@ -48,24 +48,19 @@ def add_instance(commands: Any) -> None:
     add_model(parser)
     group = parser.add_argument_group("instance")
     group.add_argument(
-        "--role",
-        choices=[role.value for role in InstanceRole],
-        default=InstanceRole.BOTH.value,
+        "--role", choices=[role.value for role in InstanceRole], default=InstanceRole.BOTH.value,
         help="what controllers give it: prompts, requests whose prompts others have run, or both; "
         "they may change that (default: both)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--bind",
-        default=ANY_PORT,
-        metavar="ADDRESS",
+        "--bind", default=ANY_PORT, metavar="ADDRESS",
         help=f"where controllers connect (default: {ANY_PORT}, any free port)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--export",
-        metavar="ADDRESS",
+        "--export", metavar="ADDRESS",
         help="where other instances' R-workers fetch prompts from the first of its own; the next "
         "ones' ports follow upon it (default: free ports of the host of --bind)",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )

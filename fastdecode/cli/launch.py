@@ -25,9 +25,11 @@ from fastdecode.cli.errors import as_typed
 from fastdecode.cli.options import (
     add_log_level_option,
     check_options,
+    engine_flags,
     tell,
 )
 from fastdecode.cli.parser import refused_choice
+from fastdecode.cli.vllm_words import as_here
 from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.config.s_part import MAX_PP, MAX_TP
@@ -59,17 +61,13 @@ def add_launch(commands: Any) -> None:
     parser.set_defaults(run=run_launch)
     _add_hosts(parser)
     parser.add_argument(
-        "--mpirun",
-        metavar="FILE",
+        "--mpirun", metavar="FILE",
         help="the launcher (default: beside this Python, else from PATH)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--mpirun-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
+        "--mpirun-arg", action="append", default=[], metavar="ARG",
         help="a further word for mpirun; repeatable",
-    )
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show the line, and do nothing else")
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
@@ -79,44 +77,35 @@ def add_launch(commands: Any) -> None:
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--hosts",
-        metavar="A:2,B:2",
+        "--hosts", metavar="A:2,B:2",
         help="hosts and their R-workers; one for each NUMA node is best (default with "
         "--placement: all on this host). Where the command needs none (--kv-placement gpu, "
         "--r-worker): hosts and their stages",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--placement",
-        type=Path,
-        metavar="FILE",
+        "--placement", type=Path, metavar="FILE",
         help="run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
         "job; they take the R-workers of --hosts in order",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)"
     )
     parser.add_argument(
-        "--interface",
-        metavar="NET",
+        "--interface", metavar="NET",
         help="MPI's network: an interface such as eth0, or 10.0.0.0/24",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--r-threads",
-        type=int,
-        metavar="N",
+        "--r-threads", type=int, metavar="N",
         help="CPU threads of each R-worker (default: its share)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--kv-memory-gb",
-        type=float,
-        metavar="GB",
+        "--kv-memory-gb", type=float, metavar="GB",
         help="KV cache of each R-worker (default: its share)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--cache-disk",
-        metavar="DIR",
+        "--cache-disk", metavar="DIR",
         help="where each R-worker keeps a copy of KV blocks that may come again, on its own host",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--cache-disk-gb", type=float, metavar="GB", help="how much of it each R-worker takes"
     )
@@ -127,6 +116,7 @@ def run_launch(args: argparse.Namespace) -> int:
     """Show the line and run it. Returns the exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     _check_command(command)
+    command = as_here(command, engine_flags())
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)

@@ -150,11 +150,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--version",
-        action="version",
-        version=f"fastdecode {__version__}",
-        help="show the version",
-    )
+        "--version", action="version", version=f"fastdecode {__version__}", help="show the version",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
     wants_all = asked is None and "--help=all" in argv

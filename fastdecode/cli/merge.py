@@ -31,13 +31,9 @@ def add_merge(commands: Any) -> None:
     parser.set_defaults(run=run_merge)
     parser.add_argument("outputs", nargs="+", type=Path, metavar="OUTPUT", help="of run-batch")
     parser.add_argument(
-        "--output",
-        "-o",
-        required=True,
-        type=Path,
-        metavar="FILE",
+        "--output", "-o", required=True, type=Path, metavar="FILE",
         help="all answers; replaced if it exists; FILE.gz: compressed; -: standard output",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--partial", action="store_true", help="also if lines or shards are missing"
     )

@@ -67,30 +67,19 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
     shown = text if each.option.common else Rare(text)
     if each.kind is bool:
         arguments.add_argument(
-            each.flag,
-            dest=each.name,
-            action=argparse.BooleanOptionalAction,
-            default=each.default,
+            each.flag, dest=each.name, action=argparse.BooleanOptionalAction, default=each.default,
             help=shown,
-        )
+        )  # fmt: skip
     elif each.kind is tuple:
         arguments.add_argument(
-            each.flag,
-            dest=each.name,
-            action="append",
-            default=[],
-            metavar=each.option.metavar,
+            each.flag, dest=each.name, action="append", default=[], metavar=each.option.metavar,
             help=shown,
-        )
+        )  # fmt: skip
     else:
         arguments.add_argument(
-            each.flag,
-            dest=each.name,
-            type=_reader(each),
-            default=each.default,
-            metavar=each.option.metavar,
-            help=shown,
-        )
+            each.flag, dest=each.name, type=_reader(each), default=each.default,
+            metavar=each.option.metavar, help=shown,
+        )  # fmt: skip
 
 
 def _reader(each: Declared) -> Callable[[str], object]:
@@ -106,11 +95,9 @@ def lanes(text: str) -> int | None:
 
 def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--exit-code-file",
-        type=Path,
-        metavar="FILE",
+        "--exit-code-file", type=Path, metavar="FILE",
         help="also write the exit code there: mpirun's says little once a rank was lost",
-    )
+    )  # fmt: skip
 
 
 def add_input_option(arguments: argparse._ActionsContainer) -> None:
@@ -199,13 +186,10 @@ def add_sampling_options(
     last = "keep the last N tokens of each prompt; -1: as many as fit"
     add("--truncate-prompt-tokens", last, type=int, metavar="N")
     group.add_argument(
-        "--generation-config",
-        choices=GENERATION_CONFIGS,
-        default="auto",
-        metavar="WHAT",
+        "--generation-config", choices=GENERATION_CONFIGS, default="auto", metavar="WHAT",
         help="auto: the defaults of the model's generation_config.json, not for greedy "
         f"{askers}; ignore: none (default: auto)",
-    )
+    )  # fmt: skip
 
 
 def _name_of(flag: str) -> str:
@@ -217,6 +201,11 @@ def load_engine(args: argparse.Namespace) -> None:
     ModuleNotFoundError: a package is missing."""
     if not Instances(tuple(args.instances)).is_elsewhere:
         import fastdecode.engine.setup.launch  # noqa: F401
+
+
+def engine_flags() -> set[str]:
+    """Return the flags of ``EngineConfig``'s options."""
+    return {each.flag for group in GROUPS.values() for each in declared(group)}
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,18 +19,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from fastdecode.cli.common import is_said_by_other_rank
+from fastdecode.core.errors import ConfigError
 
 ALL = "all"
-ELSEWHERE = {
-    "--tensor-parallel-size": "--tp",
-    "--pipeline-parallel-size": "--pp",
-    "--enable-expert-parallel": "--ep",
-    "--max-num-batched-tokens": "--max-step-tokens",
-    "--swap-space": "--cache-memory-gb",
-    "--trust-remote-code": None,
-    "--quantization": None,
-}
-"""Options of vLLM: what they are called here; None: there is no such thing."""
+_LIKENESS = 0.66
+"""Of an option to the one that was meant."""
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
 _WORDED = (
     (r"argument (\S+): invalid int value: '(.*)'", r"\1 \2 is not a whole number"),
@@ -66,16 +59,21 @@ class Parser(argparse.ArgumentParser):
         self._required: list[tuple[str, Callable[[argparse.Namespace], bool]]] = []
         self._required_options: list[argparse.Action] = []
         self.add_argument(
-            "-h",
-            "--help",
-            action=_Help,
+            "-h", "--help", action=_Help,
             help="show this help; --help=all: every option; --help=GROUP: those of one group",
-        )
+        )  # fmt: skip
 
     def parse_known_args(  # type: ignore[override]  # the overloads only differ in the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
+        if "--kv-dtype" in self._option_string_actions and any(x.startswith("--") for x in words):
+            from fastdecode.cli.vllm_words import as_here
+
+            try:
+                words = as_here(words, self._option_string_actions)
+            except ConfigError as error:
+                self.error(error.told(lambda given: _flag(given.name)))
         if self._subparsers is None:  # said before what is missing, which may be the same thing
             self._refuse_unknown(words)
         self._take_required_options()
@@ -115,13 +113,14 @@ class Parser(argparse.ArgumentParser):
         from fastdecode.core.config.options import REMOVED  # with an error alone
 
         removed = {_flag(old): new and _flag(new) for old, new in REMOVED.items()}
-        elsewhere = {**ELSEWHERE, **removed}
-        here = elsewhere.get(name)
-        if name in elsewhere and here is None:
+        here = removed.get(name)
+        if name in removed and here is None:
             return "FastDecode has nothing like it. Remove it"
-        known = self._option_string_actions
-        near = [here] if here in known else difflib.get_close_matches(name, known, n=1)
-        return f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
+        known = [each for each in self._option_string_actions if each.startswith("--")]
+        # Without the dashes, which all have; else any two short ones would look alike.
+        near = difflib.get_close_matches(name[2:], [each[2:] for each in known], 1, _LIKENESS)
+        meant = here if here in known else f"--{near[0]}" if near else None
+        return f"did you mean {meant}?" if meant else f"see {self.prog} --help=all"
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, then the usage in one line, and exit with code 2. In an
@@ -264,12 +263,9 @@ def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model d
     absent = argparse.SUPPRESS  # or the one that is not given would undo the other
     either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=help)
     either.add_argument(
-        "--model",
-        dest="model",
-        metavar="MODEL",
-        default=absent,
+        "--model", dest="model", metavar="MODEL", default=absent,
         help="the same as the argument MODEL",
-    )
+    )  # fmt: skip
     parser.require("MODEL", partial(_is_given, "model"))
 
 

@@ -21,12 +21,9 @@ def add_plot(commands: Any) -> None:
     parser.set_defaults(run=run_plot)
     parser.add_argument("source", type=Path, metavar="SUMMARY|TRACE", help="what a run has left")
     parser.add_argument(
-        "--output",
-        "-o",
-        type=Path,
-        metavar="FILE",
+        "--output", "-o", type=Path, metavar="FILE",
         help="the picture: png, svg or pdf (default: beside the source, .svg)",
-    )
+    )  # fmt: skip
     add_log_level_option(parser, default="error")
 
 

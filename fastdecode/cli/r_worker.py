@@ -56,12 +56,9 @@ def add_r_worker(commands: Any) -> None:
     _add_resources(parser.add_argument_group("resources"))
     _add_address(parser.add_argument_group("at an address"))
     parser.add_argument(
-        "--instances",
-        action="append",
-        default=[],
-        metavar="RANKS",
+        "--instances", action="append", default=[], metavar="RANKS",
         help="the same as the S-workers' --instances; fastdecode launch --placement sets it",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the parent process ends"
     )
@@ -70,28 +67,19 @@ def add_r_worker(commands: Any) -> None:
 
 def _add_resources(resources: argparse._ArgumentGroup) -> None:
     resources.add_argument(
-        "--kv-memory-gb",
-        type=float,
-        metavar="GB",
-        help=(
-            "memory for the KV cache; default: half of the host's free memory, divided among its "
-            "ranks"
-        ),
-    )
+        "--kv-memory-gb", type=float, metavar="GB",
+        help="memory for the KV cache; default: half of the host's free memory, divided among its "
+        "ranks",
+    )  # fmt: skip
     resources.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help=(
-            "CPU threads; default: one for each CPU it is bound to, or else a share of the host's "
-            "CPUs"
-        ),
-    )
+        "--threads", type=int, metavar="N",
+        help="CPU threads; default: one for each CPU it is bound to, or else a share of the host's "
+        "CPUs",
+    )  # fmt: skip
     resources.add_argument(
-        "--cache-disk",
-        metavar="DIR",
+        "--cache-disk", metavar="DIR",
         help="directory for copies of kept KV blocks; only you may use it",
-    )
+    )  # fmt: skip
     resources.add_argument(
         "--cache-disk-gb", type=float, metavar="GB", help="disk space for this R-worker"
     )
@@ -99,10 +87,9 @@ def _add_resources(resources: argparse._ArgumentGroup) -> None:
         "--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47"
     )
     resources.add_argument(
-        "--numa-node",
-        metavar="N",
+        "--numa-node", metavar="N",
         help="run on the CPUs of this NUMA node only; auto: the job's ranks take turns",
-    )
+    )  # fmt: skip
 
 
 def _add_address(address: argparse._ArgumentGroup) -> None:
@@ -116,28 +103,19 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )
     address.add_argument(
-        "--silence-s",
-        type=float,
-        default=5.0,
-        metavar="S",
+        "--silence-s", type=float, default=5.0, metavar="S",
         help="give up an S-worker or R-worker whose heartbeat is missing this long (default: 5)",
-    )
+    )  # fmt: skip
     address.add_argument(
-        "--return-s",
-        type=float,
-        default=60.0,
-        metavar="S",
+        "--return-s", type=float, default=60.0, metavar="S",
         help="after the S-worker is lost, wait this long for its return, without its cache "
         "(default: 60)",
-    )
+    )  # fmt: skip
     address.add_argument(
-        "--session-keep-s",
-        type=float,
-        default=300.0,
-        metavar="S",
+        "--session-keep-s", type=float, default=300.0, metavar="S",
         help="after the S-worker of a resumable job is lost, keep its KV cache this long for the "
         "resumed job (default: 300; 0: do not keep it)",
-    )
+    )  # fmt: skip
     address.add_argument(
         "--model-hash", metavar="HASH", help="serve S-workers that run this model only"
     )
@@ -145,18 +123,13 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
         "--keep-serving", action="store_true", help="when an S-worker leaves, wait for the next"
     )
     address.add_argument(
-        "--new-key",
-        type=Path,
-        metavar="FILE",
+        "--new-key", type=Path, metavar="FILE",
         help="write a new key to this file, and do nothing else",
-    )
+    )  # fmt: skip
     address.add_argument(
-        "--link-security",
-        choices=("encrypt", "authenticate"),
-        default="encrypt",
-        metavar="HOW",
+        "--link-security", choices=("encrypt", "authenticate"), default="encrypt", metavar="HOW",
         help=LINK_SECURITY_HELP,
-    )
+    )  # fmt: skip
 
 
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:

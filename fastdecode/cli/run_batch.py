@@ -51,6 +51,7 @@ from fastdecode.text.chat_format import (
     TOOL_PARSER_HELP,
     TOOL_PARSERS,
 )
+from fastdecode.text.chats import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 from fastdecode.wire.mpi import leaving
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 
@@ -91,6 +92,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
     )
     for flag, choices, text in (
+        ("--chat-template-content-format", CONTENT_FORMATS, CONTENT_FORMAT_HELP),
         ("--tool-parser", TOOL_PARSERS, TOOL_PARSER_HELP),
         ("--reasoning-parser", REASONING_PARSERS, REASONING_PARSER_HELP),
     ):
@@ -108,52 +110,35 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "--retry-errors", action="store_true", help="with --resume: also run again what had failed"
     )
     group.add_argument(
-        "--on-error",
-        choices=("refuse", "skip"),
-        default="refuse",
-        help=(
-            "bad lines in the input: refuse to start and list them, or answer each with an error "
-            "(default: refuse)"
-        ),
-    )
+        "--on-error", choices=("refuse", "skip"), default="refuse",
+        help="bad lines in the input: refuse to start and list them, or answer each with an error "
+        "(default: refuse)",
+    )  # fmt: skip
     group.add_argument(
-        "--shard",
-        default=str(WHOLE),
-        metavar="I/N",
+        "--shard", default=str(WHOLE), metavar="I/N",
         help="answer lines I, I+N, ... of the file only: for N jobs, whose outputs "
         "`fastdecode merge` joins",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--served-model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
+        "--served-model-name", action="append", default=[], metavar="NAME",
         help='what a line\'s "model" may say; repeatable '
         "(default: DIR as given, and its last part)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--run-seed",
-        type=int,
-        metavar="N",
+        "--run-seed", type=int, metavar="N",
         help="from it and its id comes a line's seed (default: drawn, and kept)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--sync-lines",
-        type=int,
-        default=100,
-        metavar="N",
+        "--sync-lines", type=int, default=100, metavar="N",
         help="fsync every N answers (default: 100)",
-    )
+    )  # fmt: skip
     group.add_argument(
         "--sync-s", type=float, default=5.0, metavar="S", help="and every S seconds (default: 5)"
     )
     group.add_argument(
-        "--grace-s",
-        type=float,
-        default=60.0,
-        metavar="S",
+        "--grace-s", type=float, default=60.0, metavar="S",
         help="when interrupted, give the lines that run so long to finish (default: 60)",
-    )
+    )  # fmt: skip
 
 
 @stop_signals(interrupt)  # until the job looks for them between steps
@@ -198,6 +183,7 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         skip_bad_lines=args.on_error == "skip",
         served_model_names=tuple(args.served_model_name),
         chat_template=args.chat_template,
+        content_format=args.chat_template_content_format,
         tool_parser=args.tool_parser,
         reasoning_parser=args.reasoning_parser,
         run_seed=args.run_seed,

@@ -45,11 +45,9 @@ def add_simulate(commands: Any) -> None:
         "--json", action="store_true", help="print all numbers, step by step, as JSON"
     )
     parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
+        "--plot", type=Path, metavar="FILE",
         help="draw load and latency over steps (.svg, .png, .pdf)",
-    )
+    )  # fmt: skip
     add_log_level_option(parser)
     _add_conversations(parser.add_argument_group("conversations"))
     _add_hardware(parser.add_argument_group("hardware"))
@@ -58,32 +56,23 @@ def add_simulate(commands: Any) -> None:
 
 def _add_conversations(group: Any) -> None:
     group.add_argument(
-        "--instant",
-        action="store_true",
+        "--instant", action="store_true",
         help='the trace is of turns, each done as it arrives: {"conversation": "A", '
         '"num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}; what do policies keep '
         "in --kv-tokens, move down, drop, and have computed again?",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--cache-policy",
-        default="retention,lru,size-idle",
-        metavar="NAMES",
+        "--cache-policy", default="retention,lru,size-idle", metavar="NAMES",
         help="to compare (default: %(default)s)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--lower-kv-tokens",
-        type=int,
-        default=0,
-        metavar="N",
+        "--lower-kv-tokens", type=int, default=0, metavar="N",
         help="tokens that a lower tier holds (default: %(default)s)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--swap-threshold",
-        type=float,
-        default=0.25,
-        metavar="F",
+        "--swap-threshold", type=float, default=0.25, metavar="F",
         help="move blocks down while less than this share of all is free (default: %(default)s)",
-    )
+    )  # fmt: skip
 
 
 def _add_hardware(group: Any) -> None:
@@ -92,66 +81,44 @@ def _add_hardware(group: Any) -> None:
         "--r-workers", type=int, default=1, metavar="P", help="R-workers (default: %(default)s)"
     )
     group.add_argument(
-        "--kv-tokens",
-        action="append",
-        type=int,
-        metavar="N",
-        help=(
-            "tokens that an R-worker holds; once for all, or once for each (default: "
-            f"{DEFAULT_KV_TOKENS})"
-        ),
-    )
+        "--kv-tokens", action="append", type=int, metavar="N",
+        help="tokens that an R-worker holds; once for all, or once for each (default: "
+        f"{DEFAULT_KV_TOKENS})",
+    )  # fmt: skip
     group.add_argument(
-        "--block-size",
-        type=int,
-        default=64,
-        metavar="N",
+        "--block-size", type=int, default=64, metavar="N",
         help="tokens in a KV block (default: %(default)s)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--lanes",
-        type=int,
-        default=2,
-        metavar="N",
+        "--lanes", type=int, default=2, metavar="N",
         help="1: S-part and R-part take turns (default: 2)",
-    )
+    )  # fmt: skip
 
 
 def _add_times(group: Any) -> None:
     group.add_argument(
-        "--s-time",
-        default="0.02",
-        metavar="T",
+        "--s-time", default="0.02", metavar="T",
         help="seconds of the S-part of a lane's step: a number, or a table over its tokens like "
         "1:0.010,256:0.016 (default: %(default)s)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--r-time",
-        action="append",
-        metavar="R",
+        "--r-time", action="append", metavar="R",
         help="seconds of the R-part for each cached token, or a table over cached tokens; once "
         "for all R-workers, or once for each (default: 1e-6)",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--link-time",
-        type=float,
-        default=0.0,
-        metavar="L",
-        help=(
-            "seconds that a lane's step spends on the way between S-worker and R-workers "
-            "(default: 0)"
-        ),
-    )
+        "--link-time", type=float, default=0.0, metavar="L",
+        help="seconds that a lane's step spends on the way between S-worker and R-workers "
+        "(default: 0)",
+    )  # fmt: skip
 
 
 def _add_schedule(group: Any) -> None:
     group.add_argument(
-        "--schedule",
-        default=",".join(MODES),
-        metavar="MODES",
+        "--schedule", default=",".join(MODES), metavar="MODES",
         help="to compare (default: %(default)s); fixed intervals take the trace's mean for S, "
         "unless it is given",
-    )
+    )  # fmt: skip
     add_options(group, Batching, leave_out=("schedule", "lanes"))
 
 

@@ -18,16 +18,20 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from time import sleep
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
 
 from cost_model.numbers import number_within
 from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.words import printable
+from fastdecode.server.keys import first_key
 
 MAX_STATUS_BYTES = 8 << 20
 ANSWERS_WITHIN_S = 5.0
+_WIDE: Final = 1 << 16
+"""Columns of what is no terminal."""
 Look: TypeAlias = Callable[[], dict[str, Any]]
 """Reads the status. It raises ConfigError: there is none."""
 
@@ -89,7 +93,8 @@ def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None
     view, is_first = LiveView(), True
     while True:
         view.add(status, time.time())
-        show(view.lines(shutil.get_terminal_size().columns), is_first=is_first)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+        show(view.lines(width), is_first=is_first)
         if every_s is None or str(status["state"]).startswith("ended"):
             return
         is_first = False
@@ -113,7 +118,9 @@ def show(lines: list[str], *, is_first: bool) -> None:
 
 def _looker(place: str, key_file: Path | None) -> Look:
     if place.startswith(("http://", "https://")):
-        key = None if key_file is None else _read(key_file).decode().strip()
+        if "@" in urlsplit(place).netloc:
+            raise ConfigError("the address has a name or key before @: use --api-key-file FILE")
+        key = None if key_file is None else first_key(key_file)
         return lambda: _checked(_fetch(place, key), place)
     return lambda: _checked(_read_status(Path(place)), place)
 
@@ -125,10 +132,9 @@ def _read_status(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"{path}: {why}")
-
-    return read_bytes(path, most_bytes=MAX_STATUS_BYTES, refuse=refuse)
+    return read_bytes(
+        path, most_bytes=MAX_STATUS_BYTES, refuse=lambda why: ConfigError(f"{path}: {why}")
+    )
 
 
 def _fetch(url: str, key: str | None) -> bytes:

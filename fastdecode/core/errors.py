@@ -23,10 +23,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from fastdecode.core.install import pip_command
 
+CHILD_DIED: Final = "child_died"
+"""Code of a RequestError that isn't the request's fault: the same request may succeed."""
 _ABSENT = object()
 _E = TypeVar("_E", bound=BaseException)
 

@@ -93,9 +93,13 @@ class TokenTimes:
         self, elapsed_s: float, prompt_tokens: int, output_tokens: int, num_running: int
     ) -> None:
         """The counts, in all; call it as often as you like."""
+        before_s, before_p, before_o = self._last
+        if not (before_p or before_o):  # until the first tokens there are kernels to compile
+            self._last = elapsed_s, prompt_tokens, output_tokens
+            self._counted = output_tokens
+            return
         self._rounds += (output_tokens - self._counted) / max(1, num_running)
         self._counted = output_tokens
-        before_s, before_p, before_o = self._last
         s, p, o = elapsed_s - before_s, prompt_tokens - before_p, output_tokens - before_o
         if s < SAMPLE_EVERY_S:
             return
@@ -109,9 +113,9 @@ class TokenTimes:
                 self._sums[i][j] = FORGET * self._sums[i][j] + a * b
 
     def of(self) -> TokenCosts:
-        """All 0: nothing was run."""
+        """Return what tokens cost, or zeros as long as no output tokens were measured."""
         p, o, r, s = self._totals
-        if not (p or o):
+        if not o:
             return TokenCosts()
         ratio = self._ratio()
         each = s / (ratio * p + o) if ratio * p + o else 0.0

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
+from typing import Final
+
+_LEAST_KEY_CHARS: Final = 8
+_LINK_KEY_CHARS: Final = 40
+"""Of an R-worker's key, which may have any character of a path."""
 
 
 def exposure(found: os.stat_result, path: object) -> str:
@@ -23,3 +29,13 @@ def exposure(found: os.stat_result, path: object) -> str:
     return (
         f"others may read or change it (mode {stat.S_IMODE(found.st_mode):03o}): chmod 600 {path}"
     )
+
+
+def shown(path: Path) -> str:
+    """Return how errors name a file of keys. A missing file whose name may be a key given
+    in place of a file is not named."""
+    name = str(path)
+    is_name = len(name) < _LEAST_KEY_CHARS or "/" in name or "." in name
+    if os.path.lexists(path) or (is_name and len(name) < _LINK_KEY_CHARS):
+        return name
+    return "(not shown: it may be a key, and a file is expected)"

@@ -87,9 +87,9 @@ class RequestChecker:
             raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
         if len(token_ids) >= limit:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; the model's limit is {limit} for prompt "
-                f"and completion together, so at most {limit - 1} leave room for an answer: "
-                "shorten the prompt",
+                f"the prompt is too long: this model's maximum context length is {limit} tokens "
+                f"for prompt and completion together, and the prompt has {len(token_ids)}, of "
+                f"which at most {limit - 1} leave room for an answer: shorten the prompt",
                 code="prompt_too_long",
             )
         _check_prompt_logprobs(params, len(token_ids))

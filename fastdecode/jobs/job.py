@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastdecode.conversations.conversations import ConversationLimits, Conversations
 from fastdecode.conversations.history import History
@@ -34,7 +34,13 @@ from fastdecode.conversations.turns import (
     after_a_failed_turn,
 )
 from fastdecode.core.answer_lengths import EndedAnswers
-from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
+from fastdecode.core.errors import (
+    CHILD_DIED,
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    RequestError,
+)
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.jobs.journal import Recovered
@@ -52,6 +58,8 @@ if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
 
 
+_MAY_PASS: Final = (PREVIOUS_FAILED, CHILD_DIED)
+"""Codes of errors that another run of the same line may not have."""
 KEEP_ALL = ConversationLimits(most=1 << 62)
 
 
@@ -180,16 +188,12 @@ class BatchJob:
     def result(self) -> JobResult:
         """How it stands now."""
         return JobResult(
-            num_lines=self._survey.num_lines,
-            num_done=len(self._done),
-            num_failed=self._num_failed,
+            num_lines=self._survey.num_lines, num_done=len(self._done), num_failed=self._num_failed,
             num_bad=min(self._num_failed, len(self._survey.bad) + self._num_hopeless),
-            num_run=self._num_run,
-            num_run_failed=self._num_run_failed,
+            num_run=self._num_run, num_run_failed=self._num_run_failed,
             first_error=None if self._first_failed is None else self._first_failed[1],
-            lost=self._lost,
-            interrupted=self._interrupted,
-        )
+            lost=self._lost, interrupted=self._interrupted,
+        )  # fmt: skip
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
         """Answer what is left, until it is done, or ``stopping`` is asked, or
@@ -217,15 +221,11 @@ class BatchJob:
             self._output.sync_if_due()
             now = llm.snapshot().engine
             progress.update(
-                done=len(self._done),
-                num_failed=self._num_failed,
-                num_tokens=llm.stats.num_output_tokens - tokens_before,
-                workers=now.workers,
+                done=len(self._done), num_failed=self._num_failed,
+                num_tokens=llm.stats.num_output_tokens - tokens_before, workers=now.workers,
                 num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
-                num_running=now.num_running,
-                running=llm.running_answers(),
-                ended=self._ended,
-            )
+                num_running=now.num_running, running=llm.running_answers(), ended=self._ended,
+            )  # fmt: skip
 
         with contextlib.suppress(StopNow):
             asked = self._requests(llm, stopping)
@@ -373,7 +373,7 @@ class BatchJob:
         if self._first_failed is None or number < self._first_failed[0]:
             named = "" if line_id is None else f" ({line_id!r})"
             self._first_failed = number, f"line {number}{named}: {error.code}: {error}"
-        is_hopeless = isinstance(error, RequestError) and error.code != PREVIOUS_FAILED
+        is_hopeless = isinstance(error, RequestError) and error.code not in _MAY_PASS
         self._num_hopeless += is_hopeless and number not in self._survey.bad
         self._write(number, place, prompt, self._lines.refusal(number, line_id, error), failed=True)
 

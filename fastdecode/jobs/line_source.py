@@ -3,6 +3,7 @@ be read several times."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import os
@@ -53,26 +54,36 @@ class LineSource:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """The lines from the first on, uncompressed.
+        """The lines from the first on, uncompressed, without a byte order mark.
 
         Raises:
-            ConfigError: at the opening or while it is read: it can't be read, or
-                is no whole gzip file.
+            ConfigError: If it can't be read, is not UTF-8 or is no whole gzip file; when
+                it is opened or while it is read.
         """
         with self._raw() as raw:
             self._reading = raw
             is_packed = raw.read(len(_GZIP)) == _GZIP
             raw.seek(0)
             if not is_packed:
-                yield raw
+                yield self._as_utf8(raw)
                 return
             try:
                 with gzip.GzipFile(fileobj=raw) as file:
-                    yield cast("IO[bytes]", file)
+                    yield self._as_utf8(cast("IO[bytes]", file))
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ConfigError(
                     f"the input {self} is a damaged gzip file: {error}: compress it again"
                 ) from None
+
+    def _as_utf8(self, file: IO[bytes]) -> IO[bytes]:
+        first = file.read(4)
+        if b"\0" in first or first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ConfigError(
+                f"the input {self} is not UTF-8 text but UTF-16, UTF-32 or binary: save it as "
+                "UTF-8 (in PowerShell: Set-Content -Encoding utf8)"
+            )
+        file.seek(len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0)
+        return file
 
     def close(self) -> None:
         """Forget a copy."""

@@ -78,7 +78,7 @@ def too_long(number: int) -> RequestError:
 def load_object(raw: bytes, number: int, code: str = "invalid_json") -> dict[str, Any]:
     """The JSON object of a line. Raises RequestError with this code."""
     try:
-        line = json.loads(raw)
+        line = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"line {number} is not valid JSON: {error}", code=code) from None
     if not isinstance(line, dict):

@@ -23,7 +23,7 @@ from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.openai.answers import answer_body, error_body, status
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
-from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.openai.responses import response_body
 from fastdecode.text.codec import TextCodec
@@ -80,13 +80,10 @@ class OpenAILines:
         assert request.body is not None, "not a request of this format"
         write = answer_body if request.body.echo is None else response_body
         body = write(
-            request.body,
-            outputs,
-            codec,
-            answer_id=f"{self.run_id}-{number}",
+            request.body, outputs, codec, answer_id=f"{self.run_id}-{number}",
             created_s=int(self.clock()),
             model=request.body.model or self.reader.served_model_names[0],
-        )
+        )  # fmt: skip
         return self._line(number, request.line_id, 200, body)
 
     def refusal(
@@ -119,7 +116,7 @@ class OpenAILines:
 
 def _envelope(line: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
     """A line's url and body. Raises BodyError."""
-    refuse_unknown(line, LINE_FIELDS, (), f"line {number}")
+    refuse_unknown(line, LINE_FIELDS, LABELS, f"line {number}")
     if line.get("method") != "POST":
         refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
     url = line.get("url")

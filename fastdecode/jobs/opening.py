@@ -68,6 +68,8 @@ class JobOptions:
     """What a line's ``model`` may be; empty: the model directory as given, and its last part."""
     chat_template: Path | None = None
     """In place of the model's own."""
+    content_format: str = AUTO
+    """Of ``CONTENT_FORMATS``."""
     tool_parser: str = AUTO
     """Of ``TOOL_PARSERS``."""
     reasoning_parser: str = AUTO
@@ -78,6 +80,15 @@ class JobOptions:
     sync_s: float = 5.0
     shard: Shard = WHOLE
     """The part of the lines that this job answers."""
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The options of ``ChatFormat.of``, in its order."""
+        return {
+            "--tool-parser": self.tool_parser,
+            "--reasoning-parser": self.reasoning_parser,
+            "--chat-template-content-format": self.content_format,
+        }
 
     def __post_init__(self) -> None:
         if self.retry_errors and self.begin != "resume":
@@ -176,12 +187,9 @@ def _open_job(
     if session is not None and options.begin == "resume" and (why := why_no_kv(config)):
         tell(f"going on without KV of the run before: {why}")
     journal = Journal(
-        options.output,
-        held.fd,
-        sync_lines=options.sync_lines,
-        sync_s=options.sync_s,
+        options.output, held.fd, sync_lines=options.sync_lines, sync_s=options.sync_s,
         before_sync=(lambda: None) if turns is None else turns.sync,
-    )
+    )  # fmt: skip
     rules = AnswerRules(manifest.seed_of, template, manifest.date)
     return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
 
@@ -309,12 +317,8 @@ def _survey(
     model can answer none of them."""
     tell(f"checking {source}")
     found = survey(
-        source,
-        lines,
-        takes_text=not lacks_tokenizer(model),
-        shard=options.shard,
-        on_look=on_look,
-    )
+        source, lines, takes_text=not lacks_tokenizer(model), shard=options.shard, on_look=on_look,
+    )  # fmt: skip
     if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
         raise found.refusal(source)
     return found
@@ -326,12 +330,9 @@ def _reader(
     names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
     special = TokenizerFiles.read(find_model(config.model)).special_ids() if template else {}
     return RequestReader(
-        options.sampling,
-        names,
-        template is not None,
-        model_defaults=options.model_defaults,
-        chat_format=ChatFormat.of(template, special, options.tool_parser, options.reasoning_parser),
-    )
+        options.sampling, names, template is not None, model_defaults=options.model_defaults,
+        chat_format=ChatFormat.of(template, special, *options.formats.values()),
+    )  # fmt: skip
 
 
 def _simple_lines(options: JobOptions, *, numbers: bool = True) -> SimpleLines:
@@ -366,21 +367,17 @@ def _manifest(
     checkpoint = open_checkpoint(directory, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     identity = identify(config, spec)
+    files = identify_model(directory, options.chat_template, config.s_part.load_format)
+    formats = {name: given for name, given in options.formats.items() if given != AUTO}
+    seed = options.run_seed
     now = new_manifest(
-        lines=lines,
-        input_sha256=found.sha256,
-        sampling={**options.model_defaults, **options.sampling},
-        model=identify_model(directory, options.chat_template, config.s_part.load_format),
-        dtype=identity.dtype.value,
-        kv_dtype=identity.kv_dtype.value,
+        lines=lines, input_sha256=found.sha256,
+        sampling={**options.model_defaults, **options.sampling}, model={**files, **formats},
+        dtype=identity.dtype.value, kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,
-        run_seed=before.run_seed
-        if before is not None and options.run_seed is None
-        else options.run_seed,
-        shard=options.shard,
-        num_lines=found.num_lines,
-        last_line=found.last_line,
-    )
+        run_seed=before.run_seed if before is not None and seed is None else seed,
+        shard=options.shard, num_lines=found.num_lines, last_line=found.last_line,
+    )  # fmt: skip
     if before is None:
         return now
     differences = before.differences(now)

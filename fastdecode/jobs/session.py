@@ -267,14 +267,10 @@ def _held_of(sequence: TokenSequence) -> HeldSequence:
     request, residence = sequence.request, sequence.residence
     is_apart = request.cache.is_off or sequence.is_checked or bool(sequence.behind_gap)
     return HeldSequence(
-        request.request_id,
-        sequence.index,
-        request.params.n,
-        request.cache.salt,
-        sequence.num_prompt_tokens,
-        (),
+        request.request_id, sequence.index, request.params.n, request.cache.salt,
+        sequence.num_prompt_tokens, (),
         residence.parts if residence is not None and not is_apart else (),
-    )
+    )  # fmt: skip
 
 
 def _about(number: int, held: HeldSequence) -> bytes:

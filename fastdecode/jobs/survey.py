@@ -3,24 +3,24 @@ and its hash. Memory stays flat."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Final, Literal, TypeAlias
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
 from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.lines import LineReader, too_long
+from fastdecode.jobs.lines import LineReader, load_object, too_long
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.openai.chat import Chat
 
 if TYPE_CHECKING:
     from fastdecode.jobs.plain_lines import Shapes
 
-# Bad lines that are told one by one.
+# Kinds of bad lines that a refusal shows, by the first line of each.
 MAX_COMPLAINTS = 20
 # Lines that are read to find out which format a file has.
 MAX_PROBED_LINES = 100
@@ -28,6 +28,7 @@ OPENAI_FIELDS = ("custom_id", "method", "url", "body")
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
 FAST_FROM: Final = 8 << 20
 """Bytes of a file from which on compiled code pays."""
+_NUMBERS: Final = re.compile(r"\d+")
 OnLook: TypeAlias = Callable[[float, int], object]
 """Gets the share of a file that was read, and how many lines."""
 
@@ -59,8 +60,18 @@ class Survey:
     """The shard's lines that are turns of conversations."""
     limits: Counter[int] = field(default_factory=Counter)
     """The shard's answers by the most tokens that they may get; 0: no limit but the model's."""
-    complaints: list[tuple[int, str]] = field(default_factory=list)
-    """(line number, what is wrong) of the first bad lines."""
+    complaints: dict[str, tuple[int, str, int]] = field(default_factory=dict)
+    """What is wrong, without its numbers: the first line with that, what is wrong with it,
+    and how many lines have it."""
+
+    def complain(self, number: int, named: str, problem: str) -> None:
+        """Note that a line is bad. Lines whose problems differ only in numbers are one kind."""
+        self.bad.add(number)
+        kind = _NUMBERS.sub("", problem)
+        new = number, f"line {number}{named}: {problem}", 0
+        first, text, count = self.complaints.get(kind, new)
+        if count or len(self.complaints) < MAX_COMPLAINTS:
+            self.complaints[kind] = first, text, count + 1
 
     @property
     def is_refused(self) -> bool:
@@ -76,12 +87,15 @@ class Survey:
                 "token ids",
                 code="no_tokenizer",
             )
-        shown = "\n".join(f"  {text}" for _, text in sorted(self.complaints)[:MAX_COMPLAINTS])
-        num_bad = len(self.bad)
-        more = "" if num_bad <= MAX_COMPLAINTS else f"\n  and {num_bad - MAX_COMPLAINTS} more"
+        num_bad = num_left = len(self.bad)
+        shown = ""
+        for _, text, count in sorted(self.complaints.values()):
+            num_left -= count
+            shown += f"\n  {text}" + (f" (and {count - 1} more like it)" if count > 1 else "")
+        more = f"\n  and {num_left} more" if num_left else ""
         return ConfigError(
             f"{num_bad} of the {self.num_in_file} lines of {source} are bad; nothing was "
-            f"run:\n{shown}{more}\n"
+            f"run:{shown}{more}\n"
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
         )
@@ -96,13 +110,12 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
     with source.open() as file:
         for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
             try:
-                line = json.loads(raw or b"")
-            except (ValueError, RecursionError):
+                line = load_object(raw or b"", 0)
+            except RequestError:
                 continue
-            if isinstance(line, dict):
-                if any(name in line for name in OPENAI_FIELDS):
-                    return "openai"
-                return "simple" if any(name in line for name in SIMPLE_FIELDS) else None
+            if any(name in line for name in OPENAI_FIELDS):
+                return "openai"
+            return "simple" if any(name in line for name in SIMPLE_FIELDS) else None
     return None
 
 
@@ -175,7 +188,8 @@ class _Looking:
             self.count(sound, number in found.shard)
         except LineError as error:
             line_id = error.line_id
-            _complain(found, number, line_id, error.code, str(error))
+            named = "" if line_id is None else f" ({line_id!r})"
+            found.complain(number, named, f"{error.code}: {error}")
         if line_id is not None:
             self.finder.add(number, line_id)
         return sound
@@ -242,16 +256,8 @@ def _refuse_text(found: Survey, request: LineRequest) -> None:
 
 
 def _note_duplicates(found: Survey, finder: DuplicateFinder, lines: LineFormat) -> None:
-    for place, (number, first) in enumerate(finder.find().tolist()):
+    for number, first in finder.find().tolist():
         found.duplicates.add(number)
-        if number not in found.bad and place < MAX_COMPLAINTS:
+        if number not in found.bad:
             text = f"its {lines.id_field} was used by line {first}: give each line one of its own"
-            found.complaints.append((number, f"line {number}: {lines.duplicate_code}: {text}"))
-        found.bad.add(number)
-
-
-def _complain(found: Survey, number: int, line_id: LineId | None, code: str, problem: str) -> None:
-    found.bad.add(number)
-    if len(found.complaints) < MAX_COMPLAINTS:
-        named = "" if line_id is None else f" ({line_id!r})"
-        found.complaints.append((number, f"line {number}{named}: {code}: {problem}"))
+            found.complain(number, "", f"{lines.duplicate_code}: {text}")

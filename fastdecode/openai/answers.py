@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.core.errors import CapacityError, FastDecodeError
+from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError
 from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer, message_of
@@ -57,8 +57,8 @@ def answer_body(
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The tokens that all outputs together took; of the prompts' those that
-    weren't run, if there are any."""
+    """Return the tokens that all outputs together took, and how many of the prompts' were
+    reused."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(
         len(completion.token_ids) for output in outputs for completion in output.completions
@@ -68,13 +68,12 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def usage_of(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, Any]:
-    """The same, of so many tokens."""
-    details = {"prompt_tokens_details": {"cached_tokens": num_cached}} if num_cached else {}
+    """Return these counts as OpenAI's API has them."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        **details,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -90,7 +89,7 @@ def status(error: FastDecodeError) -> tuple[int, str]:
     """The HTTP status and OpenAI's type of an error."""
     if isinstance(error, CapacityError):
         return 503, "server_error"
-    if error.code == "non_finite_logits":
+    if error.code in ("non_finite_logits", CHILD_DIED):
         return 500, "server_error"
     return 400, "invalid_request_error"
 

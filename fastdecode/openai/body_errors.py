@@ -51,9 +51,9 @@ def blaming(*names: str) -> Iterator[None]:
 def refuse_unknown(
     given: dict[str, Any], known: Sequence[str], also: Collection[str], where: str
 ) -> None:
-    """Raise BodyError if a name is neither known nor one of the others."""
-    for name in given:
-        if name not in known and name not in also:
+    """Raise BodyError if a name that isn't null is neither known nor one of the others."""
+    for name, value in given.items():
+        if value is not None and name not in known and name not in also:
             # Nobody misspells a name of a thousand letters, and to compare it would take long.
             near = difflib.get_close_matches(name, known, n=1) if len(name) <= SHOWN else ()
             name = name[:SHOWN]

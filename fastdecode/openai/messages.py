@@ -10,10 +10,12 @@ from fastdecode.text.chats import Message
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
-_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning")
+_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 _KNOWN: Final = ("role", "content", *_TEXT_FIELDS, "tool_calls")
-_EMPTY_FIELDS: Final = ("function_call", "refusal", "audio", "annotations")
+_EMPTY_FIELDS: Final = ("function_call", "audio", "annotations")
 """A message may have them, as long as they are null or empty."""
+_MAY_BE_EMPTY: Final = ("assistant", "tool")
+"""Roles whose messages may have no content."""
 
 
 def read_messages(messages: object) -> list[Message]:
@@ -35,13 +37,10 @@ def _message(message: object, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if calls and role != "assistant":
         refuse(f"{where}.tool_calls", "belongs to messages of the assistant", _CODE)
-    plain: dict[str, Any] = {
-        "role": role,
-        "content": _content(message.get("content"), f"{where}.content", may_be_none=bool(calls)),
-    }
-    for name in _TEXT_FIELDS:
-        if message.get(name) is not None:
-            plain[name] = message[name]
+    content = message.get("content")
+    if content not in (None, []) or role not in _MAY_BE_EMPTY:
+        _check_content(content, f"{where}.content")
+    plain = {name: message.get(name) for name in ("role", "content", *_TEXT_FIELDS)}
     if role == "tool":
         plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
     if calls:
@@ -54,7 +53,7 @@ def _check_fields(message: Mapping[str, Any], where: str) -> None:
         if name in _EMPTY_FIELDS:
             if value:
                 refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
-        elif name not in _KNOWN:
+        elif name not in _KNOWN and value is not None:
             known = ", ".join(_KNOWN)
             refuse(f"{where}.{name}", f"is unknown: a message has {known}", "unknown_field")
     for name in _TEXT_FIELDS:
@@ -62,27 +61,22 @@ def _check_fields(message: Mapping[str, Any], where: str) -> None:
             refuse(f"{where}.{name}", "must be a string", _CODE)
 
 
-def _content(content: object, where: str, *, may_be_none: bool) -> str | list[Mapping[str, str]]:
-    """A message's text, or its parts, which are texts."""
-    if content is None and may_be_none:
-        return ""
+def _check_content(content: object, where: str) -> None:
+    """Raise BodyError if it is neither a text nor parts that are texts."""
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list) or not content:
         refuse(where, "must be a string, or a list of parts", _CODE)
-    parts: list[Mapping[str, str]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in ("text", "refusal"):
             refuse(
                 where,
                 f"has a part of type {kind!r}, which is not supported: only text is",
                 "unsupported_field",
             )
-        if not isinstance(part.get("text"), str):
-            refuse(where, 'has a part of type "text" without a "text" that is a string', _CODE)
-        parts.append({"type": "text", "text": part["text"]})
-    return parts
+        if not isinstance(part.get(kind), str):
+            refuse(where, f'has a part of type "{kind}" without a "{kind}" that is a string', _CODE)
 
 
 def _calls(calls: object, where: str) -> list[dict[str, Any]]:
@@ -95,12 +89,14 @@ def _call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         refuse(where, 'must be an object with a "function"', _CODE)
-    if call.get("type", "function") != "function":
+    if call.get("type") not in ("function", None):
         refuse(f"{where}.type", 'must be "function"', "unsupported_field")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         refuse(f"{where}.function.name", "must be a string", _CODE)
-    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, dict, type(None))):
+        refuse(f"{where}.function.arguments", "must be a JSON object, as text", _CODE)
     return {
         "id": _call_id(call.get("id"), f"{where}.id"),
         "type": "function",
@@ -112,9 +108,3 @@ def _call_id(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
         refuse(where, "must be a string, the call's id", _CODE)
     return value
-
-
-def _arguments(said: object, where: str) -> object:
-    if not isinstance(said, (str, dict, type(None))):
-        refuse(where, "must be a JSON object, as text", _CODE)
-    return said

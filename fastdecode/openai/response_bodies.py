@@ -37,6 +37,10 @@ _NAMES: Final = {
 }  # fmt: skip
 """A chat's field → the field that it was."""
 _INVALID: Final = "invalid_input"
+_TEXTS: Final = (
+    "input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal",
+)  # fmt: skip
+"""Types of parts that are text."""
 
 
 def chat_of(body: Mapping[str, Any], sampling: Collection[str]) -> dict[str, Any]:
@@ -141,13 +145,13 @@ class _Messages:
         """Raises BodyError."""
         if not isinstance(item, dict):
             refuse(where, "must be an object", _INVALID)
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "message":
             self.add(_message(item, where))
         elif kind == "function_call":
             self._add_call(item)
         elif kind == "function_call_output":
-            output = _content(item.get("output"), f"{where}.output")
+            output = _content(item.get("output") or "", f"{where}.output")
             self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
@@ -171,7 +175,10 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     if role not in ("user", "assistant", "system", "developer"):
         refuse(f"{where}.role", "must be user, assistant, system or developer", _INVALID)
     role = "system" if role == "developer" else role
-    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+    content = item.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    return {"role": role, "content": _content(content, f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str:
@@ -181,16 +188,18 @@ def _content(content: Any, where: str) -> str:
 def _texts(parts: Any, where: str) -> list[str]:
     if not isinstance(parts, list):
         refuse(where, "must be a string, or a list of parts", _INVALID)
+    texts = []
     for place, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        known = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-        if kind not in known or not isinstance(part.get("text"), str):
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXTS else None
+        if not isinstance(text, str):
             refuse(
                 f"{where}[{place}]",
                 f"of type {kind!r:.80} is not supported: only text is",
                 "unsupported_field",
             )
-    return [part["text"] for part in parts]
+        texts.append(text)
+    return texts
 
 
 def _tools(tools: Any) -> Any:

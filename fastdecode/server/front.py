@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastdecode.conversations.conversations import Conversations
@@ -71,6 +73,8 @@ class Front:
     threads: Threads = field(default_factory=Threads)
     outlook: Outlook = field(default_factory=Outlook)
     started_s: int = field(default_factory=lambda: int(time.time()))
+    run_id: str = field(default_factory=partial(secrets.token_hex, 8))
+    """In the ids of all answers, which differ from those of every other server."""
     began_s: float = field(default_factory=time.monotonic)
     num_exchanges: int = 0
     """Generations that are being answered."""
@@ -91,6 +95,7 @@ class Front:
                 self.codec.special_tokens,
                 self.options.tool_parser,
                 self.options.reasoning_parser,
+                self.options.chat_template_content_format,
             ),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)

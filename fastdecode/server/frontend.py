@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import (
@@ -35,7 +36,7 @@ from fastdecode.core.secret_file import exposure
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
-from fastdecode.server.http.app import make_app
+from fastdecode.server.http.app import METHODS, make_app
 from fastdecode.server.http.connection import check_version
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.http.open_files import room_for_connections
@@ -90,8 +91,16 @@ async def _serve(connected: socket.socket) -> None:
         check_version()
         listener, address = _listen(options)
         front = _open_front(opening, options, channel)
-        guard = Guard(make_app(front), opening.keys, open_metrics=options.open_metrics)
-        server = _Server(_config(options, Refusals(guard, front)), options.header_timeout_s)
+        origins = options.allowed_origins
+        guard = Guard(
+            make_app(front), opening.keys, open_metrics=options.open_metrics, origins=origins
+        )
+        app: Any = Refusals(guard, front)
+        if origins:  # browsers ask without a key whether a page may ask
+            app = CORSMiddleware(
+                app, origins, METHODS, allow_headers=["*"], expose_headers=["x-request-id"]
+            )
+        server = _Server(_config(options, app), options.header_timeout_s)
         _load(server.config, options)
     except (FastDecodeError, OSError) as error:
         channel.send(Unfit(_in_options(error)))
@@ -131,11 +140,8 @@ class _Server(uvicorn.Server):
         config = self.config
         kind: Any = config.http_protocol_class
         connection = partial(
-            kind,
-            config=config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
+            kind, config=config, server_state=self.server_state, app_state=self.lifespan.state,
+        )  # fmt: skip
         for listener in sockets or ():
             self.servers.append(
                 await asyncio.get_running_loop().create_server(
@@ -169,7 +175,7 @@ def _load(config: uvicorn.Config, options: ServeOptions) -> None:
         raise ConfigError(f"{files} {why}") from None
 
 
-def _config(options: ServeOptions, app: Refusals) -> uvicorn.Config:
+def _config(options: ServeOptions, app: Any) -> uvicorn.Config:
     most_connections = room_for_connections(options.max_connections)
     if most_connections < options.max_connections:
         logger.warning(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.local_models import hub_name
+from fastdecode.server.keys import KEYS_VARIABLE
 from fastdecode.text.chat_format import (
     AUTO,
     REASONING_PARSER_HELP,
@@ -21,11 +19,8 @@ from fastdecode.text.chat_format import (
     TOOL_PARSER_HELP,
     TOOL_PARSERS,
 )
+from fastdecode.text.chats import CONTENT_FORMAT_HELP, CONTENT_FORMATS
 
-KEYS_VARIABLE = "FASTDECODE_API_KEYS"
-MAX_KEYS = 10_000
-MIN_KEY_CHARS = 8
-_MAX_KEYS_BYTES = 4 << 20
 _FOREVER_S = 1e7
 
 
@@ -38,25 +33,21 @@ class ServeOptions:
     """
 
     host: str = option(
-        "127.0.0.1",
-        "address to listen at; any but loopback needs a key",
-        metavar="HOST",
+        "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST",
         common=True,
-    )
+    )  # fmt: skip
     port: int = option(8000, "TCP port; 0: any free port", low=0, high=65535, common=True)
     unix_socket: str | None = option(
         None, "listen at this Unix socket in place of a port", metavar="FILE"
     )
     served_model_name: tuple[str, ...] = option(
-        (),
-        'what a request\'s "model" may say; repeatable (default: the last part of the model '
-        "directory)",
-        metavar="NAME",
-        common=True,
-    )
+        (), 'what a request\'s "model" may say; repeatable (default: the last part of the model '
+        "directory)", metavar="NAME", common=True,
+    )  # fmt: skip
     chat_template: str | None = option(
         None, "use this template, not the model's own", metavar="FILE"
     )
+    chat_template_content_format: str = option(AUTO, CONTENT_FORMAT_HELP, choices=CONTENT_FORMATS)
     tool_parser: str = option(AUTO, TOOL_PARSER_HELP, choices=TOOL_PARSERS)
     reasoning_parser: str = option(AUTO, REASONING_PARSER_HELP, choices=REASONING_PARSERS)
     api_key_file: str | None = option(
@@ -68,6 +59,11 @@ class ServeOptions:
     )
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "pages of this site (such as https://HOST) may ask from a browser; *: of any; repeatable",
+        metavar="ORIGIN",
+    )
     open_metrics: bool = option(False, "/metrics, /status.json and /history.json need no key")
     request_log: str | None = option(
         None, "append a JSON line there for every request; -: to stdout", metavar="FILE"
@@ -78,10 +74,8 @@ class ServeOptions:
     max_queued_tokens: int | None = option(
         None,
         "and more tokens of those, prompts and expected answers (default: 4 times what the KV "
-        "caches hold)",
-        low=1,
-        high=1 << 40,
-    )
+        "caches hold)", low=1, high=1 << 40,
+    )  # fmt: skip
     max_connections: int = option(4096, "more connections are refused", low=1, high=1 << 20)
     max_body_mb: float = option(
         8.0, "larger bodies are refused (413)", low=0.001, high=1024, unit="MiB", metavar="MIB"
@@ -123,6 +117,11 @@ class ServeOptions:
                 raise ConfigError(
                     Given("served_model_name", name), " is not a name of 1 to 256 characters"
                 )
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ConfigError(
+                    Given("allowed_origins", origin), " is neither * nor like https://HOST"
+                )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError(Given("tls_cert"), " and ", Given("tls_key"), " go together")
 
@@ -150,59 +149,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """SHA-256, in hex, of every key that lets in; none: no key is needed.
-
-    Raises:
-        ConfigError: the file can't be read, or others may read it; a key is too
-            short; or there is none though others can reach the address.
-    """
-    found = set(filter(None, re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))))
-    for key in found:
-        if why := _unfitness(key):
-            raise ConfigError(f"a key in {KEYS_VARIABLE} {why}")
-    if options.api_key_file is not None:
-        found |= _keys_of(Path(options.api_key_file))
-    if len(found) > MAX_KEYS:
-        raise ConfigError(f"there are {len(found)} API keys: {MAX_KEYS} at most")
-    if options.api_key_file is not None and not found:
-        raise ConfigError(Given("api_key_file", options.api_key_file), " has no key in it")
-    if not found and not options.is_loopback:
-        raise ConfigError(
-            Given("host", options.host),
-            " can be reached by others, so a key is needed: give ",
-            Given("api_key_file"),
-            f", or keys in {KEYS_VARIABLE}",
-        )
-    return tuple(sorted(hashlib.sha256(key.encode()).hexdigest() for key in found))
-
-
-def _keys_of(path: Path) -> set[str]:
-    def refuse(why: str, number: int = 0) -> ConfigError:
-        where = f", line {number}" if number else ""
-        return ConfigError(Given("api_key_file", str(path)), f"{where}: {why}")
-
-    content = read_bytes(path, most_bytes=_MAX_KEYS_BYTES, refuse=refuse, is_secret=True)
-    keys: set[str] = set()
-    for number, raw in enumerate(content.splitlines(), start=1):
-        try:
-            line = raw.decode().strip()
-        except UnicodeDecodeError:
-            raise refuse("it is no text (UTF-8)", number) from None
-        if not line or line.startswith("#"):
-            continue
-        if why := _unfitness(line):
-            raise refuse(f"the key {why}", number)
-        keys.add(line)
-    return keys
-
-
-def _unfitness(key: str) -> str:
-    """Why a key is refused; empty: it is fit. The key itself isn't shown."""
-    if not (key.isascii() and key.isprintable()) or " " in key:
-        return "has a space, or a character that isn't printable ASCII: put one key on a line"
-    if len(key) < MIN_KEY_CHARS:
-        return f"is too short: give {MIN_KEY_CHARS} characters or more"
-    return ""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.server.channel import Channel
+from fastdecode.server.keys import KEYS_VARIABLE
 from fastdecode.server.messages import Listening, Opening, Unfit
-from fastdecode.server.options import KEYS_VARIABLE
 from fastdecode.wire.mpi.launcher import without_launcher
 
 # The child looks for modules where we do, and nowhere else: -I leaves out the working directory.
@@ -43,12 +43,9 @@ class HttpProcess:
             command = [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path]
             # A session of its own: an interrupt at the keyboard is for us, who tell it what to do.
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(environ),
-                start_new_session=True,
-            )
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                env=_environment(environ), start_new_session=True,
+            )  # fmt: skip
         self.channel = Channel(ours)
         try:
             self.address = self._open(opening)

@@ -15,7 +15,6 @@ from fastdecode.engine.service import EngineService
 from fastdecode.server.activity import ActivityLines
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import CutOff, Drain
-from fastdecode.server.silence import SilenceChange
 
 _LOOK_EVERY_S = 0.1
 _CUT_WITHIN_S = 2.0
@@ -102,14 +101,14 @@ class Serving:
         """An HTTP process that reads nothing answers no client: what it has asked
         for isn't computed any further."""
         silence = self._bridge.silence
-        turn = silence.look(time.monotonic())
-        if turn is SilenceChange.BEGAN:
+        is_silent = silence.look(time.monotonic())
+        if is_silent:
             self._tell(
                 f"the HTTP process has read nothing for {silence.limit_s:g} s: its requests are "
                 "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
             )
             self._bridge.cancel_all(RequestError(_STOPPED, code="http_stopped"))
-        elif turn is SilenceChange.ENDED:
+        elif is_silent is not None:
             self._tell("the HTTP process reads again")
 
     def _drain(self, timeout_s: float) -> Ending:

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import math
-from enum import Enum, auto
 from typing import Final
 
 _MOST_BETWEEN_LOOKS_S: Final = 1.0
 """More isn't counted: the engine's process was stopped itself, or made a long step."""
-
-
-class SilenceChange(Enum):
-    """What has changed since the last look."""
-
-    BEGAN = auto()
-    """It has read nothing for too long."""
-    ENDED = auto()
-    """It reads again."""
 
 
 class Silence:
@@ -46,8 +36,9 @@ class Silence:
         self._is_owed = False
         self._was_heard = True
 
-    def look(self, now_s: float) -> SilenceChange | None:
-        """To be called several times a second.
+    def look(self, now_s: float) -> bool | None:
+        """Return True if it has read nothing for too long since the last look, False if it
+        reads again, and None if nothing has changed. Call it several times a second.
 
         Args:
             now_s: by a clock that never goes back.
@@ -60,6 +51,4 @@ class Silence:
             self._waited_s += min(now_s - before_s, _MOST_BETWEEN_LOOKS_S)
         is_silent = self._waited_s > self.limit_s
         was_silent, self._is_silent = self._is_silent, is_silent
-        if is_silent == was_silent:
-            return None
-        return SilenceChange.BEGAN if is_silent else SilenceChange.ENDED
+        return None if is_silent == was_silent else is_silent

@@ -25,7 +25,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
-from fastdecode.text.chats import MARK, ROLES, USER, Rendering, for_template
+from fastdecode.text.chats import MARK, ROLES, USER, Rendering, for_template, with_object_arguments
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.tokenizer_files import SPECIAL_TOKENS, TokenizerFiles
 
@@ -136,7 +136,7 @@ class ChatTemplate:
         if how.style is not None:
             messages = for_template(messages, how.style)
         try:
-            text = self._ask(how.marked(messages), now, how)
+            text = self._render(how.marked(messages), now, how)
         except ChildDiedError as error:
             raise error.as_request_error() from None
         except ChildFailedError as error:
@@ -156,6 +156,16 @@ class ChatTemplate:
                     code="invalid_messages",
                 )
         return how.cut(text)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering) -> str:
+        """Ask the child; again with objects if the template refuses other arguments of calls."""
+        try:
+            return self._ask(messages, now, how)
+        except ChildFailedError as error:
+            again = with_object_arguments(messages)
+            if not error.refused or again == list(messages):
+                raise
+            return self._ask(again, now, how)
 
     def probe(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

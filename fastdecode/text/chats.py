@@ -115,6 +115,10 @@ class MessageStyle:
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
+CONTENT_FORMAT_HELP: Final = (
+    "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
+    "auto: as it is written"
+)
 MARK: Final = "Mark1of2"
 _OTHER: Final = "Mark2of2"
 _STRANGER: Final = "stranger"
@@ -248,7 +252,9 @@ def _joined(messages: Sequence[Message]) -> object:
 
 
 def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
-    made = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    made = {name: value for name, value in message.items() if value not in (None, [])}
+    refusal = made.pop("refusal", "")
+    made["content"] = _with_refusals(made.get("content") or refusal)
     reasoning = next((made[name] for name in _REASONING if name in made), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
@@ -258,6 +264,18 @@ def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
     _shorten(made, "tool_call_id", style.id_chars)
     return made
+
+
+def _with_refusals(content: object) -> object:
+    """Return a content in which refusals, as parts, are texts."""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return content
+    return [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, Mapping) and part.get("type") == "refusal"
+        else part
+        for part in content
+    ]
 
 
 def _as_parts(content: Any) -> list[Any]:
@@ -299,10 +317,28 @@ def _shorten(made: dict[str, Any], name: str, id_chars: int) -> None:
 def _loaded(arguments: str | None) -> object:
     """Return a call's arguments as an object; as they are, where they are text that is none."""
     try:
-        loaded = json.loads(arguments or "{}")
+        loaded = json.loads((arguments or "").strip() or "{}")
     except (ValueError, RecursionError):
         return arguments
     return loaded if isinstance(loaded, dict) else arguments
+
+
+def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the arguments of every call are an object. Others, which a
+    model wrote or a client changed, become its only value, ``arguments``."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": {"arguments": function.get("arguments")}}}
 
 
 @dataclass(frozen=True)

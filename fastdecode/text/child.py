@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import CHILD_DIED, RequestError
 
 MAX_ANSWER_BYTES = 512 << 20
 # The child finds modules where we do, and nowhere else: -I leaves out the working directory.
@@ -61,7 +61,7 @@ class ChildDiedError(ChildFailedError):
 
     def as_request_error(self) -> RequestError:
         """Return the error of the request, which is not to blame and may be sent again."""
-        return RequestError(f"a process that prepares prompts was ended: {self}", code="child_died")
+        return RequestError(f"a process that prepares prompts was ended: {self}", code=CHILD_DIED)
 
 
 class LimitedChild:

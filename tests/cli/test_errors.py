@@ -79,6 +79,17 @@ def test_parameters_become_options(
             ["--kv-placement", "gpu", "--r-workers", "2"],
             "--r-workers 2 contradicts --kv-placement gpu: KV on the device needs no R-workers",
         ),
+        *(
+            (
+                [option, value, "--r-worker", "tcp://127.0.0.1:1"],
+                f"{option} is for R-workers that this process starts: ",
+            )
+            for option, value in (
+                ("--r-workers", "3"),
+                ("--r-threads", "3"),
+                ("--kv-memory-gb", "1"),
+            )
+        ),
         (["--kv-placement", "swap"], "needs at least 3 stages and lanes"),
         (["--temperature", "-1"], "--temperature -1.0: must be"),
     ],

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from fastdecode.cli.parser import Parser, Rare, add_model
+from fastdecode.cli.vllm_words import as_here
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.options import REMOVED
 from fastdecode.core.errors import ConfigError
@@ -58,7 +59,7 @@ def test_an_unknown_group_is_refused_with_those_there_are(
     [
         (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
         (
-            ["m", "--input", "f", "--quantization", "awq"],
+            ["m", "--input", "f", "--transport", "zmq"],
             "FastDecode has nothing like it. Remove it",
         ),
         (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
@@ -141,12 +142,101 @@ def test_options_of_earlier_versions_say_what_took_their_place(
         assert f"unknown option {flag}: " in (said := capsys.readouterr().err) and mend in said
 
 
-def test_options_of_vllm_are_translated(capsys: pytest.CaptureFixture[str]) -> None:
+FLAGS = ["--tp", "--pp", "--kv-dtype", "--dtype", "--prefix-cache", "--cuda-graphs"]
+FLAGS += ["--max-num-sequences", "--port"]
+SERVER_FLAGS = [*FLAGS, "--tls-key", "--tls-cert", "--unix-socket", "--tool-parser", "--seed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "here"),
+    [
+        ("m --tensor-parallel-size 2 --port 1", "m --tp=2 --port 1"),
+        ("--tensor-parallel-size=2 m", "--tp=2 m"),
+        ("--pipeline-parallel-size 3", "--pp=3"),
+        ("--max-num-seqs 8", "--max-num-sequences=8"),
+        ("--kv-cache-dtype fp8_e4m3", "--kv-dtype=fp8_e4m3"),
+        ("--enable-prefix-caching m", "--prefix-cache=on m"),
+        ("--no-enable-prefix-caching m", "--prefix-cache=off m"),
+        ("--enforce-eager", "--cuda-graphs=off"),
+        ("--dtype half", "--dtype=float16"),
+        ("--dtype bfloat16", "--dtype=bfloat16"),
+        ("--swap-space 4 --max-logprobs 20 m", "m"),
+        ("--disable-log-stats --disable-log-requests --enable-auto-tool-choice m", "m"),
+        ("--no-trust-remote-code --enable-chunked-prefill m", "m"),
+        ("--limit-mm-per-prompt {} m", "m"),
+        ("--tokenizer m m", "m"),
+        ("--ssl-keyfile k --ssl-certfile c", "--tls-key=k --tls-cert=c"),
+        ("--uds s --tool-call-parser hermes", "--unix-socket=s --tool-parser=hermes"),
+        ("m -- --tensor-parallel-size 2", "m -- --tensor-parallel-size 2"),
+        ("--seed 5 --prot 1", "--seed 5 --prot 1"),
+    ],
+)
+def test_command_line_of_vllm_is_said_as_here(words: str, here: str) -> None:
+    assert as_here(words.split(), SERVER_FLAGS) == here.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--quantization awq", "quantisation|quantised"),
+        ("--trust-remote-code", "code of a checkpoint is never run"),
+        ("--no-enable-chunked-prefill", "always run in chunks"),
+        ("--enable-expert-parallel", "give ep"),
+        ("--enable-lora", "adapters are not applied"),
+        ("--speculative-config {}", "no speculative decoding"),
+        ("--tensor-parallel-size", "needs a value"),
+    ],
+)
+def test_option_of_vllm_without_anything_like_it_is_refused(words: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        as_here(words.split(), SERVER_FLAGS)
+
+
+@pytest.mark.parametrize("name", ["serve", "generate", "run-batch"])
+def test_commands_take_names_of_vllm(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     from fastdecode.cli.main import main
 
     with pytest.raises(SystemExit):
-        main(["generate", "m", "--tensor-parallel-size", "2"])
-    assert "did you mean --tp?" in capsys.readouterr().err
+        main([name, "m", "--tensor-parallel-size", "two"])
+    assert "--tp two is not a whole number" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([name, "m", "--trust-remote-code"])
+    assert "--trust-remote-code is not supported: code" in capsys.readouterr().err
+
+
+def test_a_key_in_a_command_line_is_refused_and_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fastdecode.cli.main import main
+
+    for words in (["--api-key", "first-key-0001"], ["--api-key=first-key-0001"]):
+        for command in (["serve", "m"], ["top", "http://localhost:1"]):
+            with pytest.raises(SystemExit):
+                main([*command, *words])
+            said = capsys.readouterr().err
+            assert "--api-key-file" in said and "first-key" not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "mend"),
+    [
+        ("--hostname", "--host?"),
+        ("--api-key-flie", "--api-key-file?"),
+        ("--max-tokns", "--max-tokens?"),
+        ("--root-path", "see fastdecode serve --help=all"),
+        ("--lora-modules", "see fastdecode serve --help=all"),
+        ("--response-role", "see fastdecode serve --help=all"),
+    ],
+)
+def test_unknown_option_suggests_what_is_like_it(
+    option: str, mend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastdecode.cli.main import main
+
+    with pytest.raises(SystemExit):
+        main(["serve", "m", option, "1"])
+    assert f"unknown option {option}: " in (said := capsys.readouterr().err)
+    assert said.splitlines()[0].endswith(mend), said
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,3 +281,13 @@ def test_a_server_that_works_says_so_every_ten_seconds() -> None:
     now[0] = 60.0
     lines.turn()
     assert told[1:] == ["0 running, 0 waiting, 7 tok/s, R-workers 1/2"], "once more, then quiet"
+
+
+def test_a_pipe_gets_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a-long-name-of-a-model-" * 8
+    (tmp_path / "status").write_text(json.dumps({**STATUS, "model": name}))
+    for words in (["--once"], []):
+        state = "ready" if words else "ended"
+        (tmp_path / "status").write_text(json.dumps({**STATUS, "model": name, "state": state}))
+        assert main(["top", str(tmp_path / "status"), *words]) == 0
+        assert f"{name}  {state}  up" in capsys.readouterr().out

@@ -74,6 +74,7 @@ def test_nothing_is_known_before_anything_ran() -> None:
     times = TokenTimes()
     assert remaining_s(JobCounts(10, 0, limits={10: 10}, num_lines=10), times) is None
     times.add(3.0, 0, 30, 5)
+    times.add(6.0, 0, 60, 5)
     running = {(6, 0): 5}
     unlimited = JobCounts(10, 0, running, limits={0: 10}, num_lines=10)
     estimate = remaining_s(unlimited, times)
@@ -83,6 +84,7 @@ def test_nothing_is_known_before_anything_ran() -> None:
 
 def test_limits_are_taken_where_no_answer_has_ended() -> None:
     times = TokenTimes()
+    times.add(1.0, 0, 50, 50)
     times.add(10.0, 0, 500, 50)
     counts = JobCounts(100, 0, {(10, 20): 50}, limits={20: 100}, num_lines=100)
     assert remaining_s(counts, times) == pytest.approx(30.0, rel=0.05)
@@ -90,6 +92,7 @@ def test_limits_are_taken_where_no_answer_has_ended() -> None:
 
 def test_a_line_may_have_several_answers() -> None:
     times = TokenTimes()
+    times.add(1.0, 0, 50, 50)
     times.add(10.0, 0, 500, 50)
     counts = JobCounts(50, 0, {(10, 20): 50}, limits={20: 100}, num_lines=50)
     assert counts.num_waiting == 50
@@ -109,6 +112,7 @@ def test_the_cost_of_a_round_shows_when_the_batch_empties() -> None:
 
 def test_time_in_which_nothing_ran_counts_too() -> None:
     times = TokenTimes()
+    times.add(0.1, 0, 1, 1)
     times.add(10.0, 0, 100, 1)
     times.add(20.0, 0, 100, 1)
     costs = times.of()
@@ -116,13 +120,30 @@ def test_time_in_which_nothing_ran_counts_too() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 50])
-def test_a_job_may_begin_with_seconds_of_prompts_only(limit: int) -> None:
-    for prompt_tokens in range(1000, 1020):
-        times = TokenTimes()
-        times.add(4.0, prompt_tokens, 0, 2)
-        counts = JobCounts(10, 0, {(0, limit): 2}, prompt_tokens, limits={limit: 10}, num_lines=10)
-        estimate = remaining_s(counts, times)
-        assert estimate is None if not limit else estimate is not None and estimate > 16
+def test_prompts_alone_are_no_basis_of_an_estimate(limit: int) -> None:
+    times = TokenTimes()
+    for seconds in range(4, 40, 4):
+        times.add(seconds, 1000 * seconds, 0, 2)
+        counts = JobCounts(10, 0, {(0, limit): 2}, 1000, limits={limit: 10}, num_lines=10)
+        assert remaining_s(counts, times) is None
+
+
+@pytest.mark.parametrize("compiling_s", [0.5, 36, 177, 3600])
+@pytest.mark.parametrize("prompt_tokens", [0, 10, 400])
+def test_time_until_the_first_tokens_is_no_cost_of_theirs(
+    compiling_s: float, prompt_tokens: int
+) -> None:
+    times, estimates = TokenTimes(), []
+    for step in range(60):
+        now_s = step * 0.5 if step < 2 else compiling_s + step * 0.5
+        tokens = 0 if step < 2 else 8 * (step - 1)
+        times.add(now_s, prompt_tokens * (step > 1), tokens, 8)
+        running = {(tokens // 8, 80): 8}
+        counts = JobCounts(8, 0, running, prompt_tokens, limits={80: 8}, num_lines=8)
+        estimates.append(((80 - tokens / 8) * 0.5, remaining_s(counts, times)))
+    assert all(estimate is None for _, estimate in estimates[:6]), "nothing was measured"
+    for left_s, estimate in estimates[6:]:
+        assert estimate == pytest.approx(left_s, rel=0.25, abs=2)
 
 
 def test_running_answers_count_up_to_the_length_they_have() -> None:

@@ -439,8 +439,9 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
     options: dict[str, Any] = {"chat_template": template, "tokenize": False}
     expected = oracle.apply_chat_template(chat, **options)
     assert ours.apply_chat_template(chat, **options) == expected
-    with pytest.raises(ConfigError, match="no chat template"):
-        ours.apply_chat_template(chat)
+    own: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    expected = oracle.apply_chat_template(chat, **own)
+    assert ours.apply_chat_template(chat, **own) == expected == "<|begin|>Oscar: hello\nNoah:"
 
 
 USERS_SCRIPT = """

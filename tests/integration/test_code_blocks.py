@@ -47,13 +47,12 @@ LISTED = {
     ("docs/design/streams.md", "from rworker"): "goes on with open sequences; "
     "tests/rworker/test_stream_plans.py runs these calls",
     ("docs/guides/batch.md", "{"): "a file's format; tests/jobs read and write such lines",
-    ("docs/guides/batch.md", "{{ bos"): "a file's format; tests/jobs render such templates",
     ("docs/guides/batch.md", "$ fastdecode run-batch"): "shows times and paths; "
     "tests/cli/test_run_batch.py runs such jobs",
     ("docs/guides/batch.md", "fastdecode run-batch: finishing"): "output of a run that is stopped",
     ("docs/guides/cluster.md", "LLM("): "needs R-workers on other hosts",
     ("docs/guides/cluster.md", "PASS"): "output that depends on the hosts",
-    ("docs/guides/conversations.md", 'with LLM("DIR"'): "the demo model has no chat template; "
+    ("docs/guides/conversations.md", 'with LLM("DIR"'): "needs a model of your own; "
     "tests/engine/test_conversations.py runs these calls",
     ("docs/guides/conversations.md", "{"): "a file's format; tests/jobs read such lines",
     ("docs/guides/generate.md", "{"): "a file's format; tests/cli/test_generate.py reads it",

@@ -66,11 +66,11 @@ def output(num_cached_tokens: int) -> RequestOutput:
     return RequestOutput("x", None, tokens, completions, num_cached_tokens=num_cached_tokens)
 
 
-def test_answers_tell_what_was_reused_where_something_was() -> None:
+def test_usage_counts_reused_tokens_also_when_there_are_none() -> None:
     counts = {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
-    assert usage([output(0), output(0)]) == counts
-    details = {"prompt_tokens_details": {"cached_tokens": 3}}
-    assert usage([output(2), output(1)]) == {**counts, **details}
+    for reused in ((0, 0), (2, 1)):
+        details = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
+        assert usage([output(each) for each in reused]) == {**counts, **details}
     assert "cached_tokens" not in output_fields(output(0))["usage"]
     assert output_fields(output(2))["usage"]["cached_tokens"] == 2
 

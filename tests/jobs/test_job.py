@@ -61,6 +61,7 @@ def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(
     (answer,) = (a for a in job.answers if a["custom_id"] == "own")
     body = answer["response"]["body"]
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
+    assert body["usage"].pop("prompt_tokens_details") == {"cached_tokens": 0}
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
 
 

@@ -328,7 +328,12 @@ def test_a_completions_answer(codec: TextCodec) -> None:
                     {"index": 0, "text": " a", **ENDED},
                     {"index": 1, "text": "bcbc", **ENDED},
                 ],
-                "usage": {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9},
+                "usage": {
+                    "prompt_tokens": 6,
+                    "completion_tokens": 3,
+                    "total_tokens": 9,
+                    "prompt_tokens_details": {"cached_tokens": 0},
+                },
             },
         },
         "error": None,

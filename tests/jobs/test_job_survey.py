@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdecode.core.answer_lengths import EndedAnswers
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
+from fastdecode.jobs.line_format import LineError
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
 from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.lines import LineReader
@@ -79,7 +83,7 @@ def _openai_line(custom_id: str, **body: Any) -> str:
     return json.dumps(line)
 
 
-def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_path: Path) -> None:
+def test_refusal_names_each_kind_of_bad_line_once(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     good = [_openai_line(str(i)) for i in range(50)]
     path.write_text("\n".join([*good, *good[:30], _openai_line("3", stream=True), "{"]))
@@ -92,9 +96,80 @@ def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_
     )
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     text = str(found.refusal(LineSource(path)))
-    assert text.count("duplicate_custom_id") == 20
+    assert text.count("duplicate_custom_id") == 1
     assert "line 51: duplicate_custom_id: its custom_id was used by line 1:" in text
-    assert "and 12 more" in text
+    assert "one of its own (and 29 more like it)\n" in text
+    assert len(text.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        (["a,b"] * 30, ["line 1: invalid_json_line", "(and 29 more like it)"]),
+        (["{" * (i + 1) for i in range(30)], ["(and 29 more like it)"]),
+        (['{"custom_id": "x"}'], ["line 1 ('x'): invalid_method"]),
+        ([_openai_line(str(i), temperature=-i) for i in range(1, 9)], ["(and 7 more like it)"]),
+        ([_openai_line(str(i), **{f"x{chr(97 + i)}": 1}) for i in range(25)],
+         ["'xa'", "'xt'", "and 5 more\n"]),
+    ],
+)  # fmt: skip
+def test_refusal_of_a_file_counts_lines_of_a_kind(
+    tmp_path: Path, lines: list[str], shown: list[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(lines))
+    found = survey(LineSource(path), OpenAILines(RequestReader({}, ("m",), False), ""))
+    text = str(found.refusal(LineSource(path)))
+    assert f"{len(lines)} of the {len(lines)} lines" in text
+    assert len(text.splitlines()) <= 3 + 20
+    for each in shown:
+        assert each in text, text
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_files_that_are_not_utf8_are_refused_once(
+    tmp_path: Path, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(pack("".join(_openai_line(str(i)) + "\n" for i in range(3)).encode(encoding)))
+    with pytest.raises(ConfigError, match=r"in\.jsonl is not UTF-8.* save it as UTF-8"):
+        kind_of_lines(LineSource(path))
+
+
+@pytest.mark.parametrize("blank", ["", "\n", "\r\n", " \n\n"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("fast_from", [0, 1 << 30])
+def test_a_byte_order_mark_is_no_part_of_a_line(
+    tmp_path: Path, blank: str, pack: Callable[[bytes], bytes], fast_from: int
+) -> None:
+    path = tmp_path / "in.jsonl"
+    text = blank + "".join(_openai_line(str(i)) + "\n" for i in range(3))
+    path.write_bytes(pack(text.encode("utf-8-sig")))
+    source, lines = LineSource(path), OpenAILines(RequestReader({}, ("m",), False), "")
+    assert kind_of_lines(source) == "openai"
+    found = survey(source, lines, fast_from=fast_from)
+    assert (found.num_lines, len(found.bad)) == (3, 0)
+
+
+def test_a_line_in_another_encoding_is_bad(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(f'{{"custom_id": "{x}"}}'.encode("latin-1") for x in "äö"))
+    found = survey(LineSource(path), OpenAILines(RequestReader({}, ("m",), False), ""))
+    assert "line 1: invalid_json_line: line 1 is not valid JSON: 'utf-8" in str(
+        found.refusal(LineSource(path))
+    )
+
+
+def test_labels_beside_a_body_are_taken() -> None:
+    lines = OpenAILines(RequestReader({}, ("m",), False), "")
+    said = json.loads(_openai_line("x"))
+    for label in ({"metadata": {"run": 1}}, {"user": "u"}, {"comment": None}):
+        assert lines.parse(json.dumps({**said, **label}).encode(), 1).line_id == "x"
+    with pytest.raises(LineError, match="unknown field 'comment'"):
+        lines.parse(json.dumps({**said, "comment": "x"}).encode(), 1)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +196,7 @@ def test_the_format_is_that_of_the_first_readable_line(
 def test_a_line_of_the_other_format_is_bad(tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"id": 1, "prompt": "p"}\n' + _openai_line("y"))
     found = survey(LineSource(tmp_path / "in"), SimpleLines(SamplingParams()))
-    assert [number for number, _ in found.complaints] == [2]
+    assert [number for number, _, _ in found.complaints.values()] == [2]
 
 
 def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> None:
@@ -183,6 +258,9 @@ def test_the_eta_counts_tokens_while_no_line_is_done(
     now = [0.0]
     progress = Progress(io.StringIO(), clock=lambda: now[0])
     progress.begin(total=100, done=50, limits={20: 100})
+    now[0] = 0.01
+    progress.update(done=50, num_failed=0, num_tokens=1, workers=(1, 1), num_running=25)
+    assert progress.remaining_s is None, "nothing was measured yet"
     now[0] = 10.0
     progress.update(
         done=50, num_failed=0, num_tokens=250, workers=(1, 1), num_running=25, running=running

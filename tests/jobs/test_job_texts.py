@@ -14,7 +14,9 @@ from small_tokenizers import byte_level
 from tokenizers import Regex, pre_tokenizers
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.jobs.manifest import Manifest
 from fastdecode.jobs.opening import JobOptions, open_ordered_job
+from fastdecode.text.child import ChildDiedError, died
 from fastdecode.text.codec import TextCodec
 
 ATTACKS = (
@@ -64,6 +66,38 @@ def test_one_line_that_attacks_is_answered_with_an_error_and_the_others_go_on(
     assert said["tokenizer"] == "invalid_prompt"
     assert all(isinstance(said[custom_id], list) for custom_id in "abc")
     llm.codec.close()
+
+
+@pytest.mark.parametrize(("content_format", "num_tokens"), [("openai", 5), ("string", 0)])
+def test_content_format_is_the_one_that_was_chosen(
+    tmp_path: Path, content_format: str, num_tokens: int
+) -> None:
+    model = model_dir(tmp_path)
+    byte_level().save(str(model / "tokenizer.json"))
+    source = "{% set parts = messages[0].content %}{% for c in parts %}{{ c.text }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(source)
+    job = Job(tmp_path, model)
+    job.write([chat("a", "qqqqq")])
+    with job.open(content_format=content_format, skip_bad_lines=True) as opened:
+        template = opened._rules.template
+        assert template is not None
+        (asked,) = opened._lines.parse(job.input.read_bytes(), 1).prompts
+        text = template.render(asked.messages, opened._rules.date, asked.how)  # type: ignore[union-attr]
+    assert text == "q" * num_tokens
+    kept = json.loads(Manifest.path_for(job.output).read_text())["model"]
+    assert kept["--chat-template-content-format"] == content_format
+
+
+def test_line_whose_child_died_is_run_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, model_dir(tmp_path))
+    job.write([openai("dies", prompt="text"), openai("bad", prompt=[5], temperature=-1)])
+    byte_level().save(str(job.model / "tokenizer.json"))
+    llm = FakeLLM(fail=lambda request: died(ChildDiedError("it broke off")))
+    result = job.run(llm, skip_bad_lines=True)
+    assert (result.num_failed, result.num_bad) == (2, 1)
+    (answer,) = [x for x in job.answers if x["custom_id"] == "dies"]
+    assert answer["response"]["status_code"] == 500
+    assert answer["response"]["body"]["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("skip_bad_lines", [False, True])

@@ -45,7 +45,9 @@ def test_usage_is_null_but_in_the_last_chunk_or_in_every_one() -> None:
     assert said(once.chunk(0, Delta("r", 0, "a", (4,))))["usage"] is None
     last = said(once.usage_chunk())
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    counts = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    assert last["usage"] == {**counts, **details}
     always = writer(is_chat=False, continuous_usage=True)
     for num in (1, 2):
         chunk = said(always.chunk(0, Delta("r", 0, "", (4,))))

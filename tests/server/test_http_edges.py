@@ -325,3 +325,69 @@ def test_a_stream_whose_request_fails_says_so_without_done(server: Server) -> No
     assert status == 400, "nothing was said yet, so the status still could be"
     said = events(server.ask("POST", "/v1/completions", {"prompt": [1], "stream": True})[2])
     assert said[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("keeps", ["", "connection: keep-alive"])
+def test_http_1_0_gets_no_chunks(server: Server, keeps: str) -> None:
+    for body in (
+        {"prompt": [1], "max_tokens": 3, "stream": True},
+        {"prompt": [1], "max_tokens": 3},
+        {"prompt": [1], "frobnicate": 1},
+    ):
+        raw = json.dumps(body).encode()
+        lines = ["POST /v1/completions HTTP/1.0", "content-type: application/json"]
+        lines += ["host: localhost", f"content-length: {len(raw)}", *filter(None, [keeps])]
+        answer = exchange(server, "\r\n".join([*lines, "", ""]).encode() + raw)
+        first, _, rest = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in first and b"connection: close" in first
+        if "stream" in body:
+            assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+        else:
+            assert len(rest) == int(first.lower().split(b"content-length: ")[1].split()[0])
+            json.loads(rest)
+    chunked = exchange(server, head(length=len(raw)) + raw)
+    assert chunked.startswith(b"HTTP/1.1 400"), "and HTTP/1.1 as before"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/embeddings", "/v1/embeddings is not supported: models generate text"),
+        ("/v1/rerank", "/v1/rerank is not supported"),
+        ("/v1/images/generations", "/v1/images is not supported: prompts and answers are text"),
+        ("/v1/audio/speech", "/v1/audio is not supported"),
+        ("/v1/files", "fastdecode run-batch"),
+        ("/v1/batches/b1/cancel", "fastdecode run-batch"),
+        ("/v1/responses/resp_1", "nothing is stored"),
+        ("/v1/threads/t/runs", "nothing is stored"),
+        ("/v1/messages", "use /v1/chat/completions"),
+        ("/api/chat", "use /v1/chat/completions"),
+        ("/v1/load_lora_adapter", "no adapters"),
+        ("/chat/completions", "use /v1/chat/completions"),
+        ("/v1/v1/completions", "use /v1/completions"),
+        ("/models", "use /v1/models"),
+        ("/v1/embeddingsx", "paths are /v1/completions, /v1/chat/completions"),
+        ("/x" * 500, "paths are /v1/completions"),
+    ],
+)
+def test_path_that_is_not_there_is_named_with_what_is(
+    server: Server, path: str, words: str
+) -> None:
+    for method in ("POST", "GET"):
+        status, _, raw = server.ask(method, path, {} if method == "POST" else None)
+        error = json.loads(raw)["error"]
+        assert (status, error["code"]) == (404, "not_found")
+        assert words in error["message"] and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "takes"),
+    [("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET, HEAD"),
+     ("PUT", "/health", "GET, HEAD")],
+)  # fmt: skip
+def test_method_that_a_path_does_not_take_is_told_those_it_takes(
+    server: Server, method: str, path: str, takes: str
+) -> None:
+    status, headers, raw = server.ask(method, path)
+    assert (status, sorted(headers["allow"].split(", "))) == (405, takes.split(", "))
+    assert json.loads(raw)["error"]["message"].endswith(headers["allow"])

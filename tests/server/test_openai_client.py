@@ -283,7 +283,8 @@ def test_metrics_add_up(server: Server) -> None:
     def gained(name: str) -> float:
         return after[name] - before[name]
 
-    total = {name: sum(usage[name] for usage in usages) for name in usages[0]}
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    total = {name: sum(usage[name] for usage in usages) for name in names}
     assert gained("vllm:generation_tokens_total") == total["completion_tokens"]
     assert gained("vllm:prompt_tokens_total") == total["prompt_tokens"]
     assert gained("vllm:request_success_total") == 10

@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import SamplingParams
+from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
@@ -31,6 +32,8 @@ from fastdecode.server.http.preparing import Preparation
 from fastdecode.server.messages import Message, Opening, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
+from fastdecode.text.chat_format import AnswerFormat
+from fastdecode.text.child import ChildDiedError, died
 from fastdecode.text.codec import TextCodec
 
 CHAT = b'{"messages": [{"role": "user", "content": "x"}]}'
@@ -181,6 +184,52 @@ def test_who_leaves_before_his_turn_is_never_rendered() -> None:
         with pytest.raises(Disconnected):
             await leaving.beside(setting.front.threads.bodies, lambda: None)
         assert setting.template.num_rendered == 1
+
+    run(test, Setting())
+
+
+def test_answer_ids_differ_between_servers_that_start_together() -> None:
+    fronts = [Setting().front for _ in range(50)]
+    for front in fronts:
+        front.started_s = 1795337367
+    exchange = Exchange({"headers": []}, None, None)  # type: ignore[arg-type]  # unused
+    ids = {CompletionExchange(front, exchange, CHAT_URL)._answer_id for front in fronts}
+    calls = {AnswerFormat().call_id(f"{each}/0", 0) for each in ids}
+    assert len(ids) == len(calls) == 50
+    for front in fronts:
+        front.close()
+
+
+PHRASES = ("this model's maximum context length is", "prompt is too long")
+"""By which LiteLLM and LangChain know a prompt that is too long."""
+
+
+@pytest.mark.parametrize("body", [{"prompt": [7] * 99}, {"prompt": "x" * 99}])
+def test_prompt_too_long_is_refused_in_the_words_that_clients_know(body: dict[str, Any]) -> None:
+    async def test(setting: Setting) -> None:
+        setting.front.checker = RequestChecker(setting.codec, 1000, 64)
+        with pytest.raises(HttpRefusal) as caught:
+            await setting.prepare(COMPLETIONS_URL, json.dumps(body).encode())[1]
+        assert caught.value.code == "context_length_exceeded"
+        assert all(phrase in str(caught.value) for phrase in PHRASES)
+        assert "99" in str(caught.value) and "64" in str(caught.value)
+
+    run(test, Setting())
+
+
+@pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL])
+def test_request_whose_child_died_may_be_sent_again(url: str) -> None:
+    def dies(*given: Any, **more: Any) -> Any:
+        raise died(ChildDiedError("it broke off (exit status -9)"))
+
+    async def test(setting: Setting) -> None:
+        setting.template.render = dies  # type: ignore[method-assign]
+        setting.codec.encode = dies  # type: ignore[method-assign]
+        with pytest.raises(HttpRefusal, match="died: try again") as caught:
+            await setting.prepare(url, CHAT if url == CHAT_URL else TEXT)[1]
+        error = caught.value
+        assert (error.status, error.kind, error.param) == (500, "server_error", None)
+        assert error.code == "child_died" and "x-should-retry" not in error.headers
 
     run(test, Setting())
 

@@ -26,13 +26,16 @@ from server_process import CHECKPOINT, PATHS, scripted_server
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.secret_file import exposure
+from fastdecode.measure.serving.answer import AnswerHead
+from fastdecode.measure.serving.client import Endpoint
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front
 from fastdecode.server.http.app import make_app
 from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.guard import Guard
+from fastdecode.server.keys import first_key, key_hashes
 from fastdecode.server.messages import Opening
-from fastdecode.server.options import ServeOptions, key_hashes
+from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.codec import TextCodec
 
@@ -183,7 +186,7 @@ def test_an_error_in_a_key_file_names_file_and_line(
     file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         key_hashes(ServeOptions(api_key_file=str(file)), {})
-    assert f"{file}', {says}" in str(raised.value)
+    assert f"{file}, {says}" in str(raised.value)
     assert "first-key" not in str(raised.value), "an error shows no key"
     with pytest.raises(ConfigError, match="a key in FASTDECODE_API_KEYS is too short"):
         key_hashes(ServeOptions(), {"FASTDECODE_API_KEYS": "first-key-0001,short"})
@@ -284,3 +287,143 @@ def test_a_unix_socket_is_its_owners_only(
         assert f"--unix-socket {path}: Address already in use" in capfd.readouterr().err
         os.kill(job.pid, signal.SIGTERM)
         assert job.wait(60, grace_s=30).exit_code == 0 and not path.exists()
+
+
+PAGE = "https://chat.example"
+PREFLIGHT = {
+    "origin": PAGE,
+    "access_control_request_method": "POST",
+    "access_control_request_headers": "authorization, content-type, x-stainless-lang",
+}
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+@pytest.mark.parametrize("key", [KEYS[0], None])
+def test_pages_of_allowed_origins_may_ask(allowed: str, key: str | None) -> None:
+    given = {} if key is None else {"FASTDECODE_API_KEYS": key}
+    bearer = {} if key is None else {"authorization": f"Bearer {key}"}
+    body = {"prompt": [1], "max_tokens": 1}
+    with scripted_server("--allowed-origins", allowed, **given) as server:
+        for path in ("/v1/completions", "/v1/models", "/nothing/here"):
+            status, headers, _ = server.ask("OPTIONS", path, **PREFLIGHT)
+            assert status == 200, "a preflight has no key"
+            assert headers["access-control-allow-origin"] == allowed
+            assert "POST" in headers["access-control-allow-methods"]
+            assert "x-stainless-lang" in headers["access-control-allow-headers"]
+        status, headers, _ = server.ask("POST", "/v1/completions", body, origin=PAGE, **bearer)
+        assert (status, headers["access-control-allow-origin"]) == (200, allowed)
+        assert headers["access-control-expose-headers"] == "x-request-id"
+        status, headers, _ = server.ask("POST", "/v1/completions", {}, origin=PAGE, **bearer)
+        assert status == 400 and "access-control-allow-origin" in headers, "a page sees errors"
+        if key is not None:
+            status, headers, _ = server.ask("GET", "/v1/models", origin=PAGE)
+            assert status == 401 and "access-control-allow-origin" in headers
+        if allowed != "*":
+            other = {**PREFLIGHT, "origin": "https://other.example"}
+            status, headers, _ = server.ask("OPTIONS", "/v1/completions", **other)
+            assert status == 400 and "access-control-allow-origin" not in headers
+            status, headers, _ = server.ask("GET", "/version", origin=other["origin"], **bearer)
+            assert "access-control-allow-origin" not in headers
+            assert status == (403 if key is None else 200)
+
+
+def test_without_allowed_origins_no_page_of_another_site_may_ask() -> None:
+    with scripted_server() as server:
+        assert server.ask("OPTIONS", "/v1/completions", **PREFLIGHT)[0] == 403
+        status, headers, raw = server.ask("GET", "/v1/models", origin=PAGE)
+        assert status == 403 and b"--allowed-origins" in raw
+        assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://chat.example/", "chat.example", '["*"]', "", "http://"]
+)
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_origins"):
+        ServeOptions(allowed_origins=(origin,))
+
+
+SECRET = "secret-key-0001"
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (f"{SECRET}\nsecond-key-002\n", SECRET),
+        (f"# ours\n\n  {SECRET}  \n", SECRET),
+        (f"{SECRET}\r\nsecond-key-002\r\n", SECRET),
+        (SECRET, SECRET),
+        ("k\n", "k"),
+    ],
+)
+def test_a_client_sends_the_first_key_of_the_file(content: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(content.encode())
+    assert first_key(tmp_path / "keys") == key
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (f"{SECRET} second-key-002\n", "has a space"),
+        (f"{SECRET}é\n", "isn't printable ASCII"),
+        (f"{SECRET}\x00\n", "isn't printable ASCII"),
+        ("# none\n", "has no key in it"),
+        ("", "has no key in it"),
+    ],
+)
+def test_a_file_without_a_key_that_can_be_sent_is_refused(
+    content: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_bytes(content.encode())
+    with pytest.raises(ConfigError, match=why) as caught:
+        first_key(tmp_path / "keys")
+    assert "secret" not in str(caught.value)
+
+
+def test_top_takes_the_servers_own_file_of_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / KEY_FILE
+    file.touch(mode=0o600)
+    file.write_text("# ours\n" + "\n".join(KEYS) + "\n")
+    with scripted_server("--api-key-file", str(file)) as server:
+        server.job.wait_until(lambda: "listening" in server.job.output())
+        assert main(["top", server.url, "--once", "--api-key-file", str(file)]) == 0
+    said = capsys.readouterr()
+    assert all(key not in said.out + said.err for key in KEYS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["top", "http://localhost:1", "--once", "--api-key-file", SECRET],
+        ["top", f"http://user:{SECRET}@localhost:1", "--once"],
+        ["serve", str(CHECKPOINT), "--api-key-file", SECRET],
+        ["serve", str(CHECKPOINT), "--api-key", SECRET],
+        ["bench-serve", "--base-url", f"http://{SECRET}@localhost:1"],
+        ["generate", "m", "--input", "/dev/null", "--output", "/dev/null", "--key", SECRET * 3],
+        ["doctor", "--r-worker", "tcp://127.0.0.1:1", "--key", (SECRET * 3)[:40]],
+        ["r-worker", "--bind", "tcp://127.0.0.1:0", "--key", (SECRET * 3)[:40]],
+    ],
+)
+def test_no_command_shows_a_key_that_was_misplaced(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(words) != 0
+    said = capsys.readouterr()
+    said_in_all = said.out + said.err
+    assert said_in_all and SECRET not in said_in_all
+
+
+def test_bench_serve_shows_no_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ["bench-serve", "--model", "m", "--requests", "2", "--base-url"]
+    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\nsecond-key-002")
+    assert main([*load, "http://localhost:1"]) == 2
+    assert "OPENAI_API_KEY has a space, or a character" in capsys.readouterr().err
+    endpoint = Endpoint("http://localhost:1", SECRET)
+    head = AnswerHead(401, is_chunked=False, length=None, is_kept=False)
+    told = endpoint._refusal(head, f"no such key: {SECRET}")
+    assert SECRET not in told and "(the key)" in told

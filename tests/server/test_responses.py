@@ -9,6 +9,7 @@ from small_tokenizers import byte_level
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams
+from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.response_bodies import chat_of
 from fastdecode.openai.responses import ResponseWriter, response_body
@@ -64,3 +65,43 @@ def test_tokens_of_the_reasoning_are_counted(
         writer.add(Delta("0", 0, detokenizer.append(token_id), (token_id,)))
     writer.add(Delta("0", 0, "", (), finish_reason="stop"))
     assert writer.response()["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant"}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": []}, {"role": "assistant", "content": ""}),
+        ({"type": None, "role": "user", "content": "x"}, {"role": "user", "content": "x"}),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"role": "assistant", "content": "No."},
+        ),
+        *(
+            (
+                {"type": "function_call_output", "call_id": "c", **output},
+                {"role": "tool", "tool_call_id": "c", "content": ""},
+            )
+            for output in ({}, {"output": None}, {"output": []})
+        ),
+    ],
+)
+def test_items_that_clients_send_back_are_messages(
+    item: dict[str, Any], message: dict[str, Any]
+) -> None:
+    assert chat_of({"input": [item]}, ())["messages"] == [message]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": [{"type": "refusal"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": None}]},
+        {"role": "user", "content": [{"type": "input_image"}]},
+    ],
+)
+def test_items_without_text_are_refused(item: dict[str, Any]) -> None:
+    with pytest.raises(BodyError):
+        chat_of({"input": [item]}, ())

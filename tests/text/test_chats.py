@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from fastdecode.core.errors import RequestError
+from fastdecode.openai.body_errors import BodyError
+from fastdecode.openai.messages import read_messages
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle, Rendering, as_chats, for_template
 from fastdecode.text.child import Limits
@@ -40,9 +42,57 @@ def test_parts_that_are_no_text_are_refused() -> None:
 
 
 def test_messages_without_calls_are_taken() -> None:
-    chat = [USER, {"role": "assistant", "content": "", "tool_calls": None}]
-    assert as_chats(chat) == [chat]
-    assert for_template(chat, MessageStyle(9)) == [USER, {"role": "assistant", "content": ""}]
+    for calls in (None, []):
+        chat = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+        assert as_chats(chat) == [chat]
+        assert for_template(chat, MessageStyle(9)) == [USER, {"role": "assistant", "content": ""}]
+
+
+WRITES = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}({% for name, value in call.function.arguments.items() %}"
+    "{{ name }}={{ value }};{% endfor %}){% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": []}, ""),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "", "refusal": "No."}, "No."),
+        ({"content": [], "refusal": "No."}, "No."),
+        ({"content": "Yes.", "refusal": None, "audio": None, "function_call": None}, "Yes."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": None, "reasoning_content": "Hm"}, ""),
+        ({"content": None, "tool_calls": None}, ""),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": None, "tool_calls": ['{"a": 1}']}, "(a=1;)"),
+        ({"content": None, "tool_calls": [{"a": 1}]}, "(a=1;)"),
+        ({"content": None, "tool_calls": [None]}, "()"),
+        ({"content": None, "tool_calls": [""]}, "()"),
+        ({"content": None, "tool_calls": [" "]}, "()"),
+        ({"content": None, "tool_calls": ['{"a": ']}, '(arguments={"a": ;)'),
+        ({"content": None, "tool_calls": ["[1]"]}, "(arguments=[1];)"),
+        ({"content": None, "tool_calls": ["null", '{"a": 1}']}, "(arguments=null;)(a=1;)"),
+    ],
+)
+def test_messages_that_clients_send_back_are_rendered(message: dict[str, Any], text: str) -> None:
+    """Over HTTP and in Python; a null never becomes the text None."""
+    message = {"role": "assistant", **message}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [
+            {"id": f"call-{i}", "type": "function", "function": {"name": "f", "arguments": each}}
+            for i, each in enumerate(message["tool_calls"])
+        ]
+    template = ChatTemplate(WRITES, "x", {})
+    how = Rendering(style=MessageStyle.of(template))
+    (chat,) = as_chats([USER, message])
+    for written in (chat, read_messages([USER, message])):
+        assert template.render(written, NOW, how) == f"<user>x<assistant>{text}"
+    template.close()
 
 
 @pytest.mark.parametrize(("id_chars", "call_id"), [(9, "123456789"), (0, "a-long-id-123456789")])
@@ -63,6 +113,7 @@ def test_templates_get_arguments_as_objects_and_short_ids(id_chars: int, call_id
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+REFUSED = [{"type": "refusal", "refusal": "No."}]
 IMAGE = [{"type": "image"}, *PARTS]
 EACH = "{% for m in messages %}"
 END = "{% endfor %}"
@@ -90,6 +141,9 @@ def template_of(source: str) -> Iterator[ChatTemplate]:
         (TEXT, "auto", ["a", "b"], "a\nb"),
         (TEXT, "auto", IMAGE, IMAGE),
         (TEXT, "auto", None, ""),
+        (TEXT, "auto", [], ""),
+        (TEXT, "auto", REFUSED, "No."),
+        (LOOP, "auto", REFUSED, [{"type": "text", "text": "No."}]),
         (TEXT, "openai", "a", PARTS[:1]),
         (LOOP, "auto", "a", PARTS[:1]),
         (LOOP, "auto", PARTS, PARTS),
@@ -236,3 +290,30 @@ def test_reasoning_has_the_names_that_templates_read() -> None:
     for name in ("reasoning_content", "reasoning"):
         (made,) = for_template([{"role": "assistant", "content": "x", name: "Hm"}], MessageStyle())
         assert (made["reasoning_content"], made["thinking"]) == ("Hm", "Hm")
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user"}, "content"),
+        ({"role": "system", "content": []}, "content"),
+        ({"role": "assistant", "content": 0}, "content"),
+        ({"role": "assistant", "content": {}}, "content"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "content"),
+        ({"role": "assistant", "refusal": 5}, "refusal"),
+        ({"role": "assistant", "mood": "glad"}, "mood"),
+        ({"role": "assistant", "audio": {"id": "a"}}, "audio"),
+    ],
+)
+def test_messages_that_say_nothing_or_more_are_refused(message: dict[str, Any], where: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        read_messages([USER, message], MessageStyle())
+    assert caught.value.param == f"messages[1].{where}"
+
+
+def test_null_fields_of_tool_messages_are_nothing() -> None:
+    for content in ({}, {"content": None}, {"content": []}):
+        message = {"role": "tool", "tool_call_id": "c", **content, "mood": None, "refusal": None}
+        (made,) = read_messages([message], MessageStyle())
+        assert made == {"role": "tool", "tool_call_id": "c", "content": ""}

@@ -134,7 +134,7 @@ class EngineConfig:
         has_addresses = self.cluster.r_worker_addresses or self.instances.addresses
         if self.cluster.key is not None and not has_addresses:
             raise ConfigError(
-                Given("key", self.cluster.key),
+                Given("key"),
                 " is for R-workers and instances at addresses: add ",
                 Given("r_worker_addresses"),
                 " or ",
@@ -222,12 +222,14 @@ class EngineConfig:
         """R-workers at addresses have memory and threads of their own."""
         if not self.cluster.r_worker_addresses:
             return
-        for name, theirs in (("kv_memory_gb", "--kv-memory-gb"), ("r_threads", "--threads")):
-            if self.options[name] is not None:
+        for name, value, instead in (
+            ("kv_memory_gb", None, "give --kv-memory-gb to each `fastdecode r-worker` instead"),
+            ("r_threads", None, "give --threads to each `fastdecode r-worker` instead"),
+            ("r_workers", 1, "remove it, or the addresses"),
+        ):
+            if self.options[name] != value:
                 raise ConfigError(
-                    Given(name),
-                    f" is for R-workers that this process starts: give {theirs} to each "
-                    "`fastdecode r-worker` instead",
+                    Given(name), f" is for R-workers that this process starts: {instead}"
                 )
 
     def _check_none_of_r_workers(self) -> None:

@@ -73,6 +73,10 @@ class Endpoint:
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ConfigError(f"--base-url has a name or key before @: give it in {KEY_VARIABLE}")
+        if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError(f"{KEY_VARIABLE} has a space, or a character that is not ASCII")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url} is not like http://HOST:PORT")
         self._host = parts.hostname
@@ -84,6 +88,7 @@ class Endpoint:
         self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
+        self._key = key
         self._timeout_s = timeout_s
         self._shared: aiohttp.ClientSession | None = None
         self.num_done = self.num_failed = 0
@@ -129,9 +134,22 @@ class Endpoint:
         """Return the list of models, or the reason why there is none."""
         async with self._session() as session, session.get(f"{self._url}/models") as answer:
             if answer.status != 200:
-                return await _told_status(answer)
+                return await self._refusal(answer)
             said = json.loads(await answer.content.read(_MAX_MODELS_BYTES))
             return said if isinstance(said, dict) else {}
+
+    async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
+        """Return why a server refuses, without the key that it may repeat."""
+        message = ""
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            body = await answer.content.read(_MOST_OF_AN_ERROR)
+            try:
+                message = message_of(json.loads(body))
+            except (ValueError, RecursionError):
+                message = body.decode("utf-8", "replace")
+        message = message.replace(self._key, "(the key)") if self._key else message
+        told = f"{answer.status}: {shown(message)}" if message else str(answer.status)
+        return f"{told} (set {KEY_VARIABLE})" if answer.status == 401 else told
 
     @contextlib.asynccontextmanager
     async def keeping_connections(self) -> AsyncIterator[None]:
@@ -198,7 +216,7 @@ class Endpoint:
         async with session.post(f"{self._url}/completions", data=raw) as answer:
             if answer.status != 200:
                 record.error = f"status {answer.status}"
-                record.message = await _told_status(answer)
+                record.message = await self._refusal(answer)
                 return
             async for line in answer.content:
                 if line.startswith(b"data: [DONE]"):
@@ -219,18 +237,6 @@ def _take(said: Any, record: Record, now_s: float) -> None:
     if said.get("usage"):
         record.num_tokens = int(said["usage"]["completion_tokens"])
         record.has_usage = True
-
-
-async def _told_status(answer: aiohttp.ClientResponse) -> str:
-    message = ""
-    with contextlib.suppress(aiohttp.ClientError, OSError):
-        body = await answer.content.read(_MOST_OF_AN_ERROR)
-        try:
-            message = message_of(json.loads(body))
-        except (ValueError, RecursionError):
-            message = body.decode("utf-8", "replace")
-    told = f"{answer.status}: {shown(message)}" if message else str(answer.status)
-    return f"{told} (set {KEY_VARIABLE})" if answer.status == 401 else told
 
 
 def message_of(said: Any) -> str:

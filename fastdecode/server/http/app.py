@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http import HTTPStatus
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,19 +29,9 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Front, Exchange], Awaitable[None]]
 
 
-async def completions(front: Front, exchange: Exchange) -> None:
-    """Continue prompts."""
-    await CompletionExchange(front, exchange, COMPLETIONS_URL).run()
-
-
-async def chat_completions(front: Front, exchange: Exchange) -> None:
-    """Continue a conversation."""
-    await CompletionExchange(front, exchange, CHAT_URL).run()
-
-
-async def responses(front: Front, exchange: Exchange) -> None:
-    """Continue a conversation of items."""
-    await CompletionExchange(front, exchange, RESPONSES_URL).run()
+async def generate(front: Front, exchange: Exchange) -> None:
+    """Continue prompts, a conversation, or one of items."""
+    await CompletionExchange(front, exchange, exchange.scope["path"]).run()
 
 
 async def forget(front: Front, exchange: Exchange) -> None:
@@ -63,31 +54,50 @@ _GET: dict[str, Handler] = {
     "/metrics": info.metrics,
     "/status.json": info.status,
     "/history.json": info.history,
-    "/": info.page,
-    "/page.css": info.page,
-    "/page.js": info.page,
-    "/icon.svg": info.page,
+    **dict.fromkeys(info.PAGE, info.page),
 }
 _POST: dict[str, Handler] = {
-    COMPLETIONS_URL: completions,
-    CHAT_URL: chat_completions,
-    RESPONSES_URL: responses,
+    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), generate),
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
 }
 _DELETE: dict[str, Handler] = {"/v1/conversations/{conversation_id:path}": forget}
 
 
+_TABLES: Final = {"GET": _GET, "POST": _POST, "DELETE": _DELETE}
+METHODS: Final = tuple(_TABLES)
+_ABSENT: Final[Mapping[str, str]] = {
+    path: instead
+    for instead, paths in (
+        ("models generate text, and there is no pooling",
+         "/v1/embeddings /embeddings /embed /v2/embed /api/embed /api/embeddings /pooling "
+         "/classify /score /v1/score /rerank /v1/rerank /v2/rerank"),
+        ("prompts and answers are text", "/v1/images /v1/audio /v1/videos /v1/realtime"),
+        ("nothing is stored, and a request brings all of its conversation",
+         "/v1/responses /v1/chat/completions /v1/conversations /v1/assistants /v1/threads "
+         "/v1/vector_stores"),
+        ("fastdecode run-batch answers files of requests", "/v1/files /v1/uploads /v1/batches"),
+        (f"use {CHAT_URL} or {COMPLETIONS_URL}",
+         "/v1/messages /v1/complete /v1/edits /api/generate /api/chat /generate /completion "
+         "/generate_stream /infill /invocations /inference"),
+        ("there is no training, and no adapters are applied",
+         "/v1/fine_tuning /v1/load_lora_adapter /v1/unload_lora_adapter"),
+        ("there is no moderation", "/v1/moderations"),
+        ("use /v1/models", "/api/tags /api/show"),
+        ("use /health", "/ping /healthz /readyz /livez /ready"),
+        ("docs/guides/serving.md lists all paths", "/docs /redoc /openapi.json"),
+    )
+    for path in paths.split()
+}  # fmt: skip
+"""Paths of other servers, or how they begin, and what is there instead."""
+
+
 def make_app(front: Front) -> Starlette:
     """The routes as an ASGI application; the guard goes around it."""
-    tables = {"GET": _GET, "POST": _POST, "DELETE": _DELETE}
-    every = [
-        (method, path, handler)
-        for method, table in tables.items()
-        for path, handler in table.items()
-    ]
     routes = [
-        Route(path, _Endpoint(front, handler), methods=[method]) for method, path, handler in every
+        Route(path, _Endpoint(front, handler), methods=[method])
+        for method, table in _TABLES.items()
+        for path, handler in table.items()
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _not_a_route})
     app.router.redirect_slashes = False
@@ -122,8 +132,22 @@ class _Endpoint:
 
 async def _not_a_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = {404: ("there is nothing at this path", "not_found")}
-    text, code = known.get(error.status_code, ("this method isn't for this path", "bad_method"))
+    path = request.scope["path"]
+    text, code = f"there is nothing at this path: {_instead(path)}", "not_found"
+    if error.status_code != HTTPStatus.NOT_FOUND:
+        methods = (error.headers or {}).get("Allow", "")
+        text, code = f"this method isn't for this path, which takes {methods}", "bad_method"
     refused = HttpRefusal(error.status_code, text, code)
     request.scope[REFUSED] = code
     return JSONResponse(refused.body, error.status_code, headers=error.headers)
+
+
+def _instead(path: str) -> str:
+    """Return what to do in place of asking at a path that isn't there."""
+    for begin, instead in _ABSENT.items():
+        if f"{path}/".startswith(f"{begin}/"):
+            return f"{begin} is not supported: {instead}"
+    near = "/v1/" + path.strip("/").removeprefix("v1/").removeprefix("v1/")
+    if near in _POST or near in _GET:
+        return f"use {near}"
+    return f"paths are {', '.join([*_POST, '/v1/models', '/health'])}"

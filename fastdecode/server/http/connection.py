@@ -147,7 +147,19 @@ class WatchfulProtocol(HttpToolsProtocol):
         self._forget_unsent()  # its own answer has a time-out
         self._answering = cycle
         cycle.transport = _AnswersTransport(self)
+        if cycle.scope["http_version"] == "1.0":  # which knows no chunks
+            cycle.chunked_encoding, cycle.expected_content_length = False, _AnyLength()
         super()._start_asgi_task(cycle, app)
+
+
+class _AnyLength(int):
+    """What uvicorn expects of an answer without chunks that ends with its connection."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _AnyLength:
+        return self
 
 
 class _AnswersTransport(asyncio.Transport):

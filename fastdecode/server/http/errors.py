@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError
+from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError, RequestError
 from fastdecode.openai.answers import status
 
 INVALID = "invalid_request_error"
@@ -79,6 +79,7 @@ _WORDS: Mapping[str, str] = {
     "http_stopped": "the server's HTTP process was stopped for too long: try again",
     "conversation_not_kept": "the turn can't be kept, so the conversation is as it was before it",
     "non_finite_logits": "the model's output isn't finite for this request",
+    CHILD_DIED: "the process that renders and encodes prompts died: try again",
 }
 
 
@@ -114,9 +115,6 @@ _UNAVAILABLE: Mapping[str, str] = {
 def unavailable(reason: str, retry_after_s: int = 1) -> HttpRefusal:
     """503, with why no token could come out."""
     return HttpRefusal(
-        503,
-        _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"),
-        reason,
-        kind=SERVER,
+        503, _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"), reason, kind=SERVER,
         headers={"retry-after": str(retry_after_s)},
-    )
+    )  # fmt: skip

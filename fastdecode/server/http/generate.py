@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,8 +16,7 @@ from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
 from fastdecode.openai.chunks import ChunkWriter
-from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, BodyRequest
-from fastdecode.openai.response_bodies import RESPONSES_URL
+from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front, log_line
@@ -34,17 +33,6 @@ _DRAIN_RETRY_S = 5
 MOST_WORDS_AT_ONCE = 4000
 """Tokens and their likeliest others: more than so many are written out beside
 the event loop."""
-
-_WHOLE: Mapping[str, Callable[..., dict[str, Any]]] = {
-    COMPLETIONS_URL: answer_body,
-    CHAT_URL: answer_body,
-    RESPONSES_URL: response_body,
-}
-_STREAMED: Mapping[str, type[ChunkWriter] | type[ResponseWriter]] = {
-    COMPLETIONS_URL: ChunkWriter,
-    CHAT_URL: ChunkWriter,
-    RESPONSES_URL: ResponseWriter,
-}
 
 T = TypeVar("T")
 
@@ -143,14 +131,8 @@ class CompletionExchange:
         await self._exchange.answer_raw(raw_answer, headers=self._warnings(asked))
 
     def _written(self, asked: BodyRequest, outputs: Sequence[RequestOutput]) -> bytes:
-        body = _WHOLE[self._url](
-            asked,
-            outputs,
-            self._front.codec,
-            answer_id=self._answer_id,
-            created_s=int(time.time()),
-            model=asked.model or self._front.names[0],
-        )
+        write = answer_body if asked.echo is None else response_body
+        body = write(asked, outputs, self._front.codec, **self._named(asked))
         return json.dumps(body).encode()
 
     async def _beside_if_long(self, write: Callable[[], T], num_tokens: int) -> T:
@@ -167,14 +149,8 @@ class CompletionExchange:
 
     async def _stream(self, asked: BodyRequest, opened: OpenRequests) -> None:
         prompts = [request.prompt_token_ids for request in opened.requests]
-        writer = _STREAMED[self._url](
-            asked,
-            prompts,
-            self._front.codec,
-            answer_id=self._answer_id,
-            created_s=int(time.time()),
-            model=asked.model or self._front.names[0],
-        )
+        kind = ChunkWriter if asked.echo is None else ResponseWriter
+        writer = kind(asked, prompts, self._front.codec, **self._named(asked))
         exchange, num_left = self._exchange, opened.num_left
         while num_left:
             # Until something is known, the status isn't told: a refusal has one of its own.
@@ -231,9 +207,14 @@ class CompletionExchange:
             return "preparing" if self._is_read else "reading"
         return "waiting" if self._opened.first_s is None else "decoding"
 
+    def _named(self, asked: BodyRequest) -> dict[str, Any]:
+        """Return what an answer says of itself."""
+        model = asked.model or self._front.names[0]
+        return {"answer_id": self._answer_id, "created_s": int(time.time()), "model": model}
+
     @property
     def _answer_id(self) -> str:
-        return f"{self._front.started_s:x}-{self._number}"
+        return f"{self._front.run_id}-{self._number}"
 
     async def _refuse(self, error: HttpRefusal) -> None:
         """As the whole answer, or as the stream's last event."""

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 from fastdecode.server.http.errors import HttpRefusal
@@ -39,13 +39,21 @@ class Guard:
 
     Args:
         app: the routes.
-        keys: SHA-256, in hex, of those that let in; none: whoever reaches a
-            loopback address may ask.
-        open_paths: need no key.
+        keys: SHA-256, in hex, of the keys that let in. Without keys any client that reaches
+            a loopback address may ask.
+        origins: whose pages may ask from a browser, besides this server's own.
     """
 
-    def __init__(self, app: App, keys: Sequence[str], *, open_metrics: bool = False) -> None:
+    def __init__(
+        self,
+        app: App,
+        keys: Sequence[str],
+        *,
+        open_metrics: bool = False,
+        origins: Collection[str] = (),
+    ) -> None:
         self._app = app
+        self._origins = origins
         self.keys = tuple(keys)
         self.open_paths = OPEN_PATHS | (METRICS_PATHS if open_metrics else frozenset())
 
@@ -84,8 +92,11 @@ class Guard:
             # A page of another site whose name was made to mean this host.
             raise _forbidden("the Host isn't this server's: use localhost, or a key")
         for name, value in headers:
-            if name == b"origin" and value.decode("latin-1") not in _origins(hosts[0]):
-                raise _forbidden("requests from pages of other sites aren't answered")
+            known = {*_origins(hosts[0]), *self._origins}
+            if name == b"origin" and not {value.decode("latin-1"), "*"} & known:
+                raise _forbidden(
+                    "requests from pages of other sites aren't answered: see --allowed-origins"
+                )
 
     def _check_key(self, headers: list[tuple[bytes, bytes]]) -> str:
         """The hash of the key that was given, shortened."""
@@ -97,13 +108,9 @@ class Guard:
         is_given = scheme.lower() == b"bearer" and bool(key.strip())
         if not (is_given and any(matches)):
             raise HttpRefusal(
-                401,
-                _WRONG_KEY if is_given else _NO_KEY,
-                "invalid_api_key",
-                kind="authentication_error",
-                headers={"www-authenticate": "Bearer"},
-                closes=True,
-            )
+                401, _WRONG_KEY if is_given else _NO_KEY, "invalid_api_key",
+                kind="authentication_error", headers={"www-authenticate": "Bearer"}, closes=True,
+            )  # fmt: skip
         return hashed[:12]
 
 

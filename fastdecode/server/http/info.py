@@ -15,7 +15,7 @@ from fastdecode.server.http.exchange import Exchange
 from fastdecode.server.messages import StatusReport
 from fastdecode.server.metrics import CONTENT_TYPE, exposition
 
-_PAGE: Mapping[str, tuple[str, str]] = {
+PAGE: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
@@ -114,6 +114,6 @@ def _status(front: Front) -> dict[str, Any]:
 
 async def page(front: Front, exchange: Exchange) -> None:
     """The status page's files."""
-    name, kind = _PAGE[exchange.scope["path"]]
+    name, kind = PAGE[exchange.scope["path"]]
     content = resources.files(f"{__package__}.page").joinpath(name).read_bytes()
     await exchange.answer(content, kind, headers={"cache-control": "no-cache"})

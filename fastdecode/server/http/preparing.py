@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fastdecode.conversations.history import History
 from fastdecode.conversations.open_turns import OpenTurn
 from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, told_of_turn
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import CHILD_DIED, FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.openai.body_errors import BodyError, blamed
 from fastdecode.openai.chat import Chat
@@ -263,8 +263,10 @@ def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        param: str | None
-        if error.code in _OF_CONVERSATIONS:
+        param: str | None = asked.prompt_field
+        if error.code == CHILD_DIED:
+            param = None
+        elif error.code in _OF_CONVERSATIONS:
             param = "conversation_id"
         elif error.code == "invalid_sampling_params":
             param = blamed(error, SAMPLING_FIELDS)

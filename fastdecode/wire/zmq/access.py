@@ -22,7 +22,7 @@ import zmq
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.os_errors import explained
-from fastdecode.core.secret_file import exposure
+from fastdecode.core.secret_file import exposure, shown
 from fastdecode.wire.zmq.proof import LinkSecurity, door_password, link_key
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
@@ -60,7 +60,7 @@ class ClusterKey:
         try:
             found, (text, *more) = path.stat(), path.read_bytes().strip().splitlines() or [b""]
         except OSError as error:
-            raise ConfigError(f"key file {path}: {explained(error)}") from None
+            raise ConfigError(f"key file {shown(path)}: {explained(error)}") from None
         if why := exposure(found, path):
             raise ConfigError(f"key file {path}: {why}")
         if not _SECRET.fullmatch(text) or more not in ([], [_AUTHENTICATE]):
