@@ -23,6 +23,7 @@ from fastdecode.engine.setup.memory import (
 )
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
+from sworker.kernels import packing
 
 GB = 10**9
 LLAMA_8B = read_model_spec(
@@ -35,6 +36,14 @@ LLAMA_8B = read_model_spec(
     },
     name="llama-8b",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of activations does not depend on the CPU that runs these tests."""
+    monkeypatch.setattr(packing, "_has_products", lambda dtype: True)
+
+
 SIZES = StepSizes(num_lanes=2, step_tokens=2304, logit_rows=128, itemsize=2)
 REMOTE = KVDemand(on_device=False, num_caches=0, cache_bytes=None)
 THREADS = KVDemand(on_device=False, num_caches=2, cache_bytes=None)
