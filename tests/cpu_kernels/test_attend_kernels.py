@@ -149,6 +149,30 @@ def test_wide_groups_long_contexts_threads_and_nan_in_what_blocks_held_before(dt
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.skipif("avx2" not in [isa.name for isa in host_levels()], reason="needs AVX2")
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_avx2_integers_at_their_limits(dtype):
+    """Keys, values and queries whose every element is the largest, of one sign or of two."""
+    layout, num_tokens = BlockLayout(1, 128, dtype), 70
+    signs = np.random.default_rng(SEED).choice([-1.0, 1.0], (num_tokens, 1, 128))
+    for values in (np.ones_like(signs), -np.ones_like(signs), signs):
+        kv = values.astype(np.float32)
+        pool = allocate_pool(layout, 1, 2)[0]
+        cpu_kernels.append(layout, pool, kv, kv, np.arange(num_tokens))
+        q = np.repeat(kv[:1], 8, axis=1)
+        results = []
+        for attend in (partial(cpu_kernels.attend, level="avx2"), reference.attend):
+            out = np.full_like(q, np.nan)
+            attend(
+                layout, pool, q, np.array([[0, 1]], np.int32), np.array([0, 1], np.int32),
+                np.array([num_tokens - 1], np.int32), np.array([num_tokens], np.int32),
+                scale=0.05, out=out,
+            )  # fmt: skip
+            results.append(out)
+        tolerance = 3e-4 if dtype == "int8" else 2e-2
+        np.testing.assert_allclose(*results, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
 @pytest.mark.parametrize("source", cpu_kernels.SOURCES)
 def test_every_dtype_and_source(dtype, source):
