@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from provenance import provenance
 
 from cpu_kernels import reference
+from cpu_kernels.attention.multiply import MULTIPLY_WORDS, run_multiply
 from cpu_kernels.dispatch import (
     choose_variant,
     multiply_entry,
@@ -37,7 +38,7 @@ from cpu_kernels.dispatch import (
 from cpu_kernels.isa import default_level
 from cpu_kernels.kernels import append, attend
 from cpu_kernels.layout import DTYPES, BlockLayout, allocate_pool
-from cpu_kernels.read_kernel import MULTIPLY_WORDS, run_multiply, run_read
+from cpu_kernels.read_kernel import run_read
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _READ_AHEAD_BYTES = (0, 1024, 4096, 8192)

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from cpu_kernels.attention.amx_products import MAX_TOTALS
 from cpu_kernels.attention.driver import MAX_PARTIALS
 from cpu_kernels.attention.kernel import attend_unit
+from cpu_kernels.attention.multiply import multiply_unit
 from cpu_kernels.codegen.amx import TILE_ROWS
 from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
 from cpu_kernels.prefetch import PREFETCH_T0
-from cpu_kernels.read_kernel import copy_unit, multiply_unit, read_unit
+from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
 from cpu_kernels.tokens.append import append_row, append_unit
