@@ -40,8 +40,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
         ("plan", "plan", "plan: machines for prompts and for tokens, and whether it pays"),
         ("calibrate", "calibrate", "measure this machine, to plan with `fastdecode size`"),
         ("bench", "bench.plan",
-         "run a plan, or its scaled-down twin here: predicted against measured; or stream: "
-         "links' rates"),
+         "run a plan, or its scaled-down twin here: predicted against measured"),
         ("simulate", "simulate", "compare schedules on a trace, without hardware"),
         ("r-worker", "r_worker", "serve as an R-worker, in an MPI job or at an address"),
         ("instance", "instance",

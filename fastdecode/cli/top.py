@@ -118,7 +118,11 @@ def show(lines: list[str], *, is_first: bool) -> None:
 
 def _looker(place: str, key_file: Path | None) -> Look:
     if place.startswith(("http://", "https://")):
-        if "@" in urlsplit(place).netloc:
+        try:
+            is_with_key = "@" in urlsplit(place).netloc
+        except ValueError as error:
+            raise ConfigError(f"{place} is no address: {error}") from None
+        if is_with_key:
             raise ConfigError("the address has a name or key before @: use --api-key-file FILE")
         key = None if key_file is None else first_key(key_file)
         return lambda: _checked(_fetch(place, key), place)

@@ -21,6 +21,8 @@ from typing import Final
 _BESIDE: Final = ("-wal", "-shm")
 _VERSION: Final = 1
 _ERASE_BYTES: Final = 1 << 20
+_WAIT_S: Final = 1.0
+"""Longest wait for a process that reads the file."""
 
 
 class OtherFileError(Exception):
@@ -77,9 +79,15 @@ class Database:
                 self._connection.execute("ROLLBACK")
             raise
 
-    def checkpoint(self) -> None:
-        """Make all transactions survive a power cut. No deleted content is left beside the file."""
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    def checkpoint(self) -> bool:
+        """Make all transactions survive a power cut.
+
+        Returns:
+            True if no deleted content is left beside the file. False while another process
+            reads it: call again.
+        """
+        ((is_busy, *_),) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        return not is_busy
 
     def close(self) -> None:
         """Write everything to the file and let other processes use it. Safe to call twice."""
@@ -152,8 +160,11 @@ def _open_alone(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o600)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
+        if found.st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, "another user's file")
         _lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(path)):
             raise BlockingIOError  # another process has replaced the file since
@@ -176,7 +187,9 @@ def _lock(fd: int) -> None:
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        uri, _WAIT_S, uri=True, isolation_level=None, check_same_thread=False
+    )
     connection.executescript("PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON;")
     return connection
 

@@ -82,6 +82,8 @@ class ConversationStore:
         self._path = path
         self._sync_turns, self._sync_s = sync_turns, sync_s
         self._num_unsynced, self._synced_s = 0, time.monotonic()
+        self._leaves_traces = False
+        """Forgotten turns are still beside the file, since another process reads it."""
         self.names: set[str] = set()
         """Names of the turns that the file had."""
         self._is_closed = False
@@ -111,7 +113,7 @@ class ConversationStore:
                 the turn is kept.
         """
         is_late = time.monotonic() - self._synced_s >= self._sync_s
-        if is_late or self._num_unsynced >= self._sync_turns:
+        if is_late or self._leaves_traces or self._num_unsynced >= self._sync_turns:
             self.sync()
         about = {
             "kept": step.num_kept,
@@ -133,7 +135,8 @@ class ConversationStore:
         self._num_unsynced += 1
 
     def forget(self, conversation_ids: Sequence[str]) -> None:
-        """End conversations. Nothing of them is left in the file when this returns."""
+        """End conversations. Nothing of them is left in the file when this returns, or, if
+        another process reads it, after a turn that ends later."""
         with self._writing():
             for each in conversation_ids:
                 self._database.execute("INSERT OR IGNORE INTO over VALUES (?)", digest_of(each))
@@ -143,7 +146,7 @@ class ConversationStore:
     def sync(self) -> None:
         """Make all turns survive a power cut."""
         with _explaining(self._path):
-            self._database.checkpoint()
+            self._leaves_traces = not self._database.checkpoint()
         self._num_unsynced, self._synced_s = 0, time.monotonic()
 
     def close(self) -> None:

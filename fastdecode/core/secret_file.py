@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 _LEAST_KEY_CHARS: Final = 8
-_LINK_KEY_CHARS: Final = 40
-"""Of an R-worker's key, which may have any character of a path."""
+_SUFFIXES: Final = (".env", ".json", ".key", ".keys", ".txt")
+"""Endings of files of keys, and of no key."""
 
 
 def exposure(found: os.stat_result, path: object) -> str:
@@ -35,7 +35,8 @@ def shown(path: Path) -> str:
     """Return how errors name a file of keys. A missing file whose name may be a key given
     in place of a file is not named."""
     name = str(path)
-    is_name = len(name) < _LEAST_KEY_CHARS or "/" in name or "." in name
-    if os.path.lexists(path) or (is_name and len(name) < _LINK_KEY_CHARS):
+    is_in_directory = path.parent not in (Path("."), Path("/")) and path.parent.is_dir()
+    is_name = len(name) < _LEAST_KEY_CHARS or path.suffix in _SUFFIXES or is_in_directory
+    if is_name or os.path.lexists(path):
         return name
     return "(not shown: it may be a key, and a file is expected)"

@@ -179,11 +179,14 @@ class JobSession:
     def _open(self) -> database.Database:
         """Open the file, in place of one that is damaged or another program's."""
         try:
-            with contextlib.suppress(database.OtherFileError, sqlite3.DatabaseError):
+            try:
                 return database.Database(self._path, _KIND, _SCHEMA)
-            logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
-            database.remove(self._path)
-            return database.Database(self._path, _KIND, _SCHEMA)
+            except sqlite3.OperationalError:  # a full disk, for example: the file may be whole
+                raise
+            except (database.OtherFileError, sqlite3.DatabaseError):
+                logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
+                database.remove(self._path)
+                return database.Database(self._path, _KIND, _SCHEMA)
         except BlockingIOError:
             raise ConfigError(f"another process uses {self._path}: wait for it to end") from None
         except OSError as error:

@@ -259,3 +259,14 @@ def test_names_of_a_run_before_are_no_more_where_a_new_run_cant_write_its_own(
     with files_of_at_most(0):
         second.begin()
     assert not path.exists() and not opened(path).held
+
+
+def test_full_disk_at_the_start_keeps_the_session(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    first = opened(path)
+    first.begin()
+    first.place(sequence(0))
+    killed(first)
+    with files_of_at_most(0), pytest.raises(ConfigError, match="can't write"):
+        opened(path)
+    assert known(opened(path))["1.0", 0].token_ids == (5, 6, 7)

@@ -329,6 +329,19 @@ def test_the_question_for_a_model_says_what_is_wrong() -> None:
     assert ran_against(chunked(b'{"data": [{"i', b'd": "m"}]}'))[1] == "m"
 
 
+def test_list_of_models_may_come_in_pieces() -> None:
+    models = [{"id": f"model-{i}"} for i in range(400)]
+    raw = json.dumps({"data": models}).encode()
+    parts = [raw[i : i + 900] for i in range(0, len(raw), 900)]
+    assert ran_against(chunked(*parts))[1] == "model-0"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:abc", "ftp://h"])
+def test_url_that_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--base-url"):
+        Endpoint(url)
+
+
 def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["bench-serve", "--base-url"]
     for words, match in (

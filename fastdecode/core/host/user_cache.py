@@ -23,5 +23,6 @@ def user_cache(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 def can_write(directory: Path) -> bool:
     """Return True if a file can be made in the directory, or the directory itself."""
-    there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    above = (directory, *directory.parents)
+    there = next((path for path in above if os.path.exists(path)), directory)  # never raises
+    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)

@@ -72,7 +72,11 @@ class Endpoint:
     """
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"--base-url {url} is no address: {error}") from None
         if "@" in parts.netloc:
             raise ConfigError(f"--base-url has a name or key before @: give it in {KEY_VARIABLE}")
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
@@ -80,7 +84,7 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--base-url {url} is not like http://HOST:PORT")
         self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._port = port or (443 if parts.scheme == "https" else 80)
         host = f"[{self._host}]" if ":" in self._host else self._host
         path = parts.path.rstrip("/").removesuffix("/v1")
         self._url = f"{parts.scheme}://{host}:{self._port}{path}/v1"
@@ -135,14 +139,14 @@ class Endpoint:
         async with self._session() as session, session.get(f"{self._url}/models") as answer:
             if answer.status != 200:
                 return await self._refusal(answer)
-            said = json.loads(await answer.content.read(_MAX_MODELS_BYTES))
+            said = json.loads(await _body(answer, _MAX_MODELS_BYTES))
             return said if isinstance(said, dict) else {}
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
         """Return why a server refuses, without the key that it may repeat."""
         message = ""
         with contextlib.suppress(aiohttp.ClientError, OSError):
-            body = await answer.content.read(_MOST_OF_AN_ERROR)
+            body = await _body(answer, _MOST_OF_AN_ERROR)
             try:
                 message = message_of(json.loads(body))
             except (ValueError, RecursionError):
@@ -237,6 +241,16 @@ def _take(said: Any, record: Record, now_s: float) -> None:
     if said.get("usage"):
         record.num_tokens = int(said["usage"]["completion_tokens"])
         record.has_usage = True
+
+
+async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """Return the body, or as much of it."""
+    body = b""
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) >= most_bytes:
+            break
+    return body[:most_bytes]
 
 
 def message_of(said: Any) -> str:
