@@ -105,7 +105,8 @@ def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
 
 
 def _lines(found: Contents) -> list[str]:
-    """What there is."""
+    if found.is_held:
+        return [f"{found.path}: {found.num_bytes} bytes; a process uses it, look again afterwards"]
     told = [
         f"{found.path}: {found.conversations} conversations, {found.turns} turns, "
         f"{found.tokens} tokens; {found.over} are over",
@@ -114,12 +115,12 @@ def _lines(found: Contents) -> list[str]:
     if found.last_active_s is not None:
         last = datetime.fromtimestamp(found.last_active_s).replace(microsecond=0)
         told.append(f"last turn {last.isoformat(sep=' ')}")
-    if found.is_held:
-        told.append("a process uses it")
     return told
 
 
 def _verdict(found: Contents) -> str:
+    if found.is_held:
+        return "not verified"
     if found.damage:
         return f"damaged, and not by a crash: {found.damage}"
     return "whole"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastdecode.cli.options import add_exit_code_option, add_log_level_option
 from fastdecode.core.config.groups import Cluster
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
 from fastdecode.wire.mpi import job as mpi_job
@@ -199,18 +200,36 @@ def _compiled(directory: str | None) -> Finding:
     from fastdecode.core.model.checkpoint import open_checkpoint
     from fastdecode.measure.doctor import Finding
     from rworker.attention import AttentionExecutor
-    from rworker.compiling import ROW_LOOPS, prepared
+    from rworker.compiling import prepared
     from rworker.stream.chunks import layout_of
 
     spec = open_checkpoint(directory).spec()
     dtype, began_s = spec.choose_dtype("auto"), time.monotonic()
     layout = layout_of(spec.kv_spec(dtype))
     heads = sorted({each.num_q_heads for each in spec.attention})
-    AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, dtype))
+    activations = dtype
     if importlib.util.find_spec("torch") is not None:
-        importlib.import_module(ROW_LOOPS)
+        activations = _compiled_for_s_worker(dtype)
+    AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, activations))
     text = f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s"
     return Finding("PASS", "kernels", text)
+
+
+def _compiled_for_s_worker(dtype: DType) -> DType:
+    """Compile the loops of an S-worker on a CPU. Return the dtype of its activations."""
+    import torch
+
+    from fastdecode.engine.setup.resolve import computed_in
+    from rworker.compiling import ROW_LOOPS
+    from sworker.kernels import narrow
+
+    importlib.import_module(ROW_LOOPS)
+    activations = computed_in(dtype, torch.device("cpu"))
+    if activations is not dtype and narrow.is_possible():
+        from sworker.kernels import narrow_loops
+
+        narrow_loops.compiled(is_half=dtype is DType.FLOAT16)
+    return activations
 
 
 def _prefetches() -> Iterator[Finding]:

@@ -1,15 +1,15 @@
-"""SQLite files of one process: private, held by a lock, without what was deleted.
+"""SQLite files of one process: private, locked, without what was deleted.
 
 A committed transaction survives the end of the process. After a power cut the file holds all
 transactions up to the last ``checkpoint``, and perhaps later ones. SQLite keeps recent
-transactions beside the file, in ``NAME-wal``, until it is closed.
+transactions beside the file, in ``NAME-wal``, until it is closed. The lock is SQLite's own, so it
+holds on network file systems too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import sqlite3
 import stat
@@ -21,8 +21,8 @@ from typing import Final
 _BESIDE: Final = ("-wal", "-shm")
 _VERSION: Final = 1
 _ERASE_BYTES: Final = 1 << 20
-_WAIT_S: Final = 1.0
-"""Longest wait for a process that reads the file."""
+_WAIT_S: Final = 0.2
+"""Longest wait for a process that has the file open."""
 
 
 class OtherFileError(Exception):
@@ -45,23 +45,26 @@ class Database:
     """
 
     def __init__(self, path: Path, kind: int, schema: str) -> None:
-        fd = _open_alone(path)
-        self._let_go = weakref.finalize(self, os.close, fd)
+        _make_private(path)
+        self._connection = _connect(path, "rwc")
+        # A connection is part of a cycle, so it would keep the lock until garbage is collected.
+        self._close = weakref.finalize(self, self._connection.close)
         try:
-            self._connection = _connect(path, "rwc")
-            is_empty = _check_kind(self._connection, kind)
-            self._connection.executescript(
-                "PRAGMA auto_vacuum=FULL; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
-                "PRAGMA secure_delete=ON;"
-            )
+            with _telling_locks():
+                self._connection.execute("PRAGMA locking_mode=EXCLUSIVE").fetchall()
+                is_empty = _check_kind(self._connection, kind)
+                self._connection.executescript(
+                    "PRAGMA auto_vacuum=FULL; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
+                    "PRAGMA secure_delete=ON; BEGIN EXCLUSIVE; COMMIT;"
+                )
             if is_empty:
                 self._connection.executescript(
-                    f"BEGIN IMMEDIATE; {schema} PRAGMA application_id={kind};"
+                    f"BEGIN; {schema} PRAGMA application_id={kind};"
                     f"PRAGMA user_version={_VERSION}; COMMIT;"
                 )
             check_whole(self._connection)
         except BaseException:
-            self.close()
+            self._close()
             raise
 
     def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
@@ -79,47 +82,29 @@ class Database:
                 self._connection.execute("ROLLBACK")
             raise
 
-    def checkpoint(self) -> bool:
-        """Make all transactions survive a power cut.
-
-        Returns:
-            True if no deleted content is left beside the file. False while another process
-            reads it: call again.
-        """
-        ((is_busy, *_),) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        return not is_busy
+    def checkpoint(self) -> None:
+        """Make all transactions survive a power cut. No deleted content is left beside the file."""
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         """Write everything to the file and let other processes use it. Safe to call twice."""
-        if connection := self.__dict__.get("_connection"):
-            connection.close()
-        self._let_go()
+        self._close()
 
 
 @contextlib.contextmanager
 def reading(path: Path, kind: int) -> Iterator[sqlite3.Connection]:
-    """Open a database that another process may be writing, without changing it.
+    """Open a database without changing it.
 
     Raises:
+        BlockingIOError: If a process has it open.
         OtherFileError: If the file holds something else.
         sqlite3.Error: If it is damaged or can't be read.
     """
     with contextlib.closing(_connect(path, "ro")) as connection:
-        if _check_kind(connection, kind):
-            raise OtherFileError
+        with _telling_locks():
+            if _check_kind(connection, kind):
+                raise OtherFileError
         yield connection
-
-
-def is_held(path: Path) -> bool:
-    """Return True if a process has the database open."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _lock(fd)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def check_whole(connection: sqlite3.Connection) -> None:
@@ -142,47 +127,50 @@ def erase(path: Path) -> None:
         BlockingIOError: If another process holds it.
         OSError: If it can't be written.
     """
-    fd = _open_alone(path)
+    connection = _connect(path, "rw")
     try:
-        for name in (path.name + _BESIDE[0], path.name):
-            with contextlib.suppress(FileNotFoundError), path.with_name(name).open("r+b") as file:
-                left = os.fstat(file.fileno()).st_size
-                while left > 0:
-                    left -= file.write(bytes(min(left, _ERASE_BYTES)))
-                file.flush()
-                os.fsync(file.fileno())
-        remove(path)
+        with _telling_locks():
+            connection.executescript("BEGIN EXCLUSIVE; COMMIT;")
+    except sqlite3.DatabaseError:
+        pass  # a damaged file is erased too
     finally:
-        os.close(fd)
+        connection.close()
+    for name in (path.name + _BESIDE[0], path.name):
+        with contextlib.suppress(FileNotFoundError), path.with_name(name).open("r+b") as file:
+            left = os.fstat(file.fileno()).st_size
+            while left > 0:
+                left -= file.write(bytes(min(left, _ERASE_BYTES)))
+            file.flush()
+            os.fsync(file.fileno())
+    remove(path)
 
 
-def _open_alone(path: Path) -> int:
+def _make_private(path: Path) -> None:
+    """Create the file if it is missing. Its descriptor is closed before SQLite locks the file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    was_there = os.path.lexists(path)
     fd = os.open(path, flags, 0o600)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        if found.st_uid != os.geteuid():
+        if was_there and found.st_uid != os.geteuid():
             raise PermissionError(errno.EACCES, "another user's file")
-        _lock(fd)
-        if not os.path.samestat(os.fstat(fd), os.stat(path)):
-            raise BlockingIOError  # another process has replaced the file since
         with contextlib.suppress(PermissionError):  # a file system without modes
             os.fchmod(fd, 0o600)
-    except BaseException:
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
-def _lock(fd: int) -> None:
+@contextlib.contextmanager
+def _telling_locks() -> Iterator[None]:
+    """Raise BlockingIOError within, if another process has the database open."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        yield
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):  # error codes are new in Python 3.11
+            raise BlockingIOError from None
         raise
-    except OSError:
-        pass  # a file system without locks; its users must not start two processes
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

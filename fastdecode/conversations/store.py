@@ -82,8 +82,6 @@ class ConversationStore:
         self._path = path
         self._sync_turns, self._sync_s = sync_turns, sync_s
         self._num_unsynced, self._synced_s = 0, time.monotonic()
-        self._leaves_traces = False
-        """Forgotten turns are still beside the file, since another process reads it."""
         self.names: set[str] = set()
         """Names of the turns that the file had."""
         self._is_closed = False
@@ -113,7 +111,7 @@ class ConversationStore:
                 the turn is kept.
         """
         is_late = time.monotonic() - self._synced_s >= self._sync_s
-        if is_late or self._leaves_traces or self._num_unsynced >= self._sync_turns:
+        if is_late or self._num_unsynced >= self._sync_turns:
             self.sync()
         about = {
             "kept": step.num_kept,
@@ -135,8 +133,7 @@ class ConversationStore:
         self._num_unsynced += 1
 
     def forget(self, conversation_ids: Sequence[str]) -> None:
-        """End conversations. Nothing of them is left in the file when this returns, or, if
-        another process reads it, after a turn that ends later."""
+        """End conversations. Nothing of them is left in the file when this returns."""
         with self._writing():
             for each in conversation_ids:
                 self._database.execute("INSERT OR IGNORE INTO over VALUES (?)", digest_of(each))
@@ -146,7 +143,7 @@ class ConversationStore:
     def sync(self) -> None:
         """Make all turns survive a power cut."""
         with _explaining(self._path):
-            self._leaves_traces = not self._database.checkpoint()
+            self._database.checkpoint()
         self._num_unsynced, self._synced_s = 0, time.monotonic()
 
     def close(self) -> None:
@@ -246,8 +243,8 @@ class Contents:
     num_bytes: int
     identity: str
     """``identity_of`` the model, as hexadecimal digits."""
-    is_held: bool
-    """True if a process has the file open."""
+    is_held: bool = False
+    """True if a process has the file open. Then nothing below is known."""
     conversations: int = 0
     turns: int = 0
     tokens: int = 0
@@ -278,7 +275,7 @@ def inspect(path: Path) -> Contents:
         ConfigError: If it holds no conversations, or can't be read.
     """
     with _refusing(path):
-        found = Contents(str(path), path.stat().st_size, "", database.is_held(path))
+        found = Contents(str(path), path.stat().st_size, "")
         kept: dict[str, Kept] = {}
         try:
             with database.reading(path, _KIND) as connection:
@@ -291,6 +288,10 @@ def inspect(path: Path) -> Contents:
                     turn = read_turn(row)
                     kept[turn.conversation_id] = turn.after(kept.get(turn.conversation_id))
                     found.turns += 1
+        except BlockingIOError:
+            found.is_held = True
+        except sqlite3.OperationalError:
+            raise
         except sqlite3.Error as error:
             found.damage = str(error)
     found.conversations = len(kept)

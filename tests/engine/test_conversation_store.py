@@ -307,20 +307,6 @@ def test_forgotten_conversations_give_their_room_back(tmp_path: Path) -> None:
         again.begin("c3")
 
 
-def test_forgetting_beside_a_reader_leaves_nothing_once_it_has_gone(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    some = opened(path)
-    talk(some, "mine", *[0x53544152] * 3000)
-    reader = sqlite3.connect(path, isolation_level=None)
-    reader.execute("BEGIN")
-    reader.execute("SELECT count(*) FROM turns").fetchall()
-    some.forget("mine")
-    assert b"RATS" in bytes_of(path)
-    reader.close()
-    talk(some, "other", 5)
-    assert b"RATS" not in bytes_of(path) and tokens(some, "other") == [5]
-
-
 def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log"
     path.touch()
