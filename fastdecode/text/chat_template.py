@@ -23,9 +23,9 @@ from fastdecode.core.errors import (
     MissingExtraError,
     RequestError,
 )
-from fastdecode.core.json_file import read_bytes
-from fastdecode.core.model.files import read_model_file, read_model_json
-from fastdecode.text.chats import MARK, ROLES, USER, Rendering, for_template, with_object_arguments
+from fastdecode.core.json_file import Refuse, read_bytes
+from fastdecode.core.model.files import read_model_json
+from fastdecode.text.chats import MARK, ROLES, USER, Message, Rendering, for_template, with_objects
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.tokenizer_files import SPECIAL_TOKENS, TokenizerFiles
 
@@ -70,16 +70,13 @@ class ChatTemplate:
         self._origin = origin
         self._is_stopped = False
         self._known_roles: dict[str, bool] = dict.fromkeys(ROLES, True)
-        opening = {
-            "source": source, "tool_source": tool_source, "special_tokens": dict(special_tokens),
-        }  # fmt: skip
+        opening = {"source": source, "tool_source": tool_source, "special_tokens": special_tokens}
         self._child = LimitedChild({"template": opening}, limits)
         try:
             self._child.open()
         except ChildFailedError as error:
-            what = "is not a Jinja template"
-            if not error.refused:
-                what = "can't render a conversation of one word"
+            is_none = "is not a Jinja template"
+            what = is_none if error.refused else "can't render a conversation of one word"
             raise CheckpointError(f"{origin} {what}: {error}") from None
 
     @classmethod
@@ -93,18 +90,18 @@ class ChatTemplate:
         """
         special_tokens = TokenizerFiles.read(model_dir).names
         if given is not None:
-            is_file = isinstance(given, Path) or "{" not in given
-            origin = str(given) if is_file else "chat_template"
+            what, source, origin = Given("chat_template"), str(given), "chat_template"
+            if isinstance(given, Path) or "{" not in given:
+                origin = str(given)
+                source = _source(Path(given), lambda why: ConfigError(what, f" {given}: {why}"))
             try:
-                return cls(_own(Path(given)) if is_file else str(given), origin, special_tokens)
+                return cls(source, origin, special_tokens)
             except CheckpointError as error:
-                raise ConfigError(Given("chat_template"), f": {error}") from None
+                raise ConfigError(what, f": {error}") from None
         path = model_dir / "chat_template.jinja"
         if path.exists():
-            try:
-                source = read_model_file(path, MAX_TEMPLATE_BYTES).decode()
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{path} can't be read: {error}") from None
+            again = ". Fetch the file again"
+            source = _source(path, lambda why: CheckpointError(f"{path}: {why}{again}"))
             return cls(source, str(path), special_tokens)
         path = model_dir / "tokenizer_config.json"
         found, tool_source = read_model_json(path).get("chat_template"), None
@@ -122,9 +119,7 @@ class ChatTemplate:
         """True if tools have a place in what it writes."""
         return "tools" in self.source
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering = PLAIN
-    ) -> str:
+    def render(self, messages: Sequence[Message], now: datetime, how: Rendering = PLAIN) -> str:
         """Return the conversation as text, special tokens spelled out. Templates may print ``now``.
 
         Raises:
@@ -157,18 +152,18 @@ class ChatTemplate:
                 )
         return how.cut(text)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering) -> str:
+    def _render(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         """Ask the child; again with objects if the template refuses other arguments of calls."""
         try:
             return self._ask(messages, now, how)
         except ChildFailedError as error:
-            again = with_object_arguments(messages)
+            again = with_objects(messages)
             if not error.refused or again == list(messages):
                 raise
             return self._ask(again, now, how)
 
     def probe(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str | None:
         """Return the text of a conversation that is only tried; None if the template refuses it.
         A template that was stopped once is not tried again."""
@@ -181,10 +176,10 @@ class ChatTemplate:
             return None
 
     def close(self) -> None:
-        """End the child process. Safe to call twice."""
+        """Safe to call twice."""
         self._child.close()
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering) -> str:
+    def _ask(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         variables = {
             **how.variables,
             "messages": messages, "tools": list(how.tools) or None, "documents": None,
@@ -194,23 +189,18 @@ class ChatTemplate:
 
     def _writes(self, role: str) -> bool:
         """Return False if the template leaves out a message of a role that isn't in ``ROLES``."""
-        if role not in self._known_roles:
-            message = {"role": role, "content": MARK}
-            texts = self.probe([message, USER]), self.probe([USER, message])
-            said = [text for text in texts if text is not None]
-            writes = not said or any(MARK in text for text in said)
-            if len(self._known_roles) > _MAX_KNOWN_ROLES:
-                return writes
+        if role in self._known_roles:
+            return self._known_roles[role]
+        message = {"role": role, "content": MARK}
+        texts = self.probe([message, USER]), self.probe([USER, message])
+        said = [text for text in texts if text is not None]
+        writes = not said or any(MARK in text for text in said)
+        if len(self._known_roles) <= _MAX_KNOWN_ROLES:
             self._known_roles[role] = writes
-        return self._known_roles[role]
+        return writes
 
 
-def _own(path: Path) -> str:
-    """Return a template that isn't the model's. Raises ConfigError: If the file can't be read."""
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(Given("chat_template"), f" {path}: {why}")
-
+def _source(path: Path, refuse: Refuse) -> str:
     try:
         return read_bytes(path, most_bytes=MAX_TEMPLATE_BYTES, refuse=refuse).decode()
     except UnicodeDecodeError as error:
