@@ -26,15 +26,9 @@ from fastdecode.text.tools import CODE, Tools
 
 AUTO: Final = "auto"
 NONE: Final = "none"
-MAX_CALLS: Final = 1024
-"""Of one answer."""
+MAX_CALLS: Final = 1024  # of one answer
 TOOL_PARSERS: Final = (AUTO, NONE, *TOOL_FORMATS)
 REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
-TOOL_PARSER_HELP: Final = "format of the model's tool calls; auto: the one in its chat template"
-REASONING_PARSER_HELP: Final = (
-    "marks of the model's reasoning, which answers have apart as reasoning_content; auto: those "
-    "in its chat template"
-)
 
 
 @dataclass(frozen=True)

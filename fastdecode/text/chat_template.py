@@ -100,9 +100,8 @@ class ChatTemplate:
                 raise ConfigError(what, f": {error}") from None
         path = model_dir / "chat_template.jinja"
         if path.exists():
-            again = ". Fetch the file again"
-            source = _source(path, lambda why: CheckpointError(f"{path}: {why}{again}"))
-            return cls(source, str(path), special_tokens)
+            text = _source(path, lambda why: CheckpointError(f"{path}: {why}. Fetch it again"))
+            return cls(text, str(path), special_tokens)
         path = model_dir / "tokenizer_config.json"
         found, tool_source = read_model_json(path).get("chat_template"), None
         if isinstance(found, list):
@@ -121,13 +120,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], now: datetime, how: Rendering = PLAIN) -> str:
         """Return the conversation as text, special tokens spelled out. Templates may print ``now``.
-
-        Raises:
-            RequestError: (code ``chat_template_failed``) If the template refuses the messages,
-                fails on them, or takes more than the limits. (``invalid_messages``) If it leaves
-                out messages of a role, or the last message can't be continued. (``child_died``)
-                If the child was ended from outside.
-        """
+        Raises RequestError: (code ``chat_template_failed``) If the template refuses the messages,
+        fails on them, or takes more than the limits. (``invalid_messages``) If it leaves out
+        messages of a role, or the last message can't be continued. (``child_died``) If the child
+        was ended from outside."""
         if how.style is not None:
             messages = for_template(messages, how.style)
         try:
@@ -135,11 +131,9 @@ class ChatTemplate:
         except ChildDiedError as error:
             raise error.as_request_error() from None
         except ChildFailedError as error:
-            what = "refuses"
-            if not error.refused:
-                # Whoever asked may be a server's client: a path is for the log.
+            what = "refuses" if error.refused else "was stopped on"
+            if not error.refused:  # a path is for the log: who asked may be a server's client
                 logger.warning("a conversation stopped %s: %s", self._origin, error)
-                what = "was stopped on"
             raise RequestError(
                 f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
@@ -176,7 +170,6 @@ class ChatTemplate:
             return None
 
     def close(self) -> None:
-        """Safe to call twice."""
         self._child.close()
 
     def _ask(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:

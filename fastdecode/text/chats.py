@@ -1,4 +1,4 @@
-"""Conversations as callers give them, and as chat templates take them."""
+"""Conversations as chat templates take them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ Probe: TypeAlias = Callable[..., str | None]
 
 @dataclass(frozen=True)
 class MessageStyle:
-    """What a chat template makes of messages, found out by rendering some.
-
-    Instructions are messages of ``system`` and of ``developer``.
-    """
+    """What a chat template makes of messages, found out by rendering some. Instructions are those
+    of ``system`` and ``developer``."""
 
     id_chars: int = 0
     """Ids of calls have this many characters; 0: any number."""
@@ -42,16 +40,14 @@ class MessageStyle:
         """Return a template's style. Raises RequestError: If ``content_format`` is none of
         ``CONTENT_FORMATS``."""
         if content_format not in CONTENT_FORMATS:
-            raise RequestError(
-                Given("chat_template_content_format", content_format),
-                f" is none of {', '.join(CONTENT_FORMATS)}",
-                code="invalid_argument",
-            )
+            given, known = Given("chat_template_content_format", content_format), CONTENT_FORMATS
+            raise RequestError(given, f" is none of {', '.join(known)}", code="invalid_argument")
         probes = _Probes(probe, content_format)
         lost = {role for role in _PROBES if not probes.writes(role)}
         has_developer = "developer" not in lost and probes.knows_developer()
         instructing = [_PROBES[role][0] for role in _INSTRUCTING[: 1 + has_developer]]
-        takes_two = all(probes.find(_FIRST_SYSTEM, each, USER) for each in instructing)
+        first = {"role": "system", "content": _OTHER}
+        takes_two = all(probes.find(first, each, USER) for each in instructing)
         late = [probes.find(USER, ASSISTANT, each, USER) for each in instructing]
         return cls(
             id_chars,
@@ -66,16 +62,11 @@ class MessageStyle:
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
-CONTENT_FORMAT_HELP: Final = (
-    "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
-    "auto: as it is written"
-)
 MARK: Final = "Mark1of2"
 _OTHER: Final = "Mark2of2"
 _STRANGER: Final = "stranger"
 USER: Final = {"role": "user", "content": "Hello"}
 ASSISTANT: Final = {"role": "assistant", "content": "Hi"}
-_FIRST_SYSTEM: Final = {"role": "system", "content": _OTHER}
 _INSTRUCTING: Final = ("system", "developer")
 _CALL: Final = {
     "id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}},
@@ -142,9 +133,8 @@ class _Probes:
 
     def knows_developer(self) -> bool:
         """Return whether developers' messages come out, and not as any role's would."""
-        known, other = (
-            self._text([{"role": role, "content": MARK}, USER]) for role in ("developer", _STRANGER)
-        )
+        roles = "developer", _STRANGER
+        known, other = (self._text([{"role": each, "content": MARK}, USER]) for each in roles)
         is_alike = other is not None and other.replace(_STRANGER, "developer") == known
         return known is not None and MARK in known and not is_alike
 
@@ -156,11 +146,8 @@ class _Probes:
 
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
     """Return messages as a template takes them. Arguments of calls become objects. Ids that are
-    too long lose their beginning. Instructions are joined, or begin the next user message.
-
-    Raises:
-        RequestError: (code ``invalid_messages``) If the template leaves out a role's messages.
-    """
+    too long lose their beginning. Instructions are joined, or begin the next user message. Raises
+    RequestError: (code ``invalid_messages``) If the template leaves out a role's messages."""
     leading: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
@@ -209,7 +196,8 @@ def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
         made["role"] = "system"
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
-    _shorten(made, "tool_call_id", style.id_chars)
+    if isinstance(made.get("tool_call_id"), str):
+        made["tool_call_id"] = made["tool_call_id"][-style.id_chars :]
     return made
 
 
@@ -246,13 +234,9 @@ def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
                 loaded = json.loads((arguments or "").strip() or "{}")
                 arguments = loaded if isinstance(loaded, dict) else arguments
         made["function"] = {**function, "arguments": arguments}
-    _shorten(made, "id", id_chars)
+    if isinstance(made.get("id"), str):
+        made["id"] = made["id"][-id_chars:]
     return made
-
-
-def _shorten(made: dict[str, Any], name: str, id_chars: int) -> None:
-    if isinstance(made.get(name), str):
-        made[name] = made[name][-id_chars:]
 
 
 def with_objects(messages: Sequence[Message]) -> list[Message]:
@@ -262,8 +246,7 @@ def with_objects(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         calls = [dict(call) for call in message.get("tool_calls") or ()]
         for call in calls:
-            function = call.get("function")
-            if isinstance(function, Mapping):
+            if isinstance(function := call.get("function"), Mapping):
                 arguments = function.get("arguments")
                 if not isinstance(arguments, Mapping):
                     call["function"] = {**function, "arguments": {"arguments": arguments}}

@@ -17,7 +17,6 @@ from fastdecode.text.tokenizer_files import TokenizerFiles
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ORDINARY_BYTES_PER_TOKEN = 16
 MAX_BYTES_PER_TOKEN = 128
 """Texts of up to this many bytes per token of the model's limit are encoded whole."""
 # A million tokens of prose take 5 s.
@@ -41,7 +40,7 @@ class TextCodec:
     ) -> None:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
-        """The end of a text, if the tokenizer's files name one."""
+        """None if the tokenizer's files name no end of a text."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         """The tokens' texts; None without a tokenizer."""
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
@@ -169,13 +168,9 @@ class Encoder:
             raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's token ids.
-
-        Raises:
-            RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
-                limits. (``prompt_too_long``) If its beginning alone is too long for the model.
-                (``child_died``) If the child was ended from outside.
-        """
+        """Raises RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
+        limits. (``prompt_too_long``) If its beginning alone is too long for the model.
+        (``child_died``) If the child was ended from outside."""
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -198,7 +193,6 @@ class Encoder:
         return self._ids(text, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
-        """Safe to call twice."""
         self._child.close()
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:

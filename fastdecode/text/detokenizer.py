@@ -203,11 +203,11 @@ def _types(decoder: dict[str, object]) -> set[str]:
     return {str(decoder.get("type"))}
 
 
+@dataclass(frozen=True)
 class TokenText:
     """Names tokens in answers: ``token_id:N`` where the model has no tokenizer."""
 
-    def __init__(self, vocabulary: Vocabulary | None) -> None:
-        self._vocabulary = vocabulary
+    _vocabulary: Vocabulary | None
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for; a special token's name."""
@@ -234,19 +234,17 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
-        """Return what finds where each token's text begins in a completion of this prompt."""
-        return TokenOffsets(self._vocabulary, prompt_token_ids)
+        return TokenOffsets(detokenizer_for(self._vocabulary, prompt_token_ids))
 
 
+@dataclass
 class TokenOffsets:
     """Where the texts of a completion's tokens begin, had nothing been cut off its text."""
 
-    def __init__(self, vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int]) -> None:
-        self._detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
-        self._end = 0
+    _detokenizer: Detokenizer
+    _end: int = 0
 
     def next(self, token_id: int) -> int:
-        """Return where one more token begins."""
         begin = self._end
         self._end += len(self._detokenizer.append(token_id))
         return begin

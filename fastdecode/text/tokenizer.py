@@ -27,11 +27,8 @@ class Encoding(dict[str, T]):
 
 class ModelTokenizer:
     """The result of ``LLM.get_tokenizer``. Usable while the LLM is open. ``chat_template`` is a
-    file or a text in place of the model's own.
-
-    Raises:
-        ConfigError: (code ``no_tokenizer``) If the model has none.
-    """
+    file or a text in place of the model's own. Raises ConfigError: (code ``no_tokenizer``) If the
+    model has none."""
 
     def __init__(
         self,
@@ -102,13 +99,12 @@ class ModelTokenizer:
         return list(self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False)))
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """Return an id's token, or a list of several's. An unknown id alone is None; among others
-        it is ``""``."""
+        """Return None for an unknown id alone, ``""`` for one among others."""
         named = self._tokenizer.id_to_token
         return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """Return a token's id, or a list of several's; None of what is no token."""
+        """Return None for an unknown token."""
         id_of = self._tokenizer.token_to_id
         return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
 

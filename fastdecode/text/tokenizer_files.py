@@ -68,8 +68,12 @@ class TokenizerFiles:
             config = {**config, **read_model_json(model_dir / "special_tokens_map.json")}
             where = model_dir / "added_tokens.json"
             older = read_model_json(where)
-        named = {name: _text_of(config.get(name)) for name in SPECIAL_TOKENS}
-        names = {name: text for name, text in named.items() if text}
+        names = {}
+        for name in SPECIAL_TOKENS:
+            token = config.get(name)
+            content = token.get("content") if isinstance(token, dict) else token
+            if isinstance(content, str) and content:
+                names[name] = content
         try:
             rows = [_row(int(each), row["content"], row) for each, row in newer.items()]
             rows += [_row(int(each), content, {}) for content, each in older.items()]
@@ -79,9 +83,8 @@ class TokenizerFiles:
             ) from None
         known = {row["content"] for row in rows}
         rows.sort(key=lambda row: int(row["id"]))
-        rows += [
-            _row(None, each, {}) for each in dict.fromkeys(names.values()) if each not in known
-        ]
+        unlisted = [each for each in dict.fromkeys(names.values()) if each not in known]
+        rows += [_row(None, each, {}) for each in unlisted]
         for row in rows:
             row["special"] |= row["content"] in names.values()
         return cls(find_tokenizer(model_dir), names, tuple(rows))
@@ -101,7 +104,7 @@ class TokenizerFiles:
             found = tokenizer.token_to_id(row["content"])
             if row["id"] not in (None, found):
                 logger.warning(
-                    "%s: the added token %r has the id %s there, and %s in the files beside it",
+                    "%s: the added token %r has the id %s there, and %s in the other files",
                     self.path, row["content"], found, row["id"],
                 )  # fmt: skip
         return tokenizer
@@ -169,8 +172,3 @@ def _row(token_id: int | None, content: object, row: Mapping[str, Any]) -> dict[
         raise TypeError("a token is a text")
     flags = {name: bool(row[name]) for name in _FLAGS if name in row}
     return {"id": token_id, "content": content, "special": bool(row.get("special")), "flags": flags}
-
-
-def _text_of(token: object) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
