@@ -18,15 +18,15 @@ from fastdecode.text.chats import Message, Rendering
 from fastdecode.text.codec import TextCodec
 
 _NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
-"""What types of parts that are no text begin with."""
+"""Types of parts other than text begin with one of these."""
 
 
 def as_chats(messages: object) -> list[Sequence[Message]]:
     """Return one conversation, or several, as several.
 
     Raises:
-        RequestError: If they are neither, a message's calls are no list of objects, or a part is
-            no text.
+        RequestError: If they are neither, a message's calls aren't a list of objects, or a part
+            isn't text.
     """
     chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
     is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
