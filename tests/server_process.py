@@ -104,7 +104,7 @@ class Server:
         for process in self.job.processes():
             with contextlib.suppress(psutil.Error):
                 is_http = any("server.frontend" in word for word in process.cmdline())
-                is_child = any("child_main" in word for word in process.cmdline())
+                is_child = any("text.child import" in word for word in process.cmdline())
                 if not is_child and is_http == (what == "http"):
                     return process
         raise AssertionError(f"there is no {what} process: {self.job.output()}")

@@ -44,14 +44,9 @@ from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Bar, Progress
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, stop_signals
-from fastdecode.text.chat_format import (
-    AUTO,
-    REASONING_PARSER_HELP,
-    REASONING_PARSERS,
-    TOOL_PARSER_HELP,
-    TOOL_PARSERS,
-)
-from fastdecode.text.chats import CONTENT_FORMAT_HELP, CONTENT_FORMATS
+from fastdecode.server.options import CONTENT_FORMAT_HELP, REASONING_PARSER_HELP, TOOL_PARSER_HELP
+from fastdecode.text.chat_format import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from fastdecode.text.chats import CONTENT_FORMATS
 from fastdecode.wire.mpi import leaving
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 

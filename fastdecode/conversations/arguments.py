@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import replace
 from datetime import datetime
 from secrets import token_hex
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from fastdecode.conversations.turns import ChatTurn, Turn, check_id
 from fastdecode.core.errors import RequestError
@@ -16,6 +16,54 @@ from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, Rendering
 from fastdecode.text.codec import TextCodec
+
+_NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
+"""Types of parts other than text begin with one of these."""
+
+
+def as_chats(messages: object) -> list[Sequence[Message]]:
+    """Return one conversation, or several, as several.
+
+    Raises:
+        RequestError: If they are neither, a message's calls aren't a list of objects, or a part
+            isn't text.
+    """
+    chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
+    is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
+    chats = [chats] if is_one else chats
+    if not all(isinstance(chat, Sequence) and chat for chat in chats) or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for chat in chats
+        for message in chat
+    ):
+        raise RequestError(
+            "messages must be a conversation or a list of them: each a list of "
+            '{"role": "…", "content": "…"}',
+            code="invalid_messages",
+        )
+    for place, chat in enumerate(chats):
+        for at, message in enumerate(chat):
+            _check_message(message, f"messages[{at}]" if is_one else f"messages[{place}][{at}]")
+    return chats
+
+
+def _check_message(message: Message, where: str) -> None:
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
+    if not is_list or not all(isinstance(call, Mapping) for call in calls):
+        raise RequestError(
+            f"{where}.tool_calls must be a list of calls, each "
+            '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
+            code="invalid_messages",
+        )
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind.startswith(_NO_TEXT):
+            raise RequestError(
+                f"{where}.content has a part of type {kind!r:.80}, which is not supported: only "
+                "text is",
+                code="unsupported_field",
+            )
 
 
 def as_ids(conversation_id: object, count: int) -> list[str] | None:

@@ -21,7 +21,7 @@ from fastdecode.core.sequence import (
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import NO_TOKENIZER, check_structured
-from fastdecode.text.reasoning import REASONING_FORMATS, prompt_state
+from fastdecode.text.reasoning import REASONING_FORMATS
 
 MOST_SOUND: Final = 1024
 """Structured outputs that are known to be sound."""
@@ -123,7 +123,7 @@ class RequestChecker:
         prompt leaves the reasoning."""
         family = REASONING_FORMATS.get(wanted.reasoning or "")
         if family is not None and not wanted.in_reasoning:
-            state = prompt_state(family, self._codec.prompt_end(token_ids))
+            state = family.prompt_state(self._codec.prompt_end(token_ids))
             reasoning = None if state == "after" else wanted.reasoning
             wanted = replace(wanted, reasoning=reasoning, in_reasoning=state == "inside")
             params = replace(params, structured_outputs=wanted)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastdecode.conversations.arguments import (
     PromptGiven,
     as_batch,
+    as_chats,
     as_ids,
     as_params,
     chat_prompts,
@@ -72,7 +73,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message, Rendering, as_chats
+from fastdecode.text.chats import Message, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.tokenizer import ModelTokenizer

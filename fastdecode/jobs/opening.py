@@ -38,8 +38,7 @@ from fastdecode.jobs.survey import OnLook, Survey, kind_of_lines, survey, unseen
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.codec import lacks_tokenizer
-from fastdecode.text.tokenizer_files import TokenizerFiles
+from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 MAX_SYNC_LINES = 1 << 30
 
@@ -316,8 +315,9 @@ def _survey(
     """Raises ConfigError: bad lines are to keep a job from starting; or the
     model can answer none of them."""
     tell(f"checking {source}")
+    takes_text = not model.is_dir() or find_tokenizer(model) is not None
     found = survey(
-        source, lines, takes_text=not lacks_tokenizer(model), shard=options.shard, on_look=on_look,
+        source, lines, takes_text=takes_text, shard=options.shard, on_look=on_look,
     )  # fmt: skip
     if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
         raise found.refusal(source)

@@ -9,7 +9,7 @@ from typing import Any
 from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError
 from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer, message_of
+from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
 
@@ -150,7 +150,7 @@ class ChoiceWriter:
         reason: str = completion.finish_reason
         if self.is_chat:
             parsed = self.reader.read(output, completion, number)
-            choice["message"] = message_of(parsed)
+            choice["message"] = parsed.to_json()
             reason = finish_reason(reason, has_calls=bool(parsed.calls))
         else:
             choice["text"] = completion.text
@@ -183,9 +183,9 @@ class ChoiceWriter:
             return None
         offsets: Sequence[int] = ()
         if not self.is_chat:
-            offsets = self.tokens.offsets(
-                completion.token_ids, output.prompt_token_ids, len(completion.text)
-            )
+            begins = self.tokens.offsets_after(output.prompt_token_ids)
+            length = len(completion.text)
+            offsets = [min(begins.next(token_id), length) for token_id in completion.token_ids]
         return self.logprobs(completion.logprobs, offsets)
 
     def logprobs(

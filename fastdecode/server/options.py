@@ -12,16 +12,19 @@ from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.local_models import hub_name
 from fastdecode.server.keys import KEYS_VARIABLE
-from fastdecode.text.chat_format import (
-    AUTO,
-    REASONING_PARSER_HELP,
-    REASONING_PARSERS,
-    TOOL_PARSER_HELP,
-    TOOL_PARSERS,
-)
-from fastdecode.text.chats import CONTENT_FORMAT_HELP, CONTENT_FORMATS
+from fastdecode.text.chat_format import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from fastdecode.text.chats import CONTENT_FORMATS
 
 _FOREVER_S = 1e7
+CONTENT_FORMAT_HELP = (
+    "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
+    "auto: as it is written"
+)
+TOOL_PARSER_HELP = "format of the model's tool calls; auto: the one in its chat template"
+REASONING_PARSER_HELP = (
+    "marks of the model's reasoning, which answers have apart as reasoning_content; auto: those "
+    "in its chat template"
+)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final, TypeAlias
 
-from fastdecode.text.begun_stop import num_begun
+from fastdecode.text.reasoning import num_begun
 from fastdecode.text.schemas import loaded, meant, python_value
 from fastdecode.text.tool_formats import Tags, ToolFormat
 

@@ -20,34 +20,19 @@ from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.harmony import HarmonyParser, harmony_grammar
 from fastdecode.text.lark import json_rule
-from fastdecode.text.reasoning import (
-    REASONING_FORMATS,
-    ReasoningFormat,
-    ReasoningSplitter,
-    continued_state,
-    prompt_state,
-    reasoning_format,
-)
+from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter
 from fastdecode.text.tool_formats import TOOL_FORMATS, ToolFormat, tool_format
 from fastdecode.text.tools import CODE, Tools
 
 AUTO: Final = "auto"
 NONE: Final = "none"
-MAX_CALLS: Final = 1024
-"""Of one answer."""
+MAX_CALLS: Final = 1024  # of one answer
 TOOL_PARSERS: Final = (AUTO, NONE, *TOOL_FORMATS)
 REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
-TOOL_PARSER_HELP: Final = "format of the model's tool calls; auto: the one in its chat template"
-REASONING_PARSER_HELP: Final = (
-    "marks of the model's reasoning, which answers have apart as reasoning_content; auto: those "
-    "in its chat template"
-)
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A model's formats."""
-
     tools: ToolFormat | None = None
     """None: it writes no calls that are known."""
     reasoning: ReasoningFormat | None = None
@@ -73,16 +58,16 @@ class ChatFormat:
         source = template.source
         tools = tool_format(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
         reasoning = REASONING_FORMATS.get(reasoning_parser)
-        reasoning = reasoning_format(source) if reasoning_parser == AUTO else reasoning
+        reasoning = ReasoningFormat.of(source) if reasoning_parser == AUTO else reasoning
         id_chars = 0 if tools is None else tools.id_chars
-        style = MessageStyle.of(template, id_chars, content_format)
+        style = MessageStyle.of(template.probe, id_chars, content_format)
         return cls(tools, reasoning, template.takes_tools, special, style)
 
     def continuing(self, text: str) -> ChatFormat:
         """Return the formats of an answer whose beginning is ``text``, part of the prompt."""
         if self.reasoning is None or not text:
             return self
-        state = continued_state(self.reasoning, text)
+        state = self.reasoning.continued_state(text)
         return replace(self, reasoning=replace(self.reasoning, state=state))
 
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
@@ -90,20 +75,15 @@ class ChatFormat:
         ``no_tool_format``) If the model writes no calls."""
         if tools is None:
             return None if self.reasoning is None else AnswerFormat(self.reasoning)
-        if not self.takes_tools:
-            raise RequestError(
-                Given("tools"),
-                " need a chat template that has a place for them, and this model's has none: "
-                "give one by chat_template",
-                code="no_tool_format",
-            )
-        if self.tools is None:
-            raise RequestError(
-                Given("tools"),
+        if not self.takes_tools or self.tools is None:
+            why = (
                 " need a format that calls are written in, and the chat template writes none that "
-                f"is known: choose tool_parser, one of {', '.join(TOOL_FORMATS)}",
-                code="no_tool_format",
+                f"is known: choose tool_parser, one of {', '.join(TOOL_FORMATS)}"
+                if self.takes_tools
+                else " need a chat template that has a place for them, and this model's has none: "
+                "give one by chat_template"
             )
+            raise RequestError(Given("tools"), why, code="no_tool_format")
         schemas = {tool["name"]: tool.get("parameters") or {} for tool in tools.functions}
         return AnswerFormat(self.reasoning, self.tools, schemas, tools.most_one)
 
@@ -127,13 +107,22 @@ class ChatFormat:
     def _structured(self, tools: Tools, structured: StructuredOutputs | None) -> StructuredOutputs:
         """Return what the text must be: calls, or either calls or what is asked for."""
         assert self.tools is not None, "answer refuses tools without a format"
-        if tools.must_call and structured is not None:
-            raise RequestError(
-                Given("tool_choice"),
-                " asks for a call, and structured outputs for something else: give one of them",
-                code=CODE,
-            )
-        answer = None if structured is None else _answer_rule(structured)
+        answer = None
+        if structured is not None:
+            if tools.must_call:
+                why = (
+                    " asks for a call, and structured outputs for something else: give one of them"
+                )
+                raise RequestError(Given("tool_choice"), why, code=CODE)
+            if structured.schema is None:
+                why = (
+                    " and structured outputs other than JSON can't be given together: leave one out"
+                )
+                raise RequestError(Given("tools"), why, code=CODE)
+            try:
+                answer = json_rule(structured.schema)
+            except ValueError as error:
+                raise refuse(f".json can't be followed: {error}") from None
         if self.tools.has_channels:
             return StructuredOutputs(grammar=harmony_grammar(tools.functions, self.special, answer))
         rules = calls_rules(self.tools, tools.functions, self.special, most_one=tools.most_one)
@@ -141,24 +130,10 @@ class ChatFormat:
         return self._after_reasoning(StructuredOutputs(grammar=f"{start}\n{rules}"))
 
     def _after_reasoning(self, structured: StructuredOutputs) -> StructuredOutputs:
-        if self.reasoning is None or self.reasoning.state == "after":
+        family = self.reasoning
+        if family is None or family.state == "after":
             return structured
-        is_inside = self.reasoning.state == "inside"
-        return replace(structured, reasoning=self.reasoning.name, in_reasoning=is_inside)
-
-
-def _answer_rule(structured: StructuredOutputs) -> str:
-    schema = structured.schema
-    if schema is None:
-        raise RequestError(
-            Given("tools"),
-            " and structured outputs other than JSON can't be given together: leave one out",
-            code=CODE,
-        )
-    try:
-        return json_rule(schema)
-    except ValueError as error:
-        raise refuse(f".json can't be followed: {error}") from None
+        return replace(structured, reasoning=family.name, in_reasoning=family.state == "inside")
 
 
 @dataclass(frozen=True)
@@ -175,20 +150,20 @@ class AnswerFormat:
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:
         """Return what divides one answer to this prompt."""
         most_calls = 1 if self.most_one else MAX_CALLS
-        family, tools, splitter = self.reasoning, self.tools, None
-        state = "after"
+        family, tools, splitter, state = self.reasoning, self.tools, None, "after"
         if family is not None:
-            state = prompt_state(family, codec.prompt_end(prompt_token_ids))
+            state = family.prompt_state(codec.prompt_end(prompt_token_ids))
+        is_inside = state == "inside"
         is_apart = family is not None and family.has_channels
         has_calls = tools is not None and tools.has_channels
         if is_apart or has_calls:
             return HarmonyParser(
                 splits_reasoning=is_apart,
                 most_calls=most_calls if has_calls else 0,
-                is_inside=state == "inside",
+                is_inside=is_inside,
             )
         if family is not None and state != "after":
-            splitter = ReasoningSplitter(family, state == "inside", tools.begin if tools else "")
+            splitter = ReasoningSplitter(family, is_inside, tools.begin if tools else "")
         calls = None if tools is None else call_reader(tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
@@ -200,8 +175,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Divides one answer's text into reasoning, text and calls. Those after the first
-    ``most_calls`` are left out."""
+    """Divides one answer's text into reasoning, text and the first ``most_calls`` calls."""
 
     def __init__(
         self, reasoning: ReasoningSplitter | None, calls: CallReader | None, most_calls: int
@@ -220,33 +194,29 @@ class AnswerParser:
         return 0 if self._reasoning is None else self._reasoning.num_chars
 
     def feed(self, text: str) -> list[Part]:
-        """Return what more text adds."""
         if self._reasoning is None:
-            return self._divided(text)
-        reasoning, answer = self._reasoning.feed(text)
-        thought: list[Part] = [Reasoning(reasoning)] if reasoning else []
-        return thought + self._divided(answer)
+            return self._divided("", text)
+        return self._divided(*self._reasoning.feed(text))
 
     def finish(self) -> list[Part]:
         """Return what was held back: no text follows."""
         parts: list[Part] = []
         open_call = ""
         if self._reasoning is not None:
-            reasoning, answer = self._reasoning.finish()
+            parts = self._divided(*self._reasoning.finish())
             open_call = self._reasoning.open_call
-            parts += [Reasoning(reasoning)] if reasoning else []
-            parts += self._divided(answer)
-        rest = self._divided(open_call)
+        rest = self._divided("", open_call)
         rest += [] if self._calls is None else self._kept(self._calls.finish())
         if open_call:  # reasoning without an end: it has a call in it, or speaks of one
             rest = [Reasoning(each) if isinstance(each, str) else each for each in rest]
             rest = rest if self.has_calls else [Reasoning(open_call)]
         return parts + rest
 
-    def _divided(self, answer: str) -> list[Part]:
-        if not answer:
-            return []
-        return [answer] if self._calls is None else self._kept(self._calls.feed(answer))
+    def _divided(self, reasoning: str, answer: str) -> list[Part]:
+        parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
+        if answer:
+            parts += [answer] if self._calls is None else self._kept(self._calls.feed(answer))
+        return parts
 
     def _kept(self, parts: list[str | Call]) -> list[Part]:
         return [part for part in parts if isinstance(part, str) or part.index < self._most_calls]
@@ -257,8 +227,6 @@ PartsParser: TypeAlias = "AnswerParser | HarmonyParser"
 
 @dataclass
 class ParsedAnswer:
-    """A whole answer."""
-
     content: str | None = ""
     """The text; None: there are calls alone."""
     reasoning: str | None = None
@@ -281,12 +249,11 @@ class ParsedAnswer:
         parsed.content = None if parsed.calls and not content.strip() else content
         return parsed
 
-
-def message_of(parsed: ParsedAnswer) -> dict[str, Any]:
-    """Return OpenAI's message of an assistant."""
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["tool_calls"] = [call.to_json() for call in parsed.calls]
-    return message
+    def to_json(self) -> dict[str, Any]:
+        """Return OpenAI's message of an assistant."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.to_json() for call in self.calls]
+        return message

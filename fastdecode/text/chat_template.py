@@ -23,9 +23,9 @@ from fastdecode.core.errors import (
     MissingExtraError,
     RequestError,
 )
-from fastdecode.core.json_file import read_bytes
-from fastdecode.core.model.files import read_model_file, read_model_json
-from fastdecode.text.chats import MARK, ROLES, USER, Rendering, for_template, with_object_arguments
+from fastdecode.core.json_file import Refuse, read_bytes
+from fastdecode.core.model.files import read_model_json
+from fastdecode.text.chats import MARK, ROLES, USER, Message, Rendering, for_template, with_objects
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.tokenizer_files import SPECIAL_TOKENS, TokenizerFiles
 
@@ -70,16 +70,13 @@ class ChatTemplate:
         self._origin = origin
         self._is_stopped = False
         self._known_roles: dict[str, bool] = dict.fromkeys(ROLES, True)
-        opening = {
-            "source": source, "tool_source": tool_source, "special_tokens": dict(special_tokens),
-        }  # fmt: skip
+        opening = {"source": source, "tool_source": tool_source, "special_tokens": special_tokens}
         self._child = LimitedChild({"template": opening}, limits)
         try:
             self._child.open()
         except ChildFailedError as error:
-            what = "is not a Jinja template"
-            if not error.refused:
-                what = "can't render a conversation of one word"
+            is_none = "is not a Jinja template"
+            what = is_none if error.refused else "can't render a conversation of one word"
             raise CheckpointError(f"{origin} {what}: {error}") from None
 
     @classmethod
@@ -93,19 +90,18 @@ class ChatTemplate:
         """
         special_tokens = TokenizerFiles.read(model_dir).names
         if given is not None:
-            is_file = isinstance(given, Path) or "{" not in given
-            origin = str(given) if is_file else "chat_template"
+            what, source, origin = Given("chat_template"), str(given), "chat_template"
+            if isinstance(given, Path) or "{" not in given:
+                origin = str(given)
+                source = _source(Path(given), lambda why: ConfigError(what, f" {given}: {why}"))
             try:
-                return cls(_own(Path(given)) if is_file else str(given), origin, special_tokens)
+                return cls(source, origin, special_tokens)
             except CheckpointError as error:
-                raise ConfigError(Given("chat_template"), f": {error}") from None
+                raise ConfigError(what, f": {error}") from None
         path = model_dir / "chat_template.jinja"
         if path.exists():
-            try:
-                source = read_model_file(path, MAX_TEMPLATE_BYTES).decode()
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{path} can't be read: {error}") from None
-            return cls(source, str(path), special_tokens)
+            text = _source(path, lambda why: CheckpointError(f"{path}: {why}. Fetch it again"))
+            return cls(text, str(path), special_tokens)
         path = model_dir / "tokenizer_config.json"
         found, tool_source = read_model_json(path).get("chat_template"), None
         if isinstance(found, list):
@@ -122,17 +118,12 @@ class ChatTemplate:
         """True if tools have a place in what it writes."""
         return "tools" in self.source
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering = PLAIN
-    ) -> str:
+    def render(self, messages: Sequence[Message], now: datetime, how: Rendering = PLAIN) -> str:
         """Return the conversation as text, special tokens spelled out. Templates may print ``now``.
-
-        Raises:
-            RequestError: (code ``chat_template_failed``) If the template refuses the messages,
-                fails on them, or takes more than the limits. (``invalid_messages``) If it leaves
-                out messages of a role, or the last message can't be continued. (``child_died``)
-                If the child was ended from outside.
-        """
+        Raises RequestError: (code ``chat_template_failed``) If the template refuses the messages,
+        fails on them, or takes more than the limits. (``invalid_messages``) If it leaves out
+        messages of a role, or the last message can't be continued. (``child_died``) If the child
+        was ended from outside."""
         if how.style is not None:
             messages = for_template(messages, how.style)
         try:
@@ -140,11 +131,9 @@ class ChatTemplate:
         except ChildDiedError as error:
             raise error.as_request_error() from None
         except ChildFailedError as error:
-            what = "refuses"
-            if not error.refused:
-                # Whoever asked may be a server's client: a path is for the log.
+            what = "refuses" if error.refused else "was stopped on"
+            if not error.refused:  # a path is for the log: who asked may be a server's client
                 logger.warning("a conversation stopped %s: %s", self._origin, error)
-                what = "was stopped on"
             raise RequestError(
                 f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
@@ -157,18 +146,18 @@ class ChatTemplate:
                 )
         return how.cut(text)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering) -> str:
+    def _render(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         """Ask the child; again with objects if the template refuses other arguments of calls."""
         try:
             return self._ask(messages, now, how)
         except ChildFailedError as error:
-            again = with_object_arguments(messages)
+            again = with_objects(messages)
             if not error.refused or again == list(messages):
                 raise
             return self._ask(again, now, how)
 
     def probe(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str | None:
         """Return the text of a conversation that is only tried; None if the template refuses it.
         A template that was stopped once is not tried again."""
@@ -181,10 +170,9 @@ class ChatTemplate:
             return None
 
     def close(self) -> None:
-        """End the child process. Safe to call twice."""
         self._child.close()
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]], now: datetime, how: Rendering) -> str:
+    def _ask(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         variables = {
             **how.variables,
             "messages": messages, "tools": list(how.tools) or None, "documents": None,
@@ -194,23 +182,18 @@ class ChatTemplate:
 
     def _writes(self, role: str) -> bool:
         """Return False if the template leaves out a message of a role that isn't in ``ROLES``."""
-        if role not in self._known_roles:
-            message = {"role": role, "content": MARK}
-            texts = self.probe([message, USER]), self.probe([USER, message])
-            said = [text for text in texts if text is not None]
-            writes = not said or any(MARK in text for text in said)
-            if len(self._known_roles) > _MAX_KNOWN_ROLES:
-                return writes
+        if role in self._known_roles:
+            return self._known_roles[role]
+        message = {"role": role, "content": MARK}
+        texts = self.probe([message, USER]), self.probe([USER, message])
+        said = [text for text in texts if text is not None]
+        writes = not said or any(MARK in text for text in said)
+        if len(self._known_roles) <= _MAX_KNOWN_ROLES:
             self._known_roles[role] = writes
-        return self._known_roles[role]
+        return writes
 
 
-def _own(path: Path) -> str:
-    """Return a template that isn't the model's. Raises ConfigError: If the file can't be read."""
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(Given("chat_template"), f" {path}: {why}")
-
+def _source(path: Path, refuse: Refuse) -> str:
     try:
         return read_bytes(path, most_bytes=MAX_TEMPLATE_BYTES, refuse=refuse).decode()
     except UnicodeDecodeError as error:

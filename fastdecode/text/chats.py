@@ -1,73 +1,24 @@
-"""Conversations as callers give them, and as chat templates take them."""
+"""Conversations as chat templates take them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, TypeAlias
 
 from fastdecode.core.errors import Given, RequestError
 
-Message = Mapping[str, Any]
-
-
-def as_chats(messages: object) -> list[Sequence[Message]]:
-    """Return one conversation, or several, as several. Raises RequestError: If they are neither,
-    a message's calls are no list of objects, or a part is no text."""
-    chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
-    is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
-    chats = [chats] if is_one else chats
-    if not all(isinstance(chat, Sequence) and chat for chat in chats) or not all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        for chat in chats
-        for message in chat
-    ):
-        raise RequestError(
-            "messages must be a conversation or a list of them: each a list of "
-            '{"role": "…", "content": "…"}',
-            code="invalid_messages",
-        )
-    for place, chat in enumerate(chats):
-        for at, message in enumerate(chat):
-            _check(message, f"messages[{at}]" if is_one else f"messages[{place}][{at}]")
-    return chats
-
-
-def _check(message: Message, where: str) -> None:
-    calls, content = message.get("tool_calls") or [], message.get("content")
-    is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
-    if not is_list or not all(isinstance(call, Mapping) for call in calls):
-        raise RequestError(
-            f"{where}.tool_calls must be a list of calls, each "
-            '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
-            code="invalid_messages",
-        )
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind.startswith(_NO_TEXT):
-            raise RequestError(
-                f"{where}.content has a part of type {kind!r:.80}, which is not supported: only "
-                "text is",
-                code="unsupported_field",
-            )
-
-
-class Prober(Protocol):
-    """A chat template that can be tried."""
-
-    def probe(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str | None:
-        """Return a conversation's text; None if the template refuses it."""
+Message: TypeAlias = Mapping[str, Any]
+Probe: TypeAlias = Callable[..., str | None]
+"""Returns the text of messages, perhaps with tools; None if the chat template refuses them."""
 
 
 @dataclass(frozen=True)
 class MessageStyle:
-    """What a chat template makes of messages, found out by rendering some.
-
-    Instructions are messages of ``system`` and of ``developer``.
-    """
+    """What a chat template makes of messages, found out by rendering some. Instructions are those
+    of ``system`` and ``developer``."""
 
     id_chars: int = 0
     """Ids of calls have this many characters; 0: any number."""
@@ -85,46 +36,37 @@ class MessageStyle:
     """Roles whose messages it leaves out."""
 
     @classmethod
-    def of(cls, template: Prober, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
+    def of(cls, probe: Probe, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
         """Return a template's style. Raises RequestError: If ``content_format`` is none of
         ``CONTENT_FORMATS``."""
         if content_format not in CONTENT_FORMATS:
-            raise RequestError(
-                Given("chat_template_content_format", content_format),
-                f" is none of {', '.join(CONTENT_FORMATS)}",
-                code="invalid_argument",
-            )
-        probes = _Probes(template, content_format)
-        lost = frozenset(role for role in _PROBES if not probes.writes(role))
+            given, known = Given("chat_template_content_format", content_format), CONTENT_FORMATS
+            raise RequestError(given, f" is none of {', '.join(known)}", code="invalid_argument")
+        probes = _Probes(probe, content_format)
+        lost = {role for role in _PROBES if not probes.writes(role)}
         has_developer = "developer" not in lost and probes.knows_developer()
         instructing = [_PROBES[role][0] for role in _INSTRUCTING[: 1 + has_developer]]
-        two = all(probes.find(_FIRST_SYSTEM, each, USER) for each in instructing)
-        is_late_lost = any(
-            probes.find(USER, ASSISTANT, each, USER) is False for each in instructing
-        )
+        first = {"role": "system", "content": _OTHER}
+        takes_two = all(probes.find(first, each, USER) for each in instructing)
+        late = [probes.find(USER, ASSISTANT, each, USER) for each in instructing]
         return cls(
             id_chars,
             frozenset(probes.parts),
             probes.joint(),
             has_developer,
-            joins_system=not two,
-            folds="all" if "system" in lost else "late" if is_late_lost else "none",
-            lost=lost.difference(_INSTRUCTING),
+            joins_system=not takes_two,
+            folds="all" if "system" in lost else "late" if False in late else "none",
+            lost=frozenset(lost.difference(_INSTRUCTING)),
         )
 
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
-CONTENT_FORMAT_HELP: Final = (
-    "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
-    "auto: as it is written"
-)
 MARK: Final = "Mark1of2"
 _OTHER: Final = "Mark2of2"
 _STRANGER: Final = "stranger"
 USER: Final = {"role": "user", "content": "Hello"}
 ASSISTANT: Final = {"role": "assistant", "content": "Hi"}
-_FIRST_SYSTEM: Final = {"role": "system", "content": _OTHER}
 _INSTRUCTING: Final = ("system", "developer")
 _CALL: Final = {
     "id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}},
@@ -148,8 +90,6 @@ _PROBES: Final[Mapping[str, Sequence[Message]]] = {
 }
 _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """Ends the last message while it is rendered, as in transformers. Trimming removes its blank."""
-_NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
-"""What types of parts that are no text begin with."""
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning. Templates read the first or the last."""
 
@@ -157,8 +97,8 @@ _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 class _Probes:
     """Renders conversations with marks in them."""
 
-    def __init__(self, template: Prober, content_format: str) -> None:
-        self._template = template
+    def __init__(self, probe: Probe, content_format: str) -> None:
+        self._probe = probe
         self._is_auto = content_format == "auto"
         self.parts = set(ROLES) if content_format == "openai" else set()
         """Roles that need parts, as far as they are known."""
@@ -176,44 +116,38 @@ class _Probes:
     def find(self, *messages: Message) -> bool | None:
         """Return whether all marks come out; None if the template refuses the messages."""
         marks = [each for each in (MARK, _OTHER) if any(each == m["content"] for m in messages)]
-        texts = self._text(messages), self._text(messages, (_TOOL,))
+        texts = self._text(messages), self._text(messages, _TOOL)
         said = [text for text in texts if text is not None]
         return any(all(mark in text for mark in marks) for text in said) if said else None
 
     def joint(self) -> str:
         """Return what the template writes between parts, where it takes a text as well."""
         parts = [{"type": "text", "text": text} for text in (MARK, _OTHER)]
-        text = self._template.probe([{"role": "user", "content": parts}])
+        text = self._probe([{"role": "user", "content": parts}])
         if text is not None and MARK in text and "user" not in self.parts:
             between = text.partition(MARK)[2].partition(_OTHER)[0]
             whole = {"role": "user", "content": MARK + between + _OTHER}
-            if self._template.probe([whole]) == text:
+            if self._probe([whole]) == text:
                 return between
         return "\n"
 
     def knows_developer(self) -> bool:
         """Return whether developers' messages come out, and not as any role's would."""
-        known, other = (
-            self._text([{"role": role, "content": MARK}, USER]) for role in ("developer", _STRANGER)
-        )
+        roles = "developer", _STRANGER
+        known, other = (self._text([{"role": each, "content": MARK}, USER]) for each in roles)
         is_alike = other is not None and other.replace(_STRANGER, "developer") == known
         return known is not None and MARK in known and not is_alike
 
-    def _text(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str | None:
+    def _text(self, messages: Sequence[Message], *tools: Mapping[str, Any]) -> str | None:
         style = MessageStyle(parts=frozenset(self.parts))
         made = [{**m, "content": _content(m["content"], style, m["role"])} for m in messages]
-        return self._template.probe(made, tools)
+        return self._probe(made, tools)
 
 
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
     """Return messages as a template takes them. Arguments of calls become objects. Ids that are
-    too long lose their beginning. Instructions are joined, or begin the next user message.
-
-    Raises:
-        RequestError: (code ``invalid_messages``) If the template leaves out a role's messages.
-    """
+    too long lose their beginning. Instructions are joined, or begin the next user message. Raises
+    RequestError: (code ``invalid_messages``) If the template leaves out a role's messages."""
     leading: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
@@ -254,7 +188,7 @@ def _joined(messages: Sequence[Message]) -> object:
 def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
     made = {name: value for name, value in message.items() if value not in (None, [])}
     refusal = made.pop("refusal", "")
-    made["content"] = _with_refusals(made.get("content") or refusal)
+    made["content"] = made.get("content") or refusal
     reasoning = next((made[name] for name in _REASONING if name in made), None)
     if reasoning is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
@@ -262,20 +196,9 @@ def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
         made["role"] = "system"
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
-    _shorten(made, "tool_call_id", style.id_chars)
+    if isinstance(made.get("tool_call_id"), str):
+        made["tool_call_id"] = made["tool_call_id"][-style.id_chars :]
     return made
-
-
-def _with_refusals(content: object) -> object:
-    """Return a content in which refusals, as parts, are texts."""
-    if isinstance(content, str) or not isinstance(content, Sequence):
-        return content
-    return [
-        {"type": "text", "text": part.get("refusal")}
-        if isinstance(part, Mapping) and part.get("type") == "refusal"
-        else part
-        for part in content
-    ]
 
 
 def _as_parts(content: Any) -> list[Any]:
@@ -284,61 +207,51 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _content(content: object, style: MessageStyle, role: str) -> object:
-    """Return a content as the template takes it. Parts that are no text stay as they are."""
+    """Return a content as the template takes it. Refusals are texts; other parts that are no text
+    stay as they are."""
     if isinstance(content, str):
         return _as_parts(content) if role in style.parts else content
-    if role in style.parts or not isinstance(content, Sequence):
+    if not isinstance(content, Sequence):
         return content
-    texts = [_text_of(part) for part in content]
-    return content if None in texts else style.joint.join(map(str, texts))
-
-
-def _text_of(part: object) -> str | None:
-    text = part.get("text") if isinstance(part, Mapping) else part
-    return text if isinstance(text, str) else None
+    parts: list[Any] = list(content)
+    texts: list[Any] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, Mapping) and part.get("type") == "refusal":
+            part = parts[place] = {"type": "text", "text": part.get("refusal")}
+        texts.append(part.get("text") if isinstance(part, Mapping) else part)
+    if role in style.parts or not all(isinstance(text, str) for text in texts):
+        return parts
+    return style.joint.join(texts)
 
 
 def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
+    """Return a call with its arguments as an object; as they are, if they are text that is none."""
     made = dict(call)
     if isinstance(function := made.get("function"), Mapping):
         arguments = function.get("arguments")
         if arguments is None or isinstance(arguments, str):
-            arguments = _loaded(arguments)
+            with contextlib.suppress(ValueError, RecursionError):
+                loaded = json.loads((arguments or "").strip() or "{}")
+                arguments = loaded if isinstance(loaded, dict) else arguments
         made["function"] = {**function, "arguments": arguments}
-    _shorten(made, "id", id_chars)
+    if isinstance(made.get("id"), str):
+        made["id"] = made["id"][-id_chars:]
     return made
 
 
-def _shorten(made: dict[str, Any], name: str, id_chars: int) -> None:
-    if isinstance(made.get(name), str):
-        made[name] = made[name][-id_chars:]
-
-
-def _loaded(arguments: str | None) -> object:
-    """Return a call's arguments as an object; as they are, where they are text that is none."""
-    try:
-        loaded = json.loads((arguments or "").strip() or "{}")
-    except (ValueError, RecursionError):
-        return arguments
-    return loaded if isinstance(loaded, dict) else arguments
-
-
-def with_object_arguments(messages: Sequence[Message]) -> list[Message]:
+def with_objects(messages: Sequence[Message]) -> list[Message]:
     """Return messages in which the arguments of every call are an object. Others, which a
     model wrote or a client changed, become its only value, ``arguments``."""
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
-
-
-def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": {"arguments": function.get("arguments")}}}
+    made = []
+    for message in messages:
+        calls = [dict(call) for call in message.get("tool_calls") or ()]
+        for call in calls:
+            if isinstance(function := call.get("function"), Mapping):
+                arguments = function.get("arguments")
+                if not isinstance(arguments, Mapping):
+                    call["function"] = {**function, "arguments": {"arguments": arguments}}
+        made.append({**message, "tool_calls": calls} if calls else message)
+    return made
 
 
 @dataclass(frozen=True)
@@ -371,20 +284,26 @@ class Rendering:
         begins_turn = not continue_final_message and add_generation_prompt is not False
         return cls(begins_turn, continue_final_message, variables or {}, tools)
 
-    def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def continued(self, messages: Sequence[Message]) -> str:
         """Return the text that the answer continues; empty if it continues none."""
         content = messages[-1].get("content") if self.continue_final_message and messages else ""
-        if isinstance(content, str):
-            return content
-        parts = content if isinstance(content, Sequence) else ()
+        parts = _as_parts(content or "")
         return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
-    def marked(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def marked(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages for the template. Raises RequestError: If the last one has no text."""
         if not self.continue_final_message:
             return messages
         last = messages[-1] if messages else {}
-        return [*messages[:-1], {**last, "content": _marked(last.get("content"))}]
+        content = last.get("content")
+        if isinstance(content, str):
+            return [*messages[:-1], {**last, "content": content + _CONTINUED}]
+        parts = list(content) if isinstance(content, Sequence) else []
+        for place, part in reversed(list(enumerate(parts))):
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                parts[place] = {**part, "text": part["text"] + _CONTINUED}
+                return [*messages[:-1], {**last, "content": parts}]
+        raise _refusal(" needs a last message with text: give its content as a string")
 
     def cut(self, text: str) -> str:
         """Return the text of marked messages, up to the mark. Raises RequestError: If it's lost."""
@@ -395,17 +314,6 @@ class Rendering:
             raise _refusal(": the chat template does not write the last message: give another role")
         is_trimmed = not text.startswith(_CONTINUED, place)
         return text[:place].rstrip() if is_trimmed else text[:place]
-
-
-def _marked(content: object) -> object:
-    if isinstance(content, str):
-        return content + _CONTINUED
-    parts = list(content) if isinstance(content, Sequence) else []
-    for place in reversed(range(len(parts))):
-        if isinstance(parts[place], Mapping) and isinstance(parts[place].get("text"), str):
-            parts[place] = {**parts[place], "text": parts[place]["text"] + _CONTINUED}
-            return parts
-    raise _refusal(" needs a last message with text: give its content as a string")
 
 
 def _refusal(why: str) -> RequestError:

@@ -2,42 +2,62 @@
 
 The child answers one question after the other within limits. If it dies, the next question gets a
 new one. Questions and answers are JSON, and no answer is trusted: whoever asks checks it.
+A ``LimitedChild`` asks; in the child ``main`` answers, and runs a template as transformers does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from fastdecode.core.errors import CHILD_DIED, RequestError
+from fastdecode.core.errors import CHILD_DIED, CheckpointError, RequestError
+from fastdecode.text.tokenizer_files import load_tokenizer
 
+Answer: TypeAlias = Callable[[dict[str, Any]], Any]
+"""From a question to its answer, in JSON's types. It raises whatever a model's authors raise."""
 MAX_ANSWER_BYTES = 512 << 20
 # The child finds modules where we do, and nowhere else: -I leaves out the working directory.
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child_main import main; "
+    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child import main; "
     "main(int(sys.argv[1]))"
 )
 # The rest of our environment may hold secrets.
 _INHERITED = "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR"
 _QUIET = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
 _CRASHES = signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE
+MAX_TEXT_CHARS = 64 << 20
+MAX_REASON_CHARS = 10_000
+# A bit of everything, and the runs that make a regular expression go back and forth.
+TRIAL_TEXT = "Once upon a time, 12345 naïve cafés — 你好 😀 don't\r\n\t{x: [1.5e-3]};\n" + "".join(
+    char * 100 + "!\n" for char in "a Z0.-_=\té"
+)
+TRIAL_CHAT = {
+    "now": "2000-01-01T00:00:00",
+    "variables": {
+        "messages": [{"role": "user", "content": "Hello"}], "tools": None, "documents": None,
+        "add_generation_prompt": True,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a child."""
-
     memory_bytes: int
     """Address space, Python's own 50 MB among it."""
     cpu_s: int
@@ -65,12 +85,8 @@ class ChildDiedError(ChildFailedError):
 
 
 class LimitedChild:
-    """Asks a child process, which starts with the first question and ends with this process.
-
-    Args:
-        opening: what the child does: see ``child_main.open_service``.
-        limits: what it may take.
-    """
+    """Asks a child process, which starts with the first question and ends with this process. What
+    it does ``opening`` says: see ``open_service``."""
 
     def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
         self._opening = {"limits": asdict(limits), **opening}
@@ -81,11 +97,8 @@ class LimitedChild:
         self._stop: weakref.finalize[..., Any] | None = None
 
     def open(self) -> None:
-        """Start the child, unless it runs.
-
-        Raises:
-            ChildFailedError: If it can't do its work. The next question tries again.
-        """
+        """Start the child, unless it runs. Raises ChildFailedError: If it can't do its work. The
+        next question tries again."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
@@ -107,25 +120,19 @@ class LimitedChild:
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """Return the answer to one question. A child that was ended from outside is replaced once.
-
-        Raises:
-            ChildFailedError: If there is none.
-        """
+        Raises ChildFailedError: If there is no answer."""
         with self._asking:
-            try:
-                return self._ask(question)
-            except ChildDiedError:
-                return self._ask(question)
+            with contextlib.suppress(ChildDiedError):
+                self.open()
+                return self._exchange(question, self._limits.cpu_s)
+            self.open()
+            return self._exchange(question, self._limits.cpu_s)
 
     def close(self) -> None:
         """End the child. Safe to call twice; a question after that starts another."""
         if self._stop is not None:
             self._stop()
         self._process = self._connection = self._stop = None
-
-    def _ask(self, question: Mapping[str, Any]) -> Any:
-        self.open()
-        return self._exchange(question, self._limits.cpu_s)
 
     def _exchange(self, question: Mapping[str, Any], cpu_s: int) -> Any:
         process, connection = self._process, self._connection
@@ -136,7 +143,9 @@ class LimitedChild:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChildFailedError(f"it can't be said in JSON: {error}", refused=True) from None
         try:
-            _limit_waits(connection, wall_s)
+            with socket.socket(fileno=os.dup(connection.fileno())) as end:
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", wall_s, 0))
             connection.send_bytes(raw)
             answer = unpack(connection.recv_bytes(MAX_ANSWER_BYTES))
             kind, said = answer["kind"], answer["said"]
@@ -166,13 +175,6 @@ def unpack(raw: bytes) -> Any:
     return json.loads(raw.decode("utf-8", "surrogatepass"))
 
 
-def _limit_waits(connection: Connection, wall_s: int) -> None:
-    """Let sending and receiving raise BlockingIOError after ``wall_s``."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", wall_s, 0))
-
-
 def _failure(status: int, cpu_s: int) -> ChildFailedError:
     """Return what a child died of, by its exit status."""
     if status == -signal.SIGXCPU:
@@ -187,3 +189,129 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     connection.close()
     process.wait()
+
+
+class Refusal(Exception):  # noqa: N818  (an answer of its kind)
+    """What is asked for is impossible."""
+
+
+def main(fd: int) -> None:
+    """Answer questions that come over a socket, until its other end is closed."""
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError, OSError):
+        opening = unpack(connection.recv_bytes())
+        limits = opening["limits"]
+        none = dict.fromkeys((resource.RLIMIT_FSIZE, resource.RLIMIT_CORE), 0)
+        for kind, most in {resource.RLIMIT_AS: limits["memory_bytes"], **none}.items():
+            with contextlib.suppress(OSError, ValueError):  # not every system has them all
+                resource.setrlimit(kind, (most, most))
+        _limit_time(limits["open_cpu_s"])
+        opened: list[Answer] = []
+        connection.send_bytes(_answered(lambda _: opened.append(open_service(opening)), {}))
+        while opened:
+            question = unpack(connection.recv_bytes())
+            _limit_time(limits["cpu_s"])
+            connection.send_bytes(_answered(opened[0], question))
+
+
+def open_service(opening: dict[str, Any]) -> Answer:
+    """Load what ``opening`` names, a ``template`` or a ``tokenizer``, and try it: one that never
+    ends is known before work starts. Raises whatever the libraries raise, panics among it."""
+    is_template = "template" in opening
+    return _template(**opening["template"]) if is_template else _tokenizer(**opening["tokenizer"])
+
+
+def _tokenizer(path: str, added: list[dict[str, Any]]) -> Answer:
+    tokenizer = load_tokenizer(Path(path), added)
+    for text in ("", TRIAL_TEXT):
+        with contextlib.suppress(Exception):  # a small vocabulary may lack letters
+            tokenizer.encode(text)
+    tokenizer.decode(list(range(tokenizer.get_vocab_size())), skip_special_tokens=False)
+    return lambda question: tokenizer.encode(**question).ids
+
+
+def _template(source: str, tool_source: str | None, special_tokens: dict[str, str]) -> Answer:
+    template = _compiled(source)
+    with_tools = template if tool_source is None else _compiled(tool_source)
+
+    def render(question: dict[str, Any]) -> str:
+        variables = {**special_tokens, **question["variables"]}
+        variables["strftime_now"] = datetime.fromisoformat(question["now"]).strftime
+        try:
+            chosen = with_tools if variables["tools"] else template
+            text: str = chosen.render(variables)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything
+            raise Refusal(str(error) or type(error).__name__) from None
+        if len(text) > MAX_TEXT_CHARS:
+            raise MemoryError
+        return text
+
+    with contextlib.suppress(Refusal):  # it may want other messages
+        render(TRIAL_CHAT)
+    return render
+
+
+def _compiled(source: str) -> Any:
+    """Return a template in Jinja's sandbox, with what transformers gives it. Raises Refusal: If
+    the source is none."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import Scope
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """Marks the assistant's text, for training only."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
+
+        def parse(self, parser: Any) -> Scope:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = refuse
+    try:
+        return environment.from_string(source)
+    except (TemplateError, RecursionError) as error:
+        is_deep = isinstance(error, RecursionError)
+        raise Refusal("it is nested too deeply" if is_deep else str(error)) from None
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
+    """Return the answer's message, whatever happens while it is made."""
+    try:
+        return pack({"kind": "answer", "said": answer(question)})
+    except MemoryError:
+        kind, said = "limit", "it took too much memory"
+    except BaseException as error:
+        # A panic in the tokenizers library is no Exception.
+        is_told = type(error) in (Refusal, CheckpointError, Exception)
+        name = "" if is_told else f"{type(error).__name__}: "
+        kind, said = "refusal", f"{name}{error}"[:MAX_REASON_CHARS]
+    return pack({"kind": kind, "said": said})
+
+
+def _limit_time(cpu_s: int) -> None:
+    """End the process with SIGXCPU after ``cpu_s`` more of CPU time."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(time.process_time()) + 1 + cpu_s
+    if hard == resource.RLIM_INFINITY or soft < hard:
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))

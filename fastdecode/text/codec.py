@@ -8,18 +8,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode.core.errors import CheckpointError, RequestError
-from fastdecode.core.os_errors import explained
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.text.begun_stop import BegunStop
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.detokenizer import Detokenizer, Vocabulary, detokenizer_for
-from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter, prompt_state
-from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
+from fastdecode.text.reasoning import ReasoningFormat, ReasoningSplitter
+from fastdecode.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ORDINARY_BYTES_PER_TOKEN = 16
 MAX_BYTES_PER_TOKEN = 128
 """Texts of up to this many bytes per token of the model's limit are encoded whole."""
 # A million tokens of prose take 5 s.
@@ -30,11 +27,6 @@ BASE_MEMORY_BYTES = 1 << 30
 MEMORY_PER_FILE_BYTE = 24
 _NUM_END: Final = 32
 """Tokens of a prompt's end: more than a template writes after a mark."""
-
-
-def lacks_tokenizer(model_dir: Path) -> bool:
-    """Return True if a model directory serves token ids only. Raises as ``find_tokenizer``."""
-    return model_dir.is_dir() and find_tokenizer(model_dir) is None
 
 
 class TextCodec:
@@ -48,7 +40,7 @@ class TextCodec:
     ) -> None:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
-        """The end of a text, if the tokenizer's files name one."""
+        """None if the tokenizer's files name no end of a text."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
         """The tokens' texts; None without a tokenizer."""
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
@@ -95,11 +87,7 @@ class TextCodec:
         """Return a prompt's token ids, with the special ones that the tokenizer puts around it.
         Raises RequestError: (code ``no_tokenizer``) If there is none, and as ``Encoder``."""
         if self._encoder is None:
-            raise RequestError(
-                "the prompt is text, but the model directory has no tokenizer.json: give "
-                "prompt_token_ids, or add the model's tokenizer.json",
-                code="no_tokenizer",
-            )
+            raise _no_tokenizer("the prompt is text", "give prompt_token_ids")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -112,14 +100,10 @@ class TextCodec:
         """Return a new sequence's text. A first word keeps the space before it. Raises
         RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer."""
         vocabulary = self.vocabulary_of(params)
-        if not params.detokenize or (vocabulary is None and not params.stop):
-            return NoText()
-        if vocabulary is None:
-            raise RequestError(
-                "stop strings need text, but the model directory has no tokenizer.json: use "
-                "stop_token_ids, or add the model's tokenizer.json",
-                code="no_tokenizer",
-            )
+        if params.detokenize and params.stop and vocabulary is None:
+            raise _no_tokenizer("stop strings need text", "use stop_token_ids")
+        if not params.detokenize or vocabulary is None:
+            return SequenceText(Detokenizer())
         specials = vocabulary.special_tokens if params.skip_special_tokens else {}
         return SequenceText(
             detokenizer_for(vocabulary, prompt_token_ids),
@@ -139,8 +123,16 @@ class TextCodec:
             return None
         begin, end = params.reasoning_marks
         family = ReasoningFormat("", begin, end, state=None if begin else "inside")
-        state = prompt_state(family, self.prompt_end(prompt_token_ids))
+        state = family.prompt_state(self.prompt_end(prompt_token_ids))
         return None if state == "after" else ReasoningSplitter(family, state == "inside")
+
+
+def _no_tokenizer(why: str, remedy: str) -> RequestError:
+    return RequestError(
+        f"{why}, but the model directory has no tokenizer.json: {remedy}, or add the model's "
+        "tokenizer.json",
+        code="no_tokenizer",
+    )
 
 
 class Encoder:
@@ -162,26 +154,23 @@ class Encoder:
         limits: Limits | None = None,
         added: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
-        self._child = LimitedChild(opening, limits or _limits(path))
         self._max_model_len = max_model_len
+        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
+        memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
+        usual = Limits(memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
+        self._child = LimitedChild(opening, limits or usual)
         try:
             self._child.open()
         except ChildFailedError as error:
+            is_none = "is not a tokenizer that the package tokenizers can read"
+            what = is_none if error.refused else "can't be loaded and encode an ordinary text"
             remedy = "fetch the file again, or remove it to serve token ids only"
-            what = "is not a tokenizer that the package tokenizers can read"
-            if not error.refused:
-                what = "can't be loaded and encode an ordinary text"
             raise CheckpointError(f"{path} {what} ({error}): {remedy}") from None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's token ids.
-
-        Raises:
-            RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
-                limits. (``prompt_too_long``) If its beginning alone is too long for the model.
-                (``child_died``) If the child was ended from outside.
-        """
+        """Raises RequestError: (code ``invalid_prompt``) If the text can't be encoded within the
+        limits. (``prompt_too_long``) If its beginning alone is too long for the model.
+        (``child_died``) If the child was ended from outside."""
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
@@ -204,13 +193,12 @@ class Encoder:
         return self._ids(text, add_special_tokens=add_special_tokens)
 
     def close(self) -> None:
-        """End the child process. Safe to call twice."""
         self._child.close()
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         question = {"sequence": text, "add_special_tokens": add_special_tokens}
         try:
-            ids: list[int] = self._child.ask(question)
+            return list(self._child.ask(question))
         except ChildDiedError as error:
             raise error.as_request_error() from None
         except ChildFailedError as error:
@@ -218,16 +206,6 @@ class Encoder:
                 f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",
                 code="invalid_prompt",
             ) from None
-        return ids
-
-
-def _limits(path: Path) -> Limits:
-    try:
-        file_bytes = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {explained(error)}") from None
-    memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * file_bytes
-    return Limits(memory_bytes=memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
 
 
 class SequenceText:
@@ -386,11 +364,40 @@ class SequenceText:
         return place + len(stop) if self._keeps_stop else place
 
 
-class NoText(SequenceText):
-    """The text of a sequence where none is wanted, or there is no tokenizer."""
+class BegunStop:
+    """How much of a growing text's end may begin a stop string.
 
-    def __init__(self) -> None:
-        super().__init__(Detokenizer())
+    This is Knuth, Morris and Pratt's automaton for each of the strings, of which none is empty.
+    """
 
-    def append(self, token_id: int) -> bool:
-        return False
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = [(string, _fallbacks(string)) for string in stop]
+        self._matched = [0] * len(self._stop)
+
+    def feed(self, text: str) -> int:
+        """Take more text. Return the length of its longest end that begins a stop string.
+
+        An end is shorter than that string: one that is complete has been judged already.
+        """
+        for i, (string, fallbacks) in enumerate(self._stop):
+            matched = self._matched[i]
+            for char in text:
+                while matched and string[matched] != char:
+                    matched = fallbacks[matched - 1]
+                matched += string[matched] == char
+                if matched == len(string):
+                    matched = fallbacks[matched - 1]
+            self._matched[i] = matched
+        return max(self._matched, default=0)
+
+
+def _fallbacks(string: str) -> list[int]:
+    """Return, for each beginning of the string, the longest shorter one that it ends with."""
+    fallbacks = [0] * len(string)
+    length = 0
+    for i in range(1, len(string)):
+        while length and string[i] != string[length]:
+            length = fallbacks[length - 1]
+        length += string[i] == string[length]
+        fallbacks[i] = length
+    return fallbacks

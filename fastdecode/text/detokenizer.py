@@ -9,7 +9,6 @@ never ends in half a character. The cost of a token doesn't grow with the sequen
 from __future__ import annotations
 
 import codecs
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -76,8 +75,7 @@ class Vocabulary:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of all tokens at once. Unknown ids have none."""
-        decoded: str = self.tokenizer.decode(token_ids, skip_special_tokens=self.skips_special)
-        return decoded
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=self.skips_special))
 
     def token(self, token_id: int) -> str | None:
         """Return the token as it stands in the vocabulary; None if it has no text."""
@@ -145,8 +143,12 @@ class WindowDetokenizer(Detokenizer):
     def __init__(self, vocabulary: Vocabulary, prompt_token_ids: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         # One ordinary token of the prompt tells the decoder that the output doesn't begin a text.
-        before = (token for token in reversed(prompt_token_ids) if self._is_ordinary(token))
-        self._window = list(itertools.islice(before, 1))
+        before = (
+            [token_id]
+            for token_id in reversed(prompt_token_ids)
+            if vocabulary.token(token_id) is not None and vocabulary.fallback_byte(token_id) is None
+        )
+        self._window = next(before, [])
         self._num_read = len(self._window)
         """Tokens of the window whose text has been given."""
         self._read_text = vocabulary.text(self._window)
@@ -186,19 +188,11 @@ class WindowDetokenizer(Detokenizer):
         self._window, self._num_read, self._read_text = [], 0, ""
         return piece
 
-    def _is_ordinary(self, token_id: int) -> bool:
-        vocabulary = self._vocabulary
-        return vocabulary.token(token_id) is not None and vocabulary.fallback_byte(token_id) is None
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable character for every byte → the byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-BYTE_ALPHABET = _byte_alphabet()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
+"""GPT-2's printable character for every byte → the byte."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -209,11 +203,11 @@ def _types(decoder: dict[str, object]) -> set[str]:
     return {str(decoder.get("type"))}
 
 
+@dataclass(frozen=True)
 class TokenText:
     """Names tokens in answers: ``token_id:N`` where the model has no tokenizer."""
 
-    def __init__(self, vocabulary: Vocabulary | None) -> None:
-        self._vocabulary = vocabulary
+    _vocabulary: Vocabulary | None
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for; a special token's name."""
@@ -239,27 +233,18 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def offsets(
-        self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], length: int
-    ) -> list[int]:
-        """Return where in a completion of ``length`` characters each token's text begins."""
-        offsets = self.offsets_after(prompt_token_ids)
-        return [min(offsets.next(token_id), length) for token_id in token_ids]
-
     def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
-        """Return the same for tokens as they come."""
-        return TokenOffsets(self._vocabulary, prompt_token_ids)
+        return TokenOffsets(detokenizer_for(self._vocabulary, prompt_token_ids))
 
 
+@dataclass
 class TokenOffsets:
     """Where the texts of a completion's tokens begin, had nothing been cut off its text."""
 
-    def __init__(self, vocabulary: Vocabulary | None, prompt_token_ids: Sequence[int]) -> None:
-        self._detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
-        self._end = 0
+    _detokenizer: Detokenizer
+    _end: int = 0
 
     def next(self, token_id: int) -> int:
-        """Return it for one more token."""
         begin = self._end
         self._end += len(self._detokenizer.append(token_id))
         return begin

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
-from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.call_rules import tool_rules
 from fastdecode.text.calls import MOST_HEAD_CHARS, Call, Part, Reasoning, arguments_text
 from fastdecode.text.lark import arguments_rule, marked, quoted, text_until
+from fastdecode.text.reasoning import num_begun
 
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"

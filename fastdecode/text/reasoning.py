@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from fastdecode.text.begun_stop import num_begun
-
 State: TypeAlias = Literal["before", "inside", "after"]
 """Where a prompt leaves the model: before, inside or after its reasoning."""
 MAX_HELD_CHARS: Final = 1 << 16
@@ -37,49 +35,47 @@ class ReasoningFormat:
         begin = "<|channel|>" if self.has_channels else self.begin
         return "" if self.state == "inside" else begin, end
 
+    @classmethod
+    def of(cls, template: str) -> ReasoningFormat | None:
+        """Return the format that a chat template's source names, if it names one."""
+        if "<|channel|>" in template and "<|message|>" in template:
+            return REASONING_FORMATS["harmony"]
+        rows = (row for row in REASONING_FORMATS.values() if not row.has_channels)
+        return next((row for row in rows if row.end in template), None)
+
+    def prompt_state(self, prompt_end: str) -> State:
+        """Return where a prompt with this end leaves the model."""
+        if self.state is not None:
+            return self.state
+        end = prompt_end.rstrip()
+        if end.endswith(self.begin):
+            return "inside"
+        return "after" if end.endswith(self.end) else "before"
+
+    def continued_state(self, text: str) -> State | None:
+        """Return where an answer's beginning, which the model is to continue, leaves it: the last
+        mark counts; None: it has none."""
+        begin, end = text.rfind(self.begin), text.rfind(self.end)
+        if begin == end:
+            return None
+        return "inside" if begin > end else "after"
+
 
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     row.name: row
     for row in (
         ReasoningFormat("think", "<think>", "</think>"),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]", has_special_marks=True),
-        ReasoningFormat(
-            "harmony",
-            "<|channel|>analysis<|message|>",
-            "<|end|>",
-            has_special_marks=True,
-            has_channels=True,
-        ),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]", True),
+        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", True, True),
     )
 }
 """By name: DeepSeek-R1, Qwen3 and the models that follow them; Magistral; gpt-oss."""
 
 
-def reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the format that a chat template's source names, if it names one."""
-    if "<|channel|>" in template and "<|message|>" in template:
-        return REASONING_FORMATS["harmony"]
-    rows = (row for row in REASONING_FORMATS.values() if not row.has_channels)
-    return next((row for row in rows if row.end in template), None)
-
-
-def prompt_state(family: ReasoningFormat, prompt_end: str) -> State:
-    """Return where a prompt with this end leaves the model."""
-    if family.state is not None:
-        return family.state
-    end = prompt_end.rstrip()
-    if end.endswith(family.begin):
-        return "inside"
-    return "after" if end.endswith(family.end) else "before"
-
-
-def continued_state(family: ReasoningFormat, text: str) -> State | None:
-    """Return where an answer's beginning, which the model is to continue, leaves it: the last mark
-    counts; None: it has none."""
-    begin, end = text.rfind(family.begin), text.rfind(family.end)
-    if begin == end:
-        return None
-    return "inside" if begin > end else "after"
+def num_begun(text: str, mark: str) -> int:
+    """Return the length of the longest end of a text that begins a mark, which isn't complete."""
+    most = min(len(text), len(mark) - 1)
+    return next((n for n in range(most, 0, -1) if mark.startswith(text[-n:])), 0)
 
 
 @dataclass
@@ -96,8 +92,8 @@ class ReasoningSplitter:
     num_fed: int = 0
     open_call: str = ""
     """After ``finish``: the rest of reasoning without an end, from a call's mark on."""
-    _text: str = ""
     mode: Literal["start", "reasoning", "blanks", "answer"] = "start"
+    _text: str = ""
 
     def __post_init__(self) -> None:
         if self.is_inside:
@@ -108,7 +104,11 @@ class ReasoningSplitter:
         self._text += text
         self.num_fed += len(text)
         if self.mode == "start":
-            self._begin()
+            begun = self._text.lstrip()
+            if begun.startswith(self.family.begin):
+                self._text, self.mode = begun[len(self.family.begin) :], "reasoning"
+            elif not self.family.begin.startswith(begun):
+                self.mode = "answer"
         reasoning = self._until_end() if self.mode == "reasoning" else ""
         if self.mode == "blanks":
             self._text = self._text.lstrip("\n")
@@ -129,13 +129,6 @@ class ReasoningSplitter:
             rest, mark, after = rest.partition(self.call)
             self.open_call = mark + after
         return rest, ""
-
-    def _begin(self) -> None:
-        begun = self._text.lstrip()
-        if begun.startswith(self.family.begin):
-            self._text, self.mode = begun[len(self.family.begin) :], "reasoning"
-        elif not self.family.begin.startswith(begun):
-            self.mode = "answer"
 
     def _until_end(self) -> str:
         said, mark, after = self._text.partition(self.family.end)

@@ -26,15 +26,9 @@ class Encoding(dict[str, T]):
 
 
 class ModelTokenizer:
-    """The result of ``LLM.get_tokenizer``. Usable while the LLM is open.
-
-    Args:
-        model: its directory.
-        chat_template: instead of the model's own: a file, or a text.
-
-    Raises:
-        ConfigError: (code ``no_tokenizer``) If the model has none.
-    """
+    """The result of ``LLM.get_tokenizer``. Usable while the LLM is open. ``chat_template`` is a
+    file or a text in place of the model's own. Raises ConfigError: (code ``no_tokenizer``) If the
+    model has none."""
 
     def __init__(
         self,
@@ -62,9 +56,8 @@ class ModelTokenizer:
         self.bos_token, self.bos_token_id = self._named("bos_token")
         self.pad_token, self.pad_token_id = self._named("pad_token")
         self.unk_token, self.unk_token_id = self._named("unk_token")
-        self.eos_token: str | None = None
-        if self.eos_token_id is not None:
-            self.eos_token = self._tokenizer.id_to_token(self.eos_token_id)
+        eos = self.eos_token_id
+        self.eos_token: str | None = None if eos is None else self._tokenizer.id_to_token(eos)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         """Without added tokens."""
         self.all_special_tokens = list(self._tokens.special_tokens)
@@ -82,11 +75,10 @@ class ModelTokenizer:
         return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids. Raises RequestError: If it can't be encoded."""
+        """Raises RequestError: If the text can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding[Any]:
-        """Return the ids of a text, or of several. Raises as ``encode``."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
@@ -104,17 +96,15 @@ class ModelTokenizer:
 
     def tokenize(self, text: str) -> list[str]:
         """Return the tokens as they stand in the vocabulary, no special ones added."""
-        tokens: list[str] = self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
-        return tokens
+        return list(self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False)))
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """Return an id's token, or a list of several's. An unknown id alone is None; among others
-        it is ``""``."""
+        """Return None for an unknown id alone, ``""`` for one among others."""
         named = self._tokenizer.id_to_token
         return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """Return a token's id, or a list of several's; None of what is no token."""
+        """Return None for an unknown token."""
         id_of = self._tokenizer.token_to_id
         return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
 
@@ -137,12 +127,10 @@ class ModelTokenizer:
             variables: more names for the template.
 
         Raises:
-            ConfigError: If there is no template.
-            RequestError: If it refuses the conversation.
+            ConfigError, RequestError: If there is no template, or it refuses the conversation.
         """
-        template = self._template
-        if chat_template is not None:
-            template = ChatTemplate.load(self._model, chat_template)
+        is_own = chat_template is None
+        template = self._template if is_own else ChatTemplate.load(self._model, chat_template)
         if template is None:
             raise ConfigError(
                 f"{self._model} has no chat template: give one as chat_template",

@@ -20,6 +20,27 @@ SPECIAL_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
+_OF_RANKS: Final = (
+    "transformers and tiktoken are installed, with the pattern that the model's tokenization_*.py "
+    "names (its code is never run)",
+    "from transformers.convert_slow_tokenizer import TikTokenConverter as T; "
+    "T('{file}', pattern='PATTERN').converted().save('{folder}/tokenizer.json')",
+)
+_CONVERTED: Final = {
+    "tokenizer.model": (
+        "transformers and sentencepiece are installed",
+        "from transformers import AutoTokenizer as T; "
+        "T.from_pretrained('{folder}').save_pretrained('{folder}')",
+    ),
+    "tekken.json": (
+        "a current transformers is installed",
+        "from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer as c; "
+        "t = c('{file}'); t.add_bos_token = True; t.save_pretrained('{folder}')",
+    ),
+    "*.tiktoken": _OF_RANKS,
+    "tiktoken.model": _OF_RANKS,
+}
+"""Files that aren't read → where they can be converted, and by which program."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +68,12 @@ class TokenizerFiles:
             config = {**config, **read_model_json(model_dir / "special_tokens_map.json")}
             where = model_dir / "added_tokens.json"
             older = read_model_json(where)
-        named = {name: _text_of(config.get(name)) for name in SPECIAL_TOKENS}
-        names = {name: text for name, text in named.items() if text}
+        names = {}
+        for name in SPECIAL_TOKENS:
+            token = config.get(name)
+            content = token.get("content") if isinstance(token, dict) else token
+            if isinstance(content, str) and content:
+                names[name] = content
         try:
             rows = [_row(int(each), row["content"], row) for each, row in newer.items()]
             rows += [_row(int(each), content, {}) for content, each in older.items()]
@@ -58,9 +83,8 @@ class TokenizerFiles:
             ) from None
         known = {row["content"] for row in rows}
         rows.sort(key=lambda row: int(row["id"]))
-        rows += [
-            _row(None, each, {}) for each in dict.fromkeys(names.values()) if each not in known
-        ]
+        unlisted = [each for each in dict.fromkeys(names.values()) if each not in known]
+        rows += [_row(None, each, {}) for each in unlisted]
         for row in rows:
             row["special"] |= row["content"] in names.values()
         return cls(find_tokenizer(model_dir), names, tuple(rows))
@@ -80,7 +104,7 @@ class TokenizerFiles:
             found = tokenizer.token_to_id(row["content"])
             if row["id"] not in (None, found):
                 logger.warning(
-                    "%s: the added token %r has the id %s there, and %s in the files beside it",
+                    "%s: the added token %r has the id %s there, and %s in the other files",
                     self.path, row["content"], found, row["id"],
                 )  # fmt: skip
         return tokenizer
@@ -107,7 +131,13 @@ def find_tokenizer(model_dir: Path) -> Path | None:
     only files that have to be converted first."""
     if (model_dir / "tokenizer.json").exists():
         return model_dir / "tokenizer.json"
-    _refuse_others(model_dir)
+    for pattern, (where, program) in _CONVERTED.items():
+        for path in sorted(model_dir.glob(pattern)):
+            line = program.format(file=path, folder=model_dir)
+            raise CheckpointError(
+                f"{model_dir} has a {path.name}, but no tokenizer.json, which is what is read. "
+                f'Convert it once, where {where}: python -c "{line}"'
+            )
     return None
 
 
@@ -142,36 +172,3 @@ def _row(token_id: int | None, content: object, row: Mapping[str, Any]) -> dict[
         raise TypeError("a token is a text")
     flags = {name: bool(row[name]) for name in _FLAGS if name in row}
     return {"id": token_id, "content": content, "special": bool(row.get("special")), "flags": flags}
-
-
-def _text_of(token: object) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def _refuse_others(model_dir: Path) -> None:
-    for name, packages, program in (
-        ("tokenizer.model", "transformers and sentencepiece are",
-         "from transformers import AutoTokenizer as T; T.from_pretrained('{0}')"
-         ".save_pretrained('{0}')"),
-        ("tekken.json", "a current transformers is",
-         "from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer as c; "
-         "t = c('{0}/tekken.json'); t.add_bos_token = True; t.save_pretrained('{0}')"),
-    ):  # fmt: skip
-        if (model_dir / name).is_file():
-            raise CheckpointError(
-                f"{model_dir} has a {name}, but no tokenizer.json, which is what is read. Convert "
-                f'it once, where {packages} installed: python -c "{program.format(model_dir)}"'
-            )
-    ranks = sorted(path.name for path in model_dir.glob("*.tiktoken"))
-    if not ranks and (model_dir / "tiktoken.model").is_file():
-        ranks = ["tiktoken.model"]
-    if ranks:
-        raise CheckpointError(
-            f"{model_dir} has {ranks[0]}, but no tokenizer.json, which is what is read; the "
-            "pattern that splits a text is in the model's own code, which is never run. Convert it "
-            "once, where transformers and tiktoken are installed, with the pattern that the "
-            "model's tokenization_*.py names: python -c \"from transformers.convert_slow_tokenizer "
-            f"import TikTokenConverter as T; T('{model_dir / ranks[0]}', pattern='PATTERN')"
-            f".converted().save('{model_dir / 'tokenizer.json'}')\""
-        )

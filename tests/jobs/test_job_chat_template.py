@@ -119,7 +119,7 @@ def test_a_continued_message_equals_transformers(tmp_path: Path, name: str, begu
     assert template is not None
     chat = [CHATS[0][0], {"role": "assistant", "content": begun}]
     given = copy.deepcopy(chat)
-    how = Rendering(False, continue_final_message=True, style=MessageStyle.of(template))
+    how = Rendering(False, continue_final_message=True, style=MessageStyle.of(template.probe))
     text = template.render(chat, NOW, how)
     assert chat == given, "the caller's messages stay as they are"
     if begun is PARTS and name != "parts":

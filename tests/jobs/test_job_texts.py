@@ -16,7 +16,7 @@ from tokenizers import Regex, pre_tokenizers
 from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.manifest import Manifest
 from fastdecode.jobs.opening import JobOptions, open_ordered_job
-from fastdecode.text.child import ChildDiedError, died
+from fastdecode.text.child import ChildDiedError
 from fastdecode.text.codec import TextCodec
 
 ATTACKS = (
@@ -68,22 +68,25 @@ def test_one_line_that_attacks_is_answered_with_an_error_and_the_others_go_on(
     llm.codec.close()
 
 
-@pytest.mark.parametrize(("content_format", "num_tokens"), [("openai", 5), ("string", 0)])
+@pytest.mark.parametrize(("content_format", "expected"), [("openai", "qq!"), ("string", "qq")])
 def test_content_format_is_the_one_that_was_chosen(
-    tmp_path: Path, content_format: str, num_tokens: int
+    tmp_path: Path, content_format: str, expected: str
 ) -> None:
     model = model_dir(tmp_path)
     byte_level().save(str(model / "tokenizer.json"))
-    source = "{% set parts = messages[0].content %}{% for c in parts %}{{ c.text }}{% endfor %}"
+    source = (
+        "{% set said = messages[0].content %}{% if said is string %}{{ said }}"
+        "{% else %}{{ said[0].text }}!{% endif %}"
+    )
     (model / "chat_template.jinja").write_text(source)
     job = Job(tmp_path, model)
-    job.write([chat("a", "qqqqq")])
+    job.write([chat("a", "qq")])
     with job.open(content_format=content_format, skip_bad_lines=True) as opened:
         template = opened._rules.template
         assert template is not None
         (asked,) = opened._lines.parse(job.input.read_bytes(), 1).prompts
         text = template.render(asked.messages, opened._rules.date, asked.how)  # type: ignore[union-attr]
-    assert text == "q" * num_tokens
+    assert text == expected
     kept = json.loads(Manifest.path_for(job.output).read_text())["model"]
     assert kept["--chat-template-content-format"] == content_format
 
@@ -92,7 +95,7 @@ def test_line_whose_child_died_is_run_again(tmp_path: Path) -> None:
     job = Job(tmp_path, model_dir(tmp_path))
     job.write([openai("dies", prompt="text"), openai("bad", prompt=[5], temperature=-1)])
     byte_level().save(str(job.model / "tokenizer.json"))
-    llm = FakeLLM(fail=lambda request: died(ChildDiedError("it broke off")))
+    llm = FakeLLM(fail=lambda request: ChildDiedError("it broke off").as_request_error())
     result = job.run(llm, skip_bad_lines=True)
     assert (result.num_failed, result.num_bad) == (2, 1)
     (answer,) = [x for x in job.answers if x["custom_id"] == "dies"]

@@ -33,7 +33,7 @@ from fastdecode.server.messages import Message, Opening, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import AnswerFormat
-from fastdecode.text.child import ChildDiedError, died
+from fastdecode.text.child import ChildDiedError
 from fastdecode.text.codec import TextCodec
 
 CHAT = b'{"messages": [{"role": "user", "content": "x"}]}'
@@ -220,7 +220,7 @@ def test_prompt_too_long_is_refused_in_the_words_that_clients_know(body: dict[st
 @pytest.mark.parametrize("url", [CHAT_URL, COMPLETIONS_URL])
 def test_request_whose_child_died_may_be_sent_again(url: str) -> None:
     def dies(*given: Any, **more: Any) -> Any:
-        raise died(ChildDiedError("it broke off (exit status -9)"))
+        raise ChildDiedError("it broke off (exit status -9)").as_request_error()
 
     async def test(setting: Setting) -> None:
         setting.template.render = dies  # type: ignore[method-assign]

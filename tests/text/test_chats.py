@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from fastdecode.conversations.arguments import as_chats
 from fastdecode.core.errors import RequestError
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.messages import read_messages
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import MessageStyle, Rendering, as_chats, for_template
+from fastdecode.text.chats import MessageStyle, Rendering, for_template
 from fastdecode.text.child import Limits
 
 NOW = datetime(2026, 2, 3)
@@ -88,7 +89,7 @@ def test_messages_that_clients_send_back_are_rendered(message: dict[str, Any], t
             for i, each in enumerate(message["tool_calls"])
         ]
     template = ChatTemplate(WRITES, "x", {})
-    how = Rendering(style=MessageStyle.of(template))
+    how = Rendering(style=MessageStyle.of(template.probe))
     (chat,) = as_chats([USER, message])
     for written in (chat, read_messages([USER, message])):
         assert template.render(written, NOW, how) == f"<user>x<assistant>{text}"
@@ -163,7 +164,7 @@ def test_contents_are_as_the_template_takes_them(
     source: str, content_format: str, given: Any, made: Any
 ) -> None:
     with template_of(source) as template:
-        style = MessageStyle.of(template, 0, content_format)
+        style = MessageStyle.of(template.probe, 0, content_format)
     assert for_template([{"role": "user", "content": given}], style)[0]["content"] == made
 
 
@@ -173,13 +174,13 @@ def test_each_role_has_its_own_contents() -> None:
         "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
     ) + END  # fmt: skip
     with template_of(mixed) as template:
-        made = for_template([SYSTEM, USER], MessageStyle.of(template))
+        made = for_template([SYSTEM, USER], MessageStyle.of(template.probe))
         assert made == [SYSTEM, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
 
 
 def test_an_unknown_content_format_is_refused() -> None:
     with template_of(TEXT) as template, pytest.raises(RequestError, match="auto, string, openai"):
-        MessageStyle.of(template, 0, "list")
+        MessageStyle.of(template.probe, 0, "list")
 
 
 SYSTEM = {"role": "system", "content": "S"}
@@ -226,17 +227,17 @@ INSTRUCTS = (
 )  # fmt: skip
 def test_instructions_come_out(source: str, chat: list[Any], text: str) -> None:
     with template_of(source) as template:
-        how = Rendering(style=MessageStyle.of(template))
+        how = Rendering(style=MessageStyle.of(template.probe))
         assert template.render(chat, NOW, how) == text
 
 
 def test_instructions_of_parts_are_joined() -> None:
     with template_of(LOOP) as template:
-        how = Rendering(style=MessageStyle.of(template))
+        how = Rendering(style=MessageStyle.of(template.probe))
         chat = [{"role": "system", "content": PARTS}, USER]
         assert template.render(chat, NOW, how) == "ab;x;"
     with template_of(FIRST) as template:
-        how = Rendering(style=MessageStyle.of(template))
+        how = Rendering(style=MessageStyle.of(template.probe))
         chat = [{"role": "system", "content": PARTS}, LATER, USER]
         assert template.render(chat, NOW, how) == "system: a\nb\nT;user: x;"
 
@@ -251,7 +252,7 @@ def test_instructions_of_parts_are_joined() -> None:
 )
 def test_a_role_that_is_left_out_is_refused(source: str, chat: list[Any], role: str) -> None:
     with template_of(source) as template:
-        how = Rendering(style=MessageStyle.of(template))
+        how = Rendering(style=MessageStyle.of(template.probe))
         with pytest.raises(RequestError, match=f"leaves out messages of the role '{role}'") as one:
             template.render(chat, NOW, how)
         assert one.value.code == "invalid_messages"
@@ -259,7 +260,7 @@ def test_a_role_that_is_left_out_is_refused(source: str, chat: list[Any], role: 
 
 def test_contents_in_a_format_that_does_not_come_out_are_refused() -> None:
     with template_of(LOOP) as template:
-        how = Rendering(style=MessageStyle.of(template, 0, "string"))
+        how = Rendering(style=MessageStyle.of(template.probe, 0, "string"))
         with pytest.raises(RequestError, match="leaves out messages of the role 'user'"):
             template.render([USER], NOW, how)
 
@@ -271,7 +272,7 @@ def test_a_template_that_never_ends_on_probes_is_stopped_once(
     limits = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=5, slowness=30)
     source = "{% if messages[1:] %}" + loop + "{% endif %}{{ messages[0].content }}"
     template = ChatTemplate(source, "x", {}, limits)
-    style = MessageStyle.of(template)
+    style = MessageStyle.of(template.probe)
     assert style == MessageStyle(joins_system=True)
     assert template.render([USER], NOW, Rendering(style=style)) == "x"
     template.close()
@@ -308,12 +309,12 @@ def test_reasoning_has_the_names_that_templates_read() -> None:
 )
 def test_messages_that_say_nothing_or_more_are_refused(message: dict[str, Any], where: str) -> None:
     with pytest.raises(BodyError) as caught:
-        read_messages([USER, message], MessageStyle())
+        read_messages([USER, message])
     assert caught.value.param == f"messages[1].{where}"
 
 
 def test_null_fields_of_tool_messages_are_nothing() -> None:
     for content in ({}, {"content": None}, {"content": []}):
         message = {"role": "tool", "tool_call_id": "c", **content, "mood": None, "refusal": None}
-        (made,) = read_messages([message], MessageStyle())
+        (made,) = for_template(read_messages([message]), MessageStyle())
         assert made == {"role": "tool", "tool_call_id": "c", "content": ""}

@@ -143,7 +143,7 @@ print(ChatTemplate("fine", "x", {}).render([], __import__("datetime").datetime(2
     assert done.stdout == "fine\n", done.stderr
 
 
-@pytest.mark.parametrize("program", ["child_main", "tokenizer_files"])
+@pytest.mark.parametrize("program", ["child", "tokenizer_files"])
 def test_it_loads_little(program: str) -> None:
     script = (
         f"import sys, fastdecode.text.{program}; print({{'torch', 'numpy', 'numba'}} & "

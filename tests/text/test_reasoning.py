@@ -16,7 +16,7 @@ from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.chat_format import ChatFormat, ParsedAnswer
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.reasoning import REASONING_FORMATS, continued_state
+from fastdecode.text.reasoning import REASONING_FORMATS
 from fastdecode.text.tool_formats import TOOL_FORMATS
 from fastdecode.text.tools import Tools
 
@@ -114,7 +114,7 @@ def test_marks_that_are_no_pair_are_refused(marks: Any) -> None:
     ],
 )
 def test_the_last_mark_of_a_prefill_counts(text: str, state: str | None) -> None:
-    assert continued_state(THINK, text) == state
+    assert THINK.continued_state(text) == state
     formats = HERMES.continuing(text)
     assert formats.reasoning is not None and formats.reasoning.state == state
     structured = SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",)), stop=("a",))

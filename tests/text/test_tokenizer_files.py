@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fastdecode.core.errors import CheckpointError
-from fastdecode.text.codec import TextCodec, lacks_tokenizer
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.tokenizer_files import find_tokenizer
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT = re.compile(r"[^\r\n\w]?[^\W\d_]+|\d| ?[^\s\w]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -120,4 +121,4 @@ def test_files_to_be_converted_are_refused_with_the_line_that_does(
     with pytest.raises(CheckpointError, match=match):
         TextCodec.load(tmp_path)
     with pytest.raises(CheckpointError, match=match):
-        lacks_tokenizer(tmp_path)
+        find_tokenizer(tmp_path)

@@ -32,9 +32,8 @@ from fastdecode.text.grammars import check_structured
 from fastdecode.text.harmony import HarmonyParser
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
+    ReasoningFormat,
     ReasoningSplitter,
-    prompt_state,
-    reasoning_format,
 )
 from fastdecode.text.schemas import followable, types_of
 from fastdecode.text.tool_formats import TOOL_FORMATS, tool_format
@@ -325,9 +324,9 @@ def test_reasoning_is_apart(answer: str, is_inside: bool, reasoning: str, text: 
 
 def test_a_prompts_end_says_where_the_model_is() -> None:
     family = REASONING_FORMATS["think"]
-    assert prompt_state(family, "<|assistant|>\n<think>\n") == "inside"
-    assert prompt_state(family, "<|assistant|>\n<think>\n\n</think>\n\n") == "after"
-    assert prompt_state(family, "a <think> b") == "before"
+    assert family.prompt_state("<|assistant|>\n<think>\n") == "inside"
+    assert family.prompt_state("<|assistant|>\n<think>\n\n</think>\n\n") == "after"
+    assert family.prompt_state("a <think> b") == "before"
 
 
 def test_formats_are_known_by_the_template() -> None:
@@ -339,13 +338,13 @@ def test_formats_are_known_by_the_template() -> None:
     ):  # fmt: skip
         found = tool_format(f"{{% if tools %}}{mark}{{% endif %}}")
         assert found is not None and found.name == name
-    assert tool_format("{{ messages }}") is None and reasoning_format("{{ messages }}") is None
-    found = reasoning_format("{{ content.split('</think>') }}")
+    assert tool_format("{{ messages }}") is None and ReasoningFormat.of("{{ messages }}") is None
+    found = ReasoningFormat.of("{{ content.split('</think>') }}")
     assert found is not None and found.name == "think"
-    found = reasoning_format("<|channel|>analysis<|message|>")
+    found = ReasoningFormat.of("<|channel|>analysis<|message|>")
     assert found is not None and found.has_channels
-    assert reasoning_format("{{ '<|user|>' + m.content + '<|end|>' }}") is None, "Phi-3"
-    found = reasoning_format("<|end|>{{ content.split('</think>') }}")
+    assert ReasoningFormat.of("{{ '<|user|>' + m.content + '<|end|>' }}") is None, "Phi-3"
+    found = ReasoningFormat.of("<|end|>{{ content.split('</think>') }}")
     assert found is not None and found.name == "think", "Phi-4-mini-reasoning"
 
 

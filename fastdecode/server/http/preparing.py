@@ -31,10 +31,10 @@ from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import Disconnected, parse_object
 from fastdecode.server.http.deadlines import RequestDeadlines
 from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
-from fastdecode.text.codec import ORDINARY_BYTES_PER_TOKEN
 
 MOST_SEQUENCES = 2048
 """Of one HTTP request."""
+ORDINARY_BYTES_PER_TOKEN = 16
 SMALL_BYTES = 16 << 10
 """Bodies of so many are parsed at once: to hand them to a thread takes longer."""
 
