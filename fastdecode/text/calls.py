@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.schemas import loaded, meant, python_value
-from fastdecode.text.tool_formats import Tags, ToolFormat
+from fastdecode.text.tools import Tags, ToolFormat
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from typing import Any, Final, TypeAlias
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.call_rules import calls_rules
 from fastdecode.text.calls import Call, CallReader, Part, Reasoning, ToolSchemas, call_reader
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.harmony import HarmonyParser, harmony_grammar
-from fastdecode.text.lark import json_rule
+from fastdecode.text.lark import calls_rules, json_rule
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -28,8 +27,7 @@ from fastdecode.text.reasoning import (
     prompt_state,
     reasoning_format,
 )
-from fastdecode.text.tool_formats import TOOL_FORMATS, ToolFormat, tool_format
-from fastdecode.text.tools import CODE, Tools
+from fastdecode.text.tools import CODE, TOOL_FORMATS, ToolFormat, Tools, tool_format
 
 AUTO: Final = "auto"
 NONE: Final = "none"

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from fastdecode.text.begun_stop import num_begun
-from fastdecode.text.call_rules import tool_rules
 from fastdecode.text.calls import MOST_HEAD_CHARS, Call, Part, Reasoning, arguments_text
-from fastdecode.text.lark import arguments_rule, marked, quoted, text_until
+from fastdecode.text.lark import arguments_rule, marked, quoted, text_until, tool_rules
 
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"

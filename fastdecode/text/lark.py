@@ -1,17 +1,22 @@
-"""Parts of Lark grammars, as llguidance reads them."""
+"""Rules of Lark grammars, as llguidance reads them: of marks, of JSON, and of tool calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+from fastdecode.core.errors import Given, RequestError
 from fastdecode.text.schemas import choices_of, followable, resolved, type_of, types_of
+from fastdecode.text.tools import CODE, Tags, ToolFormat
 
 WHITESPACE: Final = r"[ \t\n\r]{0,20}"
 """Between the tokens of JSON. Bounded, because a weak model would write blanks until its limit."""
 _IN_CALLS: Final = " ?"
 """The same in tool calls."""
+_TOOL_MARK: Final = "// tool "
+"""Begins a comment before a tool's rules, with its name."""
 _OPENS: Final = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 
 
@@ -38,8 +43,7 @@ def json_rule(schema: Mapping[str, Any], blanks: str = WHITESPACE) -> str:
     Raises:
         ValueError: If the schema can't be followed exactly.
     """
-    exact = exact_rule(schema)
-    return exact or _json(followable(schema), blanks)
+    return exact_rule(schema) or _json(followable(schema), blanks)
 
 
 def _json(schema: Mapping[str, Any], blanks: str) -> str:
@@ -82,3 +86,115 @@ def argument_rule(schema: object, parameters: Mapping[str, Any]) -> str:
     root = "#/$defs/tool"
     named = {"$defs": {"tool": followable(parameters, root)}, **followable(schema, root)}
     return _json(named, _IN_CALLS)
+
+
+def calls_rules(
+    family: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    special: Mapping[str, int],
+    *,
+    most_one: bool,
+) -> str:
+    """Return a Lark grammar whose rule ``calls`` is one call of these tools, or several.
+
+    Args:
+        tools: Each has a ``name``, and may have ``parameters``, a JSON schema.
+        special: Ids of the model's special tokens, by name.
+        most_one: No more than one call.
+
+    Raises:
+        RequestError: If a tool's schema can't be followed exactly.
+    """
+    mark = partial(marked, special=special)
+    one, before, between, after = "call", "", '"; "', ""
+    begin = mark(family.begin)
+    if family.is_python or family.is_list:
+        before, between, after = f'{begin * family.is_list} "["', '", "', '"]"'
+    elif family.end:
+        line = "" if family.tags is not None else r'"\n"'
+        one, between = f"{begin} {line} call {line} {mark(family.end)}", r'"\n"'
+    elif family.name_end:
+        one, between = f"{begin} call", ""
+    more = "" if most_one else f"({between} {one})*"
+    any_tool = " | ".join(f"call_{place}" for place in range(len(tools)))
+    rules = [f"calls: {before} {one} {more} {after}", f"call: {any_tool}"]
+    return "\n".join([*rules, *tool_rules(tools, partial(_call_rules, family, mark))])
+
+
+def tool_rules(
+    tools: Sequence[Mapping[str, Any]],
+    write: Callable[[Mapping[str, Any], str], Iterator[str]],
+) -> Iterator[str]:
+    """Yield the rules of each tool behind a comment that names it. The first is ``call_N``.
+    Raises RequestError: If a tool's schema can't be followed exactly."""
+    for place, tool in enumerate(tools):
+        yield f"{_TOOL_MARK}{tool['name']}"
+        try:
+            yield from write(tool, f"call_{place}")
+        except ValueError as error:
+            raise refuse_tool(tool["name"], str(error)) from None
+
+
+def grammars_of_tools(grammar: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tool in a grammar, and a grammar of its rules alone."""
+    for section in grammar.split(f"\n{_TOOL_MARK}")[1:]:
+        name, _, rules = section.partition("\n")
+        yield name, f"start: {rules.partition(':')[0]}\n{rules}"
+
+
+def refuse_tool(name: str, why: str) -> RequestError:
+    what = f": the parameters of {name!r} can't be followed: {why}"
+    return RequestError(Given("tools"), what, code=CODE)
+
+
+def _call_rules(
+    family: ToolFormat, mark: Callable[[str], str], tool: Mapping[str, Any], name: str
+) -> Iterator[str]:
+    if family.tags is not None:
+        yield from _tagged_rules(family.tags, tool, name)
+    elif family.is_python:
+        yield f"{name}: {_python_rule(tool)}"
+    elif family.name_end:
+        yield f"{name}: {quoted(tool['name'])} {mark(family.name_end)} {arguments_rule(tool)}"
+    else:
+        head = f'{{"name": {json.dumps(tool["name"])}, "{family.arguments}": '
+        yield f'{name}: {quoted(head)} {arguments_rule(tool)} "}}"'
+
+
+def _tagged_rules(tags: Tags, tool: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield the rules from behind a call's begin mark to before its end mark. A string's pattern
+    and length are not followed."""
+    head, before, after, end = tags.written
+    parameters = tool.get("parameters") or {}
+    required = parameters.get("required") or ()
+    parts, values = [quoted(head.format(tool["name"]))], []
+    for place, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
+        value = f"{name}_{place}"
+        part = f"{quoted(before.format(key))} {value}"
+        parts.append(part if key in required else f"({part})?")
+        types, choices = types_of(schema, parameters), choices_of(resolved(schema, parameters))
+        if choices and types == {"string"}:
+            said = [quoted(each) for each in choices if isinstance(each, str)]
+            values.append(f"{value}: ({' | '.join(said)}) {quoted(after)}")
+        elif "string" in types or not isinstance(schema, Mapping):
+            values.append(text_until(value, after, {}))
+        else:
+            values.append(f"{value}: {argument_rule(schema, parameters)} {quoted(after)}")
+    if end:
+        parts.append(quoted(end))
+    yield f"{name}: {' '.join(parts)}"
+    yield from values
+
+
+def _python_rule(tool: Mapping[str, Any]) -> str:
+    parameters = tool.get("parameters") or {}
+    names = parameters.get("required") or ()
+    required: list[str] = []
+    others: list[str] = []
+    for key, schema in (parameters.get("properties") or {}).items():
+        rule = f"{quoted(key + '=')} {argument_rule(schema, parameters)}"
+        (required if key in names else others).append(rule)
+    first, later = (required, others) if required else (others[:1], others[1:])
+    rule = ' ", " '.join(first) + "".join(f' (", " {each})?' for each in later)
+    rule = rule if required or not rule else f"({rule})?"
+    return f"{quoted(tool['name'] + '(')} {rule} {quoted(')')}"

@@ -42,46 +42,41 @@ def followable(schema: Any, root: str = "#") -> Any:
         ValueError: If the schema has a number that is not exact as a double, or is too deep.
     """
     try:
-        return _followable(schema, root)
+        if isinstance(schema, list):
+            return [followable(each, root) for each in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        made: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _MAPS and isinstance(value, Mapping):
+                made[key] = {name: followable(each, root) for name, each in value.items()}
+            elif key in _NESTED:
+                is_any = key == "oneOf" and _exclude_each_other(value)
+                made["anyOf" if is_any and "anyOf" not in schema else key] = followable(value, root)
+            elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+                made[key] = root + value[1:]
+            elif key in _BOUNDS and type(value) in (int, float):
+                made |= _bound(key, value, is_integer=schema.get("type") == "integer")
+            elif key != "format" or not isinstance(value, str) or value in _FORMATS:
+                if key in ("const", "enum", "multipleOf"):
+                    _check_exact(value, key)
+                made[key] = value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _followable(schema: Any, root: str) -> Any:
-    if isinstance(schema, list):
-        return [_followable(each, root) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _MAPS and isinstance(value, Mapping):
-            made[key] = {name: _followable(each, root) for name, each in value.items()}
-        elif key in _NESTED:
-            is_any = key == "oneOf" and _exclude_each_other(value)
-            made["anyOf" if is_any and "anyOf" not in schema else key] = _followable(value, root)
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            made[key] = root + value[1:]
-        elif key in _BOUNDS and type(value) in (int, float):
-            made |= _bound(key, value, is_integer=schema.get("type") == "integer")
-        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
-            if key in ("const", "enum", "multipleOf"):
-                _check_exact(value, key)
-            made[key] = value
     return made
 
 
 def _check_exact(value: object, where: str) -> None:
     """Raises ValueError: If a number within a value is not exact as a double."""
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            _check_exact(each, where)
-    elif isinstance(value, Mapping):
-        _check_exact(list(value.values()), where)
-    elif type(value) is int and abs(value) > _EXACT:
-        raise ValueError(
-            f"{where} has the integer {value}, which is beyond 2^53 and would be rounded: "
-            "make it a string"
-        )
+
+    def check(digits: str) -> None:
+        if abs(int(digits)) > _EXACT:
+            raise ValueError(
+                f"{where} has the integer {digits}, which is beyond 2^53 and would be rounded: "
+                "make it a string"
+            )
+
+    json.loads(json.dumps(value), parse_int=check)
 
 
 def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:

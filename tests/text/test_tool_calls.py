@@ -16,7 +16,6 @@ from small_tokenizers import TOKENIZERS, byte_level
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.call_rules import calls_rules
 from fastdecode.text.calls import Call, Reasoning, call_reader
 from fastdecode.text.chat_format import (
     AnswerFormat,
@@ -27,9 +26,9 @@ from fastdecode.text.chat_format import (
 )
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.grammar_masks import GrammarMasks
-from fastdecode.text.grammars import check_structured
+from fastdecode.text.grammars import GrammarMasks, check_structured
 from fastdecode.text.harmony import HarmonyParser
+from fastdecode.text.lark import calls_rules
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningSplitter,
@@ -37,8 +36,7 @@ from fastdecode.text.reasoning import (
     reasoning_format,
 )
 from fastdecode.text.schemas import followable, types_of
-from fastdecode.text.tool_formats import TOOL_FORMATS, tool_format
-from fastdecode.text.tools import Tools
+from fastdecode.text.tools import TOOL_FORMATS, Tools, tool_format
 
 PARAMETERS = {
     "type": "object",
