@@ -10,10 +10,10 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.schemas import loaded, meant, python_value
@@ -66,42 +66,50 @@ def arguments_text(arguments: object) -> str | None:
     return text
 
 
-class CallReader(ABC):
-    """Divides one answer's text, as it comes, into text and calls.
+PartT = TypeVar("PartT")
+
+
+class Divider(Generic[PartT]):
+    """Divides one answer's text, as it comes, into parts.
+
+    The step of each mode reads on in ``_text``. It returns False to wait for more, which it
+    can't after the last text (``is_final``).
+    """
+
+    def __init__(self, mode: str, **steps: Callable[[bool], bool]) -> None:
+        self.num_calls = 0
+        self._mode, self._steps, self._text = mode, steps, ""
+        self._parts: list[PartT] = []
+
+    def feed(self, text: str, *, is_final: bool = False) -> list[PartT]:
+        """Return the parts that more text completes."""
+        self._text += text
+        while self._text and self._steps[self._mode](is_final):
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self) -> list[PartT]:
+        """Return the parts that were held back. No text follows."""
+        return self.feed("", is_final=True)
+
+
+class CallReader(Divider["str | Call"], ABC):
+    """Divides an answer into text and calls.
 
     A subclass reads one call: ``_text`` begins with the call's mark, and ``_place`` is where to
-    read on. Each step returns False to wait for more text.
+    read on.
     """
 
     def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
-        self.num_calls = 0
+        mode = "start" if family.begins_bare else "text"
+        super().__init__(mode, start=self._in_start, text=self._in_text, call=self._in_call)
         self.begins: Sequence[str] = (family.begin,)
-        self._family = family
-        self._schemas = schemas
-        self._mode = "start" if family.begins_bare else "text"
-        self._text = ""
-        self._place = 0
+        self._family, self._schemas, self._place = family, schemas, 0
         self._is_bare = self._is_first = False
         """The call has no mark; it is the first one after its mark."""
         self._is_after_call = False
         """Blanks that follow a call are no text."""
-        self._parts: list[str | Call] = []
-
-    def feed(self, text: str) -> list[str | Call]:
-        """Return the parts that more text completes."""
-        self._text += text
-        return self._read(is_final=False)
-
-    def finish(self) -> list[str | Call]:
-        """Return the parts that were held back. No text follows."""
-        return self._read(is_final=True)
-
-    def _read(self, *, is_final: bool) -> list[str | Call]:
-        step = {"start": self._in_start, "text": self._in_text, "call": self._in_call}
-        while self._text and step[self._mode](is_final):
-            pass
-        parts, self._parts = self._parts, []
-        return parts
 
     @abstractmethod
     def _in_call(self, is_final: bool) -> bool:
@@ -320,6 +328,9 @@ class TaggedCallReader(CallReader):
         self._arguments: dict[str, Any] = {}
         self._num_scanned = 0
         """Where in ``_text`` to look for the value's end."""
+        self._ends = tuple(filter(None, (tags.end, family.end)))
+        self._marks = tuple(filter(None, (*self._ends, family.begin, tags.lead)))
+        """What may follow the last argument."""
 
     def _in_call(self, is_final: bool) -> bool:
         if self._key is not None:
@@ -352,8 +363,8 @@ class TaggedCallReader(CallReader):
         place = self._place = len(text) - len(text[self._place :].lstrip())
         rest = text[place : place + MOST_HEAD_CHARS]
         names = tuple(name for name in self._properties if tags.key_end in name)
-        ends = [mark for mark in (tags.end, family.end, family.begin, tags.lead) if mark]
-        begun = [tags.key_lead, *ends, *(f"{tags.key_lead}{name}{tags.key_end}" for name in names)]
+        keys = (f"{tags.key_lead}{name}{tags.key_end}" for name in names)
+        begun = (tags.key_lead, *self._marks, *keys)
         if not is_final and any(mark.startswith(rest) and mark != rest for mark in begun):
             return False
         key = _key_pattern(tags, names).match(text, place)
@@ -362,7 +373,7 @@ class TaggedCallReader(CallReader):
             return True
         if rest.startswith(tags.key_lead) and not is_final and len(rest) < MOST_HEAD_CHARS:
             return False
-        mark = next((mark for mark in ends if rest.startswith(mark)), None)
+        mark = next((mark for mark in self._marks if rest.startswith(mark)), None)
         if mark is not None:
             self._give(place)
             if mark == tags.end:
@@ -405,9 +416,8 @@ class TaggedCallReader(CallReader):
     def _value_end(self, is_final: bool) -> int | None:
         """Return where a value ends: before an end tag that another tag follows. Where the
         model forgot it, before the tag that should follow. None if it needs more text."""
-        tags, family, text, place = self._tags, self._family, self._text, self._place
-        ends = tuple(filter(None, (tags.end, family.end)))
-        after = tuple(filter(None, (tags.key_lead, *ends, family.begin, tags.lead)))
+        tags, ends, text, place = self._tags, self._ends, self._text, self._place
+        after = (tags.key_lead, *self._marks)
         end = text.find(tags.value_end, self._num_scanned)
         while end >= 0:
             rest = text[end + len(tags.value_end) :].lstrip()
@@ -422,7 +432,7 @@ class TaggedCallReader(CallReader):
             found = [text.find(each, place) for each in (tags.value_end, *ends)]
             return min((each for each in found if each >= 0), default=None) if is_final else None
         # Before another call's begin, or another argument, the model forgot the end tag.
-        last = text.rfind(family.begin, place, end)
+        last = text.rfind(self._family.begin, place, end)
         found = [text.find(each, place, max(last, place)) for each in ends]
         for name in {*self._properties} - {self._key, *self._arguments}:
             found.append(text.find(f"\n{tags.key_lead}{name}{tags.key_end}", place, end))

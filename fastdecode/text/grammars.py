@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -154,7 +154,7 @@ class GrammarMasks:
         self._vocab_size = vocab_size if eos_token_ids else vocab_size + 1
         self._eos_token_ids = list(eos_token_ids) or [vocab_size]
         self._num_words = -(-vocab_size // 32)
-        self._kept: dict[StructuredOutputs, Any] = {}
+        self._compiled = lru_cache(MOST_KEPT)(self._compile)
         self._locked = threading.Lock()
         self._openers = ThreadPoolExecutor(1, "grammars")
         self._fillers = ThreadPoolExecutor(1, "grammar-masks")
@@ -190,7 +190,7 @@ class GrammarMasks:
         self, state: GrammarState, wanted: StructuredOutputs, token_ids: tuple[int, ...]
     ) -> None:
         try:
-            state.matcher = self._compile(wanted)
+            state.matcher = self._compiled(wanted).deep_copy()
         except Exception as error:  # of a library: its request ends, and no other
             state.fail(str(error))
         else:
@@ -199,15 +199,9 @@ class GrammarMasks:
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
         """Return a matcher that has seen no token. It reports a failure itself."""
-        kept = self._kept.pop(wanted, None)
-        if kept is None:
-            limits = llguidance().LLParserLimits(verbose_errors=False)
-            grammar = grammar_of(wanted, self._codec.special_tokens)
-            kept = llguidance().LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        self._kept[wanted] = kept
-        if len(self._kept) > MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return kept.deep_copy()
+        limits = llguidance().LLParserLimits(verbose_errors=False)
+        grammar = grammar_of(wanted, self._codec.special_tokens)
+        return llguidance().LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
     def _fill_gathered(self) -> None:
         with self._locked:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from fastdecode.text.begun_stop import num_begun
-from fastdecode.text.calls import MOST_HEAD_CHARS, Call, Part, Reasoning, arguments_text
+from fastdecode.text.calls import MOST_HEAD_CHARS, Call, Divider, Part, Reasoning, arguments_text
 from fastdecode.text.lark import arguments_rule, marked, quoted, text_until, tool_rules
 
 CHANNEL: Final = "<|channel|>"
@@ -27,63 +27,44 @@ _CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonyParser:
-    """Divides one answer's text, as it comes, into reasoning, text and calls. An answer
-    without channels is text.
+class HarmonyParser(Divider[Part]):
+    """Divides one answer into reasoning, text and calls. An answer without channels is text.
 
     Args:
-        splits_reasoning: reasoning is apart; else it is text.
-        most_calls: later calls are left out.
-        is_inside: the prompt ends inside the reasoning.
+        splits_reasoning: Reasoning is apart, and not text.
+        most_calls: Later calls are left out.
+        is_inside: The prompt ends inside the reasoning.
     """
 
     def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
-        self.num_reasoning_chars = 0
+        mode = "body" if is_inside else "start"
+        super().__init__(mode, start=self._in_start, head=self._in_head, body=self._in_body)
+        self.num_reasoning_chars = self._num_read = 0
         self._splits_reasoning = splits_reasoning
         self._most_calls = most_calls
-        self._num_calls = self._num_fed = 0
         self._called = ""
-        self._text = ""
-        self._mode: Literal["start", "head", "body"] = "body" if is_inside else "start"
         self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
         self._has_text = self._is_first_of_text = False
         self._num_scanned = 0
 
     @property
     def has_calls(self) -> bool:
-        return min(self._num_calls, self._most_calls) > 0
+        return min(self.num_calls, self._most_calls) > 0
 
-    def feed(self, text: str) -> list[Part]:
-        """Return what more text adds."""
-        self._text += text
-        self._num_fed += len(text)
-        parts: list[Part] = []
-        step = {"start": self._in_start, "head": self._in_head, "body": self._in_body}
-        while self._text and step[self._mode](parts):
-            pass
-        return parts
-
-    def finish(self) -> list[Part]:
-        """Return what was held back: no text follows."""
-        parts: list[Part] = []
-        if self._mode != "head":
-            self._say(parts, self._text)
-        self._text = ""
-        return parts
-
-    def _in_start(self, parts: list[Part]) -> bool:
-        """Where the answer begins: a message's head, or text without channels."""
+    def _in_start(self, is_final: bool) -> bool:
+        """Find out whether the answer begins with a message's head, or is text."""
         is_head = self._text.startswith(_BEGINS)
-        if not is_head and any(mark.startswith(self._text) for mark in _BEGINS):
+        if not (is_head or is_final) and any(mark.startswith(self._text) for mark in _BEGINS):
             return False
         self._mode = "head" if is_head else "body"
         return True
 
-    def _in_head(self, parts: list[Part]) -> bool:
-        head, mark, after = self._text.partition(MESSAGE)
+    def _in_head(self, is_final: bool) -> bool:
+        head, mark, _ = self._text.partition(MESSAGE)
         if not mark and len(head) <= MOST_HEAD_CHARS:
             return False
-        self._text = after if mark else self._text
+        if mark:
+            self._drop(len(head + mark))
         called = _CALLED.search(head) if mark else None
         channel = _CHANNEL.search(head)
         self._mode, self._kind = "body", "text"
@@ -94,36 +75,41 @@ class HarmonyParser:
         self._is_first_of_text = self._kind == "text"
         return True
 
-    def _in_body(self, parts: list[Part]) -> bool:
+    def _drop(self, num_chars: int) -> None:
+        self._num_read += num_chars
+        self._text = self._text[num_chars:]
+
+    def _in_body(self, is_final: bool) -> bool:
         """Give a message's text as it comes, and a call once it is complete."""
         is_call = self._kind == "call"
         found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
-        if found is None and is_call:
+        if found is None and is_call and not is_final:
             self._num_scanned = max(0, len(self._text) - _MOST_END)
             return False
-        num_held = max(num_begun(self._text, mark) for mark in _ENDS) if found is None else 0
+        may_wait = found is None and not is_final
+        num_held = max(num_begun(self._text, mark) for mark in _ENDS) if may_wait else 0
         end = len(self._text) - num_held if found is None else found.start()
-        self._say(parts, self._text[:end])
-        self._text = self._text[end:]
+        self._say(self._text[:end])
+        self._drop(end)
         if found is not None:
             self._mode = "head"
-            self._text = self._text.removeprefix("" if found[0] == START else found[0])
-        if self._kind == "reasoning" and not (self._has_text or self._num_calls):
-            self.num_reasoning_chars = self._num_fed - len(self._text)
+            self._drop(0 if found[0] == START else len(found[0]))
+        if self._kind == "reasoning" and not (self._has_text or self.num_calls):
+            self.num_reasoning_chars = self._num_read
         return found is not None
 
-    def _say(self, parts: list[Part], text: str) -> None:
+    def _say(self, text: str) -> None:
         if not text:
             return
         if self._kind == "reasoning":
-            parts.append(Reasoning(text))
+            self._parts.append(Reasoning(text))
         elif self._kind == "call" and (arguments := arguments_text(text)) is not None:
-            if self._num_calls < self._most_calls:
-                parts.append(Call(self._num_calls, self._called, arguments))
-            self._num_calls += 1
+            if self.num_calls < self._most_calls:
+                self._parts.append(Call(self.num_calls, self._called, arguments))
+            self.num_calls += 1
         else:
             is_later = self._is_first_of_text and self._has_text
-            parts.append("\n" + text if is_later else text)
+            self._parts.append("\n" + text if is_later else text)
             self._has_text, self._is_first_of_text = True, False
 
 

@@ -33,13 +33,8 @@ class Tools:
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, is_parallel: object) -> Tools | None:
-        """Of a body's ``tools``, ``tool_choice`` and ``parallel_tool_calls``; None:
-        there are no tools, or none may be called.
-
-        Raises:
-            RequestError: one of the three is not as OpenAI's API has it. Its
-                message begins with the field's name.
-        """
+        """Return the tools of a body's ``tools``, ``tool_choice`` and ``parallel_tool_calls``, or
+        None if none may be called. Raises RequestError: If one of these is not as OpenAI's."""
         definitions = _definitions(tools)
         if is_parallel is not None and not isinstance(is_parallel, bool):
             raise _refuse("parallel_tool_calls", " must be true or false")
@@ -51,7 +46,7 @@ class Tools:
 
     @property
     def functions(self) -> list[Mapping[str, Any]]:
-        """Of the tools that may be called."""
+        """The functions that may be called."""
         every = (tool["function"] for tool in self.definitions)
         return [function for function in every if function["name"] in self.callable_names]
 
@@ -79,11 +74,17 @@ def _definitions(tools: object) -> tuple[Mapping[str, Any], ...]:
     return checked
 
 
+def _object(value: object) -> Mapping[str, Any]:
+    """Return an object as it is, and anything else as an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _definition(tool: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+    kind = _object(tool).get("type")
+    if kind != "function":
+        kind = kind if isinstance(tool, Mapping) else type(tool).__name__
         raise _refuse("tools", f'{where} must have the type "function", not {kind!r:.80}')
-    function = tool.get("function")
+    function = _object(tool).get("function")
     if not isinstance(function, Mapping):
         raise _refuse("tools", f'{where} must have a "function" that is an object')
     where += ".function"
@@ -92,7 +93,7 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
             known = ", ".join(_FUNCTION_FIELDS)
             raise _refuse("tools", f"{where} has an unknown field {field!r:.80}: known are {known}")
     parameters = function.get("parameters")
-    schema = parameters if isinstance(parameters, Mapping) else {}
+    schema = _object(parameters)
     name = function.get("name")
     for field, is_right, rule in (
         ("name", isinstance(name, str) and _NAME.fullmatch(name),
@@ -122,15 +123,14 @@ def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool
         if not names:
             raise _refuse("tool_choice", ' "required" needs tools: give some')
         return tuple(names), True
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    kind = _object(choice).get("type")
     if kind == "function":
         return (_named(choice, names),), True
     if kind != "allowed_tools":
         what = "none, auto, required, or name a function"
         raise _refuse("tool_choice", f" must be one of {what}, not {choice!r:.80}")
-    said = choice.get("allowed_tools")  # type: ignore[attr-defined]
-    mode, tools = (said.get(name) for name in ("mode", "tools")) if isinstance(said, Mapping) else (
-        None, None)  # fmt: skip
+    allowed = _object(_object(choice).get("allowed_tools"))
+    mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
         raise _refuse(
             "tool_choice", '.allowed_tools must have a "mode", auto or required, and "tools"'
@@ -138,9 +138,8 @@ def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool
     return tuple(_named(tool, names) for tool in tools), mode == "required"
 
 
-def _named(choice: Any, names: Sequence[str]) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+def _named(choice: object, names: Sequence[str]) -> str:
+    name = _object(_object(choice).get("function")).get("name")
     if not isinstance(name, str) or name not in names:
         known = ", ".join(names) or "none"
         raise _refuse("tool_choice", f" names {name!r:.80}, but the tools are {known}")
