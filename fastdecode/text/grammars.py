@@ -24,17 +24,8 @@ from fastdecode.core.structured import StructuredOutputs, refuse
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.harmony import final_head, thoughts_rule
-from fastdecode.text.lark import (
-    WHITESPACE,
-    exact_rule,
-    grammars_of_tools,
-    marked,
-    quoted,
-    refuse_tool,
-    text_until,
-)
+from fastdecode.text.lark import json_rule, marked, quoted, refuse_tool, text_until, tool_grammars
 from fastdecode.text.reasoning import REASONING_FORMATS
-from fastdecode.text.schemas import followable
 
 NO_TOKENIZER: Final = (
     "structured outputs need text, but the model directory has no tokenizer.json: add the "
@@ -78,12 +69,17 @@ def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> N
     said = check(grammar_of(wanted, special))
     if not said or said.startswith("WARNING"):
         return
-    for name, rules in grammars_of_tools(wanted.grammar or ""):
+    for name, rules in tool_grammars(wanted.grammar or ""):
         why = check(rules)
         if why and not why.startswith("WARNING"):
-            why = why.partition("\n   1 | ")[0]  # then it quotes our grammar
-            raise refuse_tool(name, _brief(why.rpartition("JSON schema: ")[2]))
+            raise refuse_tool(name, _brief(_of_schema(why)))
+    said = said if wanted.grammar is not None else _of_schema(said)
     raise refuse(f".{wanted.kind} can't be followed: {_brief(said)}")
+
+
+def _of_schema(said: str) -> str:
+    """Return a message without its place in our own grammar."""
+    return said.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2]
 
 
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
@@ -104,14 +100,8 @@ def _grammar_of_answer(wanted: StructuredOutputs) -> str:
             return str(package.grammar_from("grammar", wanted.grammar))
         schema = wanted.schema
         assert schema is not None, "one of the kinds is given"
-        exact = exact_rule(schema)
-        if exact is not None:
-            return f"start: {exact}"
-        options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
-        if wanted.disable_any_whitespace:
-            options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-        said = json.dumps(followable(schema))
-        return str(package.LLMatcher.grammar_from_json_schema(said, defaults=options))
+        blanks, is_compact = wanted.whitespace_pattern, wanted.disable_any_whitespace
+        return f"start: {json_rule(schema, blanks, is_compact=is_compact)}"
     except (ValueError, RecursionError) as error:
         what = "read" if wanted.grammar is not None else "followed"
         raise refuse(f".{wanted.kind} can't be {what}: {_brief(str(error))}") from None

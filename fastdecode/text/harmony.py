@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.calls import MOST_HEAD_CHARS, Call, Divider, Part, Reasoning, arguments_text
-from fastdecode.text.lark import arguments_rule, marked, quoted, text_until, tool_rules
+from fastdecode.text.lark import calls_rules, marked, text_until
+from fastdecode.text.tools import TOOL_FORMATS
 
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"
@@ -116,22 +117,14 @@ class HarmonyParser(Divider[Part]):
 def harmony_grammar(
     tools: Sequence[Mapping[str, Any]], special: Mapping[str, int], answer: str | None
 ) -> str:
-    """A Lark grammar of an answer of gpt-oss that may reason, and then is a call of one of
+    """Return a Lark grammar of an answer of gpt-oss that may reason, and then is a call of one of
     the tools; or ``answer``, a rule of the final message's text, if it is given."""
-    names = (CHANNEL, MESSAGE, "<|constrain|>")
-    channel, message, constrain = (marked(name, special) for name in names)
-
-    def write(tool: Mapping[str, Any], name: str) -> Iterator[str]:
-        head = quoted(f"commentary to=functions.{tool['name']} ")
-        yield f'{name}: {channel} {head} {constrain} "json" {message} {arguments_rule(tool)}'
-
-    kinds = [f"call_{place}" for place in range(len(tools))]
-    rules = []
+    calls = calls_rules(TOOL_FORMATS["harmony"], tools, special, most_one=True)
+    kinds = "calls" if answer is None else "calls | final"
+    rules = [f"start: thoughts? ({kinds})", thoughts_rule(special), calls]
     if answer is not None:
-        kinds.append("final")
-        rules = [f"final: {final_head(special)} text", f"text: {answer}"]
-    start = f"start: thoughts? ({' | '.join(kinds)})"
-    return "\n".join([start, *rules, thoughts_rule(special), *tool_rules(tools, write)])
+        rules.insert(1, f"final: {final_head(special)} text\ntext: {answer}")
+    return "\n".join(rules)
 
 
 def thoughts_rule(special: Mapping[str, int], *, is_inside: bool = False) -> str:

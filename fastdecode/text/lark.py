@@ -11,10 +11,11 @@ from fastdecode.core.errors import Given, RequestError
 from fastdecode.text.schemas import choices_of, followable, resolved, type_of, types_of
 from fastdecode.text.tools import CODE, Tags, ToolFormat
 
-WHITESPACE: Final = r"[ \t\n\r]{0,20}"
+_WHITESPACE: Final = r"[ \t\n\r]{0,20}"
 """Between the tokens of JSON. Bounded, because a weak model would write blanks until its limit."""
 _IN_CALLS: Final = " ?"
 """The same in tool calls."""
+_COMPACT: Final = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _TOOL_MARK: Final = "// tool "
 """Begins a comment before a tool's rules, with its name."""
 _OPENS: Final = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
@@ -37,21 +38,25 @@ def text_until(name: str, end: str, special: Mapping[str, int]) -> str:
     return f"{name}[suffix={quoted(end)}]: /(.|\\n)*/"
 
 
-def json_rule(schema: Mapping[str, Any], blanks: str = WHITESPACE) -> str:
-    """Return the JSON of a schema.
+def json_rule(
+    schema: Mapping[str, Any], blanks: str | None = None, *, is_compact: bool = False
+) -> str:
+    """Return the JSON of a schema. Raises ValueError: If it can't be followed exactly.
 
-    Raises:
-        ValueError: If the schema can't be followed exactly.
+    Args:
+        blanks: Regular expression of what may stand between tokens, if it is not the usual one.
+        is_compact: Nothing may.
     """
-    return exact_rule(schema) or _json(followable(schema), blanks)
+    exact = _exact_rule(schema)
+    options = _COMPACT if is_compact else {"whitespace_pattern": blanks or _WHITESPACE}
+    return exact or _json(followable(schema), options)
 
 
-def _json(schema: Mapping[str, Any], blanks: str) -> str:
-    said = {"x-guidance": {"whitespace_pattern": blanks}, **schema}
-    return "%json " + json.dumps(said, ensure_ascii=False)
+def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({"x-guidance": options, **schema}, ensure_ascii=False)
 
 
-def exact_rule(schema: Mapping[str, Any]) -> str | None:
+def _exact_rule(schema: Mapping[str, Any]) -> str | None:
     """Return alternatives for constants with great integers, which llguidance would round.
     None if ``schema`` is not only such constants."""
     types = types_of({"type": schema.get("type")}, {})
@@ -80,12 +85,12 @@ def argument_rule(schema: object, parameters: Mapping[str, Any]) -> str:
     """
     if not isinstance(schema, Mapping):
         return json_rule({}, _IN_CALLS)
-    exact = exact_rule(resolved(schema, parameters))
+    exact = _exact_rule(resolved(schema, parameters))
     if exact is not None or "$ref" not in json.dumps(schema):
         return exact or json_rule(schema, _IN_CALLS)
     root = "#/$defs/tool"
     named = {"$defs": {"tool": followable(parameters, root)}, **followable(schema, root)}
-    return _json(named, _IN_CALLS)
+    return _json(named, {"whitespace_pattern": _IN_CALLS})
 
 
 def calls_rules(
@@ -118,24 +123,16 @@ def calls_rules(
     more = "" if most_one else f"({between} {one})*"
     any_tool = " | ".join(f"call_{place}" for place in range(len(tools)))
     rules = [f"calls: {before} {one} {more} {after}", f"call: {any_tool}"]
-    return "\n".join([*rules, *tool_rules(tools, partial(_call_rules, family, mark))])
-
-
-def tool_rules(
-    tools: Sequence[Mapping[str, Any]],
-    write: Callable[[Mapping[str, Any], str], Iterator[str]],
-) -> Iterator[str]:
-    """Yield the rules of each tool behind a comment that names it. The first is ``call_N``.
-    Raises RequestError: If a tool's schema can't be followed exactly."""
     for place, tool in enumerate(tools):
-        yield f"{_TOOL_MARK}{tool['name']}"
+        rules.append(f"{_TOOL_MARK}{tool['name']}")
         try:
-            yield from write(tool, f"call_{place}")
+            rules += _call_rules(family, mark, tool, f"call_{place}")
         except ValueError as error:
             raise refuse_tool(tool["name"], str(error)) from None
+    return "\n".join(rules)
 
 
-def grammars_of_tools(grammar: str) -> Iterator[tuple[str, str]]:
+def tool_grammars(grammar: str) -> Iterator[tuple[str, str]]:
     """Yield the name of each tool in a grammar, and a grammar of its rules alone."""
     for section in grammar.split(f"\n{_TOOL_MARK}")[1:]:
         name, _, rules = section.partition("\n")
@@ -154,6 +151,10 @@ def _call_rules(
         yield from _tagged_rules(family.tags, tool, name)
     elif family.is_python:
         yield f"{name}: {_python_rule(tool)}"
+    elif family.has_channels:
+        channel, constrain, message = map(mark, ("<|channel|>", "<|constrain|>", "<|message|>"))
+        head = quoted(f"commentary to=functions.{tool['name']} ")
+        yield f'{name}: {channel} {head} {constrain} "json" {message} {arguments_rule(tool)}'
     elif family.name_end:
         yield f"{name}: {quoted(tool['name'])} {mark(family.name_end)} {arguments_rule(tool)}"
     else:
