@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
 
 from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.schemas import loaded, meant, python_value
@@ -41,13 +41,6 @@ ToolSchemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Names of tools, and JSON schemas of their parameters."""
 MOST_HEAD_CHARS: Final = 1024
 """Most characters of a call before its arguments. Longer ones are text."""
-
-
-def call_reader(family: ToolFormat, schemas: ToolSchemas) -> CallReader:
-    """Return the reader of one answer. ``schemas``: the tools that may be called."""
-    if family.tags is not None:
-        return TaggedCallReader(family, schemas, family.tags)
-    return ObjectCallReader(family, schemas)
 
 
 def arguments_text(arguments: object) -> str | None:
@@ -101,6 +94,13 @@ class CallReader(Divider["str | Call"], ABC):
     read on.
     """
 
+    @staticmethod
+    def of(family: ToolFormat, schemas: ToolSchemas) -> CallReader:
+        """Return the reader of one answer. ``schemas``: the tools that may be called."""
+        if family.tags is not None:
+            return TaggedCallReader(family, schemas, family.tags)
+        return ObjectCallReader(family, schemas)
+
     def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
         mode = "start" if family.begins_bare else "text"
         super().__init__(mode, start=self._in_start, text=self._in_text, call=self._in_call)
@@ -127,21 +127,20 @@ class CallReader(Divider["str | Call"], ABC):
         found = [(self._text.find(mark), mark) for mark in self.begins if mark in self._text]
         if found:
             place, mark = min(found)
-            self._say(self._text[:place])
-            self._text = self._text[place:]
+            self._say(place)
             is_bare = mark != self._family.begin
             self._enter(0 if is_bare else len(mark), is_bare=is_bare)
             return True
         num_held = 0 if is_final else max(num_begun(self._text, mark) for mark in self.begins)
-        end = len(self._text) - num_held
-        self._say(self._text[:end])
-        self._text = self._text[end:]
+        self._say(len(self._text) - num_held)
         return False
 
     def _enter(self, place: int, *, is_bare: bool) -> None:
         self._place, self._is_bare, self._is_first, self._mode = place, is_bare, True, "call"
 
-    def _say(self, text: str) -> None:
+    def _say(self, end: int) -> None:
+        """Give what stands before ``end`` as text."""
+        text, self._text = self._text[:end], self._text[end:]
         if self._is_after_call:
             text = text.lstrip()
         if text:
@@ -164,8 +163,8 @@ class CallReader(Divider["str | Call"], ABC):
         """Treat the call's mark, or its first character, as text. After a call, nothing."""
         if not self._is_first:
             return self._end(self._place)
-        self._say(self._text[: max(self._place, 1)])
-        return self._end(max(self._place, 1))
+        self._say(max(self._place, 1))
+        return self._end(0)
 
 
 _BEFORE_CALL: Final = re.compile(r"[\s;,\[]*")
@@ -390,8 +389,8 @@ class TaggedCallReader(CallReader):
     def _give(self, end: int) -> None:
         arguments = arguments_text(self._arguments)
         if arguments is None:  # too deep
-            self._say(self._text[:end])
-            self._text, self._place = self._text[end:], 0
+            self._say(end)
+            self._place = 0
         else:
             self._call(self._name, arguments, end)
         self._name = ""
@@ -400,8 +399,7 @@ class TaggedCallReader(CallReader):
         end = self._value_end(is_final)
         if end is None:
             if is_final:
-                self._say(self._text)
-                self._text = ""
+                self._say(len(self._text))
             return False
         value = self._text[self._place : end]
         if self._tags.is_padded:
@@ -457,3 +455,102 @@ def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
 def _may_begin(text: str, mark: str) -> bool:
     """Return True if a text begins with a mark, as far as it has come."""
     return text.startswith(mark) or mark.startswith(text)
+
+
+_BEGINS: Final = ("<|channel|>", "<|start|>", " to=")
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_MOST_END: Final = max(map(len, _ENDS))
+_END_MARK: Final = re.compile("|".join(map(re.escape, _ENDS)))
+_CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(Divider[Part]):
+    """Divides an answer of gpt-oss into reasoning, text and calls.
+
+    Its messages stand in channels (OpenAI's harmony format): ``<|channel|>analysis<|message|>``
+    begins reasoning, ``final`` the answer, and ``commentary to=functions.NAME`` the arguments of a
+    call. ``<|end|>`` ends a message, and ``<|start|>assistant`` begins the next one. An answer
+    without channels is text.
+
+    Args:
+        splits_reasoning: Reasoning is apart, and not text.
+        most_calls: Later calls are left out.
+        is_inside: The prompt ends inside the reasoning.
+    """
+
+    def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
+        mode = "body" if is_inside else "start"
+        super().__init__(mode, start=self._in_start, head=self._in_head, body=self._in_body)
+        self.num_reasoning_chars = self._num_read = 0
+        self._splits_reasoning = splits_reasoning
+        self._most_calls = most_calls
+        self._called = ""
+        self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
+        self._has_text = self._is_first_of_text = False
+        self._num_scanned = 0
+
+    @property
+    def has_calls(self) -> bool:
+        return min(self.num_calls, self._most_calls) > 0
+
+    def _in_start(self, is_final: bool) -> bool:
+        """Find out whether the answer begins with a message's head, or is text."""
+        is_head = self._text.startswith(_BEGINS)
+        if not (is_head or is_final) and any(mark.startswith(self._text) for mark in _BEGINS):
+            return False
+        self._mode = "head" if is_head else "body"
+        return True
+
+    def _in_head(self, is_final: bool) -> bool:
+        head, mark, _ = self._text.partition("<|message|>")
+        if not mark and len(head) <= MOST_HEAD_CHARS:
+            return False
+        if mark:
+            self._drop(len(head + mark))
+        called = _CALLED.search(head) if mark else None
+        channel = _CHANNEL.search(head)
+        self._mode, self._kind = "body", "text"
+        if called is not None and self._most_calls:
+            self._kind, self._called, self._num_scanned = "call", called[1], 0
+        elif channel is not None and channel[1] == "analysis" and self._splits_reasoning:
+            self._kind = "reasoning"
+        self._is_first_of_text = self._kind == "text"
+        return True
+
+    def _drop(self, num_chars: int) -> None:
+        self._num_read += num_chars
+        self._text = self._text[num_chars:]
+
+    def _in_body(self, is_final: bool) -> bool:
+        """Give a message's text as it comes, and a call once it is complete."""
+        is_call = self._kind == "call"
+        found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
+        if found is None and is_call and not is_final:
+            self._num_scanned = max(0, len(self._text) - _MOST_END)
+            return False
+        may_wait = found is None and not is_final
+        num_held = max(num_begun(self._text, mark) for mark in _ENDS) if may_wait else 0
+        end = len(self._text) - num_held if found is None else found.start()
+        self._say(self._text[:end])
+        self._drop(end)
+        if found is not None:
+            self._mode = "head"
+            self._drop(0 if found[0] == "<|start|>" else len(found[0]))
+        if self._kind == "reasoning" and not (self._has_text or self.num_calls):
+            self.num_reasoning_chars = self._num_read
+        return found is not None
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        if self._kind == "reasoning":
+            self._parts.append(Reasoning(text))
+        elif self._kind == "call" and (arguments := arguments_text(text)) is not None:
+            if self.num_calls < self._most_calls:
+                self._parts.append(Call(self.num_calls, self._called, arguments))
+            self.num_calls += 1
+        else:
+            is_later = self._is_first_of_text and self._has_text
+            self._parts.append("\n" + text if is_later else text)
+            self._has_text, self._is_first_of_text = True, False

@@ -13,12 +13,11 @@ from typing import Any, Final, TypeAlias
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.calls import Call, CallReader, Part, Reasoning, ToolSchemas, call_reader
+from fastdecode.text.calls import Call, CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.harmony import HarmonyParser, harmony_grammar
-from fastdecode.text.lark import calls_rules, json_rule
+from fastdecode.text.lark import calls_rules, harmony_grammar, json_rule
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -187,7 +186,7 @@ class AnswerFormat:
             )
         if family is not None and state != "after":
             splitter = ReasoningSplitter(family, state == "inside", tools.begin if tools else "")
-        calls = None if tools is None else call_reader(tools, self.schemas)
+        calls = None if tools is None else CallReader.of(tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
     def call_id(self, answer: str, index: int) -> str:

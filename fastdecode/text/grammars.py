@@ -23,8 +23,7 @@ from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
-from fastdecode.text.harmony import final_head, thoughts_rule
-from fastdecode.text.lark import json_rule, marked, quoted, refuse_tool, text_until, tool_grammars
+from fastdecode.text.lark import json_rule, quoted, reasoning_grammar, refuse_tool, tool_grammars
 from fastdecode.text.reasoning import REASONING_FORMATS
 
 NO_TOKENIZER: Final = (
@@ -113,16 +112,7 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
     if family is None:
         known = ", ".join(REASONING_FORMATS)
         raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
-    is_inside = wanted.in_reasoning
-    if family.has_channels:
-        start = f"start: thoughts{'' if is_inside else '?'} {final_head(special)} @answer"
-        outer = f"{start}\n{thoughts_rule(special, is_inside=is_inside)}"
-    else:
-        is_begun = is_inside or (family.end in special and family.begin not in special)
-        begin = "" if is_begun else marked(family.begin, special)
-        either = "" if is_inside else " | @answer"
-        thoughts = text_until("thoughts", family.end, special)
-        outer = f"start: {begin} thoughts /\\n*/ @answer{either}\n{thoughts}"
+    outer = reasoning_grammar(family, special, is_inside=wanted.in_reasoning)
     # llguidance writes Lark's grammars as they are, others as JSON.
     is_json = grammar.lstrip().startswith("{")
     inner = json.loads(grammar) if is_json else {"grammars": [{"lark_grammar": grammar}]}

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any, Final
 
 from fastdecode.core.errors import Given, RequestError
+from fastdecode.text.reasoning import ReasoningFormat
 from fastdecode.text.schemas import choices_of, followable, resolved, type_of, types_of
-from fastdecode.text.tools import CODE, Tags, ToolFormat
+from fastdecode.text.tools import CODE, TOOL_FORMATS, Tags, ToolFormat
 
 _WHITESPACE: Final = r"[ \t\n\r]{0,20}"
 """Between the tokens of JSON. Bounded, because a weak model would write blanks until its limit."""
@@ -199,3 +200,46 @@ def _python_rule(tool: Mapping[str, Any]) -> str:
     rule = ' ", " '.join(first) + "".join(f' (", " {each})?' for each in later)
     rule = rule if required or not rule else f"({rule})?"
     return f"{quoted(tool['name'] + '(')} {rule} {quoted(')')}"
+
+
+def reasoning_grammar(
+    family: ReasoningFormat, special: Mapping[str, int], *, is_inside: bool
+) -> str:
+    """Return a Lark grammar of reasoning, any text, and the rule ``@answer``, which need not follow
+    any. ``is_inside``: The prompt ends inside the reasoning."""
+    if family.has_channels:
+        return harmony_grammar((), special, "@answer", is_inside=is_inside)
+    is_begun = is_inside or (family.end in special and family.begin not in special)
+    begin = "" if is_begun else marked(family.begin, special)
+    either = "" if is_inside else " | @answer"
+    thoughts = text_until("thoughts", family.end, special)
+    return f"start: {begin} thoughts /\\n*/ @answer{either}\n{thoughts}"
+
+
+def harmony_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    special: Mapping[str, int],
+    answer: str | None,
+    *,
+    is_inside: bool = False,
+) -> str:
+    """Return a Lark grammar of an answer of gpt-oss that may reason, and then is a call.
+
+    Args:
+        answer: A rule of the final message's text, which may stand in place of a call.
+        is_inside: The prompt ends inside the reasoning.
+    """
+    names = ("<|channel|>", "<|message|>", "<|start|>")
+    channel, message, start = (marked(name, special) for name in names)
+    head = "" if is_inside else f'{channel} "analysis" {message}'
+    kinds = ["calls"] * bool(tools) + ["final"] * (answer is not None)
+    rules = [
+        f"start: thoughts{'' if is_inside else '?'} ({' | '.join(kinds)})",
+        f'thoughts: {head} thought {start} "assistant"',
+        text_until("thought", "<|end|>", special),
+    ]
+    if answer is not None:
+        rules += [f'final: {channel} "final" {message} text', f"text: {answer}"]
+    if tools:
+        rules.append(calls_rules(TOOL_FORMATS["harmony"], tools, special, most_one=True))
+    return "\n".join(rules)
