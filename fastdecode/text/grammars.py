@@ -56,12 +56,8 @@ def llguidance() -> ModuleType:
 
 
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
-    """Check structured outputs.
-
-    Raises:
-        RequestError: If the schema, expression or grammar can't be followed (code
-            ``invalid_structured_outputs``), or the package is missing (``missing_extra``).
-    """
+    """Raises RequestError: If the schema, expression or grammar can't be followed (code
+    ``invalid_structured_outputs``), or the package is missing (``missing_extra``)."""
     package = llguidance()
     limits = package.LLParserLimits(verbose_errors=False)
     check = partial(package.LLMatcher.validate_grammar, limits=limits)
@@ -82,8 +78,7 @@ def _of_schema(said: str) -> str:
 
 
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
-    """Return the grammar as llguidance takes it. ``special``: ids of the model's special tokens,
-    by name. Raises RequestError: See ``check_structured``."""
+    """Return the grammar as llguidance takes it. Raises RequestError: See ``check_structured``."""
     grammar = _grammar_of_answer(wanted)
     return grammar if wanted.reasoning is None else _after_reasoning(wanted, grammar, special)
 
@@ -141,11 +136,8 @@ class GrammarMasks:
         self._gathered: tuple[list[GrammarState], Future[None]] | None = None
 
     def state(self, wanted: StructuredOutputs, token_ids: Sequence[int] = ()) -> GrammarState:
-        """Return the state of a sequence that has generated these tokens.
-
-        Raises:
-            RequestError: If llguidance is missing, or the model has no tokenizer.
-        """
+        """Return the state of a sequence that has generated these tokens. Raises RequestError: If
+        llguidance is missing, or the model has no tokenizer."""
         llguidance()
         if not self._codec.has_tokenizer:
             raise RequestError(NO_TOKENIZER, code="no_tokenizer")
@@ -192,15 +184,12 @@ class GrammarMasks:
 
     def _fill(self, states: Sequence[GrammarState]) -> None:
         rows = np.zeros((len(states), -(-self._vocab_size // 32)), np.int32)
-        matchers = []
-        for place, state in enumerate(states):
-            state.row = rows[place, : self._num_words]
-            if state.error is None:
-                matchers.append((state.matcher, place))
+        for row, state in zip(rows, states, strict=True):
+            state.row = row[: self._num_words]
+        matchers = [(state.matcher, place) for place, state in enumerate(states) if not state.error]
         if matchers:
-            self._executor.unsafe_compute_mask_ptr(
-                matchers, rows.ctypes.data, rows.strides[0], len(rows)
-            )
+            begin, stride = rows.ctypes.data, rows.strides[0]
+            self._executor.unsafe_compute_mask_ptr(matchers, begin, stride, len(rows))
 
     @cached_property
     def _executor(self) -> Any:
@@ -209,9 +198,8 @@ class GrammarMasks:
     @cached_property
     def _tokenizer(self) -> Any:
         tokens = _Tokens(self._codec, self._eos_token_ids, self._vocab_size)
-        return llguidance().LLTokenizer(
-            tokens, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-        )
+        options = {"n_vocab": self._vocab_size, "eos_token": self._eos_token_ids}
+        return llguidance().LLTokenizer(tokens, **options)
 
 
 class GrammarState:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.text.reasoning import ReasoningFormat
 from fastdecode.text.schemas import choices_of, followable, resolved, type_of, types_of
 from fastdecode.text.tools import CODE, TOOL_FORMATS, Tags, ToolFormat
 
+Functions: TypeAlias = Sequence[Mapping[str, Any]]
+"""Tools. Each has a ``name``, and may have ``parameters``, a JSON schema."""
+Special: TypeAlias = Mapping[str, int]
+"""Ids of a model's special tokens, by name."""
 _WHITESPACE: Final = r"[ \t\n\r]{0,20}"
 """Between the tokens of JSON. Bounded, because a weak model would write blanks until its limit."""
 _IN_CALLS: Final = " ?"
@@ -27,12 +31,12 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def marked(mark: str, special: Mapping[str, int]) -> str:
-    """Return a mark: a special token, or its text. ``special``: ids of the model's, by name."""
+def marked(mark: str, special: Special) -> str:
+    """Return a mark: a special token, or its text."""
     return f"<[{special[mark]}]>" if mark in special else quoted(mark)
 
 
-def text_until(name: str, end: str, special: Mapping[str, int]) -> str:
+def text_until(name: str, end: str, special: Special) -> str:
     """Return a rule ``name``: any text up to a mark, and the mark."""
     if end in special:
         return f"{name}: /(.|\\n)*/ {marked(end, special)}"
@@ -44,9 +48,8 @@ def json_rule(
 ) -> str:
     """Return the JSON of a schema. Raises ValueError: If it can't be followed exactly.
 
-    Args:
-        blanks: Regular expression of what may stand between tokens, if it is not the usual one.
-        is_compact: Nothing may.
+    ``blanks`` is the regular expression of what may stand between tokens, if not the usual one.
+    If ``is_compact``, nothing may.
     """
     exact = _exact_rule(schema)
     options = _COMPACT if is_compact else {"whitespace_pattern": blanks or _WHITESPACE}
@@ -79,11 +82,8 @@ def arguments_rule(tool: Mapping[str, Any]) -> str:
 
 
 def argument_rule(schema: object, parameters: Mapping[str, Any]) -> str:
-    """Return the JSON of one argument. Raises ValueError: see ``json_rule``.
-
-    Args:
-        parameters: The tool's schema, which references in ``schema`` refer to.
-    """
+    """Return the JSON of one argument of a tool with these parameters, which its references refer
+    to. Raises ValueError: see ``json_rule``."""
     if not isinstance(schema, Mapping):
         return json_rule({}, _IN_CALLS)
     exact = _exact_rule(resolved(schema, parameters))
@@ -94,23 +94,9 @@ def argument_rule(schema: object, parameters: Mapping[str, Any]) -> str:
     return _json(named, {"whitespace_pattern": _IN_CALLS})
 
 
-def calls_rules(
-    family: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    special: Mapping[str, int],
-    *,
-    most_one: bool,
-) -> str:
-    """Return a Lark grammar whose rule ``calls`` is one call of these tools, or several.
-
-    Args:
-        tools: Each has a ``name``, and may have ``parameters``, a JSON schema.
-        special: Ids of the model's special tokens, by name.
-        most_one: No more than one call.
-
-    Raises:
-        RequestError: If a tool's schema can't be followed exactly.
-    """
+def calls_rules(family: ToolFormat, tools: Functions, special: Special, *, most_one: bool) -> str:
+    """Return a Lark grammar whose rule ``calls`` is one call of these tools, or several unless
+    ``most_one``. Raises RequestError: If a tool's schema can't be followed exactly."""
     mark = partial(marked, special=special)
     one, before, between, after = "call", "", '"; "', ""
     begin = mark(family.begin)
@@ -202,9 +188,7 @@ def _python_rule(tool: Mapping[str, Any]) -> str:
     return f"{quoted(tool['name'] + '(')} {rule} {quoted(')')}"
 
 
-def reasoning_grammar(
-    family: ReasoningFormat, special: Mapping[str, int], *, is_inside: bool
-) -> str:
+def reasoning_grammar(family: ReasoningFormat, special: Special, *, is_inside: bool) -> str:
     """Return a Lark grammar of reasoning, any text, and the rule ``@answer``, which need not follow
     any. ``is_inside``: The prompt ends inside the reasoning."""
     if family.has_channels:
@@ -217,11 +201,7 @@ def reasoning_grammar(
 
 
 def harmony_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    special: Mapping[str, int],
-    answer: str | None,
-    *,
-    is_inside: bool = False,
+    tools: Functions, special: Special, answer: str | None, *, is_inside: bool = False
 ) -> str:
     """Return a Lark grammar of an answer of gpt-oss that may reason, and then is a call.
 
