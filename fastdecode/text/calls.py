@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.schemas import loaded, meant, python_value
@@ -59,10 +59,7 @@ def arguments_text(arguments: object) -> str | None:
     return text
 
 
-PartT = TypeVar("PartT")
-
-
-class Divider(Generic[PartT]):
+class Divider:
     """Divides one answer's text, as it comes, into parts.
 
     The step of each mode reads on in ``_text``. It returns False to wait for more, which it
@@ -72,9 +69,9 @@ class Divider(Generic[PartT]):
     def __init__(self, mode: str, **steps: Callable[[bool], bool]) -> None:
         self.num_calls = 0
         self._mode, self._steps, self._text = mode, steps, ""
-        self._parts: list[PartT] = []
+        self._parts: list[Part] = []
 
-    def feed(self, text: str, *, is_final: bool = False) -> list[PartT]:
+    def feed(self, text: str, *, is_final: bool = False) -> list[Part]:
         """Return the parts that more text completes."""
         self._text += text
         while self._text and self._steps[self._mode](is_final):
@@ -82,12 +79,12 @@ class Divider(Generic[PartT]):
         parts, self._parts = self._parts, []
         return parts
 
-    def finish(self) -> list[PartT]:
+    def finish(self) -> list[Part]:
         """Return the parts that were held back. No text follows."""
         return self.feed("", is_final=True)
 
 
-class CallReader(Divider["str | Call"], ABC):
+class CallReader(Divider, ABC):
     """Divides an answer into text and calls.
 
     A subclass reads one call: ``_text`` begins with the call's mark, and ``_place`` is where to
@@ -174,10 +171,7 @@ _NAMED: Final = (
     re.compile(r"[\w.-]{1,256}(?:\[CALL_ID\]\w*)?(?:\[[A-Z_]*\]?)?\s*"),
 )
 """A name before a call's brackets, and the beginning of one."""
-_PYTHON: Final = (
-    re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()"),
-    re.compile(r"[A-Za-z_][\w.-]*\s*"),
-)
+_PYTHON: Final = re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()"), re.compile(r"[A-Za-z_][\w.-]*\s*")
 _FIRST_KEY: Final = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|([^"\s]))')
 _KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
 """First keys of a call's object."""
@@ -204,8 +198,7 @@ class ObjectCallReader(CallReader):
         if said[0] == "{":
             given = loaded(said)
             if not name and isinstance(given, dict):
-                name = given.get("name")
-                values = [given.get(key) for key in ("arguments", "parameters")]
+                name, values = given.get("name"), [given.get("arguments"), given.get("parameters")]
                 given = next((value for value in values if value is not None), {})
         else:
             given = _keywords(said)
@@ -339,7 +332,6 @@ class TaggedCallReader(CallReader):
     def _in_head(self, is_final: bool) -> bool:
         tags, text, end = self._tags, self._text, self._family.end
         rest = text[self._place : self._place + MOST_HEAD_CHARS].lstrip()
-        may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
         if rest.startswith(end):
             return self._end(text.index(end, self._place) + len(end))
         if end.startswith(rest):
@@ -347,14 +339,16 @@ class TaggedCallReader(CallReader):
         head = re.compile(tags.head).match(text, self._place)
         if head is None:
             begun = re.fullmatch(r"\s*[\w.-]*\s*(?:<[/a-z_]*)?", rest[len(tags.lead) :])
-            is_begun = begun is not None and _may_begin(rest, tags.lead)
-            return not (is_begun and may_wait) and self._no_call()
-        after, marks = text[head.end() :].lstrip(), (tags.key_lead, tags.end)
-        if self._is_bare and not (head[1] in self._schemas and after.startswith(marks)):
-            is_begun = head[1] in self._schemas and any(_may_begin(after, mark) for mark in marks)
-            return not (is_begun and may_wait) and self._no_call()
-        self._name, self._arguments, self._place = head[1], {}, head.end()
-        return True
+            is_begun = begun is not None and _may_begin(rest, (tags.lead,))
+        else:
+            after, marks = text[head.end() :].lstrip(), (tags.key_lead, tags.end)
+            is_known = head[1] in self._schemas
+            if not self._is_bare or (is_known and after.startswith(marks)):
+                self._name, self._arguments, self._place = head[1], {}, head.end()
+                return True
+            is_begun = is_known and _may_begin(after, marks)
+        may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
+        return not (is_begun and may_wait) and self._no_call()
 
     def _in_arguments(self, is_final: bool) -> bool:
         """Read on before an argument, or at the end. Anything else is dropped."""
@@ -452,9 +446,9 @@ def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(tags.key_lead)}\s*({known})\s*{end}{tags.value_lead}")
 
 
-def _may_begin(text: str, mark: str) -> bool:
-    """Return True if a text begins with a mark, as far as it has come."""
-    return text.startswith(mark) or mark.startswith(text)
+def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
+    """Return True if a text begins with one of these marks, as far as it has come."""
+    return text.startswith(marks) or any(mark.startswith(text) for mark in marks)
 
 
 _BEGINS: Final = ("<|channel|>", "<|start|>", " to=")
@@ -465,7 +459,7 @@ _CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonyParser(Divider[Part]):
+class HarmonyParser(Divider):
     """Divides an answer of gpt-oss into reasoning, text and calls.
 
     Its messages stand in channels (OpenAI's harmony format): ``<|channel|>analysis<|message|>``
@@ -532,8 +526,7 @@ class HarmonyParser(Divider[Part]):
         may_wait = found is None and not is_final
         num_held = max(num_begun(self._text, mark) for mark in _ENDS) if may_wait else 0
         end = len(self._text) - num_held if found is None else found.start()
-        self._say(self._text[:end])
-        self._drop(end)
+        self._say(end)
         if found is not None:
             self._mode = "head"
             self._drop(0 if found[0] == "<|start|>" else len(found[0]))
@@ -541,7 +534,10 @@ class HarmonyParser(Divider[Part]):
             self.num_reasoning_chars = self._num_read
         return found is not None
 
-    def _say(self, text: str) -> None:
+    def _say(self, end: int) -> None:
+        """Give what stands before ``end``."""
+        text = self._text[:end]
+        self._drop(end)
         if not text:
             return
         if self._kind == "reasoning":
@@ -551,6 +547,5 @@ class HarmonyParser(Divider[Part]):
                 self._parts.append(Call(self.num_calls, self._called, arguments))
             self.num_calls += 1
         else:
-            is_later = self._is_first_of_text and self._has_text
-            self._parts.append("\n" + text if is_later else text)
+            self._parts.append("\n" * (self._is_first_of_text and self._has_text) + text)
             self._has_text, self._is_first_of_text = True, False

@@ -245,8 +245,9 @@ class AnswerParser:
             return []
         return [answer] if self._calls is None else self._kept(self._calls.feed(answer))
 
-    def _kept(self, parts: list[str | Call]) -> list[Part]:
-        return [part for part in parts if isinstance(part, str) or part.index < self._most_calls]
+    def _kept(self, parts: list[Part]) -> list[Part]:
+        most = self._most_calls
+        return [part for part in parts if not isinstance(part, Call) or part.index < most]
 
 
 PartsParser: TypeAlias = "AnswerParser | HarmonyParser"

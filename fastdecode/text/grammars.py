@@ -292,9 +292,8 @@ class _Tokens:
             for mark in ("", _MARK):
                 num_cut = len(self._codec.encode(mark, add_special_tokens=False)) if mark else 0
                 ids = self._codec.encode(mark + text, add_special_tokens=False)[num_cut:]
-                if all(token < len(self.tokens) for token in ids) and text.encode() == b"".join(
-                    self.tokens[token] for token in ids
-                ):
+                spelled = b"".join(self.tokens[t] for t in ids if t < len(self.tokens))
+                if spelled == text.encode() and max(ids, default=0) < len(self.tokens):
                     return ids
         except RequestError:  # the tokenizer lacks these characters, or failed
             pass
@@ -303,11 +302,8 @@ class _Tokens:
     def _longest(self, text: bytes) -> list[int]:
         """Return the longest token at each place, up to a byte that no token begins with."""
         ids: list[int] = []
-        while text:
-            sizes = range(min(len(text), self._most_bytes), 0, -1)
-            size = next((size for size in sizes if text[:size] in self._by_bytes), 0)
-            if not size:
-                break
+        sizes = range(self._most_bytes, 0, -1)
+        while text and (size := next((n for n in sizes if text[:n] in self._by_bytes), 0)):
             ids.append(self._by_bytes[text[:size]])
             text = text[size:]
         return ids

@@ -143,7 +143,7 @@ def resolved(
     seen = set() if seen is None else seen
     own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
     parts, reference = schema.get("allOf"), schema.get("$ref")
-    others = list(parts) if isinstance(parts, list) else []
+    others = [*parts] if isinstance(parts, list) else []
     if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
         others.append(_pointed(root, reference))
@@ -166,8 +166,8 @@ def _pointed(root: Any, reference: str) -> Any:
 def types_of(
     schema: object, root: Mapping[str, Any], seen: set[str] | None = None, steps: int = _MOST_STEPS
 ) -> set[str]:
-    """Return JSON's types that a schema allows. Empty if it doesn't say. ``number`` has
-    ``integer``. ``seen`` and ``steps``: as of ``resolved``."""
+    """Return JSON's types that a schema allows: none if it doesn't say, and ``integer`` beside
+    ``number``. ``seen`` and ``steps``: as of ``resolved``."""
     seen = set() if seen is None else seen
     schema = resolved(schema, root, seen, steps)
     said = schema.get("type")
