@@ -467,10 +467,8 @@ class HarmonyParser(Divider):
     call. ``<|end|>`` ends a message, and ``<|start|>assistant`` begins the next one. An answer
     without channels is text.
 
-    Args:
-        splits_reasoning: Reasoning is apart, and not text.
-        most_calls: Later calls are left out.
-        is_inside: The prompt ends inside the reasoning.
+    Calls after the first ``most_calls`` are left out. ``is_inside``: the prompt ends inside the
+    reasoning.
     """
 
     def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:

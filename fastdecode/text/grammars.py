@@ -80,7 +80,18 @@ def _of_schema(said: str) -> str:
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
     """Return the grammar as llguidance takes it. Raises RequestError: See ``check_structured``."""
     grammar = _grammar_of_answer(wanted)
-    return grammar if wanted.reasoning is None else _after_reasoning(wanted, grammar, special)
+    if wanted.reasoning is None:
+        return grammar
+    family = REASONING_FORMATS.get(wanted.reasoning)
+    if family is None:
+        known = ", ".join(REASONING_FORMATS)
+        raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
+    # llguidance writes Lark's grammars as they are, others as JSON.
+    is_json = grammar.lstrip().startswith("{")
+    inner = json.loads(grammar) if is_json else {"grammars": [{"lark_grammar": grammar}]}
+    inner["grammars"][0]["name"] = "answer"
+    outer = reasoning_grammar(family, special, is_inside=wanted.in_reasoning)
+    return json.dumps({**inner, "grammars": [{"lark_grammar": outer}, *inner["grammars"]]})
 
 
 def _grammar_of_answer(wanted: StructuredOutputs) -> str:
@@ -99,20 +110,6 @@ def _grammar_of_answer(wanted: StructuredOutputs) -> str:
     except (ValueError, RecursionError) as error:
         what = "read" if wanted.grammar is not None else "followed"
         raise refuse(f".{wanted.kind} can't be {what}: {_brief(str(error))}") from None
-
-
-def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[str, int]) -> str:
-    """Return a grammar with the reasoning, any text, before it."""
-    family = REASONING_FORMATS.get(wanted.reasoning or "")
-    if family is None:
-        known = ", ".join(REASONING_FORMATS)
-        raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
-    outer = reasoning_grammar(family, special, is_inside=wanted.in_reasoning)
-    # llguidance writes Lark's grammars as they are, others as JSON.
-    is_json = grammar.lstrip().startswith("{")
-    inner = json.loads(grammar) if is_json else {"grammars": [{"lark_grammar": grammar}]}
-    inner["grammars"][0]["name"] = "answer"
-    return json.dumps({**inner, "grammars": [{"lark_grammar": outer}, *inner["grammars"]]})
 
 
 def _brief(said: str) -> str:

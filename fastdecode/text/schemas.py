@@ -33,10 +33,8 @@ def followable(schema: Any, root: str = "#") -> Any:
     """Return a schema that llguidance follows as the given one is meant.
 
     Formats that it doesn't know are annotations. ``oneOf`` of schemas that exclude each other is
-    ``anyOf``. Bounds beyond 2^53 are rounded inwards, and limits of types are left out.
-
-    Args:
-        root: The JSON pointer that takes the place of ``#``.
+    ``anyOf``. Bounds beyond 2^53 are rounded inwards, and limits of types are left out. ``root``
+    is the JSON pointer that takes the place of ``#``.
 
     Raises:
         ValueError: If the schema has a number that is not exact as a double, or is too deep.
@@ -100,9 +98,7 @@ def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
 
 def _exclude_each_other(options: object) -> bool:
     """Return True if no value fits two of these schemas, as far as constants and types say."""
-    values: set[str] = set()
-    kinds: set[str] = set()
-    constant_kinds: set[str] = set()
+    values, kinds, constant_kinds = set[str](), set[str](), set[str]()
     for option in options if isinstance(options, list) else [{}]:
         choices = choices_of(option)
         types = types_of(option, {})
@@ -132,12 +128,8 @@ def choices_of(schema: object) -> list[Any] | None:
 def resolved(
     schema: object, root: Mapping[str, Any], seen: set[str] | None = None, steps: int = _MOST_STEPS
 ) -> dict[str, Any]:
-    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win.
-
-    Args:
-        seen: References that were followed. None is followed twice.
-        steps: Most levels that are looked into.
-    """
+    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win. References
+    in ``seen`` are not followed again. At most ``steps`` levels are looked into."""
     if not isinstance(schema, Mapping) or not steps:
         return {}
     seen = set() if seen is None else seen
