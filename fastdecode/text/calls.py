@@ -498,10 +498,8 @@ class HarmonyParser(Divider):
         head, mark, _ = self._text.partition("<|message|>")
         if not mark and len(head) <= MOST_HEAD_CHARS:
             return False
-        if mark:
-            self._drop(len(head + mark))
-        called = _CALLED.search(head) if mark else None
-        channel = _CHANNEL.search(head)
+        self._drop(len(head + mark) if mark else 0)
+        called, channel = _CALLED.search(head) if mark else None, _CHANNEL.search(head)
         self._mode, self._kind = "body", "text"
         if called is not None and self._most_calls:
             self._kind, self._called, self._num_scanned = "call", called[1], 0

@@ -183,9 +183,8 @@ def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
     types = types_of(schema, root)
     if types == {"string"} or text in (choices_of(resolved(schema, root)) or ()):
         return text
-    try:
-        value = _parse(text)
-    except (ValueError, RecursionError):
+    value = loaded(text)
+    if value is None and text.strip() != "null":
         try:
             value = python_value(ast.parse(text.strip(), mode="eval").body)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -198,13 +197,9 @@ def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
 def loaded(text: str) -> Any:
     """Return the value of a JSON text, or None if it is not valid. Strings may have line ends."""
     try:
-        return _parse(text)
+        return json.loads(text, strict=False, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
-
-
-def _parse(text: str) -> Any:
-    return json.loads(text, strict=False, parse_constant=_finite, parse_float=_finite)
 
 
 def _finite(text: str) -> float:

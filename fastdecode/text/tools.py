@@ -15,7 +15,6 @@ MAX_TOOLS: Final = 128
 CODE: Final = "invalid_tools"
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
-_NULL: Final = type(None)
 
 
 @dataclass(frozen=True)
@@ -92,16 +91,14 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
         if field not in _FUNCTION_FIELDS:
             known = ", ".join(_FUNCTION_FIELDS)
             raise _refuse("tools", f"{where} has an unknown field {field!r:.80}: known are {known}")
-    parameters = function.get("parameters")
+    name, parameters = function.get("name"), function.get("parameters")
     schema = _object(parameters)
-    name = function.get("name")
     for field, is_right, rule in (
         ("name", isinstance(name, str) and _NAME.fullmatch(name),
          f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}"),
-        ("description", isinstance(function.get("description"), (str, _NULL)), "a string"),
-        ("strict", isinstance(function.get("strict"), (bool, _NULL)), "true or false"),
-        ("parameters", isinstance(parameters, (Mapping, _NULL)),
-         "a JSON schema, which is an object"),
+        ("description", isinstance(function.get("description"), str | None), "a string"),
+        ("strict", isinstance(function.get("strict"), bool | None), "true or false"),
+        ("parameters", isinstance(parameters, Mapping | None), "a JSON schema, which is an object"),
         ("parameters.type", schema.get("type", "object") in ("object", ["object"]), '"object"'),
         ("parameters.properties", isinstance(schema.get("properties") or {}, Mapping), "an object"),
         ("parameters.required", isinstance(schema.get("required") or [], (list, tuple)), "a list"),
