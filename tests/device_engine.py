@@ -40,7 +40,7 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from sworker.device import Gpu
 from sworker.graphs import StepGraphs

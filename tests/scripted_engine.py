@@ -40,7 +40,7 @@ from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from rworker.worker import start_worker_thread

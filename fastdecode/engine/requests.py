@@ -14,7 +14,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.plan import Chunk
 from fastdecode.text.codec import SequenceText, TextCodec
-from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import GrammarMasks
 from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState
 
 

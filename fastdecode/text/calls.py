@@ -10,14 +10,14 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from fastdecode.text.reasoning import num_begun
 from fastdecode.text.schemas import loaded, meant, python_value
-from fastdecode.text.tool_formats import Tags, ToolFormat
+from fastdecode.text.tools import Tags, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,6 @@ MOST_HEAD_CHARS: Final = 1024
 """Most characters of a call before its arguments. Longer ones are text."""
 
 
-def call_reader(family: ToolFormat, schemas: ToolSchemas) -> CallReader:
-    """Return the reader of one answer. ``schemas``: the tools that may be called."""
-    if family.tags is not None:
-        return TaggedCallReader(family, schemas, family.tags)
-    return ObjectCallReader(family, schemas)
-
-
 def arguments_text(arguments: object) -> str | None:
     """Return a call's arguments as a JSON object, or None if they are none."""
     if isinstance(arguments, str):
@@ -66,42 +59,54 @@ def arguments_text(arguments: object) -> str | None:
     return text
 
 
-class CallReader(ABC):
-    """Divides one answer's text, as it comes, into text and calls.
+class Divider:
+    """Divides one answer's text, as it comes, into parts.
 
-    A subclass reads one call: ``_text`` begins with the call's mark, and ``_place`` is where to
-    read on. Each step returns False to wait for more text.
+    The step of each mode reads on in ``_text``. It returns False to wait for more, which it
+    can't after the last text (``is_final``).
     """
 
-    def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
+    def __init__(self, mode: str, **steps: Callable[[bool], bool]) -> None:
         self.num_calls = 0
+        self._mode, self._steps, self._text = mode, steps, ""
+        self._parts: list[Part] = []
+
+    def feed(self, text: str, *, is_final: bool = False) -> list[Part]:
+        """Return the parts that more text completes."""
+        self._text += text
+        while self._text and self._steps[self._mode](is_final):
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Return the parts that were held back. No text follows."""
+        return self.feed("", is_final=True)
+
+
+class CallReader(Divider, ABC):
+    """Divides an answer into text and calls.
+
+    A subclass reads one call: ``_text`` begins with the call's mark, and ``_place`` is where to
+    read on.
+    """
+
+    @staticmethod
+    def of(family: ToolFormat, schemas: ToolSchemas) -> CallReader:
+        """Return the reader of one answer. ``schemas``: the tools that may be called."""
+        if family.tags is not None:
+            return TaggedCallReader(family, schemas, family.tags)
+        return ObjectCallReader(family, schemas)
+
+    def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
+        mode = "start" if family.begins_bare else "text"
+        super().__init__(mode, start=self._in_start, text=self._in_text, call=self._in_call)
         self.begins: Sequence[str] = (family.begin,)
-        self._family = family
-        self._schemas = schemas
-        self._mode = "start" if family.begins_bare else "text"
-        self._text = ""
-        self._place = 0
+        self._family, self._schemas, self._place = family, schemas, 0
         self._is_bare = self._is_first = False
         """The call has no mark; it is the first one after its mark."""
         self._is_after_call = False
         """Blanks that follow a call are no text."""
-        self._parts: list[str | Call] = []
-
-    def feed(self, text: str) -> list[str | Call]:
-        """Return the parts that more text completes."""
-        self._text += text
-        return self._read(is_final=False)
-
-    def finish(self) -> list[str | Call]:
-        """Return the parts that were held back. No text follows."""
-        return self._read(is_final=True)
-
-    def _read(self, *, is_final: bool) -> list[str | Call]:
-        step = {"start": self._in_start, "text": self._in_text, "call": self._in_call}
-        while self._text and step[self._mode](is_final):
-            pass
-        parts, self._parts = self._parts, []
-        return parts
 
     @abstractmethod
     def _in_call(self, is_final: bool) -> bool:
@@ -119,21 +124,20 @@ class CallReader(ABC):
         found = [(self._text.find(mark), mark) for mark in self.begins if mark in self._text]
         if found:
             place, mark = min(found)
-            self._say(self._text[:place])
-            self._text = self._text[place:]
+            self._say(place)
             is_bare = mark != self._family.begin
             self._enter(0 if is_bare else len(mark), is_bare=is_bare)
             return True
         num_held = 0 if is_final else max(num_begun(self._text, mark) for mark in self.begins)
-        end = len(self._text) - num_held
-        self._say(self._text[:end])
-        self._text = self._text[end:]
+        self._say(len(self._text) - num_held)
         return False
 
     def _enter(self, place: int, *, is_bare: bool) -> None:
         self._place, self._is_bare, self._is_first, self._mode = place, is_bare, True, "call"
 
-    def _say(self, text: str) -> None:
+    def _say(self, end: int) -> None:
+        """Give what stands before ``end`` as text."""
+        text, self._text = self._text[:end], self._text[end:]
         if self._is_after_call:
             text = text.lstrip()
         if text:
@@ -156,8 +160,8 @@ class CallReader(ABC):
         """Treat the call's mark, or its first character, as text. After a call, nothing."""
         if not self._is_first:
             return self._end(self._place)
-        self._say(self._text[: max(self._place, 1)])
-        return self._end(max(self._place, 1))
+        self._say(max(self._place, 1))
+        return self._end(0)
 
 
 _BEFORE_CALL: Final = re.compile(r"[\s;,\[]*")
@@ -167,10 +171,7 @@ _NAMED: Final = (
     re.compile(r"[\w.-]{1,256}(?:\[CALL_ID\]\w*)?(?:\[[A-Z_]*\]?)?\s*"),
 )
 """A name before a call's brackets, and the beginning of one."""
-_PYTHON: Final = (
-    re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()"),
-    re.compile(r"[A-Za-z_][\w.-]*\s*"),
-)
+_PYTHON: Final = re.compile(r"([A-Za-z_][\w.-]*)\s*(?=\()"), re.compile(r"[A-Za-z_][\w.-]*\s*")
 _FIRST_KEY: Final = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|([^"\s]))')
 _KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
 """First keys of a call's object."""
@@ -197,8 +198,7 @@ class ObjectCallReader(CallReader):
         if said[0] == "{":
             given = loaded(said)
             if not name and isinstance(given, dict):
-                name = given.get("name")
-                values = [given.get(key) for key in ("arguments", "parameters")]
+                name, values = given.get("name"), [given.get("arguments"), given.get("parameters")]
                 given = next((value for value in values if value is not None), {})
         else:
             given = _keywords(said)
@@ -320,6 +320,9 @@ class TaggedCallReader(CallReader):
         self._arguments: dict[str, Any] = {}
         self._num_scanned = 0
         """Where in ``_text`` to look for the value's end."""
+        self._ends = tuple(filter(None, (tags.end, family.end)))
+        self._marks = tuple(filter(None, (*self._ends, family.begin, tags.lead)))
+        """What may follow the last argument."""
 
     def _in_call(self, is_final: bool) -> bool:
         if self._key is not None:
@@ -329,7 +332,6 @@ class TaggedCallReader(CallReader):
     def _in_head(self, is_final: bool) -> bool:
         tags, text, end = self._tags, self._text, self._family.end
         rest = text[self._place : self._place + MOST_HEAD_CHARS].lstrip()
-        may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
         if rest.startswith(end):
             return self._end(text.index(end, self._place) + len(end))
         if end.startswith(rest):
@@ -337,14 +339,16 @@ class TaggedCallReader(CallReader):
         head = re.compile(tags.head).match(text, self._place)
         if head is None:
             begun = re.fullmatch(r"\s*[\w.-]*\s*(?:<[/a-z_]*)?", rest[len(tags.lead) :])
-            is_begun = begun is not None and _may_begin(rest, tags.lead)
-            return not (is_begun and may_wait) and self._no_call()
-        after, marks = text[head.end() :].lstrip(), (tags.key_lead, tags.end)
-        if self._is_bare and not (head[1] in self._schemas and after.startswith(marks)):
-            is_begun = head[1] in self._schemas and any(_may_begin(after, mark) for mark in marks)
-            return not (is_begun and may_wait) and self._no_call()
-        self._name, self._arguments, self._place = head[1], {}, head.end()
-        return True
+            is_begun = begun is not None and _may_begin(rest, (tags.lead,))
+        else:
+            after, marks = text[head.end() :].lstrip(), (tags.key_lead, tags.end)
+            is_known = head[1] in self._schemas
+            if not self._is_bare or (is_known and after.startswith(marks)):
+                self._name, self._arguments, self._place = head[1], {}, head.end()
+                return True
+            is_begun = is_known and _may_begin(after, marks)
+        may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
+        return not (is_begun and may_wait) and self._no_call()
 
     def _in_arguments(self, is_final: bool) -> bool:
         """Read on before an argument, or at the end. Anything else is dropped."""
@@ -352,8 +356,8 @@ class TaggedCallReader(CallReader):
         place = self._place = len(text) - len(text[self._place :].lstrip())
         rest = text[place : place + MOST_HEAD_CHARS]
         names = tuple(name for name in self._properties if tags.key_end in name)
-        ends = [mark for mark in (tags.end, family.end, family.begin, tags.lead) if mark]
-        begun = [tags.key_lead, *ends, *(f"{tags.key_lead}{name}{tags.key_end}" for name in names)]
+        keys = (f"{tags.key_lead}{name}{tags.key_end}" for name in names)
+        begun = (tags.key_lead, *self._marks, *keys)
         if not is_final and any(mark.startswith(rest) and mark != rest for mark in begun):
             return False
         key = _key_pattern(tags, names).match(text, place)
@@ -362,7 +366,7 @@ class TaggedCallReader(CallReader):
             return True
         if rest.startswith(tags.key_lead) and not is_final and len(rest) < MOST_HEAD_CHARS:
             return False
-        mark = next((mark for mark in ends if rest.startswith(mark)), None)
+        mark = next((mark for mark in self._marks if rest.startswith(mark)), None)
         if mark is not None:
             self._give(place)
             if mark == tags.end:
@@ -379,8 +383,8 @@ class TaggedCallReader(CallReader):
     def _give(self, end: int) -> None:
         arguments = arguments_text(self._arguments)
         if arguments is None:  # too deep
-            self._say(self._text[:end])
-            self._text, self._place = self._text[end:], 0
+            self._say(end)
+            self._place = 0
         else:
             self._call(self._name, arguments, end)
         self._name = ""
@@ -389,8 +393,7 @@ class TaggedCallReader(CallReader):
         end = self._value_end(is_final)
         if end is None:
             if is_final:
-                self._say(self._text)
-                self._text = ""
+                self._say(len(self._text))
             return False
         value = self._text[self._place : end]
         if self._tags.is_padded:
@@ -405,9 +408,8 @@ class TaggedCallReader(CallReader):
     def _value_end(self, is_final: bool) -> int | None:
         """Return where a value ends: before an end tag that another tag follows. Where the
         model forgot it, before the tag that should follow. None if it needs more text."""
-        tags, family, text, place = self._tags, self._family, self._text, self._place
-        ends = tuple(filter(None, (tags.end, family.end)))
-        after = tuple(filter(None, (tags.key_lead, *ends, family.begin, tags.lead)))
+        tags, ends, text, place = self._tags, self._ends, self._text, self._place
+        after = (tags.key_lead, *self._marks)
         end = text.find(tags.value_end, self._num_scanned)
         while end >= 0:
             rest = text[end + len(tags.value_end) :].lstrip()
@@ -422,7 +424,7 @@ class TaggedCallReader(CallReader):
             found = [text.find(each, place) for each in (tags.value_end, *ends)]
             return min((each for each in found if each >= 0), default=None) if is_final else None
         # Before another call's begin, or another argument, the model forgot the end tag.
-        last = text.rfind(family.begin, place, end)
+        last = text.rfind(self._family.begin, place, end)
         found = [text.find(each, place, max(last, place)) for each in ends]
         for name in {*self._properties} - {self._key, *self._arguments}:
             found.append(text.find(f"\n{tags.key_lead}{name}{tags.key_end}", place, end))
@@ -444,6 +446,102 @@ def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(tags.key_lead)}\s*({known})\s*{end}{tags.value_lead}")
 
 
-def _may_begin(text: str, mark: str) -> bool:
-    """Return True if a text begins with a mark, as far as it has come."""
-    return text.startswith(mark) or mark.startswith(text)
+def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
+    """Return True if a text begins with one of these marks, as far as it has come."""
+    return text.startswith(marks) or any(mark.startswith(text) for mark in marks)
+
+
+_BEGINS: Final = ("<|channel|>", "<|start|>", " to=")
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_MOST_END: Final = max(map(len, _ENDS))
+_END_MARK: Final = re.compile("|".join(map(re.escape, _ENDS)))
+_CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(Divider):
+    """Divides an answer of gpt-oss into reasoning, text and calls.
+
+    Its messages stand in channels (OpenAI's harmony format): ``<|channel|>analysis<|message|>``
+    begins reasoning, ``final`` the answer, and ``commentary to=functions.NAME`` the arguments of a
+    call. ``<|end|>`` ends a message, and ``<|start|>assistant`` begins the next one. An answer
+    without channels is text.
+
+    Calls after the first ``most_calls`` are left out. ``is_inside``: the prompt ends inside the
+    reasoning.
+    """
+
+    def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
+        mode = "body" if is_inside else "start"
+        super().__init__(mode, start=self._in_start, head=self._in_head, body=self._in_body)
+        self.num_reasoning_chars = self._num_read = 0
+        self._splits_reasoning = splits_reasoning
+        self._most_calls = most_calls
+        self._called = ""
+        self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
+        self._has_text = self._is_first_of_text = False
+        self._num_scanned = 0
+
+    @property
+    def has_calls(self) -> bool:
+        return min(self.num_calls, self._most_calls) > 0
+
+    def _in_start(self, is_final: bool) -> bool:
+        """Find out whether the answer begins with a message's head, or is text."""
+        is_head = self._text.startswith(_BEGINS)
+        if not (is_head or is_final) and any(mark.startswith(self._text) for mark in _BEGINS):
+            return False
+        self._mode = "head" if is_head else "body"
+        return True
+
+    def _in_head(self, is_final: bool) -> bool:
+        head, mark, _ = self._text.partition("<|message|>")
+        if not mark and len(head) <= MOST_HEAD_CHARS:
+            return False
+        self._drop(len(head + mark) if mark else 0)
+        called, channel = _CALLED.search(head) if mark else None, _CHANNEL.search(head)
+        self._mode, self._kind = "body", "text"
+        if called is not None and self._most_calls:
+            self._kind, self._called, self._num_scanned = "call", called[1], 0
+        elif channel is not None and channel[1] == "analysis" and self._splits_reasoning:
+            self._kind = "reasoning"
+        self._is_first_of_text = self._kind == "text"
+        return True
+
+    def _drop(self, num_chars: int) -> None:
+        self._num_read += num_chars
+        self._text = self._text[num_chars:]
+
+    def _in_body(self, is_final: bool) -> bool:
+        """Give a message's text as it comes, and a call once it is complete."""
+        is_call = self._kind == "call"
+        found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
+        if found is None and is_call and not is_final:
+            self._num_scanned = max(0, len(self._text) - _MOST_END)
+            return False
+        may_wait = found is None and not is_final
+        num_held = max(num_begun(self._text, mark) for mark in _ENDS) if may_wait else 0
+        end = len(self._text) - num_held if found is None else found.start()
+        self._say(end)
+        if found is not None:
+            self._mode = "head"
+            self._drop(0 if found[0] == "<|start|>" else len(found[0]))
+        if self._kind == "reasoning" and not (self._has_text or self.num_calls):
+            self.num_reasoning_chars = self._num_read
+        return found is not None
+
+    def _say(self, end: int) -> None:
+        """Give what stands before ``end``."""
+        text = self._text[:end]
+        self._drop(end)
+        if not text:
+            return
+        if self._kind == "reasoning":
+            self._parts.append(Reasoning(text))
+        elif self._kind == "call" and (arguments := arguments_text(text)) is not None:
+            if self.num_calls < self._most_calls:
+                self._parts.append(Call(self.num_calls, self._called, arguments))
+            self.num_calls += 1
+        else:
+            self._parts.append("\n" * (self._is_first_of_text and self._has_text) + text)
+            self._has_text, self._is_first_of_text = True, False

@@ -13,16 +13,13 @@ from typing import Any, Final, TypeAlias
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.call_rules import calls_rules
-from fastdecode.text.calls import Call, CallReader, Part, Reasoning, ToolSchemas, call_reader
+from fastdecode.text.calls import Call, CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.harmony import HarmonyParser, harmony_grammar
-from fastdecode.text.lark import json_rule
+from fastdecode.text.lark import calls_rules, harmony_grammar, json_rule
 from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter
-from fastdecode.text.tool_formats import TOOL_FORMATS, ToolFormat, tool_format
-from fastdecode.text.tools import CODE, Tools
+from fastdecode.text.tools import CODE, TOOL_FORMATS, ToolFormat, Tools, tool_format
 
 AUTO: Final = "auto"
 NONE: Final = "none"
@@ -164,7 +161,7 @@ class AnswerFormat:
             )
         if family is not None and state != "after":
             splitter = ReasoningSplitter(family, is_inside, tools.begin if tools else "")
-        calls = None if tools is None else call_reader(tools, self.schemas)
+        calls = None if tools is None else CallReader.of(tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
     def call_id(self, answer: str, index: int) -> str:
@@ -218,8 +215,9 @@ class AnswerParser:
             parts += [answer] if self._calls is None else self._kept(self._calls.feed(answer))
         return parts
 
-    def _kept(self, parts: list[str | Call]) -> list[Part]:
-        return [part for part in parts if isinstance(part, str) or part.index < self._most_calls]
+    def _kept(self, parts: list[Part]) -> list[Part]:
+        most = self._most_calls
+        return [part for part in parts if not isinstance(part, Call) or part.index < most]
 
 
 PartsParser: TypeAlias = "AnswerParser | HarmonyParser"

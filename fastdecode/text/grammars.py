@@ -1,26 +1,30 @@
-"""Structured outputs as grammars of the package llguidance, which is an extra.
+"""Structured outputs: grammars of the package llguidance, an extra, and masks of what they allow.
 
-JSON schemas are Draft 2020-12, as far as llguidance knows the keywords: one that
-it doesn't know is refused, not ignored. Regular expressions are those of Rust's
-regex package, without look-around. Grammars are Lark's or GBNF's.
+JSON schemas are Draft 2020-12, and an unknown keyword is refused. Regular expressions are those of
+Rust's regex package, without look-around. Grammars are Lark's or GBNF's. Threads compile grammars
+beside the prompt's prefill and fill in masks beside steps, without Python's lock.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any, Final
 
-from fastdecode.core.errors import RequestError
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.call_rules import TOOL_MARK, refuse_tool
-from fastdecode.text.harmony import final_head, thoughts_rule
-from fastdecode.text.lark import WHITESPACE, exact_rule, marked, quoted, text_until
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import TokenText
+from fastdecode.text.lark import json_rule, quoted, reasoning_grammar, refuse_tool, tool_grammars
 from fastdecode.text.reasoning import REASONING_FORMATS
-from fastdecode.text.schemas import followable
 
 NO_TOKENIZER: Final = (
     "structured outputs need text, but the model directory has no tokenizer.json: add the "
@@ -28,6 +32,13 @@ NO_TOKENIZER: Final = (
 )
 _SHOWN: Final = 500
 """Characters of llguidance's message that an error repeats."""
+MOST_KEPT: Final = 256
+"""Compiled grammars that are kept for later requests."""
+MOST_CHARS: Final = 1 << 20
+"""Characters of forced texts whose tokens are kept."""
+MOST_RESTS: Final = 32
+"""Ends of a forced text whose tokens are kept, too."""
+_MARK: Final = "\x02"
 
 
 def llguidance() -> ModuleType:
@@ -45,38 +56,42 @@ def llguidance() -> ModuleType:
 
 
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
-    """Check structured outputs.
-
-    Raises:
-        RequestError: If the schema, expression or grammar can't be followed (code
-            ``invalid_structured_outputs``), or the package is missing (``missing_extra``).
-    """
+    """Raises RequestError: If the schema, expression or grammar can't be followed (code
+    ``invalid_structured_outputs``), or the package is missing (``missing_extra``)."""
     package = llguidance()
     limits = package.LLParserLimits(verbose_errors=False)
     check = partial(package.LLMatcher.validate_grammar, limits=limits)
     said = check(grammar_of(wanted, special))
-    if said and not said.startswith("WARNING"):
-        _refuse_tool(wanted.grammar or "", check)
-        raise refuse(f".{wanted.kind} can't be followed: {_brief(said)}")
+    if not said or said.startswith("WARNING"):
+        return
+    for name, rules in tool_grammars(wanted.grammar or ""):
+        why = check(rules)
+        if why and not why.startswith("WARNING"):
+            raise refuse_tool(name, _brief(_of_schema(why)))
+    said = said if wanted.grammar is not None else _of_schema(said)
+    raise refuse(f".{wanted.kind} can't be followed: {_brief(said)}")
 
 
-def _refuse_tool(grammar: str, check: Callable[[str], str]) -> None:
-    """Raises RequestError: If the rules of one tool of ``grammar`` can't be followed."""
-    for section in grammar.split(f"\n{TOOL_MARK}")[1:]:
-        name, _, rules = section.partition("\n")
-        said = check(f"start: {rules.partition(':')[0]}\n{rules}")
-        if said and not said.startswith("WARNING"):
-            why = said.partition("\n   1 | ")[0]  # then it quotes our grammar
-            raise refuse_tool(name, _brief(why.rpartition("JSON schema: ")[2]))
+def _of_schema(said: str) -> str:
+    """Return a message without its place in our own grammar."""
+    return said.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2]
 
 
 def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
-    """Return the grammar as llguidance takes it. ``special``: ids of the model's special tokens,
-    by name. Raises RequestError: See ``check_structured``."""
+    """Return the grammar as llguidance takes it. Raises RequestError: See ``check_structured``."""
     grammar = _grammar_of_answer(wanted)
     if wanted.reasoning is None:
         return grammar
-    return _after_reasoning(wanted, grammar, special)
+    family = REASONING_FORMATS.get(wanted.reasoning)
+    if family is None:
+        known = ", ".join(REASONING_FORMATS)
+        raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
+    # llguidance writes Lark's grammars as they are, others as JSON.
+    is_json = grammar.lstrip().startswith("{")
+    inner = json.loads(grammar) if is_json else {"grammars": [{"lark_grammar": grammar}]}
+    inner["grammars"][0]["name"] = "answer"
+    outer = reasoning_grammar(family, special, is_inside=wanted.in_reasoning)
+    return json.dumps({**inner, "grammars": [{"lark_grammar": outer}, *inner["grammars"]]})
 
 
 def _grammar_of_answer(wanted: StructuredOutputs) -> str:
@@ -90,50 +105,202 @@ def _grammar_of_answer(wanted: StructuredOutputs) -> str:
             return str(package.grammar_from("grammar", wanted.grammar))
         schema = wanted.schema
         assert schema is not None, "one of the kinds is given"
-        exact = exact_rule(schema)
-        if exact is not None:
-            return f"start: {exact}"
-        options: dict[str, Any] = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
-        if wanted.disable_any_whitespace:
-            options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-        said = json.dumps(followable(schema))
-        return str(package.LLMatcher.grammar_from_json_schema(said, defaults=options))
+        blanks, is_compact = wanted.whitespace_pattern, wanted.disable_any_whitespace
+        return f"start: {json_rule(schema, blanks, is_compact=is_compact)}"
     except (ValueError, RecursionError) as error:
         what = "read" if wanted.grammar is not None else "followed"
         raise refuse(f".{wanted.kind} can't be {what}: {_brief(str(error))}") from None
 
 
-def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[str, int]) -> str:
-    """Return a grammar with the reasoning, any text, before it."""
-    family = REASONING_FORMATS.get(wanted.reasoning or "")
-    if family is None:
-        known = ", ".join(REASONING_FORMATS)
-        raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
-    if family.has_channels:
-        is_inside = wanted.in_reasoning
-        start = f"start: thoughts{'' if is_inside else '?'} {final_head(special)} @answer"
-        outer = f"{start}\n{thoughts_rule(special, is_inside=is_inside)}"
-        return _around(grammar, outer)
-    begin = marked(family.begin, special)
-    if wanted.in_reasoning or (family.end in special and family.begin not in special):
-        begin = ""
-    either = "" if wanted.in_reasoning else " | @answer"
-    thoughts = text_until("thoughts", family.end, special)
-    return _around(grammar, f"start: {begin} thoughts /\\n*/ @answer{either}\n{thoughts}")
-
-
-def _around(grammar: str, outer: str) -> str:
-    """Return a Lark grammar whose rule ``@answer`` is another grammar."""
-    # llguidance writes Lark's grammars as they are, others as JSON.
-    grammars = (
-        json.loads(grammar)
-        if grammar.lstrip().startswith("{")
-        else {"grammars": [{"lark_grammar": grammar}]}
-    )
-    grammars["grammars"][0]["name"] = "answer"
-    return json.dumps({**grammars, "grammars": [{"lark_grammar": outer}, *grammars["grammars"]]})
-
-
 def _brief(said: str) -> str:
     text = " ".join(said.split())
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+class GrammarMasks:
+    """Makes masks for all sequences of an engine. ``vocab_size`` is the width of the logits."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._codec = codec
+        # A model without EOS is given one beyond its tokens, which is never drawn.
+        self._vocab_size = vocab_size if eos_token_ids else vocab_size + 1
+        self._eos_token_ids = list(eos_token_ids) or [vocab_size]
+        self._num_words = -(-vocab_size // 32)
+        self._compiled = lru_cache(MOST_KEPT)(self._compile)
+        self._locked = threading.Lock()
+        self._openers = ThreadPoolExecutor(1, "grammars")
+        self._fillers = ThreadPoolExecutor(1, "grammar-masks")
+        self._gathered: tuple[list[GrammarState], Future[None]] | None = None
+
+    def state(self, wanted: StructuredOutputs, token_ids: Sequence[int] = ()) -> GrammarState:
+        """Return the state of a sequence that has generated these tokens. Raises RequestError: If
+        llguidance is missing, or the model has no tokenizer."""
+        llguidance()
+        if not self._codec.has_tokenizer:
+            raise RequestError(NO_TOKENIZER, code="no_tokenizer")
+        state = GrammarState(self)
+        state.awaited = self._openers.submit(self._open, state, wanted, tuple(token_ids))
+        return state
+
+    def want(self, state: GrammarState) -> None:
+        """Begin a state's mask, together with others that are wanted by then. Doesn't wait."""
+        with self._locked:
+            if self._gathered is None:
+                self._gathered = [], self._fillers.submit(self._fill_gathered)
+            states, state.awaited = self._gathered
+            states.append(state)
+
+    def close(self) -> None:
+        """End the threads. Safe to call twice."""
+        self._openers.shutdown()
+        self._fillers.shutdown()
+
+    def _open(
+        self, state: GrammarState, wanted: StructuredOutputs, token_ids: tuple[int, ...]
+    ) -> None:
+        try:
+            state.matcher = self._compiled(wanted).deep_copy()
+        except Exception as error:  # of a library: its request ends, and no other
+            state.fail(str(error))
+        else:
+            state.take(token_ids)
+        self._fill([state])
+
+    def _compile(self, wanted: StructuredOutputs) -> Any:
+        """Return a matcher that has seen no token. It reports a failure itself."""
+        limits = llguidance().LLParserLimits(verbose_errors=False)
+        grammar = grammar_of(wanted, self._codec.special_tokens)
+        return llguidance().LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+
+    def _fill_gathered(self) -> None:
+        with self._locked:
+            assert self._gathered is not None
+            states, _ = self._gathered
+            self._gathered = None
+        self._fill(states)
+
+    def _fill(self, states: Sequence[GrammarState]) -> None:
+        rows = np.zeros((len(states), -(-self._vocab_size // 32)), np.int32)
+        for row, state in zip(rows, states, strict=True):
+            state.row = row[: self._num_words]
+        matchers = [(state.matcher, place) for place, state in enumerate(states) if not state.error]
+        if matchers:
+            begin, stride = rows.ctypes.data, rows.strides[0]
+            self._executor.unsafe_compute_mask_ptr(matchers, begin, stride, len(rows))
+
+    @cached_property
+    def _executor(self) -> Any:
+        return llguidance().LLExecutor()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        tokens = _Tokens(self._codec, self._eos_token_ids, self._vocab_size)
+        options = {"n_vocab": self._vocab_size, "eos_token": self._eos_token_ids}
+        return llguidance().LLTokenizer(tokens, **options)
+
+
+class GrammarState:
+    """The place of one sequence in its grammar."""
+
+    def __init__(self, masks: GrammarMasks) -> None:
+        self._masks = masks
+        self.matcher: Any = None
+        self.awaited: Future[None] | None = None
+        """Done once ``row`` is."""
+        self.row: NDArray[np.int32] | None = None
+        self.error: RequestError | None = None
+        self.is_complete = False
+        """Only EOS may follow. Kept, because a thread may be using the matcher."""
+
+    def observe(self, token_id: int) -> None:
+        """Take a token that ``mask`` allowed, and begin the next mask."""
+        self.take((token_id,))
+        if not self.is_complete:
+            self._masks.want(self)
+
+    def mask(self) -> NDArray[np.int32]:
+        """Wait for the tokens that may follow: int32 [ceil(V / 32)], token t is bit t % 32 of word
+        t // 32. After an error there are none."""
+        assert self.awaited is not None
+        self.awaited.result()
+        assert self.row is not None
+        return self.row
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Give the matcher more tokens of the output."""
+        if token_ids:
+            self.matcher.consume_tokens(list(token_ids))
+        if self.matcher.is_error():
+            self.fail(self.matcher.get_error())
+        self.is_complete = self.error is None and bool(self.matcher.is_stopped())
+
+    def fail(self, why: str) -> None:
+        """End the sequence with an error."""
+        self.error = RequestError(
+            Given("structured_outputs"),
+            f" can't be followed: {' '.join(why.split()):.500}; simplify it",
+            code="structured_outputs_failed",
+        )
+
+
+class _Tokens:
+    """A vocabulary as llguidance wants it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, codec: TextCodec, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        vocabulary = codec.vocabulary
+        assert vocabulary is not None
+        named, specials = TokenText(vocabulary), {*vocabulary.skipped, *eos_token_ids}
+        # Models have rows of logits that are no token.
+        specials.update(t for t in range(vocab_size) if vocabulary.tokenizer.id_to_token(t) is None)
+        self.tokens = [b"" if t in specials else named.bytes_of(t) for t in range(vocab_size)]
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = sorted(t for t in specials if t < vocab_size)
+        self._codec = codec
+        self._by_bytes = {token: place for place, token in enumerate(self.tokens)}
+        self._most_bytes = max(map(len, self.tokens))
+        self._num_chars = 0
+        self._kept: dict[str, list[int]] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the token ids of a text that a grammar forces. Must not raise."""
+        ids = self._kept.get(text)
+        if ids is None:
+            ids = self._encoded(text)
+            self._num_chars += len(text)
+            if self._num_chars > MOST_CHARS:
+                self._kept, self._num_chars = {}, len(text)
+            # After each token, llguidance asks for that token's text and what follows it.
+            rest = text.encode()
+            for place, token in enumerate(ids[:MOST_RESTS]):
+                self._kept[rest.decode(errors="replace")] = ids[place:]
+                rest = rest[len(self.tokens[token]) :]
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        """Encode as the model's tokenizer does within a text.
+
+        Some tokenizers put a blank before a text. They encode behind a mark, whose tokens are cut
+        off. Where the ids' bytes are not the text, each place gets the longest token.
+        """
+        try:
+            for mark in ("", _MARK):
+                num_cut = len(self._codec.encode(mark, add_special_tokens=False)) if mark else 0
+                ids = self._codec.encode(mark + text, add_special_tokens=False)[num_cut:]
+                spelled = b"".join(self.tokens[t] for t in ids if t < len(self.tokens))
+                if spelled == text.encode() and max(ids, default=0) < len(self.tokens):
+                    return ids
+        except RequestError:  # the tokenizer lacks these characters, or failed
+            pass
+        return self._longest(text.encode())
+
+    def _longest(self, text: bytes) -> list[int]:
+        """Return the longest token at each place, up to a byte that no token begins with."""
+        ids: list[int] = []
+        sizes = range(self._most_bytes, 0, -1)
+        while text and (size := next((n for n in sizes if text[:n] in self._by_bytes), 0)):
+            ids.append(self._by_bytes[text[:size]])
+            text = text[size:]
+        return ids

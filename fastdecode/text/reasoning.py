@@ -22,7 +22,7 @@ class ReasoningFormat:
     has_special_marks: bool = False
     """The marks are special tokens, which a text has only if it is asked for them."""
     has_channels: bool = False
-    """Answers are messages of gpt-oss: see ``text.harmony``."""
+    """Answers are messages of gpt-oss: see ``HarmonyParser``."""
     state: State | None = None
     """Where all prompts leave the model; None: their ends say it."""
 

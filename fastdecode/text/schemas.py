@@ -33,55 +33,48 @@ def followable(schema: Any, root: str = "#") -> Any:
     """Return a schema that llguidance follows as the given one is meant.
 
     Formats that it doesn't know are annotations. ``oneOf`` of schemas that exclude each other is
-    ``anyOf``. Bounds beyond 2^53 are rounded inwards, and limits of types are left out.
-
-    Args:
-        root: The JSON pointer that takes the place of ``#``.
+    ``anyOf``. Bounds beyond 2^53 are rounded inwards, and limits of types are left out. ``root``
+    is the JSON pointer that takes the place of ``#``.
 
     Raises:
         ValueError: If the schema has a number that is not exact as a double, or is too deep.
     """
     try:
-        return _followable(schema, root)
+        if isinstance(schema, list):
+            return [followable(each, root) for each in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        made: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _MAPS and isinstance(value, Mapping):
+                made[key] = {name: followable(each, root) for name, each in value.items()}
+            elif key in _NESTED:
+                is_any = key == "oneOf" and _exclude_each_other(value)
+                made["anyOf" if is_any and "anyOf" not in schema else key] = followable(value, root)
+            elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+                made[key] = root + value[1:]
+            elif key in _BOUNDS and type(value) in (int, float):
+                made |= _bound(key, value, is_integer=schema.get("type") == "integer")
+            elif key != "format" or not isinstance(value, str) or value in _FORMATS:
+                if key in ("const", "enum", "multipleOf"):
+                    _check_exact(value, key)
+                made[key] = value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def _followable(schema: Any, root: str) -> Any:
-    if isinstance(schema, list):
-        return [_followable(each, root) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _MAPS and isinstance(value, Mapping):
-            made[key] = {name: _followable(each, root) for name, each in value.items()}
-        elif key in _NESTED:
-            is_any = key == "oneOf" and _exclude_each_other(value)
-            made["anyOf" if is_any and "anyOf" not in schema else key] = _followable(value, root)
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            made[key] = root + value[1:]
-        elif key in _BOUNDS and type(value) in (int, float):
-            made |= _bound(key, value, is_integer=schema.get("type") == "integer")
-        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
-            if key in ("const", "enum", "multipleOf"):
-                _check_exact(value, key)
-            made[key] = value
     return made
 
 
 def _check_exact(value: object, where: str) -> None:
     """Raises ValueError: If a number within a value is not exact as a double."""
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            _check_exact(each, where)
-    elif isinstance(value, Mapping):
-        _check_exact(list(value.values()), where)
-    elif type(value) is int and abs(value) > _EXACT:
-        raise ValueError(
-            f"{where} has the integer {value}, which is beyond 2^53 and would be rounded: "
-            "make it a string"
-        )
+
+    def check(digits: str) -> None:
+        if abs(int(digits)) > _EXACT:
+            raise ValueError(
+                f"{where} has the integer {digits}, which is beyond 2^53 and would be rounded: "
+                "make it a string"
+            )
+
+    json.loads(json.dumps(value), parse_int=check)
 
 
 def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
@@ -105,9 +98,7 @@ def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
 
 def _exclude_each_other(options: object) -> bool:
     """Return True if no value fits two of these schemas, as far as constants and types say."""
-    values: set[str] = set()
-    kinds: set[str] = set()
-    constant_kinds: set[str] = set()
+    values, kinds, constant_kinds = set[str](), set[str](), set[str]()
     for option in options if isinstance(options, list) else [{}]:
         choices = choices_of(option)
         types = types_of(option, {})
@@ -137,18 +128,14 @@ def choices_of(schema: object) -> list[Any] | None:
 def resolved(
     schema: object, root: Mapping[str, Any], seen: set[str] | None = None, steps: int = _MOST_STEPS
 ) -> dict[str, Any]:
-    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win.
-
-    Args:
-        seen: References that were followed. None is followed twice.
-        steps: Most levels that are looked into.
-    """
+    """Return a schema with what ``$ref`` and ``allOf`` add to it. Its own keywords win. References
+    in ``seen`` are not followed again. At most ``steps`` levels are looked into."""
     if not isinstance(schema, Mapping) or not steps:
         return {}
     seen = set() if seen is None else seen
     own = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
     parts, reference = schema.get("allOf"), schema.get("$ref")
-    others = list(parts) if isinstance(parts, list) else []
+    others = [*parts] if isinstance(parts, list) else []
     if isinstance(reference, str) and reference not in seen:
         seen.add(reference)
         others.append(_pointed(root, reference))
@@ -171,8 +158,8 @@ def _pointed(root: Any, reference: str) -> Any:
 def types_of(
     schema: object, root: Mapping[str, Any], seen: set[str] | None = None, steps: int = _MOST_STEPS
 ) -> set[str]:
-    """Return JSON's types that a schema allows. Empty if it doesn't say. ``number`` has
-    ``integer``. ``seen`` and ``steps``: as of ``resolved``."""
+    """Return JSON's types that a schema allows: none if it doesn't say, and ``integer`` beside
+    ``number``. ``seen`` and ``steps``: as of ``resolved``."""
     seen = set() if seen is None else seen
     schema = resolved(schema, root, seen, steps)
     said = schema.get("type")
@@ -196,9 +183,8 @@ def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
     types = types_of(schema, root)
     if types == {"string"} or text in (choices_of(resolved(schema, root)) or ()):
         return text
-    try:
-        value = _parse(text)
-    except (ValueError, RecursionError):
+    value = loaded(text)
+    if value is None and text.strip() != "null":
         try:
             value = python_value(ast.parse(text.strip(), mode="eval").body)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -211,13 +197,9 @@ def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
 def loaded(text: str) -> Any:
     """Return the value of a JSON text, or None if it is not valid. Strings may have line ends."""
     try:
-        return _parse(text)
+        return json.loads(text, strict=False, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
-
-
-def _parse(text: str) -> Any:
-    return json.loads(text, strict=False, parse_constant=_finite, parse_float=_finite)
 
 
 def _finite(text: str) -> float:

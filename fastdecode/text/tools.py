@@ -1,4 +1,4 @@
-"""The tools of a request: what callers define, and which calls an answer may have."""
+"""Tools of requests, and the formats in which model families write calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ MAX_TOOLS: Final = 128
 CODE: Final = "invalid_tools"
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
-_NULL: Final = type(None)
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,8 @@ class Tools:
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, is_parallel: object) -> Tools | None:
-        """Of a body's ``tools``, ``tool_choice`` and ``parallel_tool_calls``; None:
-        there are no tools, or none may be called.
-
-        Raises:
-            RequestError: one of the three is not as OpenAI's API has it. Its
-                message begins with the field's name.
-        """
+        """Return the tools of a body's ``tools``, ``tool_choice`` and ``parallel_tool_calls``, or
+        None if none may be called. Raises RequestError: If one of these is not as OpenAI's."""
         definitions = _definitions(tools)
         if is_parallel is not None and not isinstance(is_parallel, bool):
             raise _refuse("parallel_tool_calls", " must be true or false")
@@ -51,7 +45,7 @@ class Tools:
 
     @property
     def functions(self) -> list[Mapping[str, Any]]:
-        """Of the tools that may be called."""
+        """The functions that may be called."""
         every = (tool["function"] for tool in self.definitions)
         return [function for function in every if function["name"] in self.callable_names]
 
@@ -79,11 +73,17 @@ def _definitions(tools: object) -> tuple[Mapping[str, Any], ...]:
     return checked
 
 
+def _object(value: object) -> Mapping[str, Any]:
+    """Return an object as it is, and anything else as an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _definition(tool: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+    kind = _object(tool).get("type")
+    if kind != "function":
+        kind = kind if isinstance(tool, Mapping) else type(tool).__name__
         raise _refuse("tools", f'{where} must have the type "function", not {kind!r:.80}')
-    function = tool.get("function")
+    function = _object(tool).get("function")
     if not isinstance(function, Mapping):
         raise _refuse("tools", f'{where} must have a "function" that is an object')
     where += ".function"
@@ -91,16 +91,14 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
         if field not in _FUNCTION_FIELDS:
             known = ", ".join(_FUNCTION_FIELDS)
             raise _refuse("tools", f"{where} has an unknown field {field!r:.80}: known are {known}")
-    parameters = function.get("parameters")
-    schema = parameters if isinstance(parameters, Mapping) else {}
-    name = function.get("name")
+    name, parameters = function.get("name"), function.get("parameters")
+    schema = _object(parameters)
     for field, is_right, rule in (
         ("name", isinstance(name, str) and _NAME.fullmatch(name),
          f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}"),
-        ("description", isinstance(function.get("description"), (str, _NULL)), "a string"),
-        ("strict", isinstance(function.get("strict"), (bool, _NULL)), "true or false"),
-        ("parameters", isinstance(parameters, (Mapping, _NULL)),
-         "a JSON schema, which is an object"),
+        ("description", isinstance(function.get("description"), str | None), "a string"),
+        ("strict", isinstance(function.get("strict"), bool | None), "true or false"),
+        ("parameters", isinstance(parameters, Mapping | None), "a JSON schema, which is an object"),
         ("parameters.type", schema.get("type", "object") in ("object", ["object"]), '"object"'),
         ("parameters.properties", isinstance(schema.get("properties") or {}, Mapping), "an object"),
         ("parameters.required", isinstance(schema.get("required") or [], (list, tuple)), "a list"),
@@ -122,15 +120,14 @@ def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool
         if not names:
             raise _refuse("tool_choice", ' "required" needs tools: give some')
         return tuple(names), True
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    kind = _object(choice).get("type")
     if kind == "function":
         return (_named(choice, names),), True
     if kind != "allowed_tools":
         what = "none, auto, required, or name a function"
         raise _refuse("tool_choice", f" must be one of {what}, not {choice!r:.80}")
-    said = choice.get("allowed_tools")  # type: ignore[attr-defined]
-    mode, tools = (said.get(name) for name in ("mode", "tools")) if isinstance(said, Mapping) else (
-        None, None)  # fmt: skip
+    allowed = _object(_object(choice).get("allowed_tools"))
+    mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
         raise _refuse(
             "tool_choice", '.allowed_tools must have a "mode", auto or required, and "tools"'
@@ -138,10 +135,113 @@ def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool
     return tuple(_named(tool, names) for tool in tools), mode == "required"
 
 
-def _named(choice: Any, names: Sequence[str]) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+def _named(choice: object, names: Sequence[str]) -> str:
+    name = _object(_object(choice).get("function")).get("name")
     if not isinstance(name, str) or name not in names:
         known = ", ".join(names) or "none"
         raise _refuse("tool_choice", f" names {name!r:.80}, but the tools are {known}")
     return name
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Calls whose arguments stand in tags: strings as they are, other values as JSON.
+
+    Args:
+        lead: What stands before a call's name.
+        head: Regular expression from the begin mark to the first argument. Its group is the name.
+        key_lead, key_end: Around an argument's name, which may contain ``key_end``.
+        value_lead: Regular expression between ``key_end`` and the value.
+        end: What stands after the arguments. May be empty.
+        written: What the model writes: a head, what stands before and after a value, and the end.
+            ``{}`` stands for names.
+        is_padded: Values stand on lines of their own.
+    """
+
+    lead: str
+    head: str
+    key_lead: str
+    key_end: str
+    value_lead: str
+    value_end: str
+    end: str
+    written: tuple[str, str, str, str]
+    is_padded: bool
+
+
+QWEN3_CODER: Final = Tags(
+    "<function=", r"\s*<function=\s*([\w.-]{1,256})\s*>",
+    "<parameter=", ">", "", "</parameter>", "</function>",
+    ("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n"),
+    is_padded=True,
+)  # fmt: skip
+GLM45: Final = Tags(
+    "", r"\s*([\w.-]{1,256})\s*(?=<arg_key>|</tool_call>)",
+    "<arg_key>", "</arg_key>", r"\s*<arg_value>", "</arg_value>", "",
+    ("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
+    is_padded=False,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls: JSON objects after a mark, unless a field says
+    otherwise."""
+
+    name: str
+    begin: str
+    """Before a call, or before all of them."""
+    end: str = ""
+    """After a call; may be empty."""
+    arguments: str = "arguments"
+    """The key of the arguments, after ``name``."""
+    is_list: bool = False
+    """The model writes all calls into one JSON list."""
+    name_end: str = ""
+    """If set, the name precedes the arguments' object, with this mark between them."""
+    takes_name: bool = False
+    """A name before the arguments' object is read, with or without ``[ARGS]``."""
+    begins_bare: bool = False
+    """An answer may begin with a call that has no mark."""
+    id_chars: int = 0
+    """Letters and digits in a call's id. 0 allows any number."""
+    tags: Tags | None = None
+    is_python: bool = False
+    """Calls are a Python list. JSON objects are read, too."""
+    has_channels: bool = False
+    """Calls are messages of gpt-oss."""
+
+
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
+    row.name: row
+    for row in (
+        ToolFormat("hermes", "<tool_call>", "</tool_call>"),
+        ToolFormat("llama3_json", "<|python_tag|>", arguments="parameters", begins_bare=True),
+        ToolFormat("mistral", "[TOOL_CALLS]", is_list=True, takes_name=True, id_chars=9),
+        ToolFormat("mistral_args", "[TOOL_CALLS]", name_end="[ARGS]", takes_name=True, id_chars=9),
+        ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", tags=QWEN3_CODER),
+        ToolFormat("glm45", "<tool_call>", "</tool_call>", tags=GLM45),
+        ToolFormat(
+            "pythonic", "<|python_start|>", "<|python_end|>", begins_bare=True, is_python=True
+        ),
+        ToolFormat("harmony", "<|channel|>commentary to=functions.", has_channels=True),
+    )
+}
+"""Qwen, Hermes and the models that follow them; Llama 3; Mistral's tokenizers 3 to 7, and from
+11 on; Qwen3-Coder; GLM 4.5; Llama 3.2 and 4; gpt-oss."""
+
+_IN_TEMPLATES: Final = (
+    ("harmony", "<|channel|>"), ("qwen3_coder", "<tool_call>", "<function="),
+    ("glm45", "<arg_key>"), ("hermes", "<tool_call>"), ("mistral_args", "[ARGS]"),
+    ("mistral", "[TOOL_CALLS]"), ("pythonic", "[func_name1("), ("llama3_json", "<|python_tag|>"),
+    ("llama3_json", "Environment: ipython"),
+)  # fmt: skip
+"""The format of a chat template whose source has these marks."""
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """Return the format that a chat template's source writes, or None if it is unknown."""
+    for name, *marks in _IN_TEMPLATES:
+        if all(mark in template for mark in marks):
+            return TOOL_FORMATS[name]
+    return None

@@ -22,7 +22,7 @@ from fastdecode.engine.service import EngineService
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker, Welcome
 

@@ -25,7 +25,7 @@ from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
-from fastdecode.text.tool_formats import TOOL_FORMATS
+from fastdecode.text.tools import TOOL_FORMATS
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]

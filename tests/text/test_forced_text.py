@@ -12,10 +12,10 @@ from small_tokenizers import CALL_LINE, JSON_TOKENIZERS, KEYS, codec_of, id_of, 
 from tokenizers import Tokenizer
 
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.call_rules import calls_rules
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammar_masks import GrammarMasks, GrammarState
-from fastdecode.text.tool_formats import TOOL_FORMATS
+from fastdecode.text.grammars import GrammarMasks, GrammarState
+from fastdecode.text.lark import calls_rules
+from fastdecode.text.tools import TOOL_FORMATS
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 kinds = pytest.mark.parametrize("kind", JSON_TOKENIZERS)

@@ -19,7 +19,7 @@ from fastdecode.core.structured import StructuredOutputs
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.instances.request_json import request_from_json, request_to_json
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")

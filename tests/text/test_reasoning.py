@@ -17,8 +17,7 @@ from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.chat_format import ChatFormat, ParsedAnswer
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
-from fastdecode.text.tool_formats import TOOL_FORMATS
-from fastdecode.text.tools import Tools
+from fastdecode.text.tools import TOOL_FORMATS, Tools
 
 CODEC = TextCodec(byte_level())
 THINK, MISTRAL, HARMONY = (REASONING_FORMATS[name] for name in ("think", "mistral", "harmony"))

@@ -16,8 +16,7 @@ from small_tokenizers import TOKENIZERS, byte_level
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.call_rules import calls_rules
-from fastdecode.text.calls import Call, Reasoning, call_reader
+from fastdecode.text.calls import Call, CallReader, HarmonyParser, Reasoning
 from fastdecode.text.chat_format import (
     AnswerFormat,
     AnswerParser,
@@ -27,17 +26,15 @@ from fastdecode.text.chat_format import (
 )
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
-from fastdecode.text.grammar_masks import GrammarMasks
-from fastdecode.text.grammars import check_structured
-from fastdecode.text.harmony import HarmonyParser
+from fastdecode.text.grammars import GrammarMasks, check_structured
+from fastdecode.text.lark import calls_rules
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
 )
 from fastdecode.text.schemas import followable, types_of
-from fastdecode.text.tool_formats import TOOL_FORMATS, tool_format
-from fastdecode.text.tools import Tools
+from fastdecode.text.tools import TOOL_FORMATS, Tools, tool_format
 
 PARAMETERS = {
     "type": "object",
@@ -67,7 +64,7 @@ def divided(
         splitter = None if reasoning is None else ReasoningSplitter(
             REASONING_FORMATS[reasoning], is_inside
         )  # fmt: skip
-        parser = AnswerParser(splitter, call_reader(TOOL_FORMATS[family], SCHEMAS), 9)
+        parser = AnswerParser(splitter, CallReader.of(TOOL_FORMATS[family], SCHEMAS), 9)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     text = "".join(part for part in parts if isinstance(part, str))
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -267,7 +264,7 @@ def test_a_long_argument_is_read_once(family: str, begin: str, piece: str) -> No
     """Twice the text takes twice the steps of Python, but for one in ten."""
 
     def num_steps(num_pieces: int) -> int:
-        reader = call_reader(TOOL_FORMATS[family], SCHEMAS)
+        reader = CallReader.of(TOOL_FORMATS[family], SCHEMAS)
         steps = 0
 
         def count(frame: Any, event: str, argument: object) -> Any:
@@ -290,7 +287,7 @@ def test_a_long_argument_is_read_once(family: str, begin: str, piece: str) -> No
 
 
 def test_an_unclosed_first_key_is_text_once_it_is_too_long_for_a_call() -> None:
-    parser = call_reader(TOOL_FORMATS["llama3_json"], SCHEMAS)
+    parser = CallReader.of(TOOL_FORMATS["llama3_json"], SCHEMAS)
     answer = '{"' + "x" * 1200
     said = [piece for char in answer for piece in parser.feed(char)]
     assert "".join(map(str, said)) == answer
@@ -391,7 +388,7 @@ def test_schemas_say_what_a_tagged_argument_means(schema: Any, said: str, meant:
         "Self": {"anyOf": [{"$ref": "#/$defs/Self"}, {"type": "integer"}]},
     }  # fmt: skip
     schemas = {"f": {"properties": properties, "$defs": definitions}}
-    parser = call_reader(TOOL_FORMATS["glm45"], schemas)
+    parser = CallReader.of(TOOL_FORMATS["glm45"], schemas)
     pieces = parser.feed(f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{said}</arg_value>")
     pieces += parser.feed("</tool_call>")
     (call,) = pieces

@@ -75,7 +75,7 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import Hello, Welcome
 from fastdecode.wire.stages import StageWelcome
