@@ -56,13 +56,24 @@ def _check_message(message: Message, where: str) -> None:
             '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
             code="invalid_messages",
         )
-    for part in content if isinstance(content, list) else ():
+    if not isinstance(content, (str, list, tuple, type(None))):
+        raise RequestError(
+            f"{where}.content must be text or a list of parts, not {type(content).__name__}",
+            code="invalid_messages",
+        )
+    for part in content if isinstance(content, (list, tuple)) else ():
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind.startswith(_NO_TEXT):
             raise RequestError(
                 f"{where}.content has a part of type {kind!r:.80}, which is not supported: only "
                 "text is",
                 code="unsupported_field",
+            )
+        text = part.get("text", part.get("refusal", "")) if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise RequestError(
+                f'{where}.content has a part without text: each is {{"type": "text", "text": "…"}}',
+                code="invalid_messages",
             )
 
 

@@ -62,8 +62,9 @@ class MessageStyle:
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 CONTENT_FORMATS: Final = ("auto", "string", "openai")
-MARK: Final = "Mark1of2"
-_OTHER: Final = "Mark2of2"
+MARK: Final = "8264071935"
+_OTHER: Final = "5917360428"
+"""Digits, which no template writes in another case."""
 _STRANGER: Final = "stranger"
 USER: Final = {"role": "user", "content": "Hello"}
 ASSISTANT: Final = {"role": "assistant", "content": "Hi"}

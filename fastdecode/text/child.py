@@ -153,10 +153,12 @@ class LimitedChild:
             self.close()
             raise ChildFailedError(f"it took more than {wall_s} s") from None
         except (OSError, EOFError, ValueError, RecursionError, TypeError, KeyError):
-            process.kill()  # unless it has ended by itself
-            status = process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(1)  # its own end says more than a kill
+                self.close()
+                raise _failure(status, cpu_s) from None
             self.close()
-            raise _failure(status, cpu_s) from None
+            raise ChildFailedError("its answer can't be read") from None
         except BaseException:  # interrupted: its answer would be taken for the next question's
             self.close()
             raise
@@ -179,9 +181,9 @@ def _failure(status: int, cpu_s: int) -> ChildFailedError:
     """Return what a child died of, by its exit status."""
     if status == -signal.SIGXCPU:
         return ChildFailedError(f"it took more than {cpu_s} s")
-    if -status in _CRASHES:
-        name = signal.Signals(-status).name
-        return ChildFailedError(f"it crashed ({name}), maybe for lack of memory")
+    if status > 0 or -status in _CRASHES:
+        how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        return ChildFailedError(f"it crashed ({how}), maybe for lack of memory")
     return ChildDiedError(f"it broke off (exit status {status})")
 
 

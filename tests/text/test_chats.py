@@ -38,7 +38,7 @@ def test_parts_that_are_no_text_are_refused() -> None:
         RequestError, match=r"messages\[0\]\.content has a part of type 'image_url'"
     ):
         as_chats(image)
-    other = [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}, 5]}]
+    other = [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]
     assert as_chats(other) == [other]
 
 
@@ -318,3 +318,16 @@ def test_null_fields_of_tool_messages_are_nothing() -> None:
         message = {"role": "tool", "tool_call_id": "c", **content, "mood": None, "refusal": None}
         (made,) = for_template(read_messages([message]), MessageStyle())
         assert made == {"role": "tool", "tool_call_id": "c", "content": ""}
+
+
+@pytest.mark.parametrize("case", ["upper", "lower"])
+def test_template_that_changes_case_keeps_its_messages(case: str) -> None:
+    source = EACH + "{{ m.role }}: {{ m.content | " + case + " }};" + END
+    with template_of(source) as template:
+        assert not MessageStyle.of(template.probe).lost
+
+
+@pytest.mark.parametrize("content", [5, [None], [{"type": "text", "text": None}], [5], {"a": 1}])
+def test_content_without_text_is_refused(content: object) -> None:
+    with pytest.raises(RequestError, match="content"):
+        as_chats([{"role": "user", "content": content}])

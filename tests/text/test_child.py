@@ -177,3 +177,14 @@ def test_an_answer_is_for_whoever_asked() -> None:
         said(template, "first")
     assert said(template, "second") == "<second>"
     template.close()
+
+
+def test_child_that_lacks_memory_for_a_question_is_not_taken_for_killed(child: Find) -> None:
+    limits = Limits(memory_bytes=300 << 20, cpu_s=20, open_cpu_s=20, slowness=30)
+    template = ChatTemplate("<{{ messages[0].content }}>", "x", {}, limits)
+    assert said(template, "a") == "<a>"
+    with pytest.raises(RequestError) as caught:
+        said(template, "a" * (120 << 20))
+    assert caught.value.code == "chat_template_failed"
+    assert said(template, "b") == "<b>"
+    template.close()
