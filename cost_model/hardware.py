@@ -337,17 +337,21 @@ class Hardware:
                 f"{', '.join(family)}",
                 code=f"unknown_{kind}",
             )
-        return find_name(name, names, option=kind)
+        described = f", or a description such as {CPU_SYNTAX!r}" if kind == "cpu" else ""
+        return find_name(name, names, option=kind, also=described)
 
 
+CPU_SYNTAX = "12xDDR5-4800, 64 cores, 2.4 GHz, avx512"
+"""A CPU in words, where its name is not known."""
 _MOST_LISTED = 40
 
 
-def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
+def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "") -> str:
     """Look a name up, whatever its capitals, spaces and dashes.
 
     Args:
         known: Every accepted spelling, and the name it stands for.
+        also: What else the option takes, for the error.
     """
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
@@ -359,7 +363,7 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     names = list(dict.fromkeys(known.values()))
     listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
     raise ConfigError(
-        f"--{option} {name!r} is not known. {hint}Known: {listed}; or give the path of a file",
+        f"--{option} {name!r} is not known. {hint}Known: {listed}; or give the path of a file{also}",
         code=f"unknown_{option}",
     )
 
