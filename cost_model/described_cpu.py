@@ -53,8 +53,8 @@ def described_cpu(text: str, hardware: Hardware) -> Cpu:
     missing = [kind for kind in list(_WORDS)[:4] if kind not in seen]
     if missing:
         raise ConfigError(
-            f"--cpu {text!r} lacks its {' and '.join(missing)}. Write it as {CPU_SYNTAX!r}, and add "
-            "512 GB if the memory is known"
+            f"--cpu {text!r} lacks its {' and '.join(missing)}. Write it as {CPU_SYNTAX!r}, and "
+            "add 512 GB if the memory is known"
         )
     isa = re.sub(r"[-_]", "", found.pop("isa")).replace("sve2", "neon").replace("sve", "neon")
     channels, memory = int(found["memory_channels"]), found.pop("memory_gib", None)

@@ -362,10 +362,8 @@ def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "
     hint = f"Did you mean {' or '.join(suggestions)}? " if suggestions else ""
     names = list(dict.fromkeys(known.values()))
     listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
-    raise ConfigError(
-        f"--{option} {name!r} is not known. {hint}Known: {listed}; or give the path of a file{also}",
-        code=f"unknown_{option}",
-    )
+    why = f"is not known. {hint}Known: {listed}; or give the path of a file{also}"
+    raise ConfigError(f"--{option} {name!r} {why}", code=f"unknown_{option}")
 
 
 def _nic_family(nic: Nic) -> str:

@@ -149,13 +149,8 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
 def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.plot(
-        [s.sockets for s in steps],
-        [1e3 * s.tpot_s for s in steps],
-        color=_TPOT,
-        linewidth=1.6,
-        linestyle=":",
-    )
+    sockets, times_ms = [s.sockets for s in steps], [1e3 * s.tpot_s for s in steps]
+    axes.plot(sockets, times_ms, color=_TPOT, linewidth=1.6, linestyle=":")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:,.4g}")

@@ -101,12 +101,7 @@ def _why_not(sizing: Sizing) -> str:
 
 
 def arrange(
-    setup: Setup,
-    num_gpus: int,
-    goal: Goal,
-    plan: PlanOf,
-    prices: Prices | None,
-    by: str = "tokens",
+    setup: Setup, num_gpus: int, goal: Goal, plan: PlanOf, prices: Prices | None, by: str = "tokens"
 ) -> Choices:
     """Find what each way to use the GPUs and sockets at hand gives: systems side by side, of
     stages, of GPUs that share every layer.
@@ -118,7 +113,10 @@ def arrange(
     if goal.max_sockets is None:
         raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")
     found, left_out = [], {}
-    for tp, num_stages, copies in _arrangements(setup, num_gpus, goal.max_sockets):
+    workers = [num_gpus]
+    if setup.is_without_gpu:  # between which the sockets are shared out evenly
+        workers = [n for n in range(1, goal.max_sockets + 1) if goal.max_sockets % n == 0]
+    for tp, num_stages, copies in (way for n in workers for way in _arrangements(setup, n)):
         name, sockets = _arranged(tp, num_stages, copies), goal.max_sockets // copies
         if setup.is_without_gpu:
             sockets -= num_stages  # those of the S-workers
@@ -134,17 +132,10 @@ def arrange(
     return Choices(found, left_out)
 
 
-def _arrangements(setup: Setup, gpus: int, sockets: int) -> Iterator[tuple[int, int, int]]:
-    """GPUs that share every layer, stages, and systems. Without a GPU, all numbers of S-workers
-    between which the sockets are shared out evenly."""
+def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
+    """GPUs that share every layer, stages, and systems."""
     spec = setup.spec
-    if setup.is_without_gpu:
-        for copies in (n for n in range(1, sockets + 1) if sockets % n == 0):
-            for num_stages in range(1, min(sockets // copies, spec.num_layers) + 1):
-                if sockets // copies % num_stages == 0:
-                    yield 1, num_stages, copies
-        return
-    for tp in (1, *split_counts(spec, 1)):
+    for tp in (1, *([] if setup.is_without_gpu else split_counts(spec, 1))):
         if gpus % tp:
             continue
         for num_stages in range(1, min(gpus // tp, spec.num_layers) + 1):

@@ -81,10 +81,6 @@ def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
         yield from ((lane_batch, lanes) for lane_batch in (*powers, most) if lane_batch)
 
 
-# --- hardware, as far as an engine knows it
-# ------------------------------------------------------------------------------
-
-
 def gpu_like(name: str, memory_bytes: int, usable: float, hardware: Hardware) -> tuple[Gpu, bool]:
     """A GPU by the name that its driver gives, with the memory that is there;
     and whether it is known. One that isn't known is taken for one of its size.

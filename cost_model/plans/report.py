@@ -70,10 +70,6 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
     return printed
 
 
-# --- text
-# ------------------------------------------------------------------------------
-
-
 def _question(sizing: Sizing) -> str:
     setup, goal, workload = sizing.setup, sizing.goal, sizing.setup.workload
     hit = f" ({workload.prefix_hit:.0%} in the prefix cache)" if workload.prefix_hit else ""

@@ -273,10 +273,6 @@ def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
     return max(1, *needs) if len(needs) == len(rows) else None
 
 
-# --- infeasible
-# ------------------------------------------------------------------------------
-
-
 def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str, Plan | None]:
     """Where nothing keeps the promises: the constraints in the way, what would, and the nearest
     plan that can run."""

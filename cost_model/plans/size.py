@@ -290,10 +290,6 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
     return sizing
 
 
-# --- beside the plan
-# --------------------------------------------------------------------------------------------------
-
-
 def _both_sides(
     setup: Setup, search: Search, plan: Plan | None, alone: GpuOnly | None
 ) -> Hybrid | None:
