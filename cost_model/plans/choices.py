@@ -154,7 +154,7 @@ def _best(
     copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
 ) -> list[Choice]:  # fmt: skip
     """Return the best placement of the KV cache that keeps the promises, if there is one."""
-    found, is_without_gpu = [], sizing.setup.is_without_gpu
+    found = []
     placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
     if by == "tokens" and placed:
         placed = [each for each in placed if each == sizing.preferred(placed)]
@@ -163,12 +163,12 @@ def _best(
             cost = job(sizing, headline, num_stages * MILLION, prices)
         except ConfigError:
             cost = job(sizing, headline, num_stages * MILLION, None)  # its price isn't given
-        found.append(Choice(name, headline, copies, num_stages, cost, is_without_gpu))
+        found.append(Choice(name, headline, copies, num_stages, cost, sizing.setup.is_without_gpu))
     return sort_choices(found, by)[:1]
 
 
 def check_sort(by: str, prices: Prices | None) -> None:
-    """Raises ConfigError: by cost, without prices."""
+    """Raises ConfigError: If by cost, without prices."""
     if by == "cost" and prices is None:
         raise ConfigError("--sort cost: what do they cost? Give --prices FILE")
 

@@ -37,8 +37,7 @@ class PlacementRates:
     def ranking(self) -> tuple[str, ...]:
         """Placements that can run, the best first. Of placements that give nearly
         the most, the simplest comes first: the GPU alone, R-workers, both."""
-        rates = {"gpu": self.gpu, "r": self.r, "hybrid": self.hybrid}
-        found = {name: rate for name, rate in rates.items() if rate is not None}
+        found = {name: rate for name, rate in vars(self).items() if rate is not None}
         most = max(found.values(), default=0.0)
         near = [name for name, rate in found.items() if rate >= _NEARLY * most]
         rest = sorted(set(found).difference(near), key=lambda name: -found[name])

@@ -241,8 +241,8 @@ def _hybrid(sizing: Sizing, both: Hybrid) -> str:
 
 def _verdict(sizing: Sizing, verdict: Verdict) -> str:
     # Sockets that are at hand cost nothing more.
-    is_bought = sizing.cost is None and sizing.goal.max_sockets is None
-    is_bought = is_bought and not sizing.setup.is_without_gpu
+    is_owned = sizing.goal.max_sockets is not None or sizing.setup.is_without_gpu
+    is_bought = sizing.cost is None and not is_owned
     answer = "offload" if verdict.offload else "don't offload"
     rival, beside = verdict.rival, ""
     if rival is not None and rival.tokens_per_s is not None and rival.tpot_s is not None:

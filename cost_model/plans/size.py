@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter
 
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.numbers import at_most, smallest, whole
@@ -202,12 +203,9 @@ class Sizing:
         fewest seconds a token; the other way round if the sockets are at hand."""
         is_owned, found = self.goal.max_sockets is not None, tuple(found)
         most = max((each.tokens_per_s for each in found), default=0.0) / _NEARLY
-
-        def cost(each: Headline) -> tuple[float, float]:
-            both = each.sockets, each.tpot_s
-            return both[::-1] if is_owned else both
-
-        return min((x for x in found if x.tokens_per_s >= most), key=cost, default=None)
+        near = (x for x in found if x.tokens_per_s >= most)
+        at = attrgetter(*("tpot_s sockets" if is_owned else "sockets tpot_s").split())
+        return min(near, key=at, default=None)
 
     @property
     def placement(self) -> str | None:
