@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from cost_model.hardware import Cpu, Hardware
+from cost_model.hardware import CPU_SYNTAX, Cpu, Hardware
 from fastdecode.core.errors import ConfigError
 
-SYNTAX = "12xDDR5-4800, 64 cores, 2.4 GHz, avx512"
 GIB_A_CHANNEL = 32
 """Installed if no memory is given: one DIMM."""
 _WORDS = {
@@ -30,7 +29,7 @@ _ISAS: dict[str, dict[str, Any]] = {
 
 def is_described(text: str) -> bool:
     """Return True if this is a description rather than a name."""
-    return "," in text
+    return "," in text or re.search(r"ddr\d|channel", text.lower()) is not None
 
 
 def described_cpu(text: str, hardware: Hardware) -> Cpu:
@@ -48,14 +47,14 @@ def described_cpu(text: str, hardware: Hardware) -> Cpu:
         )
         if match is None or kind in seen:
             why = f"gives {kind} twice" if match else f"has {part!r}, which is not understood"
-            raise ConfigError(f"--cpu {text!r} {why}. Write it as {SYNTAX!r}")
+            raise ConfigError(f"--cpu {text!r} {why}. Write it as {CPU_SYNTAX!r}")
         seen.add(kind)
         found |= match.groupdict()
     missing = [kind for kind in list(_WORDS)[:4] if kind not in seen]
     if missing:
         raise ConfigError(
-            f"--cpu {text!r} lacks its {' and '.join(missing)}. Write it as {SYNTAX!r}, and add "
-            "512 GB if the memory is known"
+            f"--cpu {text!r} lacks its {' and '.join(missing)}. Write it as {CPU_SYNTAX!r}, and "
+            "add 512 GB if the memory is known"
         )
     isa = re.sub(r"[-_]", "", found.pop("isa")).replace("sve2", "neon").replace("sve", "neon")
     channels, memory = int(found["memory_channels"]), found.pop("memory_gib", None)

@@ -240,10 +240,8 @@ def _split_rows(asked: Disaggregation) -> Iterator[tuple[str, str]]:
     for split in best:
         pace = f"{seconds_text(split.interval_s)} a microbatch"
         machines = f"{split.prompt_machines} for prompts, {split.token_machines} for tokens"
-        yield (
-            "Split",
-            f"{machines}: {pace} (--prompt-pp {split.prompt_machines} --pp {split.token_machines})",
-        )
+        options = f"--prompt-pp {split.prompt_machines} --pp {split.token_machines}"
+        yield "Split", f"{machines}: {pace} ({options})"
     ratio, own = asked.break_even_ratio, _short(asked.prompt_time / asked.token_time)
     streaming = f"streaming K and V makes prompts {_short(asked.overhead)} times as long"
     pays = "too long to pay" if ratio is None else f"it pays above {_short(ratio)}"
@@ -276,12 +274,8 @@ def _swap_rows(swap: Swapping) -> Iterator[tuple[str, str]]:
         f"{swap.crossover_tokens:.0f} cached tokens",
     )
     gain = swap.unswapped_s / swap.swapped_s
-    yield (
-        "Swap verdict",
-        f"swap: {_short(gain)} times the tokens a second"
-        if swap.pays
-        else f"don't swap: tokens take {_short(1 / gain)} times as long",
-    )
+    words = f"don't swap: tokens take {_short(1 / gain)} times as long"
+    yield "Swap verdict", f"swap: {_short(gain)} times the tokens a second" if swap.pays else words
 
 
 def _at_least(machines: int | None) -> str:

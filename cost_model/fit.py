@@ -59,14 +59,10 @@ def fit_curve(points: Sequence[Point]) -> Curve:
     spread = float(np.median([point.timing.spread for point in points]))
     candidates = []
     for form in ("roofline", "piecewise"):
-        errors = [
-            abs(
-                _fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])(sizes[i])
-                / seconds[i]
-                - 1.0
-            )
-            for i in range(1, len(sizes) - 1)
-        ]
+        errors = []
+        for i in range(1, len(sizes) - 1):
+            others = _fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])
+            errors.append(abs(others(sizes[i]) / seconds[i] - 1.0))
         left_out = float(np.mean(errors)) if errors else 0.0
         bonus = ROOFLINE_BONUS if form == "roofline" else 0.0
         candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
@@ -129,11 +125,8 @@ def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     best: tuple[float, float, float, float] | None = None
     for split in range(len(x) + 1):
         fixed, slope = _line(x[split:], y[split:])
-        floor = (
-            float(np.exp(np.mean(np.log(y[:split]))))
-            if split
-            else max(fixed, float(fixed + slope * x[0]))
-        )
+        first = max(fixed, float(fixed + slope * x[0]))
+        floor = float(np.exp(np.mean(np.log(y[:split])))) if split else first
         error = float(np.sum((np.maximum(floor, fixed + slope * x) / y - 1.0) ** 2))
         if best is None or error < best[0]:
             best = (error, floor, fixed, slope)
@@ -169,9 +162,7 @@ def non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
             error = float(np.sum((columns @ whole - target) ** 2))
             if best is None or error < best[0] - 1e-15:
                 best = (error, whole)
-    assert best is not None, (
-        "columns are positive, so one of them alone fits with a positive coefficient"
-    )
+    assert best is not None, "of positive columns one alone has a positive coefficient"
     return tuple(float(each) for each in best[1])
 
 
@@ -201,9 +192,8 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     errors = []
     for i in range(len(points)):
         keep = np.arange(len(points)) != i
-        errors.append(
-            abs(float(columns[i] @ non_negative(columns[keep], np.ones(len(points) - 1))) - 1.0)
-        )
+        others = non_negative(columns[keep], np.ones(len(points) - 1))
+        errors.append(abs(float(columns[i] @ others) - 1.0))
     spread = float(np.median([point.timing.spread for point in points]))
     call_s, sequence_s, token_s = non_negative(columns, np.ones(len(points)))
     return DecodeFit(call_s, sequence_s, token_s, math.hypot(_most(errors), spread))

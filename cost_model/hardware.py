@@ -337,17 +337,21 @@ class Hardware:
                 f"{', '.join(family)}",
                 code=f"unknown_{kind}",
             )
-        return find_name(name, names, option=kind)
+        described = f", or a description such as {CPU_SYNTAX!r}" if kind == "cpu" else ""
+        return find_name(name, names, option=kind, also=described)
 
 
+CPU_SYNTAX = "12xDDR5-4800, 64 cores, 2.4 GHz, avx512"
+"""A CPU in words, where its name is not known."""
 _MOST_LISTED = 40
 
 
-def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
+def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "") -> str:
     """Look a name up, whatever its capitals, spaces and dashes.
 
     Args:
         known: Every accepted spelling, and the name it stands for.
+        also: What else the option takes, for the error.
     """
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
@@ -358,10 +362,8 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     hint = f"Did you mean {' or '.join(suggestions)}? " if suggestions else ""
     names = list(dict.fromkeys(known.values()))
     listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
-    raise ConfigError(
-        f"--{option} {name!r} is not known. {hint}Known: {listed}; or give the path of a file",
-        code=f"unknown_{option}",
-    )
+    why = f"is not known. {hint}Known: {listed}; or give the path of a file{also}"
+    raise ConfigError(f"--{option} {name!r} {why}", code=f"unknown_{option}")
 
 
 def _nic_family(nic: Nic) -> str:

@@ -12,8 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 
 LARGEST = 1e15
 MAX_TOKENS = 1 << 24
-# Far below anything that matters, far above what rounding adds to a handful of
-# products (a few 1e-16).
+# Far above what rounding adds to a handful of products (a few 1e-16).
 _ROUNDING = 1e-12
 
 

@@ -34,8 +34,6 @@ _CURVES = (
     ("r_part_s", 0.8, "tab:orange", "R-part"),
 )
 _THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"
-
-
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -103,16 +101,9 @@ def _shade_limits(axes: Axes, steps: list[StepPrediction]) -> None:
         left, right = stretch[0].sockets - 0.5, stretch[-1].sockets + 0.5
         axes.axvspan(left, right, color=_LIMIT_COLOURS[limit], linewidth=0, zorder=0)
         wide = right - left >= len(steps) / 12
-        axes.text(
-            (left + right) / 2,
-            0.98,
-            f"{limit} binds" if wide else limit,
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            va="top",
-            rotation=0 if wide else 90,
-            color="#333333",
-        )
+        name, angle, at = f"{limit} binds" if wide else limit, 0 if wide else 90, (left + right) / 2
+        text = axes.text(at, 0.98, name, transform=axes.get_xaxis_transform(), rotation=angle)
+        text.set(ha="center", va="top", color="#333333")
     axes.set_xlim(0.5, len(steps) + 0.5)
 
 
@@ -135,10 +126,8 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
         rival = sizing.gpu_only.tokens_per_s
         axes.axhline(rival, color=_RIVAL, linestyle="--", linewidth=1.2)
         alone = f"GPU alone: {rate_text(rival)} tokens/s"
-        end, above = (len(steps) + 0.4, rival), (0, 4)
-        axes.annotate(
-            alone, end, color=_RIVAL, xytext=above, ha="right", textcoords="offset points"
-        )
+        words = axes.annotate(alone, (len(steps) + 0.4, rival), (0, 4), textcoords="offset points")
+        words.set(ha="right", color=_RIVAL)
     axes.set_ylim(0, 1.25 * max(*fast, rival))
     axes.set_xlabel("R-worker sockets")
     axes.set_ylabel("tokens/s", color=_THROUGHPUT)
@@ -149,13 +138,8 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
 def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.plot(
-        [s.sockets for s in steps],
-        [1e3 * s.tpot_s for s in steps],
-        color=_TPOT,
-        linewidth=1.6,
-        linestyle=":",
-    )
+    sockets, times_ms = [s.sockets for s in steps], [1e3 * s.tpot_s for s in steps]
+    axes.plot(sockets, times_ms, color=_TPOT, linewidth=1.6, linestyle=":")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:,.4g}")

@@ -73,9 +73,7 @@ def read_plan(path: Path) -> PlannedBatch:
             the question was infeasible.
     """
     tree = read_object(
-        path,
-        most_bytes=MAX_PLAN_BYTES,
-        refuse=lambda why: ConfigError(f"--plan {path}: {why}"),
+        path, most_bytes=MAX_PLAN_BYTES, refuse=lambda why: ConfigError(f"--plan {path}: {why}")
     )
     if (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
         raise ConfigError(

@@ -113,8 +113,7 @@ def _explain_lines(answer: Answer) -> list[str]:
 
 
 def _shares(shares: Sequence[float]) -> str:
-    mean = sum(shares) / len(shares) if shares else 0.0
-    return f"{mean:.0%}"
+    return f"{sum(shares) / max(1, len(shares)):.0%}"
 
 
 def placement_file(answer: Answer) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from cost_model.plans.constraints import MAX_SOCKETS
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.size import Headline, Job, Sizing, job
 from cost_model.plans.stages import PlanOf, slowest_stage
@@ -33,6 +34,8 @@ class Choice:
     """Of each."""
     job: Job
     """A million output tokens."""
+    is_without_gpu: bool = False
+    """Each S-worker takes a socket, too."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -47,6 +50,17 @@ class Choice:
     def systems(self) -> int:
         """Stages of all systems: what the headline's numbers count once each."""
         return self.copies * self.num_stages
+
+    @property
+    def sockets(self) -> int:
+        """Of all systems."""
+        return self.systems * (self.headline.sockets + self.is_without_gpu)
+
+    @property
+    def kv_placement(self) -> str:
+        """Where the KV cache is, for people."""
+        where = self.headline.kv_placement
+        return "S-worker" if where == "gpu" and self.is_without_gpu else _WHERE[where]
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ def choose(
         except ConfigError as error:  # such as a GPU that has no such dtype
             left_out[name] = error.message
             continue
-        best = _best(_choices(name, sizing, prices), by)
+        best = _best(name, sizing, prices, by)
         found += best
         if not best:
             left_out[name] = _why_not(sizing)
@@ -87,12 +101,7 @@ def _why_not(sizing: Sizing) -> str:
 
 
 def arrange(
-    setup: Setup,
-    num_gpus: int,
-    goal: Goal,
-    plan: PlanOf,
-    prices: Prices | None,
-    by: str = "tokens",
+    setup: Setup, num_gpus: int, goal: Goal, plan: PlanOf, prices: Prices | None, by: str = "tokens"
 ) -> Choices:
     """Find what each way to use the GPUs and sockets at hand gives: systems side by side, of
     stages, of GPUs that share every layer.
@@ -104,14 +113,19 @@ def arrange(
     if goal.max_sockets is None:
         raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")
     found, left_out = [], {}
-    for tp, num_stages, copies in _arrangements(setup, num_gpus):
+    workers = [num_gpus]
+    if setup.is_without_gpu:  # between which the sockets are shared out evenly
+        workers = [n for n in range(1, goal.max_sockets + 1) if goal.max_sockets % n == 0]
+    for tp, num_stages, copies in (way for n in workers for way in _arrangements(setup, n)):
         name, sockets = _arranged(tp, num_stages, copies), goal.max_sockets // copies
-        if sockets < num_stages:
+        if setup.is_without_gpu:
+            sockets -= num_stages  # those of the S-workers
+        elif sockets < num_stages:
             left_out[name] = f"it needs {counted(copies * num_stages, 'socket')}"
             continue
-        asked = replace(goal, max_sockets=sockets)
+        asked = replace(goal, max_sockets=max(sockets, num_stages))
         sizing = slowest_stage(replace(setup, num_gpus=tp), asked, num_stages, plan)
-        best = _best(_choices(name, sizing, prices, copies, num_stages), by)
+        best = _best(name, sizing, prices, by, copies, num_stages, sockets // num_stages)
         found += best
         if not best:
             left_out[name] = ("of each stage: " if num_stages > 1 else "") + _why_not(sizing)
@@ -121,7 +135,7 @@ def arrange(
 def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
     """GPUs that share every layer, stages, and systems."""
     spec = setup.spec
-    for tp in (1, *split_counts(spec, 1)):
+    for tp in (1, *([] if setup.is_without_gpu else split_counts(spec, 1))):
         if gpus % tp:
             continue
         for num_stages in range(1, min(gpus // tp, spec.num_layers) + 1):
@@ -135,25 +149,26 @@ def _arranged(tp: int, num_stages: int, copies: int) -> str:
     return f"{counted(copies, 'system')}{f', {degree}' if degree else ''}"
 
 
-def _choices(
-    name: str, sizing: Sizing, prices: Prices | None, copies: int = 1, num_stages: int = 1
-) -> Iterator[Choice]:
-    """One for each placement of the KV cache that keeps the promises."""
-    for headline in sizing.headlines:
+def _best(
+    name: str, sizing: Sizing, prices: Prices | None, by: str,
+    copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
+) -> list[Choice]:  # fmt: skip
+    """Return the best placement of the KV cache that keeps the promises, if there is one."""
+    found = []
+    placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
+    if by == "tokens" and placed:
+        placed = [each for each in placed if each == sizing.preferred(placed)]
+    for headline in placed:
         try:
             cost = job(sizing, headline, num_stages * MILLION, prices)
         except ConfigError:
             cost = job(sizing, headline, num_stages * MILLION, None)  # its price isn't given
-        yield Choice(name, headline, copies, num_stages, cost)
-
-
-def _best(found: Iterable[Choice], by: str) -> list[Choice]:
-    """The first of them in this order; none of none."""
+        found.append(Choice(name, headline, copies, num_stages, cost, sizing.setup.is_without_gpu))
     return sort_choices(found, by)[:1]
 
 
 def check_sort(by: str, prices: Prices | None) -> None:
-    """Raises ConfigError: by cost, without prices."""
+    """Raises ConfigError: If by cost, without prices."""
     if by == "cost" and prices is None:
         raise ConfigError("--sort cost: what do they cost? Give --prices FILE")
 
@@ -170,11 +185,11 @@ def choices_text(ways: Choices, title: str, prices: Prices | None) -> str:
         )
     columns: list[tuple[str, Callable[[Choice], str]]] = [
         ("", lambda each: each.name),
-        ("KV", lambda each: _WHERE[each.headline.kv_placement]),
+        ("KV", lambda each: each.kv_placement),
         ("tokens/s", lambda each: rate_text(each.tokens_per_s)),
         ("a token", lambda each: seconds_text(each.tpot_s)),
         ("sequences", lambda each: f"{each.systems * each.headline.batch:,}"),
-        ("sockets", lambda each: f"{each.systems * each.headline.sockets:,}"),
+        ("sockets", lambda each: f"{each.sockets:,}"),
         ("kWh a million", lambda each: _number(each.job.kwh)),
     ]
     if prices is not None:

@@ -45,10 +45,7 @@ def gpu_only_on(system: System, batch: int) -> GpuOnly:
 
 
 def best_gpu_only(
-    system: System,
-    step_limit_s: float,
-    most_sequences: int | None = None,
-    least_gain: float = 0.0,
+    system: System, step_limit_s: float, most_sequences: int | None = None, least_gain: float = 0.0
 ) -> GpuOnly | None:
     """Find the largest batch that fits and keeps the promise. None if one sequence does not.
 

@@ -44,10 +44,8 @@ def _r_hosts(plan: Plan) -> tuple[JobHost, ...]:
 
 def _hostfile(hosts: tuple[JobHost, ...], num_gpus: int) -> str:
     lines = [f"# Put your hosts' names in place of {S_HOST}, r0, r1, ...; {S_HOST} has the GPU."]
-    lines += [
-        f"{S_HOST} slots={num_gpus}",
-        *(f"{host.name} slots={host.num_r_workers}" for host in hosts),
-    ]
+    lines += [f"{S_HOST} slots={num_gpus}"]
+    lines += [f"{host.name} slots={host.num_r_workers}" for host in hosts]
     return "\n".join(lines) + "\n"
 
 

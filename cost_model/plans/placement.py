@@ -37,8 +37,7 @@ class PlacementRates:
     def ranking(self) -> tuple[str, ...]:
         """Placements that can run, the best first. Of placements that give nearly
         the most, the simplest comes first: the GPU alone, R-workers, both."""
-        rates = {"gpu": self.gpu, "r": self.r, "hybrid": self.hybrid}
-        found = {name: rate for name, rate in rates.items() if rate is not None}
+        found = {name: rate for name, rate in vars(self).items() if rate is not None}
         most = max(found.values(), default=0.0)
         near = [name for name, rate in found.items() if rate >= _NEARLY * most]
         rest = sorted(set(found).difference(near), key=lambda name: -found[name])
@@ -79,10 +78,6 @@ def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
         most = most_sequences // lanes
         powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
         yield from ((lane_batch, lanes) for lane_batch in (*powers, most) if lane_batch)
-
-
-# --- hardware, as far as an engine knows it
-# ------------------------------------------------------------------------------
 
 
 def gpu_like(name: str, memory_bytes: int, usable: float, hardware: Hardware) -> tuple[Gpu, bool]:

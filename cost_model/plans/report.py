@@ -70,10 +70,6 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
     return printed
 
 
-# --- text
-# ------------------------------------------------------------------------------
-
-
 def _question(sizing: Sizing) -> str:
     setup, goal, workload = sizing.setup, sizing.goal, sizing.setup.workload
     hit = f" ({workload.prefix_hit:.0%} in the prefix cache)" if workload.prefix_hit else ""
@@ -153,11 +149,13 @@ def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
     served, queue_s = sizing.served, 0.0
     if served is not None:
         queue_s = served.queue_s
+        users = counted(served.users, "user") + (" who asks" if served.users == 1 else " who ask")
+        pause = f"{seconds_text(served.think_s)} after an answer" if served.think_s else "at once"
         queue = f"; each waits {seconds_text(queue_s)} for its start" if queue_s > 0.01 else ""
         yield (
             "Users",
-            f"{served.users:,} who ask again {seconds_text(served.think_s)} after an answer: "
-            f"{rate_text(served.requests_per_s)} requests/s, {served.running:,} run at once{queue}",
+            f"{users} again {pause}: {rate_text(served.requests_per_s)} requests/s, "
+            f"{counted(served.running, 'sequence')} in flight{queue}",
         )
     if sizing.job is not None:
         yield ("Job", _job(sizing, sizing.job))
@@ -182,7 +180,7 @@ def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
         yield from _plan_rows(sizing, plan)
     cost, beside = sizing.cost, ""
     if cost is not None:
-        if cost.gpu_only_per_million_tokens is not None:
+        if cost.gpu_only_per_million_tokens is not None and placement != "gpu":
             own = round_to(cost.gpu_only_per_million_tokens, 3)
             beside = f"; the {sizing.setup.s_part_word} alone {own:g}"
         yield (
@@ -243,7 +241,8 @@ def _hybrid(sizing: Sizing, both: Hybrid) -> str:
 
 def _verdict(sizing: Sizing, verdict: Verdict) -> str:
     # Sockets that are at hand cost nothing more.
-    is_bought = sizing.cost is None and sizing.goal.max_sockets is None
+    is_owned = sizing.goal.max_sockets is not None or sizing.setup.is_without_gpu
+    is_bought = sizing.cost is None and not is_owned
     answer = "offload" if verdict.offload else "don't offload"
     rival, beside = verdict.rival, ""
     if rival is not None and rival.tokens_per_s is not None and rival.tpot_s is not None:

@@ -7,6 +7,7 @@ the worse hardware had, the better one has, and no slower.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -272,10 +273,6 @@ def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
     return max(1, *needs) if len(needs) == len(rows) else None
 
 
-# --- infeasible
-# ------------------------------------------------------------------------------
-
-
 def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str, Plan | None]:
     """Where nothing keeps the promises: the constraints in the way, what would, and the nearest
     plan that can run."""
@@ -285,7 +282,7 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
     for lanes in search.num_lanes:
         lane_batch = -(-batch // lanes)
         free = constraints(system, lane_batch, lanes, search.promises, float("inf"))
-        capped = (_capped(row, goal) for row in free)
+        capped = (_capped(_of_cpu(row) if setup.is_without_gpu else row, goal) for row in free)
         rows.append(tuple(row for row in capped if row.min_sockets is None))
     in_the_way = min((row for row in rows if row), key=len, default=())
     if not s_worker_fits(system, 1, 1):
@@ -357,9 +354,20 @@ def _shortest_step(search: Search) -> str:
     )
 
 
+def _of_cpu(row: Constraint) -> Constraint:
+    """Where the S-worker runs on a socket, advise no GPU."""
+    return replace(row, mend=row.mend.replace("more GPUs", "more memory").replace("GPU", "CPU"))
+
+
 def _enough_gpus(setup: Setup) -> str:
     if not isinstance(setup.gpu, Gpu):
         return "a device with more memory: the weights don't fit into the measured one"
+    if setup.is_without_gpu:
+        least_gb = s_memory_bytes(setup.system(), 1, 1) / setup.gpu.memory_usable.value / 1e9
+        return (
+            f"a CPU with {math.ceil(least_gb):,} GB of memory (--dram-gb), or --pp N: N sockets "
+            "with some of the layers each"
+        )
     for num_gpus in split_counts(setup.spec, setup.num_gpus):
         system = replace(setup, num_gpus=num_gpus).system()
         if s_worker_fits(system, 1, 1):

@@ -1,16 +1,17 @@
 """The planner: which batch, how many lanes and sockets, and whether to offload at all.
 
-Beside the plan on R-workers (``search``) stand the GPU alone and both sides. The headline is the
-one with the most tokens a second.
+Beside the plan on R-workers (``search``) stand the GPU alone and both sides. The headline is what
+the verdict recommends.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter
 
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.numbers import at_most, smallest, whole
@@ -37,6 +38,8 @@ from fastdecode.core.measurement import RProfile
 CHEAPEST_SOCKET = 0.05
 _WORTH_IT = 1.10
 """Times what the GPU alone gives."""
+_NEARLY = 1.02
+"""Times as much is too little for more sockets, or for more seconds a token."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,20 @@ class Sizing:
 
     @property
     def headline(self) -> Headline | None:
-        """The placement with the most tokens a second; None: nothing can run."""
-        return max(self.headlines, key=lambda each: each.tokens_per_s, default=None)
+        """The placement that the verdict recommends; None: nothing can run."""
+        found, verdict = self.headlines, self.verdict
+        if verdict is not None:
+            found = tuple(x for x in found if (x.kv_placement != "gpu") is verdict.offload)
+        return self.preferred(found)
+
+    def preferred(self, found: Iterable[Headline]) -> Headline | None:
+        """Of placements within 2 % of the most tokens/s, choose the fewest sockets, then the
+        fewest seconds a token; the other way round if the sockets are at hand."""
+        is_owned, found = self.goal.max_sockets is not None, tuple(found)
+        most = max((each.tokens_per_s for each in found), default=0.0) / _NEARLY
+        near = (x for x in found if x.tokens_per_s >= most)
+        at = attrgetter(*("tpot_s sockets" if is_owned else "sockets tpot_s").split())
+        return min(near, key=at, default=None)
 
     @property
     def placement(self) -> str | None:
@@ -262,7 +277,7 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
             sizing,
             over_sockets=_over_sockets(system, plan),
             what_ifs=(*_what_ifs(search, setup, plan, hardware), *rivals),
-            verdict=_verdict(sizing, plan, next(iter(rivals), None), prices),
+            verdict=_verdict(sizing, next(iter(rivals), None), prices),
         )
     headline = sizing.headline
     if headline is not None and prices is not None:
@@ -271,10 +286,6 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
         num_tokens = goal.requests * setup.workload.output_tokens
         sizing = replace(sizing, job=job(sizing, headline, num_tokens, prices))
     return sizing
-
-
-# --- beside the plan
-# --------------------------------------------------------------------------------------------------
 
 
 def _both_sides(
@@ -391,22 +402,33 @@ def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     return WhatIf(change, 0, alone.tokens_per_s, alone.tpot_s, counted(alone.batch, "sequence"))
 
 
-def _verdict(sizing: Sizing, plan: Plan, fp8: WhatIf | None, prices: Prices | None) -> Verdict:
-    """Compare the better one of R-workers alone and both sides with the GPU alone."""
-    setup, gpu_only, hybrid = sizing.setup, sizing.gpu_only, sizing.hybrid
-    gpu = setup.s_part_word
+def _verdict(sizing: Sizing, fp8: WhatIf | None, prices: Prices | None) -> Verdict | None:
+    """Compare the better one of R-workers alone and both sides with the GPU alone.
+
+    Returns:
+        None if nothing keeps the promises.
+    """
+    setup, gpu_only, gpu = sizing.setup, sizing.gpu_only, sizing.setup.s_part_word
+    offered = sizing.preferred(x for x in sizing.headlines if x.kv_placement != "gpu")
     if gpu_only is None:
+        if offered is None:
+            return None
         why = "no room for even one sequence's KV cache, or not fast enough"
         return Verdict(True, math.inf, math.inf, f"the {gpu} alone can't: {why}", None)
-    tokens_per_s, sockets, how = plan.expected.tokens_per_s, plan.sockets, ""
-    if hybrid is not None and hybrid.away and hybrid.tokens_per_s > tokens_per_s:
-        tokens_per_s, sockets, how = hybrid.tokens_per_s, hybrid.sockets, " on both sides"
+    if offered is None:
+        return Verdict(False, 0.0, 0.0, f"only the {gpu} alone keeps the promises", None)
+    tokens_per_s, sockets = offered.tokens_per_s, offered.sockets
+    how = " on both sides" if offered.kv_placement == "hybrid" else ""
     gain = tokens_per_s / gpu_only.tokens_per_s
     break_even = (gain - 1.0) * setup.num_gpus / sockets
     mine, alone = rate_text(tokens_per_s), rate_text(gpu_only.tokens_per_s)
     reason = f"{mine} tokens/s{how} beside {alone} of the {gpu} alone"
     is_worth_it, owned = True, sizing.goal.max_sockets is not None
-    if prices is not None:
+    if setup.is_without_gpu:
+        is_worth_it = gain > 1 + sockets
+        together = rate_text((1 + sockets) * gpu_only.tokens_per_s)
+        reason += f"; {counted(1 + sockets, 'such socket')}, each alone, give {together}"
+    elif prices is not None:
         socket_share = prices.socket(_cpu_name(setup)) / _gpu_price(setup, prices)
         is_worth_it = socket_share < break_even
         reason += (

@@ -141,6 +141,7 @@ def _lines(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
         last = share.first_layer + share.num_layers - 1
         beside = "" if share.stage else ", embedding and head"
         gpus = f"on each of {share.num_gpus} GPUs" if share.num_gpus > 1 else "on a GPU"
+        gpus = "on a socket" if setup.is_without_gpu else gpus
         r_workers = "" if share.sockets is None else f"; {counted(share.sockets, 'R-worker')}"
         yield (
             f"  Stage {share.stage:<7}layers {share.first_layer}-{last}{beside}: weights "

@@ -93,6 +93,10 @@ class Parser(argparse.ArgumentParser):
         """
         self._required.append((words, is_given))
 
+    def require_nothing(self) -> None:
+        """Accept a command line that only asks what there is, such as ``--list``."""
+        self._required.clear()
+
     def _take_required_options(self) -> None:
         """Check required options here: argparse would report them before the rest."""
         for action in self._actions:

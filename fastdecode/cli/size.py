@@ -31,27 +31,38 @@ LONG_OUTPUT = 8192
 
 
 class _List(argparse.Action):
-    """Prints all names and ends the command."""
+    """Has the command print all names in place of a plan."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        from cost_model.hardware import Hardware
-        from cost_model.shapes import known_models
+        parser.require_nothing()
+        namespace.run = _print_names
 
-        hardware = Hardware.load()
-        try:
-            for title, names in (
-                ("Models", known_models()),
-                ("GPUs", hardware.gpus),
-                ("CPUs", hardware.cpus),
-                ("NICs", hardware.nics),
-            ):
-                print("\n".join([f"{title} ({len(names)})", *(f"  {name}" for name in names)]))
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader has what it wants, such as head
-            sys.stderr.close()
-        parser.exit()
+
+def _print_names(args: argparse.Namespace) -> int:
+    from cost_model.hardware import Hardware
+    from cost_model.printing import json_text
+    from cost_model.shapes import known_models
+
+    hardware = Hardware.load(args.hardware)
+    names = {
+        "models": list(known_models()),
+        "gpus": list(hardware.gpus),
+        "cpus": list(hardware.cpus),
+        "nics": list(hardware.nics),
+    }
+    titles = zip(("Models", "GPUs", "CPUs", "NICs"), names.values(), strict=True)
+    try:
+        if args.json:
+            print(json_text({"format": "fastdecode.names", "version": 1, **names}))
+        else:
+            for title, found in titles:
+                print("\n".join([f"{title} ({len(found)})", *(f"  {name}" for name in found)]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wants, such as head
+        sys.stderr.close()
+    return 0
 
 
 def _warn_of_length(args: argparse.Namespace) -> None:
@@ -80,7 +91,7 @@ def add_size(commands: Any) -> None:
         "--list",
         action=_List,
         nargs=0,
-        help="print the names of all models, GPUs, CPUs and NICs, and exit",
+        help="print the names of all models, GPUs, CPUs and NICs (with --json as JSON), and exit",
     )
     _add_workload(parser)
     _add_hardware(parser)
@@ -242,7 +253,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--own",
         action="store_true",
-        help="what do I get? Every way to use --gpus GPUs and --max-sockets sockets, in one table",
+        help="what do I get? Every way to use --gpus GPUs and --max-sockets sockets, in one table; "
+        "with --gpu none some of the sockets are S-workers",
     )
     add_hardware_file(group)
     group.add_argument(
@@ -398,9 +410,13 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
 
     given = vars(args)
     if args.own:
-        setup = read_setup(argparse.Namespace(**{**given, "gpus": 1}), hardware)
+        gpus = args.gpus if args.gpu == "none" else 1  # which refuses more of them
+        setup = read_setup(argparse.Namespace(**{**given, "gpus": gpus}), hardware)
         ways = arrange(setup, args.gpus, goal, plan, prices, by)
-        what = f"{args.gpus} x {args.gpu} and {args.max_sockets} x {args.cpu}"
+        sockets = f"{args.max_sockets} x {args.cpu}"
+        what = f"{args.gpus} x {args.gpu} and {sockets}"
+        if setup.is_without_gpu:
+            what = f"{sockets}, those of S-workers counted"
     else:
         option = "gpu" if args.gpu == "all" else "cpu"
         names = hardware.gpus if option == "gpu" else hardware.cpus

@@ -251,12 +251,14 @@ def test_context_as_seq_len_is_warned_of(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_list_prints_all_names_without_a_question(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["size", "--list"])
-    assert not ended.value.code
+    assert main(["size", "--list"]) == 0
     out = capsys.readouterr().out
     for name in ("Llama-2 7B", "GB300", "EPYC 7452", "100GbE"):
         assert f"\n  {name}\n" in out
+    for words in (["--list", "--json"], ["--json", "--list"]):
+        assert main(["size", *words]) == 0
+        names = json.loads(capsys.readouterr().out)
+        assert "Llama-2 7B" in names["models"] and "100GbE" in names["nics"]
 
 
 @pytest.mark.parametrize(
@@ -366,3 +368,93 @@ def test_own_compute_efficiency_goes_before_the_table(tmp_path: Path) -> None:
     text = '[cpu.mine]\nlike = "EPYC 7763"\ncompute_efficiency = 0.3\n'
     file.write_text(text + 'compute_efficiency_source = "measured"\n')
     assert Hardware.load(file).cpu("mine").attention_peak("int8", 8).value == 0.3
+
+
+SOCKETS = ["size", "--model", "Llama-3 8B", "--gpu", "none", "--cpu", "EPYC 9654"]
+
+
+def test_own_sockets_without_a_gpu_are_all_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    own = [*SOCKETS, "--seq-len", "1024", "--own", "--max-sockets", "4"]
+    assert main(own) == 0
+    title, _, first, *rest = capsys.readouterr().out.splitlines()
+    assert "on 4 x EPYC 9654, those of S-workers counted" in title and "none" not in title
+    assert re.match(r"  4 systems +S-worker +1,910 ", first), "four times what one gives alone"
+    assert main([*own, "--json"]) == 0
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    assert len(choices) == 6 and {each["copies"] for each in choices} == {1, 2, 4}
+    assert any(line.startswith("  1 system   ") for line in rest)
+    assert main([*own, "--gpus", "2"]) == 2
+
+
+@pytest.mark.parametrize("max_sockets", [None, 1, 3])
+def test_r_workers_are_compared_with_as_many_sockets_alone(max_sockets: int | None) -> None:
+    goal = Goal(max_sockets=max_sockets)
+    sizing = ask(goal, model="Llama-3 8B", gpu="none", cpu="EPYC 9654", kv="bfloat16")
+    verdict = sizing.verdict
+    assert verdict is not None and not verdict.offload and verdict.gain < 2
+    assert "each alone, give" in verdict.reason and "a S-worker" not in as_text(sizing)
+    assert sizing.headline is not None and sizing.headline.kv_placement == "gpu"
+
+
+@pytest.mark.parametrize("more", [{}, {"max_sockets": 4}, {"max_sockets": 1}, {"batch": 2000}])
+def test_headline_is_what_the_verdict_recommends(more: dict[str, int]) -> None:
+    for asked in (
+        {"model": "Llama-3 70B", "gpu": "H100", "num_gpus": 4, "cpu": "EPYC 9654"},
+        {"model": "Llama-3 8B", "gpu": "RTX 4090", "cpu": "EPYC 9654"},
+        {"model": "Llama-2 7B"},
+    ):
+        sizing = ask(Goal(**more), **asked)  # type: ignore[arg-type]
+        assert sizing.verdict is not None and sizing.headline is not None
+        assert sizing.verdict.offload is (sizing.headline.kv_placement != "gpu")
+
+
+def test_verdict_of_an_infeasible_plan_recommends_the_gpu_alone() -> None:
+    sizing = ask(Goal(batch=1024, max_sockets=1), gpu="A100")
+    verdict, headline = sizing.verdict, sizing.headline
+    assert not sizing.feasible and verdict is not None and headline is not None
+    assert verdict.offload is (headline.kv_placement != "gpu")
+
+
+def test_small_gain_chooses_neither_latency_nor_sockets() -> None:
+    asked = {"model": "Llama-3 8B", "gpu": "RTX 4090", "cpu": "EPYC 9654"}
+    sizing = ask(Goal(max_sockets=4), **asked)  # type: ignore[arg-type]
+    headline, both = sizing.headline, sizing.hybrid
+    assert headline is not None and both is not None
+    assert headline.tokens_per_s < both.tokens_per_s < 1.02 * headline.tokens_per_s
+    assert headline.kv_placement == "r" and headline.sockets < both.sockets
+    assert headline.tpot_s < both.tpot_s / 4
+
+
+def test_without_a_gpu_none_is_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["size", "--model", "Llama-3 70B", "--gpu", "none", "--cpu", "EPYC 9654"]
+    asked += ["--seq-len", "1024", "--dram-gb"]
+    assert main([*asked, "128"]) == 1
+    out = capsys.readouterr().out
+    assert "Would help: more memory, a" in out and "GPU" not in out.replace("no GPU", "")
+    found = re.search(r"a CPU with (\d+) GB of memory \(--dram-gb\), or --pp N", out)
+    assert found is not None
+    assert main([*asked, found[1]]) == 0, "what is advised runs"
+    assert main([*asked, str(int(found[1]) - 1)]) == 1
+    assert main([*asked, "128", "--pp", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("users", "pause", "words"),
+    [
+        ("1", "0s", "1 user who asks again at once: "),
+        ("1", "30s", "1 user who asks again 30 s after an answer: "),
+        ("20", "0s", "20 users who ask again at once: "),
+    ],
+)
+def test_users_in_plain_words(
+    users: str, pause: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "--seq-len", "512", "--users", users, "--think-time", pause)
+    assert code == 0 and f"Users        {words}" in out
+    assert ("1 sequence in flight" in out) is (users == "1") and "0 ns" not in out
+
+
+@pytest.mark.parametrize("cpu", ["12 channels DDR5 4800 64c avx512", "64c avx512", "EPYC 9999"])
+def test_misdescribed_cpu_shows_the_form(cpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUESTION[:-1], cpu, "--seq-len", "512"]) == 2
+    assert "'12xDDR5-4800, 64 cores, 2.4 GHz, avx512'" in capsys.readouterr().err
