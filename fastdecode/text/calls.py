@@ -136,7 +136,6 @@ class CallReader(Divider, ABC):
         self._place, self._is_bare, self._is_first, self._mode = place, is_bare, True, "call"
 
     def _say(self, end: int) -> None:
-        """Give what stands before ``end`` as text."""
         text, self._text = self._text[:end], self._text[end:]
         if self._is_after_call:
             text = text.lstrip()
@@ -145,7 +144,6 @@ class CallReader(Divider, ABC):
             self._is_after_call = False
 
     def _call(self, name: str, arguments: str, end: int) -> None:
-        """Give a call whose text ends at ``end``."""
         self._parts.append(Call(self.num_calls, name, arguments))
         self.num_calls += 1
         self._text, self._place = self._text[end:], 0
@@ -296,7 +294,6 @@ _ESCAPED_SLASH: Final = re.compile(r"\\(.)", re.DOTALL)
 
 
 def _keywords(arguments: str) -> dict[str, Any] | None:
-    """Return the keyword arguments of a Python call, given its brackets."""
     text = "f" + _ESCAPED_SLASH.sub(lambda found: "/" if found[1] == "/" else found[0], arguments)
     try:
         made = ast.parse(text, mode="eval").body
@@ -447,7 +444,6 @@ def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
 
 
 def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
-    """Return True if a text begins with one of these marks, as far as it has come."""
     return text.startswith(marks) or any(mark.startswith(text) for mark in marks)
 
 
@@ -531,7 +527,6 @@ class HarmonyParser(Divider):
         return found is not None
 
     def _say(self, end: int) -> None:
-        """Give what stands before ``end``."""
         text = self._text[:end]
         self._drop(end)
         if not text:

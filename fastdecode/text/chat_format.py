@@ -102,7 +102,6 @@ class ChatFormat:
         )
 
     def _structured(self, tools: Tools, structured: StructuredOutputs | None) -> StructuredOutputs:
-        """Return what the text must be: calls, or either calls or what is asked for."""
         assert self.tools is not None, "answer refuses tools without a format"
         answer = None
         if structured is not None:

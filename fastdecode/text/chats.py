@@ -179,7 +179,6 @@ def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Messa
 
 
 def _joined(messages: Sequence[Message]) -> object:
-    """Return a content with those of all messages."""
     contents = [message["content"] for message in messages]
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(filter(None, contents))

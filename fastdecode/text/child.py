@@ -178,7 +178,6 @@ def unpack(raw: bytes) -> Any:
 
 
 def _failure(status: int, cpu_s: int) -> ChildFailedError:
-    """Return what a child died of, by its exit status."""
     if status == -signal.SIGXCPU:
         return ChildFailedError(f"it took more than {cpu_s} s")
     if status > 0 or -status in _CRASHES:

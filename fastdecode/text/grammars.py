@@ -73,7 +73,6 @@ def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> N
 
 
 def _of_schema(said: str) -> str:
-    """Return a message without its place in our own grammar."""
     return said.partition("\n   1 | ")[0].rpartition("JSON schema: ")[2]
 
 
@@ -244,8 +243,6 @@ class GrammarState:
 
 
 class _Tokens:
-    """A vocabulary as llguidance wants it."""
-
     is_tokenizer_wrapper = True
     bos_token_id = None
 

@@ -145,7 +145,6 @@ def resolved(
 
 
 def _pointed(root: Any, reference: str) -> Any:
-    """Return what a pointer (``#/$defs/City``) refers to, or None."""
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(root, list) and name.isdecimal() and int(name) < len(root):

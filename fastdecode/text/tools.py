@@ -74,7 +74,6 @@ def _definitions(tools: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def _object(value: object) -> Mapping[str, Any]:
-    """Return an object as it is, and anything else as an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
