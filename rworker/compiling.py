@@ -19,6 +19,7 @@ from typing import Final
 from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
+from fastdecode.core.host.cpus import usable_cpus
 from fastdecode.core.host.parents import end_with
 from fastdecode.core.spec import AttentionSpec
 from rworker.instructions import Prepare
@@ -38,7 +39,7 @@ def compiled_by_two(prepare: Prepare) -> Iterator[None]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> None:
-        if not started and len(os.sched_getaffinity(0)) > 1:
+        if not started and len(usable_cpus()) > 1:
             with contextlib.suppress(OSError):  # then this process compiles everything
                 started.append(_start(prepare))
 

@@ -40,7 +40,9 @@ def _message(message: object, where: str) -> dict[str, Any]:
     content = message.get("content")
     if content not in (None, []) or role not in _MAY_BE_EMPTY:
         _check_content(content, f"{where}.content")
-    plain = {name: message.get(name) for name in ("role", "content", *_TEXT_FIELDS)}
+    names = ("role", "content", *_TEXT_FIELDS)
+    given = {name: message[name] for name in names if message.get(name) is not None}
+    plain: dict[str, Any] = {"content": "", **given}
     if role == "tool":
         plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
     if calls:
