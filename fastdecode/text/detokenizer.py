@@ -43,30 +43,24 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokenizer, as detokenizers use it.
-
-    Args:
-        skips_special: special tokens have no text; or their names are in it.
-    """
+    """A model's tokenizer, as detokenizers use it."""
 
     tokenizer: Tokenizer
     skips_special: bool = True
+    """Special tokens have no text. Otherwise their names are in it."""
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Name → id."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @cached_property
     def skipped(self) -> frozenset[int]:
-        """Tokens that have no text."""
         return frozenset(self.special_tokens.values() if self.skips_special else ())
 
     @cached_property
     def decoder_types(self) -> frozenset[str]:
-        """The types of the decoders that make up the tokenizer's decoder."""
         decoder = self.tokenizer.decoder
         if decoder is None:
             return frozenset()

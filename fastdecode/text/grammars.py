@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
-from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +40,7 @@ MOST_RESTS: Final = 32
 _MARK: Final = "\x02"
 
 
-def llguidance() -> ModuleType:
+def llguidance() -> Any:
     """Return the package. Raises RequestError: If it isn't installed."""
     try:
         import llguidance
@@ -51,8 +50,7 @@ def llguidance() -> ModuleType:
             f"Install it with: {pip_command('structured')}",
             code="missing_extra",
         ) from None
-    module: ModuleType = llguidance
-    return module
+    return llguidance
 
 
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
@@ -226,7 +224,6 @@ class GrammarState:
         return self.row
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Give the matcher more tokens of the output."""
         if token_ids:
             self.matcher.consume_tokens(list(token_ids))
         if self.matcher.is_error():
@@ -234,7 +231,6 @@ class GrammarState:
         self.is_complete = self.error is None and bool(self.matcher.is_stopped())
 
     def fail(self, why: str) -> None:
-        """End the sequence with an error."""
         self.error = RequestError(
             Given("structured_outputs"),
             f" can't be followed: {' '.join(why.split()):.500}; simplify it",
@@ -280,7 +276,8 @@ class _Tokens:
         """Encode as the model's tokenizer does within a text.
 
         Some tokenizers put a blank before a text. They encode behind a mark, whose tokens are cut
-        off. Where the ids' bytes are not the text, each place gets the longest token.
+        off. Where the ids' bytes are not the text, each place gets the longest token, up to a byte
+        that no token begins with.
         """
         try:
             for mark in ("", _MARK):
@@ -291,13 +288,9 @@ class _Tokens:
                     return ids
         except RequestError:  # the tokenizer lacks these characters, or failed
             pass
-        return self._longest(text.encode())
-
-    def _longest(self, text: bytes) -> list[int]:
-        """Return the longest token at each place, up to a byte that no token begins with."""
-        ids: list[int] = []
+        rest, ids = text.encode(), []
         sizes = range(self._most_bytes, 0, -1)
-        while text and (size := next((n for n in sizes if text[:n] in self._by_bytes), 0)):
-            ids.append(self._by_bytes[text[:size]])
-            text = text[size:]
+        while rest and (size := next((n for n in sizes if rest[:n] in self._by_bytes), 0)):
+            ids.append(self._by_bytes[rest[:size]])
+            rest = rest[size:]
         return ids

@@ -24,7 +24,6 @@ class Tools:
     definitions: tuple[Mapping[str, Any], ...]
     """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
     callable_names: tuple[str, ...]
-    """Of the tools that may be called."""
     must_call: bool = False
     """The answer is calls, and nothing else."""
     most_one: bool = False
@@ -45,7 +44,6 @@ class Tools:
 
     @property
     def functions(self) -> list[Mapping[str, Any]]:
-        """The functions that may be called."""
         every = (tool["function"] for tool in self.definitions)
         return [function for function in every if function["name"] in self.callable_names]
 
@@ -128,9 +126,8 @@ def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool
     allowed = _object(_object(choice).get("allowed_tools"))
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
-        raise _refuse(
-            "tool_choice", '.allowed_tools must have a "mode", auto or required, and "tools"'
-        )
+        rule = '.allowed_tools must have a "mode", auto or required, and "tools"'
+        raise _refuse("tool_choice", rule)
     return tuple(_named(tool, names) for tool in tools), mode == "required"
 
 
