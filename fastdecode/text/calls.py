@@ -362,13 +362,11 @@ class TaggedCallReader(CallReader):
             if mark == tags.end:
                 self._place = len(mark)
             return mark in (tags.end, tags.lead) or self._end(len(mark) * (mark == family.end))
-        self._place = text.find("<", place + 1)
-        if self._place < 0:
-            self._place = len(text)
-            if is_final:
-                self._give(len(text))
-            return False
-        return True
+        found = text.find("<", place + 1)
+        self._place = len(text) if found < 0 else found
+        if found < 0 and is_final:
+            self._give(len(text))
+        return found >= 0
 
     def _give(self, end: int) -> None:
         arguments = arguments_text(self._arguments)

@@ -137,12 +137,11 @@ class Encoder:
     """Encodes with a model's tokenizer, in a child process with limits.
 
     Args:
-        max_model_len: tokens that no prompt may reach; None: no limit.
-        limits: of the child; None: what honest tokenizers never need.
-        added: as in ``TokenizerFiles``.
+        max_model_len: Tokens that no prompt may reach. None for no limit.
+        limits: Limits of the child. None for those that honest tokenizers never need.
+        added: As in ``TokenizerFiles``.
 
-    Raises:
-        CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
+    Raises CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class Encoder:
             ) from None
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceText:
     """The text that one sequence has generated, and whether it has a stop string.
 
@@ -304,16 +303,15 @@ class SequenceText:
         """Take the reasoning into the text. Return what stop strings count in."""
         held = self._undecided + piece
         reasoning.feed(piece)
-        self._undecided = held if reasoning.mode == "start" else ""
-        num_left = 0
         if reasoning.mode == "start":
-            num_left = len(held)
-        elif reasoning.mode != "reasoning":
+            self._undecided = held
+            return ""
+        self._undecided, end = "", len(held)
+        if reasoning.mode != "reasoning":
             self.reasoning = None
-            num_left = reasoning.num_fed - reasoning.num_chars
-        end = len(held) - num_left
+            end -= reasoning.num_fed - reasoning.num_chars
         self._pieces.append(held[:end])
-        return "" if self._undecided else held[end:]
+        return held[end:]
 
     def _add(self, piece: str) -> bool:
         """Append to the text, or cut it at a stop string and return True."""
@@ -359,7 +357,10 @@ class BegunStop:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [(string, _fallbacks(string)) for string in stop]
+        self._stop = [(string, [0]) for string in stop]
+        for string, fallbacks in self._stop:
+            for char in string[1:]:
+                fallbacks.append(_num_matched(string, fallbacks, fallbacks[-1], char))
         self._matched = [0] * len(self._stop)
 
     def feed(self, text: str) -> int:
@@ -370,22 +371,16 @@ class BegunStop:
         for i, (string, fallbacks) in enumerate(self._stop):
             matched = self._matched[i]
             for char in text:
-                while matched and string[matched] != char:
-                    matched = fallbacks[matched - 1]
-                matched += string[matched] == char
+                matched = _num_matched(string, fallbacks, matched, char)
                 if matched == len(string):
                     matched = fallbacks[matched - 1]
             self._matched[i] = matched
         return max(self._matched, default=0)
 
 
-def _fallbacks(string: str) -> list[int]:
-    """Return, for each beginning of the string, the longest shorter one that it ends with."""
-    fallbacks = [0] * len(string)
-    length = 0
-    for i in range(1, len(string)):
-        while length and string[i] != string[length]:
-            length = fallbacks[length - 1]
-        length += string[i] == string[length]
-        fallbacks[i] = length
-    return fallbacks
+def _num_matched(string: str, fallbacks: Sequence[int], matched: int, char: str) -> int:
+    """Return how much of ``string`` is matched once ``char`` follows ``matched`` characters of it.
+    ``fallbacks``: For each beginning of it, the longest shorter one that it ends with."""
+    while matched and string[matched] != char:
+        matched = fallbacks[matched - 1]
+    return matched + (string[matched] == char)

@@ -118,8 +118,7 @@ class ByteLevelDetokenizer(Detokenizer):
         return self._decoder.decode(self._vocabulary.byte_level_bytes(token_id))
 
     def peek(self) -> str:
-        held, _ = self._decoder.getstate()
-        return held.decode("utf-8", errors="replace")
+        return self._decoder.getstate()[0].decode(errors="replace")
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -213,11 +212,8 @@ class TokenText:
             return (vocabulary.tokenizer.id_to_token(token_id) or f"token_id:{token_id}").encode()
         if vocabulary.decoder_types == {"ByteLevel"}:
             return vocabulary.byte_level_bytes(token_id)
-        fallback = vocabulary.fallback_byte(token_id)
-        if fallback is not None:
-            return fallback
         # Decoding one token alone would drop the space before a word.
-        return token.replace("\u2581", " ").encode()
+        return vocabulary.fallback_byte(token_id) or token.replace("\u2581", " ").encode()
 
     def text_of(self, token_id: int) -> str:
         """Return the token's text; ``bytes:\\xNN…`` if its bytes alone are no characters."""

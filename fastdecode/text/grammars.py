@@ -56,9 +56,8 @@ def llguidance() -> Any:
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
     """Raises RequestError: If the schema, expression or grammar can't be followed (code
     ``invalid_structured_outputs``), or the package is missing (``missing_extra``)."""
-    package = llguidance()
-    limits = package.LLParserLimits(verbose_errors=False)
-    check = partial(package.LLMatcher.validate_grammar, limits=limits)
+    limits = llguidance().LLParserLimits(verbose_errors=False)
+    check = partial(llguidance().LLMatcher.validate_grammar, limits=limits)
     said = check(grammar_of(wanted, special))
     if not said or said.startswith("WARNING"):
         return
@@ -92,18 +91,16 @@ def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
 
 
 def _grammar_of_answer(wanted: StructuredOutputs) -> str:
-    package = llguidance()
     if wanted.regex is not None:
-        return str(package.LLMatcher.grammar_from_regex(wanted.regex))
+        return str(llguidance().LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
         return f"start: {' | '.join(map(quoted, wanted.choice))}"
     try:
         if wanted.grammar is not None:
-            return str(package.grammar_from("grammar", wanted.grammar))
-        schema = wanted.schema
-        assert schema is not None, "one of the kinds is given"
+            return str(llguidance().grammar_from("grammar", wanted.grammar))
+        assert wanted.schema is not None, "one of the kinds is given"
         blanks, is_compact = wanted.whitespace_pattern, wanted.disable_any_whitespace
-        return f"start: {json_rule(schema, blanks, is_compact=is_compact)}"
+        return f"start: {json_rule(wanted.schema, blanks, is_compact=is_compact)}"
     except (ValueError, RecursionError) as error:
         what = "read" if wanted.grammar is not None else "followed"
         raise refuse(f".{wanted.kind} can't be {what}: {_brief(str(error))}") from None

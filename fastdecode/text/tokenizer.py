@@ -68,7 +68,6 @@ class ModelTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token → id, added ones too."""
         return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

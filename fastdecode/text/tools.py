@@ -27,7 +27,6 @@ class Tools:
     must_call: bool = False
     """The answer is calls, and nothing else."""
     most_one: bool = False
-    """At most one call."""
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, is_parallel: object) -> Tools | None:
@@ -188,7 +187,6 @@ class ToolFormat:
     begin: str
     """Before a call, or before all of them."""
     end: str = ""
-    """After a call; may be empty."""
     arguments: str = "arguments"
     """The key of the arguments, after ``name``."""
     is_list: bool = False
