@@ -31,8 +31,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A piece of the reasoning."""
-
     text: str
 
 
@@ -208,7 +206,6 @@ class ObjectCallReader(CallReader):
         return True
 
     def _find_call(self, is_final: bool) -> bool:
-        """Find a call's first bracket, or the end of all calls."""
         text, end = self._text, self._family.end
         blanks = (_BEFORE_CALL if self._is_first else _AFTER_CALL).match(text, self._place)
         self._place = place = blanks.end() if blanks else self._place
@@ -247,8 +244,7 @@ class _Brackets:
     _IN_STRING: ClassVar = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
     def __init__(self, begin: int, quotes: str) -> None:
-        self.begin = begin
-        self._place = begin
+        self.begin = self._place = begin
         self._quotes = quotes
         self._quote = ""
         self._open: list[str] = []
@@ -290,11 +286,8 @@ class _Brackets:
                     return self._place
 
 
-_ESCAPED_SLASH: Final = re.compile(r"\\(.)", re.DOTALL)
-
-
 def _keywords(arguments: str) -> dict[str, Any] | None:
-    text = "f" + _ESCAPED_SLASH.sub(lambda found: "/" if found[1] == "/" else found[0], arguments)
+    text = "f" + re.sub(r"(?s)\\(.)", lambda found: "/" if found[1] == "/" else found[0], arguments)
     try:
         made = ast.parse(text, mode="eval").body
         if not isinstance(made, ast.Call) or made.args:
@@ -369,13 +362,11 @@ class TaggedCallReader(CallReader):
             if mark == tags.end:
                 self._place = len(mark)
             return mark in (tags.end, tags.lead) or self._end(len(mark) * (mark == family.end))
-        self._place = text.find("<", place + 1)
-        if self._place < 0:
-            self._place = len(text)
-            if is_final:
-                self._give(len(text))
-            return False
-        return True
+        found = text.find("<", place + 1)
+        self._place = len(text) if found < 0 else found
+        if found < 0 and is_final:
+            self._give(len(text))
+        return found >= 0
 
     def _give(self, end: int) -> None:
         arguments = arguments_text(self._arguments)
@@ -437,10 +428,10 @@ class TaggedCallReader(CallReader):
 def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
     """Return a pattern from an argument's name to its value. ``names`` are those that contain
     what ends a name."""
-    usual = rf"(?:(?!{re.escape(tags.key_end)})[^\n]){{1,256}}?"
-    known = "|".join([*map(re.escape, sorted(names, key=len, reverse=True)), usual])
-    end = re.escape(tags.key_end)
-    return re.compile(rf"{re.escape(tags.key_lead)}\s*({known})\s*{end}{tags.value_lead}")
+    lead, end = re.escape(tags.key_lead), re.escape(tags.key_end)
+    known = map(re.escape, sorted(names, key=len, reverse=True))
+    name = "|".join([*known, rf"(?:(?!{end})[^\n]){{1,256}}?"])
+    return re.compile(rf"{lead}\s*({name})\s*{end}{tags.value_lead}")
 
 
 def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
@@ -449,7 +440,6 @@ def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
 
 _BEGINS: Final = ("<|channel|>", "<|start|>", " to=")
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-_MOST_END: Final = max(map(len, _ENDS))
 _END_MARK: Final = re.compile("|".join(map(re.escape, _ENDS)))
 _CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -483,7 +473,6 @@ class HarmonyParser(Divider):
         return min(self.num_calls, self._most_calls) > 0
 
     def _in_start(self, is_final: bool) -> bool:
-        """Find out whether the answer begins with a message's head, or is text."""
         is_head = self._text.startswith(_BEGINS)
         if not (is_head or is_final) and any(mark.startswith(self._text) for mark in _BEGINS):
             return False
@@ -509,11 +498,10 @@ class HarmonyParser(Divider):
         self._text = self._text[num_chars:]
 
     def _in_body(self, is_final: bool) -> bool:
-        """Give a message's text as it comes, and a call once it is complete."""
         is_call = self._kind == "call"
         found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
         if found is None and is_call and not is_final:
-            self._num_scanned = max(0, len(self._text) - _MOST_END)
+            self._num_scanned = max(0, len(self._text) - max(map(len, _ENDS)))
             return False
         may_wait = found is None and not is_final
         num_held = max(num_begun(self._text, mark) for mark in _ENDS) if may_wait else 0

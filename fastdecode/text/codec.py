@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode.core.errors import CheckpointError, RequestError
@@ -42,7 +42,6 @@ class TextCodec:
         self.eos_token_id = eos_token_id
         """None if the tokenizer's files name no end of a text."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
-        """The tokens' texts; None without a tokenizer."""
         self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
 
     @classmethod
@@ -66,12 +65,11 @@ class TextCodec:
         return self.vocabulary is not None
 
     def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
-        """Return the tokens' texts in this request's answers; None without a tokenizer."""
+        """Return the vocabulary for a request's answers, or None without a tokenizer."""
         return self.vocabulary if params.skip_special_tokens else self._whole
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Name → id; none without a tokenizer."""
         return {} if self.vocabulary is None else self.vocabulary.special_tokens
 
     def prompt_end(self, token_ids: Sequence[int]) -> str:
@@ -139,12 +137,11 @@ class Encoder:
     """Encodes with a model's tokenizer, in a child process with limits.
 
     Args:
-        max_model_len: tokens that no prompt may reach; None: no limit.
-        limits: of the child; None: what honest tokenizers never need.
-        added: as in ``TokenizerFiles``.
+        max_model_len: Tokens that no prompt may reach. None for no limit.
+        limits: Limits of the child. None for those that honest tokenizers never need.
+        added: As in ``TokenizerFiles``.
 
-    Raises:
-        CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
+    Raises CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
     """
 
     def __init__(
@@ -208,53 +205,44 @@ class Encoder:
             ) from None
 
 
+@dataclass(eq=False)
 class SequenceText:
     """The text that one sequence has generated, and whether it has a stop string.
 
     A token that ends the sequence by its id (EOS, ``stop_token_ids``) goes to ``append_last``.
-
-    Args:
-        detokenizer: the sequence's own.
-        stop: the text ends before the first of these to appear.
-        min_tokens: a stop string that is complete before this many tokens doesn't count.
-        stop_ids: tokens without text, and the stop string that names each.
-        keeps_stop: the text has the stop string that ended it, and what ``append_last`` adds.
-        reasoning: no stop string counts in what it finds; None: there is none.
     """
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
-        stop_ids: Mapping[int, str] = MappingProxyType({}),
-        *,
-        keeps_stop: bool = False,
-        reasoning: ReasoningSplitter | None = None,
-    ) -> None:
-        self._keeps_stop = keeps_stop
-        self._reasoning = reasoning
-        self._undecided = ""
-        """Text that may become the mark of reasoning."""
-        self.stopped_by: str | None = None
-        """The stop string that ended the text."""
-        self._detokenizer = detokenizer
-        self._stop_ids = stop_ids
-        self._stop = tuple(stop)
-        self._min_tokens = min_tokens
-        self._num_tokens = 0
-        self._pieces: list[str] = []
-        self._tail = ""
-        """The end of the text, in which a stop string may have begun."""
-        self._num_peeked = 0
-        """Characters of the text that is held back that earlier tokens have been judged by."""
-        self._max_tail = max(map(len, stop), default=1) - 1
-        self._is_over = False
-        # Of the text that was taken:
-        self._begun = BegunStop(() if keeps_stop else stop)
-        self._num_seen = 0  # pieces looked at
-        self._num_taken = 0  # characters given
-        self._untaken = ""  # looked at, and not given
+    detokenizer: Detokenizer
+    stop: Sequence[str] = ()
+    """The text ends before the first of these to appear."""
+    min_tokens: int = 0
+    """A stop string that is complete before this many tokens doesn't count."""
+    stop_ids: Mapping[int, str] = field(default_factory=dict)
+    """Tokens without text, and the stop string that names each."""
+    _: KW_ONLY
+    keeps_stop: bool = False
+    """The text has the stop string that ended it, and what ``append_last`` adds."""
+    reasoning: ReasoningSplitter | None = None
+    """Finds the reasoning, in which no stop string counts. None after its end."""
+    stopped_by: str | None = None
+    """The stop string that ended the text."""
+    _undecided: str = ""
+    """Text that may become the mark of reasoning."""
+    _num_tokens: int = 0
+    _pieces: list[str] = field(default_factory=list)
+    _tail: str = ""
+    """The end of the text, in which a stop string may have begun."""
+    _num_peeked: int = 0
+    """Characters of the text that is held back that earlier tokens have been judged by."""
+    _is_over: bool = False
+    # Of the text that was taken:
+    _num_seen: int = 0  # pieces looked at
+    _num_taken: int = 0  # characters given
+    _untaken: str = ""  # looked at, and not given
+
+    def __post_init__(self) -> None:
+        self._max_tail = max(map(len, self.stop), default=1) - 1
+        self._begun = BegunStop(() if self.keeps_stop else self.stop)
 
     @property
     def text(self) -> str:
@@ -266,28 +254,28 @@ class SequenceText:
         Of several stop strings that one token completes, the one that begins first counts."""
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
-        is_thinking = self._reasoning is not None and self._reasoning.mode != "start"
-        is_stop = token_id in self._stop_ids and self._num_tokens >= self._min_tokens
+        is_thinking = self.reasoning is not None and self.reasoning.mode != "start"
+        is_stop = token_id in self.stop_ids and self._num_tokens >= self.min_tokens
         if is_stop and not is_thinking:
             self.finish()
-            self.stopped_by = self._stop_ids[token_id]
-            if self._keeps_stop:
+            self.stopped_by = self.stop_ids[token_id]
+            if self.keeps_stop:
                 self._pieces.append(self.stopped_by)
             return True
-        if self._add(self._detokenizer.append(token_id)):
+        if self._add(self.detokenizer.append(token_id)):
             return True
-        if self._reasoning is not None or not (self._stop and self._detokenizer.can_peek):
+        if self.reasoning is not None or not (self.stop and self.detokenizer.can_peek):
             return False
         # A stop string may be complete in text that later bytes might spoil.
-        held = self._detokenizer.peek()
+        held = self.detokenizer.peek()
         if self._find(held) is not None:
-            return self._add(self._detokenizer.flush())
+            return self._add(self.detokenizer.flush())
         self._num_peeked = len(held)
         return False
 
     def append_last(self, token_id: int) -> None:
         """Take the token whose id ends the sequence: its text counts if stops are kept."""
-        if self._keeps_stop:
+        if self.keeps_stop:
             self.append(token_id)
 
     def take(self) -> str:
@@ -305,8 +293,8 @@ class SequenceText:
     def finish(self) -> str:
         """Return the whole text, with what was held back: no token follows."""
         if not self._is_over:
-            self._add(self._detokenizer.flush())
-            self._reasoning, undecided = None, self._undecided
+            self._add(self.detokenizer.flush())
+            self.reasoning, undecided = None, self._undecided
             self._add(undecided)
             self._is_over = True
         return self.text
@@ -315,32 +303,30 @@ class SequenceText:
         """Take the reasoning into the text. Return what stop strings count in."""
         held = self._undecided + piece
         reasoning.feed(piece)
-        self._undecided = held if reasoning.mode == "start" else ""
-        num_left = 0
         if reasoning.mode == "start":
-            num_left = len(held)
-        elif reasoning.mode != "reasoning":
-            self._reasoning = None
-            num_left = reasoning.num_fed - reasoning.num_chars
-        thought = held[: len(held) - num_left]
-        if thought:
-            self._pieces.append(thought)
-        return "" if self._undecided else held[len(thought) :]
+            self._undecided = held
+            return ""
+        self._undecided, end = "", len(held)
+        if reasoning.mode != "reasoning":
+            self.reasoning = None
+            end -= reasoning.num_fed - reasoning.num_chars
+        self._pieces.append(held[:end])
+        return held[end:]
 
     def _add(self, piece: str) -> bool:
         """Append to the text, or cut it at a stop string and return True."""
-        if self._reasoning is not None:
-            piece = self._past_reasoning(self._reasoning, piece)
+        if self.reasoning is not None:
+            piece = self._past_reasoning(self.reasoning, piece)
         if not piece:
             return False
-        found = self._find(piece) if self._stop else None
+        found = self._find(piece) if self.stop else None
         self._num_peeked = 0
         if found is None:
             self._pieces.append(piece)
             if self._max_tail:
                 self._tail = (self._tail + piece)[-self._max_tail :]
             return False
-        if self._keeps_stop or found >= len(self._tail):
+        if self.keeps_stop or found >= len(self._tail):
             self._pieces.append(piece[: found - len(self._tail)])
         else:
             # It began in earlier pieces: take that much of them back.
@@ -352,16 +338,16 @@ class SequenceText:
     def _find(self, piece: str) -> int | None:
         """Return where in tail + piece the text ends by a stop string that this token completes:
         where the first one begins, or where it ends if it is kept."""
-        if self._num_tokens < self._min_tokens:
+        if self._num_tokens < self.min_tokens:
             return None
         text, seen = self._tail + piece, len(self._tail) + self._num_peeked
-        places = [(text.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self._stop]
+        places = [(text.find(stop, max(0, seen - len(stop) + 1)), stop) for stop in self.stop]
         found = [each for each in places if each[0] >= 0]
         if not found:
             return None
         place, stop = min(found, key=lambda each: (each[0], len(each[1])))
         self.stopped_by = stop
-        return place + len(stop) if self._keeps_stop else place
+        return place + len(stop) if self.keeps_stop else place
 
 
 class BegunStop:
@@ -371,7 +357,10 @@ class BegunStop:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [(string, _fallbacks(string)) for string in stop]
+        self._stop = [(string, [0]) for string in stop]
+        for string, fallbacks in self._stop:
+            for char in string[1:]:
+                fallbacks.append(_num_matched(string, fallbacks, fallbacks[-1], char))
         self._matched = [0] * len(self._stop)
 
     def feed(self, text: str) -> int:
@@ -382,22 +371,16 @@ class BegunStop:
         for i, (string, fallbacks) in enumerate(self._stop):
             matched = self._matched[i]
             for char in text:
-                while matched and string[matched] != char:
-                    matched = fallbacks[matched - 1]
-                matched += string[matched] == char
+                matched = _num_matched(string, fallbacks, matched, char)
                 if matched == len(string):
                     matched = fallbacks[matched - 1]
             self._matched[i] = matched
         return max(self._matched, default=0)
 
 
-def _fallbacks(string: str) -> list[int]:
-    """Return, for each beginning of the string, the longest shorter one that it ends with."""
-    fallbacks = [0] * len(string)
-    length = 0
-    for i in range(1, len(string)):
-        while length and string[i] != string[length]:
-            length = fallbacks[length - 1]
-        length += string[i] == string[length]
-        fallbacks[i] = length
-    return fallbacks
+def _num_matched(string: str, fallbacks: Sequence[int], matched: int, char: str) -> int:
+    """Return how much of ``string`` is matched once ``char`` follows ``matched`` characters of it.
+    ``fallbacks``: For each beginning of it, the longest shorter one that it ends with."""
+    while matched and string[matched] != char:
+        matched = fallbacks[matched - 1]
+    return matched + (string[matched] == char)

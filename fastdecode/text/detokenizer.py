@@ -43,30 +43,24 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokenizer, as detokenizers use it.
-
-    Args:
-        skips_special: special tokens have no text; or their names are in it.
-    """
+    """A model's tokenizer, as detokenizers use it."""
 
     tokenizer: Tokenizer
     skips_special: bool = True
+    """Special tokens have no text. Otherwise their names are in it."""
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Name → id."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @cached_property
     def skipped(self) -> frozenset[int]:
-        """Tokens that have no text."""
         return frozenset(self.special_tokens.values() if self.skips_special else ())
 
     @cached_property
     def decoder_types(self) -> frozenset[str]:
-        """The types of the decoders that make up the tokenizer's decoder."""
         decoder = self.tokenizer.decoder
         if decoder is None:
             return frozenset()
@@ -124,8 +118,7 @@ class ByteLevelDetokenizer(Detokenizer):
         return self._decoder.decode(self._vocabulary.byte_level_bytes(token_id))
 
     def peek(self) -> str:
-        held, _ = self._decoder.getstate()
-        return held.decode("utf-8", errors="replace")
+        return self._decoder.getstate()[0].decode(errors="replace")
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -219,11 +212,8 @@ class TokenText:
             return (vocabulary.tokenizer.id_to_token(token_id) or f"token_id:{token_id}").encode()
         if vocabulary.decoder_types == {"ByteLevel"}:
             return vocabulary.byte_level_bytes(token_id)
-        fallback = vocabulary.fallback_byte(token_id)
-        if fallback is not None:
-            return fallback
         # Decoding one token alone would drop the space before a word.
-        return token.replace("\u2581", " ").encode()
+        return vocabulary.fallback_byte(token_id) or token.replace("\u2581", " ").encode()
 
     def text_of(self, token_id: int) -> str:
         """Return the token's text; ``bytes:\\xNN…`` if its bytes alone are no characters."""

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
-from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +40,7 @@ MOST_RESTS: Final = 32
 _MARK: Final = "\x02"
 
 
-def llguidance() -> ModuleType:
+def llguidance() -> Any:
     """Return the package. Raises RequestError: If it isn't installed."""
     try:
         import llguidance
@@ -51,16 +50,14 @@ def llguidance() -> ModuleType:
             f"Install it with: {pip_command('structured')}",
             code="missing_extra",
         ) from None
-    module: ModuleType = llguidance
-    return module
+    return llguidance
 
 
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
     """Raises RequestError: If the schema, expression or grammar can't be followed (code
     ``invalid_structured_outputs``), or the package is missing (``missing_extra``)."""
-    package = llguidance()
-    limits = package.LLParserLimits(verbose_errors=False)
-    check = partial(package.LLMatcher.validate_grammar, limits=limits)
+    limits = llguidance().LLParserLimits(verbose_errors=False)
+    check = partial(llguidance().LLMatcher.validate_grammar, limits=limits)
     said = check(grammar_of(wanted, special))
     if not said or said.startswith("WARNING"):
         return
@@ -94,18 +91,16 @@ def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
 
 
 def _grammar_of_answer(wanted: StructuredOutputs) -> str:
-    package = llguidance()
     if wanted.regex is not None:
-        return str(package.LLMatcher.grammar_from_regex(wanted.regex))
+        return str(llguidance().LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
         return f"start: {' | '.join(map(quoted, wanted.choice))}"
     try:
         if wanted.grammar is not None:
-            return str(package.grammar_from("grammar", wanted.grammar))
-        schema = wanted.schema
-        assert schema is not None, "one of the kinds is given"
+            return str(llguidance().grammar_from("grammar", wanted.grammar))
+        assert wanted.schema is not None, "one of the kinds is given"
         blanks, is_compact = wanted.whitespace_pattern, wanted.disable_any_whitespace
-        return f"start: {json_rule(schema, blanks, is_compact=is_compact)}"
+        return f"start: {json_rule(wanted.schema, blanks, is_compact=is_compact)}"
     except (ValueError, RecursionError) as error:
         what = "read" if wanted.grammar is not None else "followed"
         raise refuse(f".{wanted.kind} can't be {what}: {_brief(str(error))}") from None
@@ -226,7 +221,6 @@ class GrammarState:
         return self.row
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Give the matcher more tokens of the output."""
         if token_ids:
             self.matcher.consume_tokens(list(token_ids))
         if self.matcher.is_error():
@@ -234,7 +228,6 @@ class GrammarState:
         self.is_complete = self.error is None and bool(self.matcher.is_stopped())
 
     def fail(self, why: str) -> None:
-        """End the sequence with an error."""
         self.error = RequestError(
             Given("structured_outputs"),
             f" can't be followed: {' '.join(why.split()):.500}; simplify it",
@@ -280,7 +273,8 @@ class _Tokens:
         """Encode as the model's tokenizer does within a text.
 
         Some tokenizers put a blank before a text. They encode behind a mark, whose tokens are cut
-        off. Where the ids' bytes are not the text, each place gets the longest token.
+        off. Where the ids' bytes are not the text, each place gets the longest token, up to a byte
+        that no token begins with.
         """
         try:
             for mark in ("", _MARK):
@@ -291,13 +285,9 @@ class _Tokens:
                     return ids
         except RequestError:  # the tokenizer lacks these characters, or failed
             pass
-        return self._longest(text.encode())
-
-    def _longest(self, text: bytes) -> list[int]:
-        """Return the longest token at each place, up to a byte that no token begins with."""
-        ids: list[int] = []
+        rest, ids = text.encode(), []
         sizes = range(self._most_bytes, 0, -1)
-        while text and (size := next((n for n in sizes if text[:n] in self._by_bytes), 0)):
-            ids.append(self._by_bytes[text[:size]])
-            text = text[size:]
+        while rest and (size := next((n for n in sizes if rest[:n] in self._by_bytes), 0)):
+            ids.append(self._by_bytes[rest[:size]])
+            rest = rest[size:]
         return ids

@@ -34,10 +34,8 @@ def followable(schema: Any, root: str = "#") -> Any:
 
     Formats that it doesn't know are annotations. ``oneOf`` of schemas that exclude each other is
     ``anyOf``. Bounds beyond 2^53 are rounded inwards, and limits of types are left out. ``root``
-    is the JSON pointer that takes the place of ``#``.
-
-    Raises:
-        ValueError: If the schema has a number that is not exact as a double, or is too deep.
+    is the JSON pointer that takes the place of ``#``. Raises ValueError: If the schema has a
+    number that is not exact as a double, or is too deep.
     """
     try:
         if isinstance(schema, list):
@@ -102,18 +100,14 @@ def _exclude_each_other(options: object) -> bool:
     for option in options if isinstance(options, list) else [{}]:
         choices = choices_of(option)
         types = types_of(option, {})
-        said = {_comparable(each) for each in choices or ()}
+        whole = [int(v) if isinstance(v, float) and v.is_integer() else v for v in choices or ()]
+        said = {json.dumps(each, sort_keys=True) for each in whole}
         if (choices is None and (not types or types & kinds)) or said & values:
             return False
         values |= said
         kinds |= types if choices is None else set()
         constant_kinds |= {type_of(json.loads(each)) for each in said}
     return not kinds & constant_kinds
-
-
-def _comparable(value: Any) -> str:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_whole else value, sort_keys=True)
 
 
 def choices_of(schema: object) -> list[Any] | None:
@@ -209,11 +203,8 @@ def _finite(text: str) -> float:
 
 
 def python_value(node: ast.expr) -> Any:
-    """Return a Python literal as a JSON value. Names of JSON's constants are taken, too.
-
-    Raises:
-        ValueError: If it is no literal, or JSON has no such value.
-    """
+    """Return a Python literal as a JSON value. Names of JSON's constants are taken, too. Raises
+    ValueError: If it is no literal, or JSON has no such value."""
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
         return json.loads(node.id)
     if isinstance(node, (ast.List, ast.Tuple)):

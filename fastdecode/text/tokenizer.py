@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.text.chat_template import ChatTemplate
@@ -15,10 +15,8 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.tokenizer_files import TokenizerFiles
 
-T = TypeVar("T")
 
-
-class Encoding(dict[str, T]):
+class Encoding(dict[str, Any]):
     """``input_ids`` and ``attention_mask`` of a text, or of several: by key, or as attributes."""
 
     input_ids = property(lambda self: self["input_ids"])
@@ -59,7 +57,6 @@ class ModelTokenizer:
         eos = self.eos_token_id
         self.eos_token: str | None = None if eos is None else self._tokenizer.id_to_token(eos)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        """Without added tokens."""
         self.all_special_tokens = list(self._tokens.special_tokens)
         self.all_special_ids = list(self._tokens.special_tokens.values())
 
@@ -71,14 +68,13 @@ class ModelTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token → id, added ones too."""
         return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError: If the text can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
-    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding[Any]:
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding:
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoding(input_ids=ids, attention_mask=[1] * len(ids))

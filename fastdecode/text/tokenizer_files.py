@@ -51,7 +51,7 @@ class TokenizerFiles:
     """
 
     path: Path | None = None
-    """The ``tokenizer.json``; None: the model serves token ids only."""
+    """The ``tokenizer.json``. None if the model serves token ids only."""
     names: Mapping[str, str] = field(default_factory=dict)
     """``bos_token``, ``eos_token`` and so on → the token."""
     added: tuple[Mapping[str, Any], ...] = ()

@@ -24,11 +24,9 @@ class Tools:
     definitions: tuple[Mapping[str, Any], ...]
     """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
     callable_names: tuple[str, ...]
-    """Of the tools that may be called."""
     must_call: bool = False
     """The answer is calls, and nothing else."""
     most_one: bool = False
-    """At most one call."""
 
     @classmethod
     def of(cls, tools: object, tool_choice: object, is_parallel: object) -> Tools | None:
@@ -45,7 +43,6 @@ class Tools:
 
     @property
     def functions(self) -> list[Mapping[str, Any]]:
-        """The functions that may be called."""
         every = (tool["function"] for tool in self.definitions)
         return [function for function in every if function["name"] in self.callable_names]
 
@@ -128,9 +125,8 @@ def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool
     allowed = _object(_object(choice).get("allowed_tools"))
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
-        raise _refuse(
-            "tool_choice", '.allowed_tools must have a "mode", auto or required, and "tools"'
-        )
+        rule = '.allowed_tools must have a "mode", auto or required, and "tools"'
+        raise _refuse("tool_choice", rule)
     return tuple(_named(tool, names) for tool in tools), mode == "required"
 
 
@@ -191,7 +187,6 @@ class ToolFormat:
     begin: str
     """Before a call, or before all of them."""
     end: str = ""
-    """After a call; may be empty."""
     arguments: str = "arguments"
     """The key of the arguments, after ``name``."""
     is_list: bool = False
