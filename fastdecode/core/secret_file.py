@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Final
@@ -10,6 +11,8 @@ from typing import Final
 _LEAST_KEY_CHARS: Final = 8
 _SUFFIXES: Final = (".env", ".json", ".key", ".keys", ".txt")
 """Endings of files of keys, and of no key."""
+_WORDS: Final = re.compile("/[a-z/_-]+")
+"""Paths that no random key looks like."""
 
 
 def exposure(found: os.stat_result, path: object) -> str:
@@ -36,7 +39,7 @@ def shown(path: Path) -> str:
     in place of a file is not named."""
     name = str(path)
     is_in_directory = path.parent not in (Path("."), Path("/")) and path.parent.is_dir()
-    is_name = len(name) < _LEAST_KEY_CHARS or path.suffix in _SUFFIXES or is_in_directory
-    if is_name or os.path.lexists(path):
+    is_name = len(name) < _LEAST_KEY_CHARS or path.suffix in _SUFFIXES or _WORDS.fullmatch(name)
+    if is_name or is_in_directory or os.path.lexists(path):
         return name
     return "(not shown: it may be a key, and a file is expected)"

@@ -26,7 +26,7 @@ def neighbour(
         raise ConfigError(
             Given("replicas", "disk") if on_disk else Given("replicas"),
             f" needs a second R-worker, which {role}{standby}: add ",
-            Given("r_workers", 2 + num_spares),
+            Given("r_workers", 2),
             " (or a second R-worker's address or rank), or choose ",
             Given("replicas", 0),
         )

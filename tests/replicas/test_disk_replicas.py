@@ -238,8 +238,8 @@ def test_a_full_disk_leaves_no_file_behind(
         ({"kv_placement": "gpu", "r_workers": 1}, "KV on the device needs no R-workers"),
         ({"r_workers": 1}, "second R-worker, which restores a lost one's KV.*r_workers=2"),
         (
-            {"r_workers": 2, "spare_r_workers": 1},
-            "from its file, and a standby R-worker does not: add r_workers=3",
+            {"r_workers": 1, "spare_r_workers": 1},
+            "from its file, and a standby R-worker does not: add r_workers=2",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import http.client
@@ -26,7 +27,6 @@ from server_process import CHECKPOINT, PATHS, scripted_server
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.secret_file import exposure
-from fastdecode.measure.serving.answer import AnswerHead
 from fastdecode.measure.serving.client import Endpoint
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front
@@ -423,7 +423,22 @@ def test_bench_serve_shows_no_key(
     monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\nsecond-key-002")
     assert main([*load, "http://localhost:1"]) == 2
     assert "OPENAI_API_KEY has a space, or a character" in capsys.readouterr().err
-    endpoint = Endpoint("http://localhost:1", SECRET)
-    head = AnswerHead(401, is_chunked=False, length=None, is_kept=False)
-    told = endpoint._refusal(head, f"no such key: {SECRET}")
+
+    async def refused() -> str:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            body = json.dumps({"error": f"no such key: {SECRET}"}).encode()
+            head = f"HTTP/1.1 401 No\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(ConfigError) as caught:
+                await Endpoint(f"http://127.0.0.1:{port}", SECRET).model()
+        return str(caught.value)
+
+    told = asyncio.run(refused())
     assert SECRET not in told and "(the key)" in told
