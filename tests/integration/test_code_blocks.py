@@ -162,7 +162,7 @@ def test_a_command_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # Of `size`, 1: nothing fits. Of `generate`, 3: the page shows lines for which there is no room.
     is_meant = (words[0], code) == ("size", 1) or (code == 3 and "0.0006" in words)
     assert code == 0 or is_meant
-    assert ("--output" in line) is Path("out.jsonl").exists()
+    assert ("--output " in line) is Path("out.jsonl").exists()
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.page)
