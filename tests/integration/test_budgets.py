@@ -31,7 +31,7 @@ MOST_LINES = {
     "sworker": 12483,
     "cpu_kernels": 6859,
     "cost_model": 8890,
-    "tests": 81556,
+    "tests": 81558,
     "benchmarks": 10472,
     "examples": 2062,
 }
@@ -40,10 +40,12 @@ MOST_DOCS = 6538
 """Lines of Markdown under ``docs/``."""
 
 MOST_IN_A_STEP = (52, 2_474)
-MOST_IN_A_LOSS = (43, 528)
-MOST_IN_A_TAKEOVER = (54, 1_131)
+MOST_IN_A_LOSS = (50, 620)
+MOST_IN_A_TAKEOVER = (60, 1_260)
 """Files and function lines that a plain decode step enters, that the loss of an R-worker
-enters beyond an undisturbed run, and the same with a replica that takes over."""
+enters beyond an undisturbed run, and the same with a replica that takes over. When an R-worker's
+thread crashes decides about a few functions: 43 files and 528 lines, 54 and 1,131 were measured.
+"""
 
 
 def _num_lines(directory: str, pattern: str) -> int:
