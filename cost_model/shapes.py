@@ -95,7 +95,7 @@ def read_model(model: str) -> ModelSpec:
     the local Hugging Face cache, whichever ``model`` is first.
 
     Raises:
-        ConfigError: If it is none of these, or the file can't be read.
+        ConfigError: If it isn't one of these, or the file can't be read.
         ModelError: If the config isn't one of a model that we implement.
     """
     path = Path(model)

@@ -14,11 +14,11 @@ class Public:
     reasoning: str | None = None
     """The format's name."""
     tools: str | None = None
-    """The format's name; None: it takes none."""
+    """The format's name. None if it takes none."""
     answer: str = "Fine, thanks."
     """As the model writes it, with a call of ``f`` if it can."""
     system: str = "S"
-    """What becomes of the instructions S and then D; empty: they are refused."""
+    """What becomes of the instructions S and then D. Empty if they are refused."""
     parts: tuple[str, ...] = ()
     """Roles that take parts."""
     refuses: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all systems."""
+        """Sum over all systems."""
         return self.copies * self.headline.tokens_per_s
 
     @property
@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def sockets(self) -> int:
-        """Of all systems."""
+        """Sum over all systems."""
         return self.systems * (self.headline.sockets + self.is_without_gpu)
 
     @property
@@ -67,7 +67,7 @@ class Choice:
 class Choices:
     found: list[Choice]
     left_out: Mapping[str, str]
-    """What can't run it, and why: the constraint in the way, and the nearest that can be had."""
+    """Parts that can't run it, each with its constraint and the nearest number that can."""
 
 
 def choose(

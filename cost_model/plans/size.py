@@ -114,7 +114,7 @@ class Headline:
     ttft_s: float
     """To the first token: half a step until the next one starts, the prompt, and a step."""
     latency_s: float
-    """Of a whole sequence."""
+    """Seconds of a whole sequence."""
     fast: Pace
     """If every input is better than thought by its own error."""
     slow: Pace
@@ -131,7 +131,7 @@ class Served:
     """Sequences that run at once."""
     requests_per_s: float
     queue_s: float
-    """That a request waits for its start, beside what is running."""
+    """Seconds that a request waits for its start, beside what is running."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Sizing:
     verdict: Verdict | None = None
     cost: Cost | None = None
     job: Job | None = None
-    """Of the goal's requests, by the headline."""
+    """Time of the goal's requests, by the headline."""
     served: Served | None = None
     """The goal's users, by the headline."""
 
@@ -192,14 +192,14 @@ class Sizing:
 
     @property
     def headline(self) -> Headline | None:
-        """The placement that the verdict recommends; None: nothing can run."""
+        """The placement that the verdict recommends. None if nothing can run."""
         found, verdict = self.headlines, self.verdict
         if verdict is not None:
             found = tuple(x for x in found if (x.kv_placement != "gpu") is verdict.offload)
         return self.preferred(found)
 
     def preferred(self, found: Iterable[Headline]) -> Headline | None:
-        """Of placements within 2 % of the most tokens/s, choose the fewest sockets, then the
+        """Among placements within 2 % of the most tokens/s, choose the fewest sockets, then the
         fewest seconds a token; the other way round if the sockets are at hand."""
         is_owned, found = self.goal.max_sockets is not None, tuple(found)
         most = max((each.tokens_per_s for each in found), default=0.0) / _NEARLY
@@ -463,7 +463,7 @@ def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
 
 
 def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
-    """What so many output tokens take, where the rate is kept all the time."""
+    """Time of ``num_tokens`` output tokens at a constant rate."""
     setup, s, r = sizing.setup, sizing.system.s, sizing.system.r
     hours = num_tokens / headline.tokens_per_s / 3600.0
     power_w = s.power_w

@@ -244,7 +244,7 @@ class TierSimulator:
         return -(-num_tokens // self._size)
 
     def _tokens(self, found: _Conversation, blocks: list[int]) -> int:
-        """That blocks of a conversation hold, in order: its last one may not be full."""
+        """Tokens that blocks of a conversation hold, in order: its last one may not be full."""
         if not blocks:
             return 0
         beyond = (blocks[-1] + 1) * self._size - found.num_tokens

@@ -190,7 +190,7 @@ def _conversations(directory: Path) -> Finding:
 
 
 def _compiled(directory: str | None) -> Finding:
-    """Have the kernels on disk that an engine with default options compiles at its start.
+    """Compile the kernels that an engine with default options compiles at its start.
 
     Raises:
         ConfigError: If there is no model.

@@ -23,7 +23,7 @@ from fastdecode.core.errors import ConfigError
 
 ALL = "all"
 _LIKENESS = 0.66
-"""Of an option to the one that was meant."""
+"""Likeness of an option to the one that was meant."""
 _CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
 _WORDED = (
     (r"argument (\S+): invalid int value: '(.*)'", r"\1 \2 is not a whole number"),

@@ -31,7 +31,7 @@ from fastdecode.server.keys import first_key
 MAX_STATUS_BYTES = 8 << 20
 ANSWERS_WITHIN_S = 5.0
 _WIDE: Final = 1 << 16
-"""Columns of what is no terminal."""
+"""Columns of an output other than a terminal."""
 Look: TypeAlias = Callable[[], dict[str, Any]]
 """Reads the status. It raises ConfigError: there is none."""
 

@@ -30,7 +30,7 @@ _BY_VALUE: Final = ("dtype", "load_format")
 
 
 def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return a command line with vLLM's options as they are said here.
+    """Return a command line with vLLM's options by their names here.
 
     Args:
         flags: of the command; they stay as they are.

@@ -19,8 +19,8 @@ from fastdecode.core.sequence import (
     validate_for_vocab,
 )
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammars import NO_TOKENIZER, check_structured
+from fastdecode.text.codec import TextCodec, no_tokenizer
+from fastdecode.text.grammars import check_structured
 from fastdecode.text.reasoning import REASONING_FORMATS
 
 MOST_SOUND: Final = 1024
@@ -133,8 +133,8 @@ class RequestChecker:
     def _check_structured(self, wanted: StructuredOutputs) -> None:
         if wanted in self._sound:  # requests of one file mostly want the same
             return
-        if not self._codec.has_tokenizer:
-            raise RequestError(NO_TOKENIZER, code="no_tokenizer")
+        if self._codec.vocabulary is None:
+            raise no_tokenizer("structured outputs need text")
         check_structured(wanted, self._codec.special_tokens)
         if len(self._sound) >= MOST_SOUND:
             self._sound.clear()
@@ -149,7 +149,7 @@ class RequestChecker:
         return self._latest_words[1]
 
     def _encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        if not self._codec.has_tokenizer:
+        if self._codec.vocabulary is None:
             raise RequestError(
                 Given("bad_words"),
                 " need the model's tokenizer.json: add it, or give a logit_bias of -100",

@@ -57,7 +57,7 @@ class LineSource:
         """The lines from the first on, uncompressed, without a byte order mark.
 
         Raises:
-            ConfigError: If it can't be read, is not UTF-8 or is no whole gzip file; when
+            ConfigError: If it can't be read, or isn't UTF-8 or a whole gzip file; when
                 it is opened or while it is read.
         """
         with self._raw() as raw:

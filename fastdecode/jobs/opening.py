@@ -68,7 +68,7 @@ class JobOptions:
     chat_template: Path | None = None
     """In place of the model's own."""
     content_format: str = AUTO
-    """Of ``CONTENT_FORMATS``."""
+    """One of ``CONTENT_FORMATS``."""
     tool_parser: str = AUTO
     """Of ``TOOL_PARSERS``."""
     reasoning_parser: str = AUTO

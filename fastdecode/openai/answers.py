@@ -32,7 +32,7 @@ def answer_body(
         created_s: Unix time.
         model: the name that the answer tells.
     """
-    with_token_ids = request.want_token_ids or not codec.has_tokenizer
+    with_token_ids = request.want_token_ids or codec.vocabulary is None
     writer = ChoiceWriter(
         TokenText(codec.vocabulary_of(request.params)),
         request.is_chat,

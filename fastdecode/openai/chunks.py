@@ -62,7 +62,7 @@ class ChunkWriter:
         self._options = request.stream
         self._n = request.params.n
         self._has_text = request.params.detokenize
-        self._with_token_ids = request.want_token_ids or not codec.has_tokenizer
+        self._with_token_ids = request.want_token_ids or codec.vocabulary is None
         tokens = TokenText(codec.vocabulary_of(request.params))
         self._reader = AnswerReader(codec, request.answer_format, answer_id)
         self._writer = ChoiceWriter(

@@ -27,7 +27,7 @@ def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -
     """SHA-256, in hex, of every key that lets in; none: no key is needed.
 
     Raises:
-        ConfigError: the file can't be read, or others may read it; a key is too
+        ConfigError: If the file can't be read, or others may read it; a key is too
             short; or there is none though others can reach the address.
     """
     found = set(filter(None, re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))))
@@ -80,7 +80,7 @@ def _refusal(path: Path, why: str, number: int = 0) -> ConfigError:
 
 
 def _unfitness(key: str, least_chars: int = MIN_KEY_CHARS) -> str:
-    """Why a key is refused; empty: it is fit. The key itself isn't shown."""
+    """Return why a key is refused, or "" if it is fit. The key itself isn't shown."""
     if not (key.isascii() and key.isprintable()) or " " in key:
         return "has a space, or a character that isn't printable ASCII: put one key on a line"
     if len(key) < least_chars:

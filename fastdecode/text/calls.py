@@ -42,7 +42,7 @@ MOST_HEAD_CHARS: Final = 1024
 
 
 def arguments_text(arguments: object) -> str | None:
-    """Return a call's arguments as a JSON object, or None if they are none."""
+    """Return a call's arguments as a JSON object, or None if they aren't one."""
     if isinstance(arguments, str):
         arguments = loaded(arguments)
     if not isinstance(arguments, dict):
@@ -104,7 +104,7 @@ class CallReader(Divider, ABC):
         self._is_bare = self._is_first = False
         """The call has no mark; it is the first one after its mark."""
         self._is_after_call = False
-        """Blanks that follow a call are no text."""
+        """Drop blanks that follow a call."""
 
     @abstractmethod
     def _in_call(self, is_final: bool) -> bool:

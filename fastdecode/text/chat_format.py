@@ -18,7 +18,7 @@ from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.lark import calls_rules, harmony_grammar, json_rule
-from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter
+from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter, State
 from fastdecode.text.tools import CODE, TOOL_FORMATS, ToolFormat, Tools, tool_format
 
 AUTO: Final = "auto"
@@ -31,7 +31,7 @@ REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
 @dataclass(frozen=True)
 class ChatFormat:
     tools: ToolFormat | None = None
-    """None: it writes no calls that are known."""
+    """None if it writes no known calls."""
     reasoning: ReasoningFormat | None = None
     takes_tools: bool = False
     """Its chat template has a place for tools."""
@@ -68,7 +68,7 @@ class ChatFormat:
         return replace(self, reasoning=replace(self.reasoning, state=state))
 
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
-        """Return the format of one answer; None: it is plain text. Raises RequestError: (code
+        """Return the format of one answer, or None for plain text. Raises RequestError: (code
         ``no_tool_format``) If the model writes no calls."""
         if tools is None:
             return None if self.reasoning is None else AnswerFormat(self.reasoning)
@@ -146,20 +146,20 @@ class AnswerFormat:
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:
         """Return what divides one answer to this prompt."""
         most_calls = 1 if self.most_one else MAX_CALLS
-        family, tools, splitter, state = self.reasoning, self.tools, None, "after"
+        family, tools, splitter = self.reasoning, self.tools, None
+        state: State = "after"
         if family is not None:
             state = family.prompt_state(codec.prompt_end(prompt_token_ids))
-        is_inside = state == "inside"
         is_apart = family is not None and family.has_channels
         has_calls = tools is not None and tools.has_channels
         if is_apart or has_calls:
             return HarmonyParser(
                 splits_reasoning=is_apart,
                 most_calls=most_calls if has_calls else 0,
-                is_inside=is_inside,
+                is_inside=state == "inside",
             )
         if family is not None and state != "after":
-            splitter = ReasoningSplitter(family, is_inside, tools.begin if tools else "")
+            splitter = ReasoningSplitter(family, state, tools.begin if tools else "")
         calls = None if tools is None else CallReader.of(tools, self.schemas)
         return AnswerParser(splitter, calls, most_calls)
 
@@ -225,7 +225,7 @@ PartsParser: TypeAlias = "AnswerParser | HarmonyParser"
 @dataclass
 class ParsedAnswer:
     content: str | None = ""
-    """The text; None: there are calls alone."""
+    """The text. None if there are calls alone."""
     reasoning: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
 

@@ -51,7 +51,7 @@ class ChatTemplate:
         tool_source: the program for conversations with tools; None: the same.
 
     Raises:
-        CheckpointError: If the source is no Jinja program, or hits a limit on a word.
+        CheckpointError: If the source isn't a Jinja program, or hits a limit on a word.
         MissingExtraError: If the package jinja2 isn't installed.
     """
 
@@ -86,7 +86,7 @@ class ChatTemplate:
 
         Raises:
             CheckpointError, MissingExtraError: As above, or if a file of the model can't be read.
-            ConfigError: If ``given`` can't be read, or is no template.
+            ConfigError: If ``given`` can't be read, or isn't a template.
         """
         special_tokens = TokenizerFiles.read(model_dir).names
         if given is not None:

@@ -37,7 +37,7 @@ class MessageStyle:
 
     @classmethod
     def of(cls, probe: Probe, id_chars: int = 0, content_format: str = "auto") -> MessageStyle:
-        """Return a template's style. Raises RequestError: If ``content_format`` is none of
+        """Return a template's style. Raises RequestError: If ``content_format`` isn't one of
         ``CONTENT_FORMATS``."""
         if content_format not in CONTENT_FORMATS:
             given, known = Given("chat_template_content_format", content_format), CONTENT_FORMATS
@@ -207,7 +207,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _content(content: object, style: MessageStyle, role: str) -> object:
-    """Return a content as the template takes it. Refusals are texts; other parts that are no text
+    """Return a content as the template takes it. Refusals are texts; other parts without text
     stay as they are."""
     if isinstance(content, str):
         return _as_parts(content) if role in style.parts else content
@@ -225,7 +225,7 @@ def _content(content: object, style: MessageStyle, role: str) -> object:
 
 
 def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:
-    """Return a call with its arguments as an object; as they are, if they are text that is none."""
+    """Return a call with its arguments as an object; as they are, if they are other text."""
     made = dict(call)
     if isinstance(function := made.get("function"), Mapping):
         arguments = function.get("arguments")
@@ -265,9 +265,9 @@ class Rendering:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """More names for the template."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """That the model may call, as OpenAI's API has them."""
+    """Tools that the model may call, as OpenAI's API has them."""
     style: MessageStyle | None = None
-    """What the template makes of messages; None: it gets them as they are."""
+    """What the template makes of messages. None to give them as they are."""
 
     @classmethod
     def of(

@@ -1,7 +1,7 @@
 """A child process for what a model directory's authors programmed: tokenizers and chat templates.
 
 The child answers one question after the other within limits. If it dies, the next question gets a
-new one. Questions and answers are JSON, and no answer is trusted: whoever asks checks it.
+new one. Questions and answers are JSON, and no answer is trusted: the caller checks it.
 A ``LimitedChild`` asks; in the child ``main`` answers, and runs a template as transformers does.
 """
 
@@ -91,7 +91,7 @@ class LimitedChild:
     def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
         self._opening = {"limits": asdict(limits), **opening}
         self._limits = limits
-        self._asking = threading.Lock()  # an answer belongs to whoever asked
+        self._asking = threading.Lock()  # an answer belongs to the caller that asked
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._stop: weakref.finalize[..., Any] | None = None
@@ -107,9 +107,13 @@ class LimitedChild:
             # A process group of its own: an interrupt at the keyboard is for us alone.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], env=inherited | _QUIET, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=inherited | _QUIET,
+                start_new_session=True,
+            )
         self._connection = Connection(ours.detach())
         self._stop = weakref.finalize(self, _end, self._process, self._connection)
         try:
@@ -173,7 +177,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(raw: bytes) -> Any:
-    """Return the message in ``raw``. Raises ValueError, RecursionError: If it is none."""
+    """Return the message in ``raw``. Raises ValueError, RecursionError: If it isn't one."""
     return json.loads(raw.decode("utf-8", "surrogatepass"))
 
 
@@ -256,7 +260,7 @@ def _template(source: str, tool_source: str | None, special_tokens: dict[str, st
 
 def _compiled(source: str) -> Any:
     """Return a template in Jinja's sandbox, with what transformers gives it. Raises Refusal: If
-    the source is none."""
+    the source isn't one."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Scope
@@ -288,9 +292,12 @@ def _compiled(source: str) -> Any:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
     sort_keys: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -303,7 +310,7 @@ def _answered(answer: Answer, question: dict[str, Any]) -> bytes:
     except MemoryError:
         kind, said = "limit", "it took too much memory"
     except BaseException as error:
-        # A panic in the tokenizers library is no Exception.
+        # A panic in the tokenizers library isn't an Exception.
         is_told = type(error) in (Refusal, CheckpointError, Exception)
         name = "" if is_told else f"{type(error).__name__}: "
         kind, said = "refusal", f"{name}{error}"[:MAX_REASON_CHARS]

@@ -42,7 +42,8 @@ class TextCodec:
         self.eos_token_id = eos_token_id
         """None if the tokenizer's files name no end of a text."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
-        self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
+        """None without a tokenizer."""
+        self.whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
@@ -60,13 +61,9 @@ class TextCodec:
         tokenizer, eos = files.load(), files.names.get("eos_token")
         return cls(tokenizer, encoder, None if eos is None else tokenizer.token_to_id(eos))
 
-    @property
-    def has_tokenizer(self) -> bool:
-        return self.vocabulary is not None
-
     def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
         """Return the vocabulary for a request's answers, or None without a tokenizer."""
-        return self.vocabulary if params.skip_special_tokens else self._whole
+        return self.vocabulary if params.skip_special_tokens else self.whole
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
@@ -74,7 +71,7 @@ class TextCodec:
 
     def prompt_end(self, token_ids: Sequence[int]) -> str:
         """Return the text of a prompt's last tokens, names of special ones too."""
-        return "" if self._whole is None else self._whole.text(token_ids[-_NUM_END:])
+        return "" if self.whole is None else self.whole.text(token_ids[-_NUM_END:])
 
     def close(self) -> None:
         """End the process that encodes. Safe to call twice."""
@@ -85,7 +82,7 @@ class TextCodec:
         """Return a prompt's token ids, with the special ones that the tokenizer puts around it.
         Raises RequestError: (code ``no_tokenizer``) If there is none, and as ``Encoder``."""
         if self._encoder is None:
-            raise _no_tokenizer("the prompt is text", "give prompt_token_ids")
+            raise no_tokenizer("the prompt is text", "give prompt_token_ids, or ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -99,7 +96,7 @@ class TextCodec:
         RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer."""
         vocabulary = self.vocabulary_of(params)
         if params.detokenize and params.stop and vocabulary is None:
-            raise _no_tokenizer("stop strings need text", "use stop_token_ids")
+            raise no_tokenizer("stop strings need text", "use stop_token_ids, or ")
         if not params.detokenize or vocabulary is None:
             return SequenceText(Detokenizer())
         specials = vocabulary.special_tokens if params.skip_special_tokens else {}
@@ -122,12 +119,12 @@ class TextCodec:
         begin, end = params.reasoning_marks
         family = ReasoningFormat("", begin, end, state=None if begin else "inside")
         state = family.prompt_state(self.prompt_end(prompt_token_ids))
-        return None if state == "after" else ReasoningSplitter(family, state == "inside")
+        return None if state == "after" else ReasoningSplitter(family, state)
 
 
-def _no_tokenizer(why: str, remedy: str) -> RequestError:
+def no_tokenizer(why: str, remedy: str = "") -> RequestError:
     return RequestError(
-        f"{why}, but the model directory has no tokenizer.json: {remedy}, or add the model's "
+        f"{why}, but the model directory has no tokenizer.json: {remedy}add the model's "
         "tokenizer.json",
         code="no_tokenizer",
     )
@@ -141,7 +138,7 @@ class Encoder:
         limits: Limits of the child. None for those that honest tokenizers never need.
         added: As in ``TokenizerFiles``.
 
-    Raises CheckpointError: If the file is no tokenizer, or hits a limit on an ordinary text.
+    Raises CheckpointError: If the file isn't a tokenizer, or hits a limit on an ordinary text.
     """
 
     def __init__(
@@ -254,7 +251,7 @@ class SequenceText:
         Of several stop strings that one token completes, the one that begins first counts."""
         assert not self._is_over, "no token follows the end of a text"
         self._num_tokens += 1
-        is_thinking = self.reasoning is not None and self.reasoning.mode != "start"
+        is_thinking = self.reasoning is not None and self.reasoning.state != "before"
         is_stop = token_id in self.stop_ids and self._num_tokens >= self.min_tokens
         if is_stop and not is_thinking:
             self.finish()
@@ -303,11 +300,11 @@ class SequenceText:
         """Take the reasoning into the text. Return what stop strings count in."""
         held = self._undecided + piece
         reasoning.feed(piece)
-        if reasoning.mode == "start":
+        if reasoning.state == "before":
             self._undecided = held
             return ""
         self._undecided, end = "", len(held)
-        if reasoning.mode != "reasoning":
+        if reasoning.state != "inside":
             self.reasoning = None
             end -= reasoning.num_fed - reasoning.num_chars
         self._pieces.append(held[:end])

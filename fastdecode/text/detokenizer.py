@@ -37,7 +37,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """Return the text that was held back, U+FFFD for what is no character: no token follows."""
+        """Return the text that was held back, with U+FFFD for partial characters."""
         return ""
 
 
@@ -106,8 +106,8 @@ def detokenizer_for(
 class ByteLevelDetokenizer(Detokenizer):
     """Bytes through a UTF-8 decoder, for byte-level vocabularies (GPT-2, Llama 3, Qwen).
 
-    Only part of a character is ever held back. Python's decoder replaces what is no UTF-8 just as
-    the tokenizers library does: one U+FFFD for each maximal ill-formed part (Unicode 3.9).
+    Only part of a character is ever held back. Python's decoder replaces other bytes just as the
+    tokenizers library does: one U+FFFD for each maximal ill-formed part (Unicode 3.9).
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -216,7 +216,7 @@ class TokenText:
         return vocabulary.fallback_byte(token_id) or token.replace("\u2581", " ").encode()
 
     def text_of(self, token_id: int) -> str:
-        """Return the token's text; ``bytes:\\xNN…`` if its bytes alone are no characters."""
+        """Return the token's text; ``bytes:\\xNN…`` if its bytes alone aren't characters."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode()

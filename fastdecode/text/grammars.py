@@ -20,15 +20,11 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.codec import TextCodec
+from fastdecode.text.codec import TextCodec, no_tokenizer
 from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.lark import json_rule, quoted, reasoning_grammar, refuse_tool, tool_grammars
 from fastdecode.text.reasoning import REASONING_FORMATS
 
-NO_TOKENIZER: Final = (
-    "structured outputs need text, but the model directory has no tokenizer.json: add the "
-    "model's tokenizer.json"
-)
 _SHOWN: Final = 500
 """Characters of llguidance's message that an error repeats."""
 MOST_KEPT: Final = 256
@@ -130,8 +126,8 @@ class GrammarMasks:
         """Return the state of a sequence that has generated these tokens. Raises RequestError: If
         llguidance is missing, or the model has no tokenizer."""
         llguidance()
-        if not self._codec.has_tokenizer:
-            raise RequestError(NO_TOKENIZER, code="no_tokenizer")
+        if self._codec.vocabulary is None:
+            raise no_tokenizer("structured outputs need text")
         state = GrammarState(self)
         state.awaited = self._openers.submit(self._open, state, wanted, tuple(token_ids))
         return state
@@ -243,7 +239,7 @@ class _Tokens:
         vocabulary = codec.vocabulary
         assert vocabulary is not None
         named, specials = TokenText(vocabulary), {*vocabulary.skipped, *eos_token_ids}
-        # Models have rows of logits that are no token.
+        # Models have rows of logits without a token.
         specials.update(t for t in range(vocab_size) if vocabulary.tokenizer.id_to_token(t) is None)
         self.tokens = [b"" if t in specials else named.bytes_of(t) for t in range(vocab_size)]
         self.eos_token_id = eos_token_ids[0]

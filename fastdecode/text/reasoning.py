@@ -24,7 +24,7 @@ class ReasoningFormat:
     has_channels: bool = False
     """Answers are messages of gpt-oss: see ``HarmonyParser``."""
     state: State | None = None
-    """Where all prompts leave the model; None: their ends say it."""
+    """Where all prompts leave the model. None if their ends say it."""
 
     @property
     def stop_marks(self) -> tuple[str, str] | None:
@@ -54,7 +54,7 @@ class ReasoningFormat:
 
     def continued_state(self, text: str) -> State | None:
         """Return where an answer's beginning, which the model is to continue, leaves it: the last
-        mark counts; None: it has none."""
+        mark counts. None if it has none."""
         begin, end = text.rfind(self.begin), text.rfind(self.end)
         if begin == end:
             return None
@@ -83,47 +83,42 @@ class ReasoningSplitter:
     """Divides one answer's text, as it comes, into reasoning and answer."""
 
     family: ReasoningFormat
-    is_inside: bool = False
-    """The prompt ends inside the reasoning."""
+    state: State | Literal["blanks"] = "before"
+    """Where the text so far ends, at first the prompt: ``blanks`` may follow the end mark."""
     call: str = ""
-    """The mark of a call, behind which reasoning is held back; empty: there are none."""
+    """The mark of a call, behind which reasoning is held back. Empty if there are none."""
     num_chars: int = 0
     """Of the text so far: the reasoning, with its marks and what comes before it."""
     num_fed: int = 0
     open_call: str = ""
     """After ``finish``: the rest of reasoning without an end, from a call's mark on."""
-    mode: Literal["start", "reasoning", "blanks", "answer"] = "start"
     _text: str = ""
-
-    def __post_init__(self) -> None:
-        if self.is_inside:
-            self.mode = "reasoning"
 
     def feed(self, text: str) -> tuple[str, str]:
         """Take more text. Return what it adds to the reasoning, and to the answer."""
         self._text += text
         self.num_fed += len(text)
-        if self.mode == "start":
+        if self.state == "before":
             begun = self._text.lstrip()
             if begun.startswith(self.family.begin):
-                self._text, self.mode = begun[len(self.family.begin) :], "reasoning"
+                self._text, self.state = begun[len(self.family.begin) :], "inside"
             elif not self.family.begin.startswith(begun):
-                self.mode = "answer"
-        reasoning = self._until_end() if self.mode == "reasoning" else ""
-        if self.mode == "blanks":
+                self.state = "after"
+        reasoning = self._until_end() if self.state == "inside" else ""
+        if self.state == "blanks":
             self._text = self._text.lstrip("\n")
-            self.mode = "answer" if self._text else "blanks"
+            self.state = "after" if self._text else "blanks"
         answer = ""
-        if self.mode == "answer":
+        if self.state == "after":
             answer, self._text = self._text, ""
         return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
         """Return what was held back: no text follows."""
         rest, self._text = self._text, ""
-        if self.mode == "blanks":
+        if self.state == "blanks":
             return "", ""
-        if self.mode != "reasoning":
+        if self.state != "inside":
             return "", rest
         if self.call and self.call in rest:
             rest, mark, after = rest.partition(self.call)
@@ -134,7 +129,7 @@ class ReasoningSplitter:
         said, mark, after = self._text.partition(self.family.end)
         self.num_chars = self.num_fed - len(after)
         if mark:
-            self._text, self.mode = after, "blanks"
+            self._text, self.state = after, "blanks"
             return said
         place = said.find(self.call) if self.call else -1
         if len(said) - place > MAX_HELD_CHARS:

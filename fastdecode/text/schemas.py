@@ -76,8 +76,8 @@ def _check_exact(value: object, where: str) -> None:
 
 
 def _bound(key: str, value: float, *, is_integer: bool) -> dict[str, float]:
-    """Return a bound that llguidance reads exactly, and that allows no more than this one. None
-    for a limit of a type."""
+    """Return a bound that llguidance reads exactly, and that allows no more than this one: none for
+    a limit of a type."""
     sign, inclusive = _BOUNDS[key]
     if value * sign in _LIMITS:
         return {}
@@ -166,9 +166,8 @@ def types_of(
 
 
 def type_of(value: object) -> str:
-    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
-             dict: "object"}  # fmt: skip
-    return names.get(type(value), "null")
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+    return names.get(type(value), "object" if isinstance(value, dict) else "null")
 
 
 def meant(text: str, schema: object, root: Mapping[str, Any]) -> Any:
@@ -204,7 +203,7 @@ def _finite(text: str) -> float:
 
 def python_value(node: ast.expr) -> Any:
     """Return a Python literal as a JSON value. Names of JSON's constants are taken, too. Raises
-    ValueError: If it is no literal, or JSON has no such value."""
+    ValueError: If it isn't a literal, or JSON has no such value."""
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
         return json.loads(node.id)
     if isinstance(node, (ast.List, ast.Tuple)):

@@ -12,7 +12,6 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Rendering
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.tokenizer_files import TokenizerFiles
 
 
@@ -35,7 +34,7 @@ class ModelTokenizer:
         eos_token_ids: Sequence[int] = (),
         chat_template: str | Path | None = None,
     ) -> None:
-        if codec.vocabulary is None:
+        if codec.vocabulary is None or codec.whole is None:
             raise ConfigError(
                 f"{model} has no tokenizer.json: add the model's, or give token ids",
                 code="no_tokenizer",
@@ -43,9 +42,8 @@ class ModelTokenizer:
         self._codec = codec
         self._model = model
         self._chosen_template = chat_template
-        self._tokens = codec.vocabulary
+        self._tokens, self._whole = codec.vocabulary, codec.whole
         self._tokenizer = codec.vocabulary.tokenizer
-        self._with_special = Vocabulary(self._tokenizer, skips_special=False)
         eos = codec.eos_token_id
         self.eos_token_id: int | None = next(iter(eos_token_ids), None) if eos is None else eos
         """The first of several."""
@@ -83,7 +81,7 @@ class ModelTokenizer:
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return (self._tokens if skip_special_tokens else self._with_special).text(ids)
+        return (self._tokens if skip_special_tokens else self._whole).text(ids)
 
     def batch_decode(
         self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False

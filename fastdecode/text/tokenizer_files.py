@@ -98,15 +98,21 @@ class TokenizerFiles:
             if tokenizer.token_to_id(token) is None:
                 logger.warning(
                     "%s: tokenizer_config.json names %r as %s, which is none of the tokens: texts "
-                    "can't have it", self.path, token, name,
-                )  # fmt: skip
+                    "can't have it",
+                    self.path,
+                    token,
+                    name,
+                )
         for row in self.added:
             found = tokenizer.token_to_id(row["content"])
             if row["id"] not in (None, found):
                 logger.warning(
                     "%s: the added token %r has the id %s there, and %s in the other files",
-                    self.path, row["content"], found, row["id"],
-                )  # fmt: skip
+                    self.path,
+                    row["content"],
+                    found,
+                    row["id"],
+                )
         return tokenizer
 
     def special_ids(self) -> dict[str, int]:

@@ -185,7 +185,7 @@ class Welcome(Worded):
     is_resumed: bool = False
     """Whether the cache is one that was kept (``Hello.resumes``)."""
     version: str = VERSION
-    """Of FastDecode, at the R-worker."""
+    """Version of FastDecode at the R-worker."""
 
 
 @dataclass(frozen=True)

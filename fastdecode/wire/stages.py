@@ -140,7 +140,7 @@ class StageWelcome(Worded):
     members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """Which of its R-workers keep the columns; see ``StagePass.members``."""
     version: str = VERSION
-    """Of FastDecode, at the stage."""
+    """Version of FastDecode at the stage."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,7 +106,6 @@ class NarrowEmbedding(nn.Module):
         return self._weight.rows(rows)
 
     def project(self, x: Tensor) -> Tensor:
-        """See ``Embedding``."""
         return self._weight(x)
 
 
@@ -121,7 +120,6 @@ class NarrowExperts(nn.Module):
         self._weight = NarrowWeight(linear.weight, linear.bias)
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
-        """See ``ExpertLinear``."""
         return self._weight(x, expert)
 
 

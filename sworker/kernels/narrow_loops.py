@@ -52,8 +52,8 @@ PANEL = 2 * LANES
 """Weight rows that lie together."""
 _TILE_ROWS = 6
 _DEPTH = 1024
-"""Of K, that all tiles of a unit's rows run through before the next: a panel's part stays in
-the first cache or the second."""
+"""Elements of K that all tiles of a unit's rows run through before the next: a panel's part stays
+in the first cache or the second."""
 _AHEAD = 2048
 """Bytes of weights."""
 
@@ -76,7 +76,7 @@ def _make_tile(num_rows, num_panels, is_half):
     @intrinsic
     def tile(typingctx, weight, panel_bytes, x, x_row, depth, start, start_row, out, out_row):
         """out [rows, panels · PANEL] = start + x [rows, depth] · weights. Rows of ``start`` and
-        ``out`` are so many bytes apart."""
+        ``out`` are that number of bytes apart."""
 
         def codegen(context, builder, signature, args):
             weight, panel_bytes, x, x_row, depth, start, start_row, out, out_row = args

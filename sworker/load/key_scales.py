@@ -18,7 +18,7 @@ from sworker.model.skeleton import Layer, Model
 logger = logging.getLogger(__name__)
 
 _DEVIATIONS = 3.0
-"""Of what a key has beside its bias, that its scale should have room for."""
+"""Standard deviations of a key beside its bias that its scale has room for."""
 _MOST_EXPONENT = 14
 
 

@@ -229,7 +229,7 @@ class Model(nn.Module):
         self.spec = spec
         self.with_embedding, self.with_head = with_embedding, with_head
         self.dtype = torch.get_default_dtype()
-        """Of activations, once it is loaded, and of weights that are not packed narrower."""
+        """Dtype of activations, once it is loaded, and of weights that are not packed narrower."""
         has_table = with_embedding or (with_head and spec.tied_embeddings)
         self.embed_tokens = Embedding(spec.vocab_size, spec.embedding_size) if has_table else None
         self.embed_positions = self.project_in = self.embed_norm = None

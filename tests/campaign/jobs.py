@@ -51,7 +51,7 @@ NUM_LINES = 6
 NUM_TURNS = 3
 _DIRECTORIES = re.compile(r"/(?:[\w.+-]+/)+")
 _CANNOT_BEGIN = ("the MPI job can't begin", "MPI hasn't returned")
-"""Words of jobs that lost a rank without which MPI can't go on (docs/guides/cluster.md)."""
+"""Words of jobs that lost a rank without which MPI can't continue (docs/guides/cluster.md)."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Report:
 
     @property
     def _by_itself(self) -> bool:
-        """A signal before Python has come to our code ends the process as it ends any."""
+        """True if the signal ended the process before Python had come to our code."""
         (blow,) = self.job.blows
         return blow.phase == "start" and self.exit_code == -signal.Signals[blow.trouble]
 

@@ -57,7 +57,7 @@ NOT_READ_BY = {
     },
 }
 KEYS_NOT_READ = {"mrope_section": "sections are the same for text"}
-"""Of rotary embeddings: accepted, and refused in families that don't have them."""
+"""Keys of rotary embeddings: accepted, and refused in families that don't have them."""
 
 
 @cache

@@ -26,7 +26,7 @@ DRAWN = [
     for i, _ in enumerate(LENGTHS)
 ]
 _LEAD = 1e-3
-"""Of each greedy token's logit, at least: rounding does not change it."""
+"""Least lead of each greedy token's logit: rounding does not change it."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Budgets of lines: a package may shrink and never grow.
 
 A commit that shrinks a package lowers its number to the new size. No commit raises one: a
-feature or a mend takes its lines from its own package.
+feature or a fix takes its lines from its own package.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_LINES = {
     "fastdecode/openai": 1595,
     "fastdecode/schedule": 10909,
     "fastdecode/server": 4429,
-    "fastdecode/text": 3692,
+    "fastdecode/text": 3690,
     "fastdecode/wire": 9200,
     "rworker": 10997,
-    "sworker": 12483,
+    "sworker": 12481,
     "cpu_kernels": 6859,
     "cost_model": 8890,
     "tests": 81558,

@@ -176,7 +176,7 @@ def save(tokenizer: Tokenizer, folder: Path, config: Any = None) -> Path:
 
 def test_encode_and_decode(tmp_path: Path) -> None:
     codec = TextCodec.load(save(byte_level(), tmp_path))
-    assert codec.has_tokenizer
+    assert codec.vocabulary is not None
     for line in LINES:
         assert codec.decode(codec.encode(line)) == line
     assert codec.decode([0, *codec.encode("a"), 1, 99_999]) == "a"
@@ -234,7 +234,7 @@ def test_saved_padding_and_truncation_are_ignored(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
     codec = TextCodec.load(tmp_path)
-    assert not codec.has_tokenizer
+    assert codec.vocabulary is None
     with pytest.raises(RequestError, match=r"no tokenizer.json: give prompt_token_ids") as refused:
         codec.encode("Hello")
     assert refused.value.code == "no_tokenizer"

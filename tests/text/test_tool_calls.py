@@ -62,7 +62,7 @@ def divided(
         parser = HarmonyParser(splits_reasoning=True, most_calls=9)
     else:
         splitter = None if reasoning is None else ReasoningSplitter(
-            REASONING_FORMATS[reasoning], is_inside
+            REASONING_FORMATS[reasoning], "inside" if is_inside else "before"
         )  # fmt: skip
         parser = AnswerParser(splitter, CallReader.of(TOOL_FORMATS[family], SCHEMAS), 9)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()

@@ -45,7 +45,7 @@ def bind_cpus(cpus: frozenset[int]) -> None:
     """Keep this thread, and the threads that it will start, on ``cpus``.
 
     Raises:
-        OSError, ValueError: If none of them is there, or may be used.
+        OSError, ValueError: If none of them exists, or may be used.
         AttributeError: If this operating system does not bind processes.
     """
     os.sched_setaffinity(0, cpus)

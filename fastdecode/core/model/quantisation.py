@@ -86,7 +86,7 @@ class Quantisation:
     packing: str | None = None
     """Of ``.qweight`` tensors: AWQ or GPTQ."""
     zero_offset: int | None = 0
-    """Added to GPTQ's stored zero points. None: the codes are symmetric, and zero is the
+    """Added to GPTQ's stored zero points. None if the codes are symmetric, and zero is the
     middle of their range."""
     skipped: tuple[str, ...] = ()
     """Patterns of modules that aren't quantised; only ``covers`` obeys them."""
@@ -416,7 +416,7 @@ def _auto_round(reader: ConfigReader) -> Quantisation:
 
 
 def _check_codes(reader: ConfigReader, method: str, bits: int) -> None:
-    """Refuse codes that are no whole numbers in words of 32 bits, and modules of other bits.
+    """Refuse codes other than whole numbers in words of 32 bits, and modules of other bits.
     Modules may be left out, or have groups of another size."""
     kind = reader.string("data_type", default="int")
     words = reader.string("pack_dtype", default="int32").removeprefix("torch.")

@@ -60,7 +60,7 @@ class Encoding:
     global_scale: TensorEntry | None = None
     zeros: TensorEntry | None = None
     zero_offset: int | None = 0
-    """Added to a stored zero point, modulo the range of a code. None: zero is its middle."""
+    """Added to a stored zero point, modulo the range of a code. None if zero is its middle."""
     group_index: TensorEntry | None = None
     """[inputs]: the scale's row or column that each input has."""
 

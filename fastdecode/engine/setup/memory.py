@@ -70,7 +70,7 @@ class StepSizes:
     itemsize: int
     """Bytes of an activation."""
     weight_itemsize: int | None = None
-    """Bytes of a weight. None: as many as of an activation."""
+    """Bytes of a weight. None if it has as many as an activation."""
     num_shards: int = 1
     """S-workers that act as one, of which this is one."""
     num_graphs: int = 0

@@ -74,7 +74,7 @@ class ResolvedConfig:
 
     @property
     def dtype(self) -> DType:
-        """Of weights in memory, and of activations where the device multiplies them so."""
+        """Dtype of weights in memory, and of activations where the device multiplies them so."""
         return self.identity.dtype
 
     @property

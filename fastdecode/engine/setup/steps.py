@@ -73,7 +73,7 @@ class Steps:
     config: EngineConfig
     spec: ModelSpec
     dtype: DType
-    """Of activations."""
+    """Dtype of activations."""
     transport: str
     free: FreeMemory
     uses_graphs: bool
@@ -94,7 +94,7 @@ class Steps:
     usual_lanes: int = 1
     """Where S-part and R-part don't overlap: as many as stages that do."""
     weight_dtype: DType | None = None
-    """Of weights in memory. None: that of activations."""
+    """Dtype of weights in memory. None if it is that of activations."""
 
     def plan(self, *, may_overlap: bool) -> StepSetup:
         """As many lanes as may be of use and there is memory for.

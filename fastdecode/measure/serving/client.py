@@ -231,7 +231,7 @@ class Endpoint:
 
 
 def _take(said: Any, record: Record, now_s: float) -> None:
-    """Raises ValueError, LookupError, TypeError: If it is no event of OpenAI's."""
+    """Raises ValueError, LookupError, TypeError: If it isn't an event of OpenAI's."""
     if not isinstance(said, dict):
         raise ValueError("an event is no JSON object")
     if "error" in said:

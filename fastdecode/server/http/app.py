@@ -143,7 +143,7 @@ async def _not_a_route(request: Request, error: Exception) -> Response:
 
 
 def _instead(path: str) -> str:
-    """Return what to do in place of asking at a path that isn't there."""
+    """Return what to do in place of asking at a path that doesn't exist."""
     for begin, instead in _ABSENT.items():
         if f"{path}/".startswith(f"{begin}/"):
             return f"{begin} is not supported: {instead}"

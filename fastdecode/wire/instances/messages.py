@@ -80,7 +80,7 @@ class InstanceWelcome(Worded):
     num_threads: int
     """Of each of those; where they differ, the most that one has."""
     version: str = VERSION
-    """Of FastDecode, at the instance."""
+    """Version of FastDecode at the instance."""
 
     def check(self) -> None:
         """Raises ProtocolError: that can't be."""

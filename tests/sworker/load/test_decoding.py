@@ -278,7 +278,7 @@ def test_gptq_symmetric_with_other_zero_points_is_refused(tmp_path: Path) -> Non
      "prob_output_scale"],
 )  # fmt: skip
 def test_scales_of_activations_and_kv_are_left_out(tmp_path: Path, name: str) -> None:
-    """Of checkpoints whose weights are plain, too."""
+    """Scales of checkpoints, those with plain weights too."""
     for tensors in ({"m.weight": torch.ones(4, 4)}, gptq_with()):
         found = read(tmp_path, {**tensors, f"m.{name}": torch.ones(1)}, torch.float32, told(**GPTQ))
         assert list(found) == ["m.weight"]

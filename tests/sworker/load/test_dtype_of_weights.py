@@ -37,7 +37,7 @@ def test_dtype_without_one_in_the_config(
     tiny_checkpoint: Make,
     tmp_path: Path,
 ) -> None:
-    """Of several, that of most bytes: here norms are in the second."""
+    """Of several dtypes, the one of most bytes: here norms are in the second."""
     source = tiny_checkpoint("llama")
     config = json.loads((source / "config.json").read_text())
     plain = {name: value for name, value in config.items() if "dtype" not in name}

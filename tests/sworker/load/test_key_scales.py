@@ -16,7 +16,7 @@ from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 
 BIASES = {13: 60.0, 14: -45.0, 31: 25.0}
-"""Of the slow dims of a head of 32."""
+"""Slow dims of a head of 32."""
 SHAPES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
 
 
@@ -40,7 +40,7 @@ def with_biases(source: Path, directory: Path, dtype: torch.dtype, scale: float 
 
 
 def scores(model: Model, seed: int = 0, *, bits: int | None = None) -> list[Tensor]:
-    """q · k of each layer's pairs of tokens, k rounded as a cache of so many bits does."""
+    """q · k of each layer's pairs of tokens, k rounded as a cache of ``bits`` does."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(40, model.spec.hidden_size, generator=generator).to(model.dtype)
     found = []
@@ -80,7 +80,7 @@ def test_evened_keys_are_rounded_less(tiny_checkpoint: Make, tmp_path: Path, bit
     exact = scores(plain)
 
     def error(rounded: list[Tensor]) -> float:
-        """Of scores relative to one another, as softmax has them."""
+        """Error of scores relative to one another, as in softmax."""
         differences = [(a - b) - (a - b).mean(-1, keepdim=True)
                        for a, b in zip(rounded, exact, strict=True)]  # fmt: skip
         return float(torch.cat([d.flatten() for d in differences]).square().mean().sqrt())
