@@ -41,13 +41,13 @@ class StageMemory:
 
     layers: int
     weights_gb: float
-    """Seconds of one layer."""
+    """Weights of one layer."""
     prompt_kv_gb: float
-    """Prompt of a microbatch in one layer."""
+    """K and V of a microbatch's prompt in one layer."""
     token_kv_gb: float
-    """Tokens that a microbatch generates in one layer."""
+    """K and V, in one layer, of the tokens that a microbatch generates."""
     memory_gb: float
-    """Amount per machine."""
+    """Memory of one machine."""
 
     def __post_init__(self) -> None:
         whole_number("layers", self.layers, 1, MAX_LAYERS)
@@ -115,7 +115,7 @@ class Disaggregation:
 
     @property
     def colocated_s(self) -> float:
-        """Time of one pipeline for both (eq. 4)."""
+        """Seconds of one pipeline for both (eq. 4)."""
         bubbles_s = (self.machines - 1) * (self.prompt_time - self.token_time) / self.machines
         return bubbles_s + self.prompt_time + self.tokens * self.token_time
 
@@ -177,7 +177,7 @@ class Swapping:
 
     @property
     def unswapped_s(self) -> float:
-        """Two microbatches of B, one after the other."""
+        """Seconds of two microbatches of B, one after the other."""
         return 2 * self.tokens * self.token_time
 
     @property
@@ -192,7 +192,7 @@ class Swapping:
 
     @property
     def swapped_s(self) -> float:
-        """One microbatch of 2B."""
+        """Seconds of one microbatch of 2B."""
         first, last = self.prompt_tokens + 1, self.prompt_tokens + self.tokens
         slow = min(last + 1, max(first, math.floor(self.crossover_tokens) + 1))
         steps = (slow + last) * (last - slow + 1) / 2

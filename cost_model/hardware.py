@@ -113,7 +113,7 @@ class Cpu:
     fp32_flops_per_cycle: int
     """Of one core."""
     bf16_flops_per_cycle: float | None
-    """Dot products of one core (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
+    """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
     memory_channels: int
     transfers_per_s: float
     """Of one channel of 8 bytes."""

@@ -79,7 +79,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Job:
-    """So many output tokens, or requests, by the headline."""
+    """What the output tokens of a job cost at the headline's rate."""
 
     hours: float
     kwh: float | None
@@ -161,7 +161,7 @@ class Sizing:
     verdict: Verdict | None = None
     cost: Cost | None = None
     job: Job | None = None
-    """Time of the goal's requests, by the headline."""
+    """Hours and costs of the goal's requests, at the headline's rate."""
     served: Served | None = None
     """The goal's users, by the headline."""
 
@@ -463,7 +463,7 @@ def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
 
 
 def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
-    """Time of ``num_tokens`` output tokens at a constant rate."""
+    """Return hours, energy and price of ``num_tokens`` output tokens at a constant rate."""
     setup, s, r = sizing.setup, sizing.system.s, sizing.system.r
     hours = num_tokens / headline.tokens_per_s / 3600.0
     power_w = s.power_w

@@ -194,8 +194,8 @@ class ChatTurn:
             spelled = _spelled(self.codec, token_ids, text, completion)
             answer = {"role": "assistant", "content": completion.text}
             added = (*new, *completion.token_ids)
-            # Whoever has given the messages may change them.
-            return HistoryStep(len(past), added, (*deepcopy(self.messages), answer), spelled)
+            asked = [deepcopy(dict(each)) for each in self.messages]  # callers may change theirs
+            return HistoryStep(len(past), added, (*asked, answer), spelled)
 
         return TurnPrompt(token_ids, len(past), answered, text)
 

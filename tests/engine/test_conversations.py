@@ -201,7 +201,7 @@ def test_messages_that_are_changed_afterwards_change_no_conversation(llm: LLM) -
     proxy = MappingProxyType(message)
     (third,) = llm.chat([proxy], GREEDY, conversation_id="mutable")
     assert third.ok
-    no_json = {"role": "user", "content": {1, 2}}
+    no_json = {"role": "user", "content": "STOP", "more": {1, 2}}
     (refused,) = llm.chat([no_json], GREEDY, conversation_id="mutable")
     assert code_of(refused) == "chat_template_failed"
 

@@ -312,7 +312,7 @@ def test_in_16_bits_too(
     class In16Bits(NotFinite):
         def compute(self, compute: Compute) -> AttendResult:
             result = super().compute(compute)
-            nan = np.full_like(result.o, 0x7FC0)  # in bfloat16
+            nan = np.full_like(result.o, 0x7FC0 if result.o.dtype == np.uint16 else np.nan)
             return replace(result, o=nan if self._left < 0 else result.o)
 
     give(monkeypatch, {"r0": lambda: In16Bits(what=0)})

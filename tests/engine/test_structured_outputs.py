@@ -151,8 +151,8 @@ def test_a_chat_gives_calls(llm: LLM) -> None:
 
 def test_a_chat_has_ids_of_calls_as_its_template_takes_them(llm: LLM) -> None:
     template = (
-        "{% for m in messages %}{{ m.tool_call_id }}{% for c in m.tool_calls %}[TOOL_CALLS]"
-        "{{ c.id }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.id }}{% endfor %}{% endfor %}"
     )
     call = {"id": "a-long-id-123456789", "function": {"name": "f", "arguments": "{}"}}
     chat = [
@@ -161,7 +161,7 @@ def test_a_chat_has_ids_of_calls_as_its_template_takes_them(llm: LLM) -> None:
     ]
     for more in ({}, {"conversation_id": "ids"}):
         (output,) = llm.chat(chat, SamplingParams(max_tokens=1), chat_template=template, **more)
-        assert llm.codec.decode(output.prompt_token_ids) == "[TOOL_CALLS]123456789123456789"
+        assert llm.codec.decode(output.prompt_token_ids) == "[TOOL_CALLS]1234567894123456789"
 
 
 def test_structured_output_follows_the_reasoning(llm: LLM) -> None:

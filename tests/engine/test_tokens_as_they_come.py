@@ -204,9 +204,7 @@ def test_an_interrupted_start_leaves_no_thread(tiny_checkpoint: Callable[..., Pa
 # ------------------------------------------------------------------------------
 
 
-def test_chats_are_what_generate_makes_of_their_template(
-    llms: dict[str, LLM], tmp_path: Path
-) -> None:
+def test_chats_equal_generate_of_their_template(llms: dict[str, LLM], tmp_path: Path) -> None:
     llm, params = llms["byte-level"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     chats = [[{"role": "user", "content": "The quick"}], [{"role": "user", "content": "STOP"}]]
     texts = ["user: The quick\nassistant:", "user: STOP\nassistant:"]
@@ -219,9 +217,10 @@ def test_chats_are_what_generate_makes_of_their_template(
     (named,) = llm.chat(chats[0], params, variables={"name": "Noah"})
     (bare,) = llm.chat(chats[0], params, add_generation_prompt=False)
     assert len({named.prompt_token_ids, bare.prompt_token_ids, expected[0].prompt_token_ids}) == 3
-    (tmp_path / "own.jinja").write_text("STOP")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}STOP")
     (own,) = llm.chat(chats[0], params, chat_template=tmp_path / "own.jinja")
-    assert own.prompt_token_ids == tuple(llm.codec.encode("STOP", add_special_tokens=False))
+    written = llm.codec.encode("The quickSTOP", add_special_tokens=False)
+    assert own.prompt_token_ids == tuple(written)
 
 
 def test_a_chat_that_the_template_refuses_costs_the_others_nothing(llms: dict[str, LLM]) -> None:
