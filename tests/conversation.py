@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from dense_attention import dense_attention, rounded, to_bits, to_float
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec

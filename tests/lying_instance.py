@@ -8,10 +8,10 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from raw_messages import RawDeltas, raw, raw_report
+from values import replace
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.addresses import InstanceHub, InstanceListener

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from hypothesis.stateful import (
 )
 from state_machine import step_of
 from stream_suite import Memory, hello_for
+from values import replace
 
 import cpu_kernels
 from fastdecode.core.dtype import DType

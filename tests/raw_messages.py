@@ -1,55 +1,43 @@
-"""Messages whose JSON fields are any bytes: as an instance or a controller would send them
-that means harm. On the wire they look like the messages that they are named after."""
+"""Messages whose fields are anything: as an instance or a controller would send them that means
+harm. On the wire they look like the messages that they are named after."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec import structs, to_builtins
 
-from fastdecode.wire import codec
-from fastdecode.wire.instances.messages import Deltas, StatusReport, Submit
-from fastdecode.wire.opcodes import OPCODES
-
-Raw = Annotated[NDArray[np.uint8], "N"]
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.traits import Message
 
 
-@dataclass(frozen=True, eq=False)
-class RawSubmit:
-    requests: Raw
-    every_step: bool = True
+class RawSubmit(Message, frozen=True, tag=130):
+    requests: Any
+    every_step: Any = True
+
+    is_long = True
 
 
-@dataclass(frozen=True, eq=False)
-class RawDeltas:
-    deltas: Raw
+class RawDeltas(Message, frozen=True, tag=194):
+    deltas: Any
+
+    is_long = True
 
 
-@dataclass(frozen=True, eq=False)
-class RawReport:
-    num_steps: int
-    stepped_s: float | None
-    longest_step_s: float
-    num_unfinished: int
-    num_running: int
-    num_r_workers: int
-    num_live_r_workers: int
-    has_hung_r_workers: bool
-    state: str
-    error: str | None
-    figures: Raw
+class RawReport(StatusReport, frozen=True, tag=195):
+    pass
 
 
-def raw_report(report: StatusReport, figures: bytes) -> RawReport:
-    """The same with other figures."""
-    return RawReport(**{**vars(report), "figures": raw(figures)})
+def raw_report(report: StatusReport, figures: Any) -> RawReport:
+    """Return the same report with other figures."""
+    return RawReport(**{**structs.asdict(report), "figures": figures})
 
 
-def raw(said: bytes) -> Any:
-    return np.frombuffer(said, np.uint8)
+def said(message: Any) -> Any:
+    """Return a message's or a value's fields in builtin types, to be changed."""
 
+    def plain(error: FastDecodeError) -> list[str]:
+        return [type(error).__name__, error.message, error.code]
 
-for _raw, _kind in ((RawSubmit, Submit), (RawDeltas, Deltas), (RawReport, StatusReport)):
-    codec._BY_KIND[_raw] = codec._Layout(_raw, OPCODES[_kind])  # type: ignore[index,arg-type]
+    return to_builtins(message, enc_hook=plain)

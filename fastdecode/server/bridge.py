@@ -15,7 +15,7 @@ from fastdecode.server.channel import Channel
 from fastdecode.server.messages import (
     Cancel,
     Drained,
-    Message,
+    ServerMessage,
     StatusAck,
     StatusReport,
     Submit,
@@ -48,7 +48,7 @@ class Bridge(threading.Thread):
         self._channel = channel
         self._server = EngineServer(service, limits, figures, channel.wake)
         self.silence = Silence() if silence is None else silence
-        self._outbox: SimpleQueue[Message] = SimpleQueue()
+        self._outbox: SimpleQueue[ServerMessage] = SimpleQueue()
         self.is_gone = threading.Event()
         """The HTTP process is."""
         self.drained = threading.Event()
@@ -73,7 +73,7 @@ class Bridge(threading.Thread):
         finally:
             self.is_gone.set()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Say something to the HTTP process; lost if it is gone. Any thread. Doesn't
         wait for it: it may have been stopped."""
         self._outbox.put(message)
@@ -95,7 +95,7 @@ class Bridge(threading.Thread):
                 self.silence.asked()
             self._channel.send(message)
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: ServerMessage) -> None:
         self.silence.heard()
         match message:
             case StatusAck():

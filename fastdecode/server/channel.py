@@ -10,27 +10,37 @@ import socket
 import struct
 import threading
 import time
+from typing import Any, cast, get_args
+
+import numpy as np
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.server.messages import Message, from_json, to_json
-from fastdecode.text.child import pack, unpack
+from fastdecode.server.messages import ServerMessage
+from fastdecode.wire.codec import Codec
 
 LENGTH = struct.Struct("<I")
 """Length of a message in bytes, which stands before it."""
 MAX_MESSAGE_BYTES = 512 << 20
 
 
-def frame(message: Message) -> bytes:
-    """A message as it travels."""
-    raw = pack(to_json(message))
-    return LENGTH.pack(len(raw)) + raw
+class _Framed:
+    """Messages as they travel. One thread encodes at a time, and one decodes."""
 
+    def __init__(self) -> None:
+        self._codec = Codec(get_args(ServerMessage))
 
-def _parsed(raw: bytes) -> Message:
-    try:
-        return from_json(unpack(raw))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the other process said what is no JSON: {error}") from None
+    def encode(self, message: ServerMessage) -> bytes:
+        """Return a message behind its length."""
+        frame = self._codec.encode(message)
+        raw = bytearray(LENGTH.size + frame.num_bytes)
+        LENGTH.pack_into(raw, 0, frame.num_bytes)
+        frame.write(memoryview(raw)[LENGTH.size :])
+        return bytes(raw)
+
+    def decode(self, raw: bytes) -> ServerMessage:
+        """Return the message. Raises ProtocolError: If it is none."""
+        message: Any = self._codec.decode(np.frombuffer(raw, np.uint8))
+        return cast(ServerMessage, message)
 
 
 def _length(head: bytes) -> int:
@@ -45,6 +55,7 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._framed_as = _Framed()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._received = bytearray()
         self._waker, self._woken = socket.socketpair()
@@ -54,13 +65,12 @@ class Channel:
         self._poll.register(self._woken, select.POLLIN)
         self._is_closed = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Waits until the other side has room for it. Raises OSError: it is gone."""
-        raw = frame(message)
         with self._sending:
-            self._socket.sendall(raw)
+            self._socket.sendall(self._framed_as.encode(message))
 
-    def receive(self, timeout_s: float | None = None) -> Message | None:
+    def receive(self, timeout_s: float | None = None) -> ServerMessage | None:
         """The next message; None: none came in time, or ``wake`` was called. Raises
         OSError: the other side is gone; ProtocolError."""
         with self._receiving:
@@ -68,7 +78,7 @@ class Channel:
             while (raw := self._framed()) is None:
                 if not self._read(None if end_s is None else max(0.0, end_s - time.monotonic())):
                     return None
-        return _parsed(raw)
+        return self._framed_as.decode(raw)
 
     def wake(self) -> None:
         """Have ``receive`` return, or its next call."""
@@ -120,25 +130,26 @@ class AsyncChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._framed_as = _Framed()
 
     @classmethod
     async def over(cls, connected: socket.socket) -> AsyncChannel:
         """Over a connected socket."""
         return cls(*await asyncio.open_connection(sock=connected, limit=1 << 20))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Doesn't wait. What is said to nobody is lost."""
         if not self._writer.is_closing():
-            self._writer.write(frame(message))
+            self._writer.write(self._framed_as.encode(message))
 
-    async def receive(self) -> Message | None:
+    async def receive(self) -> ServerMessage | None:
         """The next message; None: the other side is gone. Raises ProtocolError."""
         try:
             head = await self._reader.readexactly(LENGTH.size)
             raw = await self._reader.readexactly(_length(head))
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return _parsed(raw)
+        return self._framed_as.decode(raw)
 
     async def close(self) -> None:
         """What was sent gets there, as far as the other side still reads."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from fastdecode.core.delta import Delta, Pile
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
-from fastdecode.server.messages import Cancel, Message, Submit
+from fastdecode.server.messages import Cancel, ServerMessage, Submit
 
 
 class Watcher(Protocol):
@@ -129,7 +129,7 @@ class RequestTable:
         send: says something to the engine.
     """
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[ServerMessage], None]) -> None:
         self._send = send
         self._open: dict[str, tuple[OpenRequests, int]] = {}
         self.waiting_since_s: float | None = None

@@ -1,5 +1,4 @@
-"""What the HTTP process and the process of the engine say to each other: JSON
-behind its length, over a socket pair.
+"""What the HTTP process and the process of the engine say to each other, over a socket pair.
 
 ============  ============  ====================================================
 Opening       engine        the first: what to serve
@@ -23,20 +22,19 @@ Either end may close the socket: the other one ends, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from fastdecode.core.errors import ProtocolError, RequestError
+from msgspec import field
+
 from fastdecode.wire.instances.messages import Cancel as Cancel
 from fastdecode.wire.instances.messages import Deltas as Deltas
 from fastdecode.wire.instances.messages import StatusReport as StatusReport
 from fastdecode.wire.instances.messages import Submit as Submit
-from fastdecode.wire.json_fields import AsJson, json_fields
+from fastdecode.wire.traits import Message
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(Message, frozen=True, tag=201):
     model: str
     """Directory, as given."""
     options: Mapping[str, Any]
@@ -47,7 +45,7 @@ class Opening:
     vocab_size: int
     expected_output_tokens: int
     """Of a request that doesn't say its max_tokens."""
-    keys: Sequence[str]
+    keys: tuple[str, ...]
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
@@ -56,94 +54,60 @@ class Opening:
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
     """What the model's generation_config.json recommends for such requests."""
 
+    is_long = True
 
-@dataclass(frozen=True)
-class Listening:
+
+class Listening(Message, frozen=True, tag=202):
     address: str
 
 
-@dataclass(frozen=True)
-class Unfit:
+class Unfit(Message, frozen=True, tag=203):
     message: str
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Message, frozen=True, tag=204):
     kv_tokens: int
     """What the KV caches hold together."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    keys: Sequence[str]
+class Keys(Message, frozen=True, tag=205):
+    keys: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Reopen:
+class Reopen(Message, frozen=True, tag=206):
     pass
 
 
-@dataclass(frozen=True)
-class Drain:
+class Drain(Message, frozen=True, tag=207):
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class CutOff:
+class CutOff(Message, frozen=True, tag=208):
     pass
 
 
-@dataclass(frozen=True)
-class Drained:
+class Drained(Message, frozen=True, tag=209):
     num_cut: int
     """Requests that were ended with an error meanwhile."""
 
 
-@dataclass(frozen=True)
-class StatusAck:
+class StatusAck(Message, frozen=True, tag=210):
     pass
 
 
-Message: TypeAlias = (
-    "Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys "
-    "| Reopen | Drain | CutOff | Drained | StatusAck"
+ServerMessage: TypeAlias = (
+    Opening
+    | Listening
+    | Unfit
+    | Ready
+    | Submit
+    | Cancel
+    | Deltas
+    | StatusReport
+    | Keys
+    | Reopen
+    | Drain
+    | CutOff
+    | Drained
+    | StatusAck
 )
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Opening, Listening, Unfit, Ready, Submit, Cancel, Deltas, StatusReport, Keys, Reopen,
-        Drain, CutOff, Drained, StatusAck,
-    )
-}  # fmt: skip
-
-
-_PLAIN = AsJson(lambda value: value, lambda said: said)
-_FIELDS: Mapping[str, Mapping[str, AsJson]] = {
-    name: {f.name: json_fields(kind).get(f.name, _PLAIN) for f in fields(kind)}
-    for name, kind in _KINDS.items()
-}
-
-
-def to_json(message: Message) -> dict[str, Any]:
-    """A message in JSON's types."""
-    kind = type(message).__name__
-    values = {name: x.to_json(getattr(message, name)) for name, x in _FIELDS[kind].items()}
-    return {"kind": kind, **values}
-
-
-def from_json(said: Any) -> Message:
-    """Raises ProtocolError: it is no message."""
-    try:
-        kind = said.pop("kind")
-        values = {name: _FIELDS[kind][name].value(value) for name, value in said.items()}
-        message: Message = _KINDS[kind](**values)
-        return message
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RequestError,
-    ) as error:
-        raise ProtocolError(f"the other process said what is no message: {error}") from None

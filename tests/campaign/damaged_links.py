@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
 
 from damaged_frames import SESSION, SMALL, Served, _End, damaged, read
 from state_machine import KV_BYTES
+from values import replace
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.kv.replicating import Replicate, ReplicationNews, Unprotected

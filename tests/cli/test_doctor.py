@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
+from values import replace
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import WorkerError

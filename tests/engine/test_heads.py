@@ -8,7 +8,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from checkpoints import prompts
 from stream_suite import hello_for
 from trouble import Trouble, crash_after, give
+from values import replace
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType

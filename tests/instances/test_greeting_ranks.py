@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from messages_for_tests import between_instances
+from values import replace
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocHub, connect

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
 from mpi_launch import running
 from news import WAIT_S, NewsLLM
 from raw_messages import RawSubmit, raw
+from values import replace
 from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL

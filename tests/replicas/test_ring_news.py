@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from state_machine import HELLO
+from values import replace
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet

@@ -3,7 +3,6 @@ each slot was written for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
 from store_machine import BLOCK_SIZE as STORE_BLOCK
 from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_unchanged
+from values import replace
 
 from examples import examples
 from fastdecode.core.errors import CapacityError, ProtocolError

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from stream_suite import hello_for
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError

@@ -3,12 +3,12 @@ messages it refuses."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from state_machine import HELLO, HKV, HQ, NUM_LAYERS, D, Worker, attend, step_of
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.wire.messages import (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from messages_for_tests import between_instances, between_stages, from_r_worker, to_r_worker
+from values import replace
 
 from fastdecode import __version__
 from fastdecode.wire.instances.messages import InstanceWelcome
