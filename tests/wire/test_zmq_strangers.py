@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import socket
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
