@@ -136,18 +136,17 @@ class ChoiceWriter:
 
     def of_prompt(self, steps: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
         """Return vLLM's shape: a mapping by token id, for each token but the first."""
-        return [
-            step
-            and {
-                str(token_id): {
-                    "logprob": one.logprob,
-                    "rank": one.rank,
-                    "decoded_token": self.tokens.text_of(token_id),
-                }
-                for token_id, one in step.items()
+        return [None if step is None else self._by_id(step) for step in steps]
+
+    def _by_id(self, step: TokenLogprob) -> dict[str, Any]:
+        return {
+            str(token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": self.tokens.text_of(token_id),
             }
-            for step in steps
-        ]
+            for token_id, one in step.items()
+        }
 
     def _logprobs(self, output: RequestOutput, completion: Completion) -> Mapping[str, Any] | None:
         if completion.logprobs is None:
