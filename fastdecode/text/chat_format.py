@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.calls import Call, CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
+from fastdecode.text.calls import CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
@@ -160,8 +160,8 @@ class AnswerFormat:
             )
         if family is not None and state != "after":
             splitter = ReasoningSplitter(family, state, tools.begin if tools else "")
-        calls = None if tools is None else CallReader.of(tools, self.schemas)
-        return AnswerParser(splitter, calls, most_calls)
+        calls = None if tools is None else CallReader.of(tools, self.schemas, most_calls)
+        return AnswerParser(splitter, calls)
 
     def call_id(self, answer: str, index: int) -> str:
         """Return the id of one call of an answer with this name: the same every time."""
@@ -171,18 +171,15 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Divides one answer's text into reasoning, text and the first ``most_calls`` calls."""
+    """Divides one answer's text into reasoning, text and calls."""
 
-    def __init__(
-        self, reasoning: ReasoningSplitter | None, calls: CallReader | None, most_calls: int
-    ) -> None:
+    def __init__(self, reasoning: ReasoningSplitter | None, calls: CallReader | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
-        self._most_calls = most_calls
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.num_calls > 0
+        return self._calls is not None and self._calls.has_calls
 
     @property
     def num_reasoning_chars(self) -> int:
@@ -202,7 +199,7 @@ class AnswerParser:
             parts = self._divided(*self._reasoning.finish())
             open_call = self._reasoning.open_call
         rest = self._divided("", open_call)
-        rest += [] if self._calls is None else self._kept(self._calls.finish())
+        rest += [] if self._calls is None else self._calls.finish()
         if open_call:  # reasoning without an end: it has a call in it, or speaks of one
             rest = [Reasoning(each) if isinstance(each, str) else each for each in rest]
             rest = rest if self.has_calls else [Reasoning(open_call)]
@@ -211,12 +208,8 @@ class AnswerParser:
     def _divided(self, reasoning: str, answer: str) -> list[Part]:
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
         if answer:
-            parts += [answer] if self._calls is None else self._kept(self._calls.feed(answer))
+            parts += [answer] if self._calls is None else self._calls.feed(answer)
         return parts
-
-    def _kept(self, parts: list[Part]) -> list[Part]:
-        most = self._most_calls
-        return [part for part in parts if not isinstance(part, Call) or part.index < most]
 
 
 PartsParser: TypeAlias = "AnswerParser | HarmonyParser"

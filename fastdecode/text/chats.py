@@ -69,15 +69,13 @@ _STRANGER: Final = "stranger"
 USER: Final = {"role": "user", "content": "Hello"}
 ASSISTANT: Final = {"role": "assistant", "content": "Hi"}
 _INSTRUCTING: Final = ("system", "developer")
-_CALL: Final = {
-    "id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}},
-}  # fmt: skip
+_FUNCTION: Final = {"name": "f", "arguments": {"a": "b"}}
+_CALL: Final = {"id": "abcdefghi", "type": "function", "function": _FUNCTION}
+_SCHEMA: Final = {"type": "object", "properties": {}}
 _TOOL: Final = {
     "type": "function",
-    "function": {
-        "name": "f", "description": "f", "parameters": {"type": "object", "properties": {}},
-    },
-}  # fmt: skip
+    "function": {"name": "f", "description": "f", "parameters": _SCHEMA},
+}
 _PROBES: Final[Mapping[str, Sequence[Message]]] = {
     "user": ({"role": "user", "content": MARK},),
     "assistant": (USER, {"role": "assistant", "content": MARK}, USER),
@@ -147,25 +145,17 @@ class _Probes:
 
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
     """Return messages as a template takes them. Arguments of calls become objects. Ids that are
-    too long lose their beginning. Instructions are joined, or begin the next user message. Raises
-    RequestError: (code ``invalid_messages``) If the template leaves out a role's messages."""
+    too long lose their beginning. Instructions are joined, or begin the next user message."""
     leading: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
-    for message in messages:
-        each = _message(message, style)
-        role = each["role"]
-        if role in style.lost:
-            raise RequestError(
-                f"the chat template leaves out messages of the role {role!r}: leave them out, or "
-                "give another chat_template",
-                code="invalid_messages",
-            )
-        if role in _INSTRUCTING and (style.folds == "all" or (style.folds == "late" and made)):
+    for each in (_message(message, style) for message in messages):
+        is_instruction = each["role"] in _INSTRUCTING
+        if is_instruction and (style.folds == "all" or (style.folds == "late" and made)):
             waiting.append(each)
-        elif role in _INSTRUCTING and not made:
+        elif is_instruction and not made:
             leading.append(each)
-        elif role == "user" and waiting:
+        elif each["role"] == "user" and waiting:
             made.append({**each, "content": _joined([*waiting, each])})
             waiting = []
         else:
@@ -246,7 +236,8 @@ def with_objects(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         calls = [dict(call) for call in message.get("tool_calls") or ()]
         for call in calls:
-            if isinstance(function := call.get("function"), Mapping):
+            function = call.get("function")
+            if isinstance(function, Mapping):
                 arguments = function.get("arguments")
                 if not isinstance(arguments, Mapping):
                     call["function"] = {**function, "arguments": {"arguments": arguments}}

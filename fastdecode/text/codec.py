@@ -261,10 +261,12 @@ class SequenceText:
             return True
         if self._add(self.detokenizer.append(token_id)):
             return True
-        if self.reasoning is not None or not (self.stop and self.detokenizer.can_peek):
+        if self.reasoning is not None or not self.stop:
             return False
         # A stop string may be complete in text that later bytes might spoil.
         held = self.detokenizer.peek()
+        if not held:
+            return False
         if self._find(held) is not None:
             return self._add(self.detokenizer.flush())
         self._num_peeked = len(held)
