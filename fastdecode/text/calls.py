@@ -463,7 +463,7 @@ class HarmonyParser(Divider):
     without channels is text. ``is_inside``: the prompt ends inside the reasoning.
     """
 
-    def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
+    def __init__(self, most_calls: int, splits_reasoning: bool, *, is_inside: bool = False) -> None:
         super().__init__(most_calls)
         self._step = self._in_body if is_inside else self._in_start
         self.num_reasoning_chars = self._num_read = 0

@@ -118,11 +118,6 @@ class ChatTemplate:
         tool_source = tool_source if isinstance(tool_source, str) else None
         return cls(found, f"chat_template in {path}", special_tokens, tool_source=tool_source)
 
-    @property
-    def takes_tools(self) -> bool:
-        """True if tools have a place in what it writes."""
-        return "tools" in self.source
-
     def render(self, messages: Sequence[Message], now: datetime, how: Rendering = PLAIN) -> str:
         """Return the conversation as text, special tokens spelled out. Templates may print ``now``.
         Raises RequestError: (code ``chat_template_failed``) If the template refuses the messages,

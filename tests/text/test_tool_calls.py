@@ -59,7 +59,7 @@ def divided(
     """Text, reasoning and calls of an answer that comes in these pieces."""
     parser: PartsParser
     if TOOL_FORMATS[family].has_channels:
-        parser = HarmonyParser(splits_reasoning=True, most_calls=9)
+        parser = HarmonyParser(9, splits_reasoning=True)
     else:
         splitter = None if reasoning is None else ReasoningSplitter(
             REASONING_FORMATS[reasoning], "inside" if is_inside else "before"
