@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from fastdecode.core.sequence import Prompt
-from fastdecode.openai.body_errors import refuse
+from fastdecode.openai.body_errors import blaming, refuse
 from fastdecode.text.chat_template import PLAIN
-from fastdecode.text.chats import Message, Rendering
+from fastdecode.text.chats import Message, Rendering, check_content
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
@@ -17,8 +17,6 @@ _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning",
 _KNOWN: Final = ("role", "content", *_TEXT_FIELDS, "tool_calls")
 _EMPTY_FIELDS: Final = ("function_call", "audio", "annotations")
 """A message may have them, as long as they are null or empty."""
-_MAY_BE_EMPTY: Final = ("assistant", "tool")
-"""Roles whose messages may have no content."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +49,18 @@ def _message(message: object, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if calls and role != "assistant":
         refuse(f"{where}.tool_calls", "belongs to messages of the assistant", _CODE)
-    content = message.get("content")
-    if content not in (None, []) or role not in _MAY_BE_EMPTY:
-        _check_content(content, f"{where}.content")
+    with blaming(otherwise=f"{where}.content"):
+        check_content(message, where, is_strict=True)
     names = ("role", "content", *_TEXT_FIELDS)
     given = {name: message[name] for name in names if message.get(name) is not None}
     plain: dict[str, Any] = {"content": "", **given}
     if role == "tool":
         plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
+    if calls and not isinstance(calls, list):
+        refuse(f"{where}.tool_calls", "must be a list", _CODE)
     if calls:
-        plain["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        places = (f"{where}.tool_calls[{place}]" for place in range(len(calls)))
+        plain["tool_calls"] = [_call(*each) for each in zip(calls, places, strict=True)]
     return plain
 
 
@@ -75,30 +75,6 @@ def _check_fields(message: Mapping[str, Any], where: str) -> None:
     for name in _TEXT_FIELDS:
         if not isinstance(message.get(name), (str, type(None))):
             refuse(f"{where}.{name}", "must be a string", _CODE)
-
-
-def _check_content(content: object, where: str) -> None:
-    """Raise BodyError if it is neither a text nor parts that are texts."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list) or not content:
-        refuse(where, "must be a string, or a list of parts", _CODE)
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
-            refuse(
-                where,
-                f"has a part of type {kind!r}, which is not supported: only text is",
-                "unsupported_field",
-            )
-        if not isinstance(part.get(kind), str):
-            refuse(where, f'has a part of type "{kind}" without a "{kind}" that is a string', _CODE)
-
-
-def _calls(calls: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        refuse(where, "must be a list", _CODE)
-    return [_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
