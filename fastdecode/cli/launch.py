@@ -63,7 +63,6 @@ class LaunchOptions:
         None,
         "run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
         "job; they take the R-workers of --hosts in order",
-        metavar="FILE",
     )
     s_host: str | None = option(
         None, "where the S-worker runs (default: the first of --hosts)", metavar="HOST"
@@ -75,12 +74,7 @@ class LaunchOptions:
         None, "CPU threads of each R-worker (default: its share)", low=1, high=4096
     )
     kv_memory_gb: float | None = option(
-        None,
-        "KV cache of each R-worker (default: its share)",
-        low=1e-6,
-        high=1e6,
-        unit="GB",
-        metavar="GB",
+        None, "KV cache of each R-worker (default: its share)", low=1e-6, high=1e6, unit="GB"
     )
     cache_disk: str | None = option(
         None,
@@ -88,7 +82,7 @@ class LaunchOptions:
         metavar="DIR",
     )
     cache_disk_gb: float | None = option(
-        None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB", metavar="GB"
+        None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB"
     )
     no_numa: bool = switch("don't bind R-workers to NUMA nodes")
     mpirun: str | None = option(

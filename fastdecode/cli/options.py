@@ -98,11 +98,9 @@ def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
         if not each.option.is_switch:
             return {**known, "action": argparse.BooleanOptionalAction}
         return {**known, "action": "store_const", "const": not each.flag.startswith("--no-")}
-    known["metavar"] = each.option.metavar
+    known["metavar"] = each.metavar
     if each.option.choices and each.kind is str:
         known["choices"] = each.option.choices
-        if each.option.metavar == "N":
-            known["metavar"] = f"{{{','.join(each.option.choices)}}}"
     if each.kind is tuple and each.option.read is None:
         how = {"nargs": "+"} if is_positional else {"action": "append", "default": []}
         return {**known, **how, "type": each.element}

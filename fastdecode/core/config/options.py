@@ -13,12 +13,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from fastdecode.core.errors import ConfigError, Given
 
 _KEY = "option"
+_METAVARS: Final = {"GB": "GB", "s": "S"}
 REQUIRED: Final = dataclasses.MISSING
 """The default of an option that must be given."""
 REMOVED: Final[Mapping[str, str | None]] = {
@@ -44,7 +46,8 @@ class Option:
     high: float = math.inf
     choices: tuple[str, ...] = ()
     """Texts that are accepted. An empty tuple accepts any. A number may be one of these, too."""
-    metavar: str = "N"
+    metavar: str | None = None
+    """The value's name in the help. None: FILE of a path, GB and S of these units, otherwise N."""
     unit: str = ""
     """Unit of a number that need not be whole."""
     flag: str | None = None
@@ -91,6 +94,15 @@ class Declared:
     def flag(self) -> str:
         """The name at the command line."""
         return self.option.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        """The value's name in the help."""
+        if self.option.choices and self.kind is str:
+            usual = f"{{{','.join(self.option.choices)}}}"
+        else:
+            usual = "FILE" if issubclass(self.kind, Path) else _METAVARS.get(self.option.unit, "N")
+        return self.option.metavar or usual
 
     def check(self, value: object) -> None:
         """Check a value against the declaration.
