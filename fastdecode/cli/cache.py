@@ -7,18 +7,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import add_log_level_option, add_options
+from fastdecode.core.config.options import REQUIRED, option, switch
 
 if TYPE_CHECKING:
     from fastdecode.conversations.store import Contents
     from rworker.tiers.inspection import KeptBlocksOnDisk
 
 EXIT_DAMAGED = 1
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What is shown, and what is done to it."""
+
+    place: Path = option(REQUIRED, "the directory, or the file", flag="place", metavar="DIR")
+    verify: bool = switch(
+        "say only whether it is whole; exit code 1: it isn't", is_alternative=True
+    )
+    clear: bool = switch(
+        "end all of its conversations: the file is written over with zeros, and removed; or "
+        "remove all KV blocks",
+        is_alternative=True,
+    )
+    json: bool = switch("print it as JSON")
 
 
 def add_cache(commands: Any) -> None:
@@ -32,17 +49,7 @@ def add_cache(commands: Any) -> None:
         "blocks with --verify only); nothing is changed.",
     )
     parser.set_defaults(run=run_cache)
-    parser.add_argument("place", type=Path, metavar="DIR", help="the directory, or the file")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--verify", action="store_true", help="say only whether it is whole; exit code 1: it isn't"
-    )
-    what.add_argument(
-        "--clear", action="store_true",
-        help="end all of its conversations: the file is written over with zeros, and removed; or "
-        "remove all KV blocks",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    add_options(parser, CacheOptions)
     add_log_level_option(parser, default="error")
 
 

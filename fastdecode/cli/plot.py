@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import add_log_level_option, add_options
+from fastdecode.core.config.options import REQUIRED, option
 from fastdecode.core.files import check_writable
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """What is drawn, and where."""
+
+    source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="SUMMARY|TRACE")
+    output: Path | None = option(
+        None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
+    )
 
 
 def add_plot(commands: Any) -> None:
@@ -19,11 +31,7 @@ def add_plot(commands: Any) -> None:
         "computed when, sequences over time).",
     )
     parser.set_defaults(run=run_plot)
-    parser.add_argument("source", type=Path, metavar="SUMMARY|TRACE", help="what a run has left")
-    parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE",
-        help="the picture: png, svg or pdf (default: beside the source, .svg)",
-    )  # fmt: skip
+    add_options(parser, PlotOptions)
     add_log_level_option(parser, default="error")
 
 

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
@@ -28,9 +28,9 @@ from fastdecode.cli.options import (
     add_status_option,
     check_options,
     engine_options,
-    given,
     load_engine,
     model_defaults,
+    read_options,
     sampling_given,
     tell,
 )
@@ -87,11 +87,6 @@ def add_serve(commands: Any) -> None:
     add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
-
-
-def serve_options(args: argparse.Namespace) -> ServeOptions:
-    """Those that were given. Raises ConfigError."""
-    return ServeOptions(**{f.name: getattr(args, f.name) for f in fields(ServeOptions)})
 
 
 def run_serve(
@@ -165,7 +160,7 @@ def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
 
     _expect_lengths(args)
     check_options(args)
-    options = serve_options(args)
+    options = read_options(args, ServeOptions)
     if args.status is not None:
         check_writable(args.status, "status")
     keys = key_hashes(options)
@@ -303,7 +298,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         vocab_size=spec.vocab_size,
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
-        keeping=asdict(Keeping(**given(args, Keeping))),
+        keeping=asdict(read_options(args, Keeping)),
         no_reuse=why_none(config),
         model_defaults=model_defaults(args),
     )
