@@ -48,7 +48,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
         ("launch", "launch",
          "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts"),
         ("top", "top", "watch a running command or server"),
-        ("plot", "plot", "draw a run from its summary or its trace"),
+        ("plot", "plot", "draw a run from its trace"),
         ("cache", "cache",
          "show, verify or clear the conversations or KV blocks that are kept in a directory"),
         ("doctor", "doctor",

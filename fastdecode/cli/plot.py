@@ -16,7 +16,7 @@ from fastdecode.core.files import check_writable
 class PlotOptions:
     """What is drawn, and where."""
 
-    source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="SUMMARY|TRACE")
+    source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="TRACE")
     output: Path | None = option(
         None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
     )
@@ -26,9 +26,8 @@ def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plot",
-        help="draw a run from its summary or its trace",
-        description="Draw a file of --summary (shares of a step, latencies) or of --trace (who "
-        "computed when, sequences over time).",
+        help="draw a run from its trace",
+        description="Draw a file of --trace: who computed when, sequences over time.",
     )
     parser.set_defaults(run=run_plot)
     add_options(parser, PlotOptions)
