@@ -80,10 +80,7 @@ def _of_blocks(args: argparse.Namespace) -> int:
     found = inspect_blocks(args.place, verify=args.verify)
     num_cleared, left = clear_blocks(args.place) if args.clear else (0, [])
     if args.json:
-        told: dict[str, Any] = {
-            "files": [asdict(each) for each in found],
-            "cleared": args.clear,
-        }
+        told: dict[str, Any] = {"files": [asdict(each) for each in found], "cleared": args.clear}
         if args.clear:
             told["left"] = [str(path) for path in left]
         print(json.dumps(told))

@@ -71,9 +71,7 @@ class DoctorOptions:
         metavar="DIR",
     )
     cache_disk: Path | None = option(
-        None,
-        "where R-workers here are to keep KV blocks: how quick its disk is",
-        metavar="DIR",
+        None, "where R-workers here are to keep KV blocks: how quick its disk is", metavar="DIR"
     )
     features: bool = switch("print which features work together, and nothing else")
     json: bool = switch("print the findings and the facts behind them as JSON")

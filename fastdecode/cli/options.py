@@ -263,9 +263,7 @@ class SamplingOptions:
         True, "give token ids only, without text", flag="--no-detokenize", is_switch=True
     )
     include_stop_str_in_output: bool = option(
-        False,
-        "keep the stop text, or the text of the stop token, in the text",
-        is_switch=True,
+        False, "keep the stop text, or the text of the stop token, in the text", is_switch=True
     )
     skip_special_tokens: bool = option(
         True,

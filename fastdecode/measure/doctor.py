@@ -77,10 +77,7 @@ class WorkerFacts:
 
 
 def examine_all(
-    asked: Sequence[RConnection | WorkerFacts],
-    *,
-    repeats: int = 10,
-    clock: Clock = time.monotonic,
+    asked: Sequence[RConnection | WorkerFacts], *, repeats: int = 10, clock: Clock = time.monotonic
 ) -> Iterator[WorkerFacts]:
     """Ask all R-workers at once, then measure one link after the other.
 

@@ -127,11 +127,7 @@ class StatusFile:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        command: str,
-        watched: Watched,
-        tell: Callable[[str], None],
+        self, path: Path | None, command: str, watched: Watched, tell: Callable[[str], None]
     ) -> None:
         self._path = path
         self._command = command

@@ -92,11 +92,7 @@ def cancel_all(engine: Engine) -> None:
 
 
 def time_prompt(
-    running: RunningEngine,
-    num_tokens: int,
-    *,
-    seed: int = 0,
-    clock: Clock = time.perf_counter,
+    running: RunningEngine, num_tokens: int, *, seed: int = 0, clock: Clock = time.perf_counter
 ) -> float:
     """Seconds from a prompt of so many random tokens to the first token that
     follows. The engine is empty before and after.

@@ -333,11 +333,7 @@ def test_mpirun_has_time_to_see_the_ranks_off(
         "doctor",
     ]
     with subprocess.Popen(
-        line,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **PATHS},
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
     ) as launch:
         assert launch.stdin is not None and launch.stdout is not None
         assert launch.stdout.readline() == "begins\n"

@@ -110,10 +110,7 @@ def test_an_unknown_group_is_refused_with_those_there_are(
     ("words", "says"),
     [
         (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
-        (
-            ["m", "--input", "f", "--transport", "zmq"],
-            "FastDecode has nothing like it. Remove it",
-        ),
+        (["m", "--input", "f", "--transport", "zmq"], "FastDecode has nothing like it. Remove it"),
         (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
         (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
         (["m", "n", "--input", "f"], "unrecognized arguments: n"),

@@ -193,9 +193,7 @@ def test_nobody_at_the_address() -> None:
     hub.close()
 
 
-def test_reach_a_refused_port_warns_before_the_deadline(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_reach_a_refused_port_warns_before_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
     with closing(ZmqHub()) as hub:
         hub.add("tcp://127.0.0.1:9")
         hub.reach(1.0)

@@ -69,10 +69,7 @@ class Command:
         return main([*self._words, *options])
 
     def start(
-        self,
-        *options: str,
-        limit: StepLimit | None = None,
-        stdin: IO[bytes] | None = None,
+        self, *options: str, limit: StepLimit | None = None, stdin: IO[bytes] | None = None
     ) -> subprocess.Popen[str]:
         code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
         fastdecode = [sys.executable, "-c", code] if limit is None else limit.fastdecode

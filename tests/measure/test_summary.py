@@ -34,12 +34,7 @@ def rendered(**parts: Any) -> list[str]:
             ["2 time(s) new sequences stayed on the device"],
             ["needed"],
         ),
-        (
-            {"R-only": 3, "mixed": 1},
-            0,
-            ["R-only 75%", "R-only: R-workers alone"],
-            ["stayed"],
-        ),
+        ({"R-only": 3, "mixed": 1}, 0, ["R-only 75%", "R-only: R-workers alone"], ["stayed"]),
     ],
     ids=["all fits", "both", "device alone", "R-workers alone"],
 )

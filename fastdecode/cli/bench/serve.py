@@ -44,11 +44,7 @@ class Load:
         is_alternative=True,
     )
     concurrency: int | None = option(
-        None,
-        "clients, each with one request at a time",
-        low=1,
-        high=65536,
-        is_alternative=True,
+        None, "clients, each with one request at a time", low=1, high=65536, is_alternative=True
     )
     trace: Path | None = option(None, "a server's request log", is_alternative=True)
     cv: float | None = option(
@@ -125,11 +121,7 @@ class Server:
     base_url: str = option(REQUIRED, "http://HOST:PORT", metavar="URL")
     model: str | None = option(None, "default: the first that is served", metavar="NAME")
     timeout_s: float = option(
-        TIMEOUT_S,
-        "a request that takes longer is given up, an error",
-        low=0.1,
-        high=1e6,
-        unit="s",
+        TIMEOUT_S, "a request that takes longer is given up, an error", low=0.1, high=1e6, unit="s"
     )
     json: Path | None = option(None, "write the figures there")
 
