@@ -167,11 +167,11 @@ def test_stages_that_keep_kv_on_their_devices_are_launched(generate: Generate) -
     ("options", "match"),
     [
         (["--hosts", "a:2"], "name a command behind --"),
-        (["--hosts", "a:2", "--", "r-worker"], "Choose from generate, run-batch"),
-        (["--hosts", "a:2", "--", "genrate"], "did you mean generate?"),
+        (["--hosts", "a:2", "--", "r-worker"], "one of generate, run-batch"),
+        (["--hosts", "a:2", "--", "genrate"], "genrate cannot be launched"),
         (["--hosts", "a:2,a:1", "--", "generate"], "twice"),
-        (["--hosts", "a:2", "--mpirun", "/nonexistent", "--", "generate"], "/nonexistent"),
-        (["--hosts", "a:2", "--s-host", "a b", "--", "generate"], "--s-host"),
+        (["--hosts", "a:2", "--mpirun", "/nonexistent", "--", "doctor"], "/nonexistent"),
+        (["--hosts", "a:2", "--s-host", "a b", "--", "doctor"], "--s-host"),
     ],
 )
 def test_options_that_are_refused(
