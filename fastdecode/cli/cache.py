@@ -1,4 +1,4 @@
-"""``fastdecode cache``: what is kept on disk of conversations, and of KV.
+"""``fastdecode cache``: show, verify or clear conversations and KV blocks on disk.
 
 Exit codes: 0; 1 something is damaged; 2 usage, or there is nothing.
 """
@@ -54,7 +54,7 @@ def add_cache(commands: Any) -> None:
 
 
 def run_cache(args: argparse.Namespace) -> int:
-    """Look, and tell. Returns the exit code."""
+    """Show, verify or clear what is kept. Return the exit code."""
     from fastdecode.conversations.store import clear, file_of, inspect
     from rworker.tiers.disk import slot_files
 
@@ -74,7 +74,7 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def _of_blocks(args: argparse.Namespace) -> int:
-    """The same of R-workers' files."""
+    """Show, verify or clear R-workers' files. Return the exit code."""
     from rworker.tiers.inspection import clear_blocks, inspect_blocks
 
     found = inspect_blocks(args.place, verify=args.verify)
@@ -96,7 +96,7 @@ def _of_blocks(args: argparse.Namespace) -> int:
 
 
 def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
-    """What an R-worker's file has, and whether it is whole, if all was read."""
+    """Return lines about an R-worker's file. ``was_verified``: all of it was read."""
     told = [
         f"{found.path}: {found.num_blocks} KV blocks of {found.num_slots}, "
         f"{found.num_bytes} bytes; model and heads {found.identity[:16]}"

@@ -1,7 +1,7 @@
 """``fastdecode instance``: a whole engine that runs what a controller gives it.
 
-Exit codes: 0 it was asked to end; 2 options, or the model directory; 4 its
-R-workers were lost, or its engine broke down.
+Exit codes: 0 it was asked to end; 2 options, or the model directory; 4 its R-workers were lost,
+or its engine broke down.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def add_options(
     Args:
         title: Draw them into a group with this title, which ``--help=GROUP`` shows. None
             draws them into the parser.
-        leave_out: Names of fields that are no options of this command.
+        leave_out: Names of fields that this command leaves out.
         defaults: Texts for the help, by name, of defaults that the command chooses.
     """
     target = parser if title is None else parser.add_argument_group(title, description)

@@ -1,8 +1,7 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server.
 
-Exit codes: 0 what was watched has ended, was shown ``--once``, or ctrl-C; 2 there
-is nothing to watch. Without ``--once``, a file or a server that is not there yet
-is waited for.
+Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 there is nothing to watch.
+Without ``--once``, ``top`` waits until the file or the server exists.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ ANSWERS_WITHIN_S = 5.0
 _WIDE: Final = 1 << 16
 """Columns of an output other than a terminal."""
 Look: TypeAlias = Callable[[], dict[str, Any]]
-"""Reads the status. It raises ConfigError: there is none."""
+"""Reads the status. Raises ConfigError: If there is none."""
 
 
 class NotYetError(ConfigError):
-    """The command that is to be watched has not started yet."""
+    """Raised if the watched command has not started yet."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def add_top(commands: Any) -> None:
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Show until what is watched has ended, or ctrl-C. Returns the exit code."""
+    """Show until the command has ended, or ctrl-C. Return the exit code."""
     options = read_options(args, TopOptions)
     look = _looker(options.place, options.api_key_file)
     try:
@@ -83,7 +82,7 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
-    """The first status: ``top`` may start before the command does."""
+    """Return the first status. ``top`` may start before the command."""
     has_said = False
     while True:
         try:
@@ -96,7 +95,7 @@ def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
 
 
 def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None) -> None:
-    """Show one status after the other; ``every_s`` None: the first alone."""
+    """Show one status after the other, or only the first if ``every_s`` is None."""
     from fastdecode.measure.live_view import LiveView
 
     view, is_first = LiveView(), True
@@ -116,7 +115,7 @@ def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None
 
 
 def show(lines: list[str], *, is_first: bool) -> None:
-    """On a terminal in the place of what was shown before."""
+    """Print lines. On a terminal they replace the earlier ones."""
     if sys.stdout.isatty():
         print("\x1b[2J" if is_first else "", "\x1b[H", sep="", end="")
         lines = [f"{printable(line)}\x1b[K" for line in lines]

@@ -148,7 +148,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, directory: str) -> ModelFacts:
-        """Raises CheckpointError: If it is no model's directory."""
+        """Raises CheckpointError: If the directory has no model."""
         checkpoint = open_checkpoint(directory)
         spec = checkpoint.spec()
         dtype = spec.choose_dtype("auto")

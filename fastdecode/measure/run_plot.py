@@ -24,7 +24,7 @@ def plot_run(source: Path, target: Path) -> None:
     """Draw a file of ``--trace``. The suffix of ``target`` says as what.
 
     Raises:
-        ConfigError: If ``source`` is no trace, or a file can't be read or written.
+        ConfigError: If ``source`` isn't a trace, or a file can't be read or written.
         MissingExtraError: If matplotlib isn't installed.
     """
     with imports_for("fastdecode plot"):
@@ -113,7 +113,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield a trace's events. A run that was killed may have left the last line incomplete.
 
     Raises:
-        ConfigError: If the file can't be read, or is no trace.
+        ConfigError: If the file can't be read, or isn't a trace.
     """
     try:
         with path.open("rb") as file:

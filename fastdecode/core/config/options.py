@@ -33,7 +33,7 @@ REMOVED: Final[Mapping[str, str | None]] = {
         "instances",
     ),
 }
-"""Options of earlier versions, and their successors. None: there is no need for one."""
+"""Options of earlier versions, and their successors, if any."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Option:
     choices: tuple[str, ...] = ()
     """Texts that are accepted. An empty tuple accepts any. A number may be one of these, too."""
     metavar: str | None = None
-    """The value's name in the help. None: FILE of a path, GB and S of these units, otherwise N."""
+    """The value's name in the help. None means FILE for a path, GB or S for that unit, else N."""
     unit: str = ""
     """Unit of a number that need not be whole."""
     flag: str | None = None
-    """Name at the command line. None: derived from the field's name. Without dashes, which it
-    must then share with the field, it is a positional argument."""
+    """Name at the command line. None derives it from the field's name. Without dashes it is a
+    positional argument, and must be the field's name."""
     short: str | None = None
     """A second name, such as ``-o``."""
     read: Callable[[str], Any] | None = None
@@ -84,9 +84,9 @@ class Declared:
 
     name: str
     kind: type
-    """Of its value: bool, int, float, str, Path, or tuple."""
+    """Type of its value: bool, int, float, str, Path, or tuple."""
     element: type
-    """Of a tuple's values. Otherwise the same as ``kind``."""
+    """Type of a tuple's values. Otherwise the same as ``kind``."""
     default: Any
     option: Option
 
@@ -169,7 +169,7 @@ def duration(text: str) -> float:
     """Read seconds: ``5``, ``0.005s``, ``5ms``, ``800us``. For ``Option.read``.
 
     Raises:
-        ValueError: If the text is no time.
+        ValueError: If the text isn't a time.
     """
     scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
     unit = next((unit for unit in scales if text.strip().endswith(unit)), "")
