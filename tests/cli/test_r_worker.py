@@ -47,16 +47,8 @@ SPEC = AttentionSpec(4, 2, 20, scale=0.2)  # its kernels are compiled by other t
 HELLO = Hello(
     PROTOCOL_VERSION, "a model", KVSpec(2, 2, 20, DType.FLOAT32, 64), (SPEC, SPEC), DType.FLOAT32
 )
-R_WORKER = [
-    sys.executable,
-    "-m",
-    "fastdecode.cli.main",
-    "r-worker",
-    "--threads",
-    "1",
-    "--kv-memory-gb",
-    "0.001",
-]
+R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker"]
+R_WORKER += ["--threads", "1", "--kv-memory-gb", "0.001"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
