@@ -97,7 +97,7 @@ def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
     if each.kind is bool:
         if not each.option.is_switch:
             return {**known, "action": argparse.BooleanOptionalAction}
-        return {**known, "action": "store_const", "const": not each.flag.startswith("--no-")}
+        return {**known, "action": "store_const", "const": not each.default}
     known["metavar"] = each.metavar
     if each.option.choices and each.kind is str:
         known["choices"] = each.option.choices

@@ -315,18 +315,10 @@ def test_mpirun_has_time_to_see_the_ranks_off(
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(f"#!{sys.executable}\n{SEES_OFF}sys.exit({its_code})\n")
     mpirun.chmod(0o755)
-    line = [
-        *FASTDECODE,
-        "launch",
-        "--mpirun",
-        str(mpirun),
-        "--hosts",
-        "localhost:1",
-        "--",
-        "doctor",
-    ]
+    words = ["launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--", "doctor"]
+    pipe, environ = subprocess.PIPE, {**os.environ, **PATHS}
     with subprocess.Popen(
-        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
+        [*FASTDECODE, *words], stdin=pipe, stdout=pipe, text=True, env=environ
     ) as launch:
         assert launch.stdin is not None and launch.stdout is not None
         assert launch.stdout.readline() == "begins\n"

@@ -60,8 +60,7 @@ class Option:
     auto: bool = False
     """At the command line, ``auto`` stands for None."""
     is_switch: bool = False
-    """True if there is no ``--no-`` form of a bool. A flag that begins with ``--no-`` sets
-    False."""
+    """True if a bool has one flag alone, which inverts its default."""
     is_alternative: bool = False
     """True if at most one of the dataclass's alternatives may be given."""
     common: bool = False
