@@ -63,7 +63,6 @@ class LaunchOptions:
         None,
         "run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
         "job; they take the R-workers of --hosts in order",
-        metavar="FILE",
     )
     s_host: str | None = option(
         None, "where the S-worker runs (default: the first of --hosts)", metavar="HOST"
@@ -75,12 +74,7 @@ class LaunchOptions:
         None, "CPU threads of each R-worker (default: its share)", low=1, high=4096
     )
     kv_memory_gb: float | None = option(
-        None,
-        "KV cache of each R-worker (default: its share)",
-        low=1e-6,
-        high=1e6,
-        unit="GB",
-        metavar="GB",
+        None, "KV cache of each R-worker (default: its share)", low=1e-6, high=1e6, unit="GB"
     )
     cache_disk: str | None = option(
         None,
@@ -88,7 +82,7 @@ class LaunchOptions:
         metavar="DIR",
     )
     cache_disk_gb: float | None = option(
-        None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB", metavar="GB"
+        None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB"
     )
     no_numa: bool = switch("don't bind R-workers to NUMA nodes")
     mpirun: str | None = option(
@@ -249,13 +243,13 @@ def _line(
 def _run(
     words: list[str], stop_signal: signal.Signals, environ: dict[str, str]
 ) -> tuple[int, bool]:
-    """Run mpirun to its end. Returns its exit code, and whether it was told to stop.
+    """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
     Args:
-        words: its command line.
-        stop_signal: what it gets when this process is told to stop. It isn't
-            killed: to see the ranks off takes a while.
-        environ: its environment.
+        words: Command line of mpirun.
+        stop_signal: Signal that it gets when this process is asked to stop. It isn't killed,
+            because it takes a while to end the ranks.
+        environ: Environment of mpirun.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -265,8 +259,8 @@ def _run(
         for mpirun in started:
             mpirun.send_signal(stop_signal)
 
-    # Before there is anything that they would leave behind. In a session of its
-    # own: a terminal's Ctrl-C is for us, and would have mpirun kill the ranks.
+    # The handlers are set before there is anything to leave behind. mpirun has a session of its
+    # own: a terminal's Ctrl-C is for this process, and would make mpirun kill the ranks.
     with stop_signals(stop), subprocess.Popen(words, start_new_session=True, env=environ) as mpirun:
         started.append(mpirun)
         if stops:
@@ -275,9 +269,11 @@ def _run(
 
 
 def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> int:
-    """The S-worker's word counts: mpirun may fail when an R-worker was lost,
-    though every request was answered, and not fail when the S-worker died. It
-    says none where it was stopped before it could."""
+    """Return the exit code that the S-worker reported, or one derived from mpirun's.
+
+    mpirun may fail when an R-worker was lost though every request was answered, and succeed when
+    the S-worker died.
+    """
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     if report is None:
         return code
@@ -292,7 +288,7 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
 
 
 def _why_none_reported(mpirun_code: int, hosts: Sequence[str]) -> str:
-    """A job ended badly, and its S-worker could not say why."""
+    """Return a message for a job that failed without a report of its S-worker."""
     unknown = [host for host in hosts if not _is_resolved(host)]
     said = (
         f"fastdecode launch: mpirun ended with exit code {mpirun_code}, and the S-worker reported "
@@ -315,8 +311,7 @@ def _is_resolved(host: str) -> bool:
 
 
 def _mpirun(given: str | None) -> str:
-    """The launcher of the MPI that mpi4py will load, as far as one can tell:
-    that beside this Python."""
+    """Return the launcher beside this Python, which most likely is that of mpi4py's MPI."""
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
@@ -339,6 +334,6 @@ def _version(mpirun: str) -> str:
 
 
 def _fastdecode() -> list[str]:
-    """How to run this program on every host: installed at the same place on all of them."""
+    """Return the command that runs this program on every host, at the same place on all."""
     script = Path(sys.executable).with_name("fastdecode")
     return [str(script)] if script.exists() else [sys.executable, "-m", "fastdecode.cli.main"]

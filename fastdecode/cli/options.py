@@ -59,7 +59,7 @@ def add_options(
     Args:
         title: Draw them into a group with this title, which ``--help=GROUP`` shows. None
             draws them into the parser.
-        leave_out: Names of fields that are no options of this command.
+        leave_out: Names of fields that this command leaves out.
         defaults: Texts for the help, by name, of defaults that the command chooses.
     """
     target = parser if title is None else parser.add_argument_group(title, description)
@@ -97,12 +97,10 @@ def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
     if each.kind is bool:
         if not each.option.is_switch:
             return {**known, "action": argparse.BooleanOptionalAction}
-        return {**known, "action": "store_const", "const": not each.flag.startswith("--no-")}
-    known["metavar"] = each.option.metavar
+        return {**known, "action": "store_const", "const": not each.default}
+    known["metavar"] = each.metavar
     if each.option.choices and each.kind is str:
         known["choices"] = each.option.choices
-        if each.option.metavar == "N":
-            known["metavar"] = f"{{{','.join(each.option.choices)}}}"
     if each.kind is tuple and each.option.read is None:
         how = {"nargs": "+"} if is_positional else {"action": "append", "default": []}
         return {**known, **how, "type": each.element}
@@ -265,9 +263,7 @@ class SamplingOptions:
         True, "give token ids only, without text", flag="--no-detokenize", is_switch=True
     )
     include_stop_str_in_output: bool = option(
-        False,
-        "keep the stop text, or the text of the stop token, in the text",
-        is_switch=True,
+        False, "keep the stop text, or the text of the stop token, in the text", is_switch=True
     )
     skip_special_tokens: bool = option(
         True,

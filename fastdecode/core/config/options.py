@@ -13,12 +13,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from fastdecode.core.errors import ConfigError, Given
 
 _KEY = "option"
+_METAVARS: Final = {"GB": "GB", "s": "S"}
 REQUIRED: Final = dataclasses.MISSING
 """The default of an option that must be given."""
 REMOVED: Final[Mapping[str, str | None]] = {
@@ -31,7 +33,7 @@ REMOVED: Final[Mapping[str, str | None]] = {
         "instances",
     ),
 }
-"""Options of earlier versions, and their successors. None: there is no need for one."""
+"""Options of earlier versions, and their successors, if any."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ class Option:
     high: float = math.inf
     choices: tuple[str, ...] = ()
     """Texts that are accepted. An empty tuple accepts any. A number may be one of these, too."""
-    metavar: str = "N"
+    metavar: str | None = None
+    """The value's name in the help. None means FILE for a path, GB or S for that unit, else N."""
     unit: str = ""
     """Unit of a number that need not be whole."""
     flag: str | None = None
-    """Name at the command line. None: derived from the field's name. Without dashes, which it
-    must then share with the field, it is a positional argument."""
+    """Name at the command line. None derives it from the field's name. Without dashes it is a
+    positional argument, and must be the field's name."""
     short: str | None = None
     """A second name, such as ``-o``."""
     read: Callable[[str], Any] | None = None
@@ -57,8 +60,7 @@ class Option:
     auto: bool = False
     """At the command line, ``auto`` stands for None."""
     is_switch: bool = False
-    """True if there is no ``--no-`` form of a bool. A flag that begins with ``--no-`` sets
-    False."""
+    """True if a bool has one flag alone, which inverts its default."""
     is_alternative: bool = False
     """True if at most one of the dataclass's alternatives may be given."""
     common: bool = False
@@ -81,9 +83,9 @@ class Declared:
 
     name: str
     kind: type
-    """Of its value: bool, int, float, str, Path, or tuple."""
+    """Type of its value: bool, int, float, str, Path, or tuple."""
     element: type
-    """Of a tuple's values. Otherwise the same as ``kind``."""
+    """Type of a tuple's values. Otherwise the same as ``kind``."""
     default: Any
     option: Option
 
@@ -91,6 +93,15 @@ class Declared:
     def flag(self) -> str:
         """The name at the command line."""
         return self.option.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def metavar(self) -> str:
+        """The value's name in the help."""
+        if self.option.choices and self.kind is str:
+            usual = f"{{{','.join(self.option.choices)}}}"
+        else:
+            usual = "FILE" if issubclass(self.kind, Path) else _METAVARS.get(self.option.unit, "N")
+        return self.option.metavar or usual
 
     def check(self, value: object) -> None:
         """Check a value against the declaration.
@@ -157,7 +168,7 @@ def duration(text: str) -> float:
     """Read seconds: ``5``, ``0.005s``, ``5ms``, ``800us``. For ``Option.read``.
 
     Raises:
-        ValueError: If the text is no time.
+        ValueError: If the text isn't a time.
     """
     scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
     unit = next((unit for unit in scales if text.strip().endswith(unit)), "")
