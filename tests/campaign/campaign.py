@@ -3,8 +3,8 @@
     make campaign        # or: python tests/campaign/campaign.py --jobs 40 --minutes 20
 
 ``jobs``: processes of batch jobs are killed, stopped and told to stop. ``interrupts``: calls of an
-``LLM`` are interrupted. ``frames``: messages are damaged. ``slots`` and ``disks``: blocks on disk
-are damaged, or R-workers are killed while they write them. ``systems.py`` strikes whole systems.
+``LLM`` are interrupted. ``frames``: messages are damaged. ``slots``: blocks on disk are damaged, or
+R-workers are killed while they write them. ``systems.py`` strikes whole systems and servers.
 
 Answers, greedy and sampled, are compared with those of an undisturbed run. The moments are random
 within a phase, whose beginning is an event and whose length is an undisturbed job's.
@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import damaged_frames  # noqa: E402
-import disks  # noqa: E402
 import hurt_slots  # noqa: E402
 from damaged_links import to_links  # noqa: E402
 from inherited_signals import hear_interrupts  # noqa: E402
@@ -45,7 +44,6 @@ COUNTED: dict[str, Callable[[int, random.Random], Counter[str]]] = {
     "frames on links": to_links,
     "slots: killed movers": hurt_slots.kills,
     "slots: flipped bits": hurt_slots.flips,
-    "disks: killed R-workers": disks.killed,
 }
 """Name -> function of a number and a random generator that counts outcomes."""
 SHARES = {"frames to the codec": 0.6}
@@ -135,7 +133,6 @@ def main() -> None:
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 800_000, "messages that are damaged"),
         ("slots", 50, "movers that are killed, and bits that are flipped on disk"),
-        ("disks", 50, "R-workers with a disk that are killed in conversations"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=number, help=f"{what} (default: {number})"

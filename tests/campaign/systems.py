@@ -1,17 +1,20 @@
-"""The papers' whole systems, disturbed at random moments of conversations.
+"""Whole systems and servers, disturbed at random moments of conversations.
 
     python tests/campaign/systems.py --each 40 --minutes 20 \\
         --out benchmarks/results/campaign_systems.json
 
-Each system is one configuration: of an engine in this process, or of a server, which may
-be an MPI job. A blow comes a random while after a round of turns began (``BLOWS``): an
-R-worker, which is a process at an address, is killed, and another comes at its address;
-the device that keeps KV fails; a turn is cancelled; or a rank is killed. Turns, greedy and
-sampled, must equal the turns of an undisturbed engine of float32 without caches, stages or
-replicas. With int8 devices and R-workers round differently, so tokens depend on the side:
-there turns are greedy, and each token has to be nearly the likeliest (``system_talks``).
-Counted are turns that **failed** or were **changed**, rounds that **hung**, and KV blocks
-that are **kept** afterwards though no request wants them.
+Each system is one configuration: of an engine in this process, or of a server, which may be an MPI
+job or stand before instances at addresses. A blow comes a random while after a round of turns
+began (``BLOWS``). An R-worker or an instance at an address is killed, and another starts at its
+address; the device that keeps KV fails; a turn is cancelled; a rank is killed; or the server's
+HTTP process or engine is killed, which ends the server.
+
+Turns, greedy and sampled, must equal the turns of an undisturbed engine of float32 without caches,
+stages or replicas. With int8 devices and R-workers round differently, so tokens depend on the side:
+there turns are greedy, and each token has to be nearly the likeliest (``system_talks``). Of a server
+that ends, a turn is right or an error. Counted are turns that **failed** or were **changed**, rounds
+that **hung**, KV blocks that are **kept** afterwards though no request wants them, and **orphans**:
+processes that a server leaves.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -40,7 +44,7 @@ from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of  # noqa: E402
 from mpi_launch import Running, mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
 from random_llama import llama_config, write_checkpoint  # noqa: E402
-from server_process import serving  # noqa: E402
+from server_process import Server, serving  # noqa: E402
 from system_talks import (  # noqa: E402
     NUM_CONVERSATIONS,
     Judge,
@@ -62,7 +66,9 @@ BLOWS_AN_ENGINE = 4
 COMMON: dict[str, Any] = {
     "dtype": "float32", "block_size": 16, "max_num_sequences": 8, "device": "cpu",
 }  # fmt: skip
-BAD = ("hung", "failed", "changed", "kept")
+BAD = ("hung", "failed", "changed", "kept", "orphans", "other exit code")
+DEADLY = {"HTTP process": 5, "engine": -signal.SIGKILL}
+"""Blows that end a server, and its exit code."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class System:
     """Of the MPI job that serves; 0: no such job."""
     is_served: bool = False
     """Behind a server, of one process or an MPI job."""
+    instances: tuple[str, ...] = ()
+    """Roles of instances at addresses, in place of R-workers."""
 
     @property
     def is_rounded(self) -> bool:
@@ -121,36 +129,42 @@ SYSTEMS: dict[str, System] = {
         {"kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1}
     ),
     "FastDecode's schedule on prompt stages": System({"prompt_pp": 1, "schedule": "stabilized"}),
+    "server, R-workers": System({}, is_served=True),
+    "server, engine killed": System({}, "engine", blows_an_engine=1, is_served=True),
+    "server, HTTP process killed": System({}, "HTTP process", blows_an_engine=1, is_served=True),
+    "server, instances": System(
+        {}, "instance", is_served=True, instances=("prefill", "prefill", "decode", "decode")
+    ),
+    "server, instances, engine killed": System(
+        {}, "engine", blows_an_engine=1, is_served=True, instances=("prefill", "decode")
+    ),
 }  # fmt: skip
 
 
 class Rack:
-    """R-workers' processes, and others that come at the addresses of the killed.
+    """Processes at addresses, and others that start at the addresses of the killed.
 
     Args:
-        number: of R-workers.
-        more: options of each.
+        commands: One for each, without ``--bind``.
     """
 
-    def __init__(self, number: int, more: list[str]) -> None:
-        self._more = more
+    def __init__(self, commands: list[list[str]]) -> None:
+        self._commands = commands
         self._stack = contextlib.ExitStack()
-        self.workers = [self._start("tcp://127.0.0.1:*") for _ in range(number)]
+        self.workers = [self._start(each, "tcp://127.0.0.1:*") for each in commands]
         self.addresses = [address_of(worker) for worker in self.workers]
 
     def kill(self, place: int) -> None:
-        """One, and have another at its address."""
+        """Kill one, and start another at its address."""
         self.workers[place].process.kill()
         self.workers[place].wait(LIMIT_S)
-        self.workers[place] = self._start(self.addresses[place])
+        self.workers[place] = self._start(self._commands[place], self.addresses[place])
 
     def close(self) -> None:
         self._stack.close()
 
-    def _start(self, address: str) -> Running:
-        words = [*FASTDECODE, "r-worker", "--threads", "1", "--bind", address, *self._more]
-        words += ["--silence-s", str(SILENCE_S), "--return-s", "10"]
-        return self._stack.enter_context(running(words, **PATHS))
+    def _start(self, command: list[str], address: str) -> Running:
+        return self._stack.enter_context(running([*command, "--bind", address], **PATHS))
 
 
 class Device:
@@ -186,11 +200,10 @@ class Disturbed:
     rack: Rack
     device: Device
     chance: random.Random
-    job: Running | None = None
-    """Of the server."""
+    server: Server | None = None
     num_ranks: int = 0
 
-    def kill_r_worker(self) -> None:
+    def kill_at_address(self) -> None:
         self.rack.kill(self.chance.randrange(len(self.rack.workers)))
 
     def fail_device(self) -> None:
@@ -198,8 +211,16 @@ class Disturbed:
 
     def kill_rank(self) -> None:
         """Any but the first, which is the controller."""
-        assert self.job is not None
-        self.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
+        assert self.server is not None
+        self.server.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
+
+    def kill_http(self) -> None:
+        assert self.server is not None
+        self.server.process("http").kill()
+
+    def kill_engine(self) -> None:
+        assert self.server is not None
+        self.server.process("engine").kill()
 
     def cancel_turn(self) -> int:
         """Returns the conversation whose turn is cancelled, if it has one under way."""
@@ -209,7 +230,10 @@ class Disturbed:
 
 
 BLOWS: dict[str, Callable[[Disturbed], int | None]] = {
-    "R-worker": Disturbed.kill_r_worker,
+    "R-worker": Disturbed.kill_at_address,
+    "instance": Disturbed.kill_at_address,
+    "HTTP process": Disturbed.kill_http,
+    "engine": Disturbed.kill_engine,
     "device": Disturbed.fail_device,
     "rank": Disturbed.kill_rank,
     "turn": Disturbed.cancel_turn,
@@ -254,6 +278,12 @@ class Systems:
             length_s = time.monotonic() - began_s
             for blow in range(number):
                 self._strike(system, disturbed, f"b{blow}", length_s, counts)
+            if system.blow in DEADLY:
+                assert disturbed.server is not None
+                outcome = disturbed.server.job.wait(LIMIT_S)
+                counts["orphans"] += len(outcome.orphans)
+                counts["other exit code"] += outcome.exit_code != DEADLY[system.blow]
+                return
             self._count(system, talks.talk("after"), counts)
             counts += talks.counts()
             counts["kept"] += talks.num_kept()
@@ -289,19 +319,29 @@ class Systems:
         given = {**COMMON, **system.options, "worker_silence_s": SILENCE_S}
         for name, value in given.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
-        words += [word for address in rack.addresses for word in ("--r-worker", address)]
+        if system.instances:
+            words = [*FASTDECODE, "serve", str(self._model), "--port", "0"]
+            words += ["--instances", ",".join(rack.addresses), "--worker-silence-s", str(SILENCE_S)]
+        else:
+            words += [word for address in rack.addresses for word in ("--r-worker", address)]
         with serving([*(ranks if system.num_ranks else []), *words]) as server:
             talks = ServedTalks(server, is_greedy=system.is_rounded)
-            yield Disturbed(talks, rack, self._device, self._chance, server.job, system.num_ranks)
+            yield Disturbed(talks, rack, self._device, self._chance, server, system.num_ranks)
 
     @contextlib.contextmanager
     def _rack(self, system: System) -> Iterator[Rack]:
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
-            more = ["--kv-memory-gb", "0.02"]
+            command = [*FASTDECODE, "r-worker", "--threads", "1", "--silence-s", str(SILENCE_S)]
+            command += ["--return-s", "10", "--kv-memory-gb"]
             if system.is_on_disk:
-                more = ["--kv-memory-gb", "0.006", "--cache-disk", f"{directory}/kept"]
-                more += ["--cache-disk-gb", "0.05"]
-            rack = Rack(system.num_r_workers, more)
+                command += ["0.006", "--cache-disk", f"{directory}/kept", "--cache-disk-gb", "0.05"]
+            else:
+                command += ["0.02"]
+            engine = [*FASTDECODE, "instance", str(self._model), "--dtype", "float32"]
+            engine += ["--r-threads", "1", "--kv-memory-gb", "0.02", "--block-size", "16"]
+            engine += ["--worker-silence-s", str(SILENCE_S), "--role"]
+            instances = [[*engine, role] for role in system.instances]
+            rack = Rack(instances or [command] * system.num_r_workers)
             try:
                 yield rack
             finally:
@@ -323,6 +363,8 @@ class Systems:
         """``whose``: a conversation whose turns need not be right. Whether one is not."""
         judge = self._judge.of_rounded if system.is_rounded else self._judge.of_exact
         verdicts = judge(said)
+        if system.blow in DEADLY:
+            verdicts = ["an error" if each == "failed" else each for each in verdicts]
         for place in range(whose if whose is not None else len(said), len(said), NUM_CONVERSATIONS):
             if verdicts[place] != "right":
                 verdicts[place] = "cut short"
