@@ -11,9 +11,9 @@ HTTP process or engine is killed, which ends the server.
 
 Turns, greedy and sampled, must equal the turns of an undisturbed engine of float32 without caches,
 stages or replicas. With int8 devices and R-workers round differently, so tokens depend on the side:
-there turns are greedy, and each token has to be nearly the likeliest (``system_talks``). Of a server
-that ends, a turn is right or an error. Counted are turns that **failed** or were **changed**, rounds
-that **hung**, KV blocks that are **kept** afterwards though no request wants them, and **orphans**:
+there turns are greedy, and each token has to be nearly the likeliest (``system_talks``). Of a
+server that ends, a turn is right or an error. Counted are turns that **failed** or were **changed**,
+rounds that **hung**, KV blocks that are **kept** afterwards though no request wants them, and **orphans**:
 processes that a server leaves.
 """
 
