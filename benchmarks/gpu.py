@@ -984,11 +984,11 @@ def main() -> int:
     wanted = [step for step in STEPS if step.is_more == options.more]
     with contextlib.suppress(KeyboardInterrupt):
         for step in [names[name] for name in options.only] or wanted:
-            end_s = PART_ENDS_S["engines" if options.more or options.only else step.part]
-            until_s = started + min(end_s, options.limit_s)
+            end_s = PART_ENDS_S["engines" if options.more else step.part]
+            end_s = options.limit_s if options.only else min(end_s, options.limit_s)
             command = [sys.executable, __file__, "--step", step.name, *smoke]
             limit_s = options.limit_s if options.only else step.limit_s
-            report.add(step, run_apart(limit_s, until_s, command))
+            report.add(step, run_apart(limit_s, started + end_s, command))
     note = " (tiny sizes: they say nothing)" if options.smoke else ""
     print(f"\ngoals on an H200, what a model says, and what was measured{note}")
     print(*(f"  {shown_goal(goal)}" for goal in report.goals), report.verdict, sep="\n")
