@@ -4,7 +4,7 @@
 
 ``jobs``: processes of batch jobs are killed, stopped and told to stop. ``interrupts``: calls of an
 ``LLM`` are interrupted. ``frames``: messages are damaged. ``slots``: blocks on disk are damaged, or
-R-workers are killed while they write them. ``systems.py`` strikes whole systems and servers.
+R-workers are killed while they write them. ``systems``: whole systems and servers are struck.
 
 Answers, greedy and sampled, are compared with those of an undisturbed run. The moments are random
 within a phase, whose beginning is an event and whose length is an undisturbed job's.
@@ -34,6 +34,8 @@ from inherited_signals import hear_interrupts  # noqa: E402
 from jobs import FASTDECODE, LIMIT_S, PATHS, R_WORKER, Jobs, addresses, drawn  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
 from provenance import provenance  # noqa: E402
+from systems import BAD as BAD_SYSTEMS  # noqa: E402
+from systems import SYSTEMS, Systems  # noqa: E402
 
 GOOD = ("right", "ended by MPI")
 Row = dict[str, Any]
@@ -80,6 +82,23 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             jobs = Jobs(Path(directory), chance)
             for job in drawn(options.jobs, chance, options.of):
                 yield {"part": f"jobs: {job.kind}", **jobs.strike(job).row()}
+    if options.systems:
+        yield from struck_systems(options)
+
+
+def struck_systems(options: argparse.Namespace) -> Iterator[Row]:
+    """Strike each system, and yield its counts."""
+    with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
+        systems = Systems(Path(directory), random.Random(options.seed))
+        try:
+            for name, system in SYSTEMS.items():
+                if name.startswith(options.of):
+                    counts = systems.run(system, options.systems)
+                    verdict = "changed" if any(counts[bad] for bad in BAD_SYSTEMS) else "right"
+                    row = {"part": f"systems: {name}", "number": options.systems}
+                    yield {**row, "counts": counts, "verdict": verdict}
+        finally:
+            systems.close()
 
 
 def interrupt(where: str, options: Row, number: int, seed: int) -> Row:
@@ -130,6 +149,7 @@ def main() -> None:
     )
     for name, number, what in (
         ("jobs", 120, "jobs that are struck"),
+        ("systems", 16, "blows on each system or server"),
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 800_000, "messages that are damaged"),
         ("slots", 50, "movers that are killed, and bits that are flipped on disk"),
@@ -138,7 +158,7 @@ def main() -> None:
             f"--{name}", type=int, default=number, help=f"{what} (default: {number})"
         )
     parser.add_argument("--minutes", type=float, default=120, help="start nothing after this time")
-    parser.add_argument("--of", default="", help="beginning of the kinds' names, for jobs")
+    parser.add_argument("--of", default="", help="beginning of the names of kinds and systems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file to which this run is added")
     options = parser.parse_args()

@@ -4,16 +4,17 @@ which may be an MPI job; and whether what it said is right."""
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any, Protocol, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
-from asking import Answer, ask
 from jobs import LIMIT_S
 from server_process import Server
 
@@ -46,24 +47,66 @@ def drawing(conversation: int, *, is_greedy: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Talks(Protocol):
-    """Conversations with a system that runs."""
+AGAIN = ("no_r_worker", "rate_limit_exceeded", "starting")
+"""Errors after which a client asks again."""
 
-    def talk(self, name: str) -> Turns:
-        """Tokens of all turns of new conversations."""
 
-    def cancel(self, conversation: int) -> None:
-        """Its turn, if one is under way."""
+@dataclass
+class Answer:
+    """What came of it."""
 
-    def num_kept(self) -> int:
-        """KV blocks that R-workers reserve for requests, when there are none."""
+    token_ids: list[int] = field(default_factory=list)
+    is_whole: bool = False
+    error: str | None = None
+    """Its code, or: no connection, cut off, timeout."""
 
-    def counts(self) -> Counter[str]:
-        """Sequences that went on from replicas, and that were run again."""
+
+def ask(
+    port: int,
+    line: dict[str, Any],
+    is_over: threading.Event,
+    opened: Callable[[socket.socket], None] = lambda _: None,
+) -> Answer:
+    """Ask for the answer to a line of ``jobs.lines``; again where there is
+    no R-worker for the moment, until ``is_over``. ``opened``: told each connection."""
+    body = {name: value for name, value in line.items() if name not in ("id", "prompt_token_ids")}
+    body.update(prompt=line["prompt_token_ids"], stream=True)
+    while True:
+        answer = _asked(port, json.dumps(body).encode(), opened)
+        if answer.error not in AGAIN or answer.token_ids or is_over.wait(0.2):
+            return answer
+
+
+def _asked(port: int, body: bytes, opened: Callable[[socket.socket], None]) -> Answer:
+    answer = Answer(error="no connection")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        connection.connect()
+        opened(connection.sock)
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        came = connection.getresponse()
+        answer.error = "cut off"
+        is_stream = came.headers.get_content_type() == "text/event-stream"
+        while text := came.readline() if is_stream else came.read():
+            if text.startswith(b"data: [DONE]"):
+                answer.is_whole, answer.error = True, None
+            elif text.startswith(b"data: ") or not is_stream:  # and no comment, as of silence
+                said = json.loads(text.removeprefix(b"data: "))
+                if "error" in said:
+                    answer.error = said["error"]["code"]
+                for choice in said.get("choices", ()):
+                    answer.token_ids += choice["token_ids"]
+    except TimeoutError:
+        answer.error = "timeout"
+    except (OSError, http.client.HTTPException):
+        pass
+    finally:
+        connection.close()
+    return answer
 
 
 class LocalTalks:
-    """With an engine in this process.
+    """Conversations with an engine in this process. ``talk`` returns the tokens of all turns.
 
     Args:
         llm: the engine.
@@ -76,7 +119,6 @@ class LocalTalks:
         self._params = [SamplingParams(**each) for each in drawn]
 
     def talk(self, name: str) -> Turns:
-        """See ``Talks``."""
         names = [f"{name}-{i}" for i in range(NUM_CONVERSATIONS)]
         said: Turns = []
         for turn in range(NUM_TURNS):
@@ -86,11 +128,10 @@ class LocalTalks:
         return said
 
     def cancel(self, conversation: int) -> None:
-        """See ``Talks``."""
         self._llm.service.cancel(str(conversation))  # as ``LLM.generate`` numbers them
 
     def num_kept(self) -> int:
-        """See ``Talks``. Of an engine that is broken 0: its turns have failed."""
+        """Return blocks in use. Those of a broken engine are 0: its turns have failed."""
         if self._llm.service.snapshot().state == "broken":
             return 0
         found: list[int] = []
@@ -105,7 +146,6 @@ class LocalTalks:
         return found[0]
 
     def counts(self) -> Counter[str]:
-        """See ``Talks``."""
         stats = self._llm.stats
         return Counter(resumed=stats.resumed.num_sequences, recomputed=stats.num_recomputed)
 
@@ -124,7 +164,6 @@ class ServedTalks:
         self._sockets: dict[int, socket.socket] = {}
 
     def talk(self, name: str) -> Turns:
-        """See ``Talks``."""
         is_over = threading.Event()
         end_s = time.monotonic() + LIMIT_S
         with ThreadPoolExecutor(NUM_CONVERSATIONS) as clients:
@@ -144,19 +183,18 @@ class ServedTalks:
         return said
 
     def cancel(self, conversation: int) -> None:
-        """See ``Talks``: its client goes away."""
+        """Close the connection of the conversation's client."""
         with contextlib.suppress(KeyError, OSError):
             self._sockets[conversation].shutdown(socket.SHUT_RDWR)
 
     def num_kept(self) -> int:
-        """See ``Talks``. What has just ended may take a moment to be closed everywhere."""
+        """Return blocks in use, once what has just ended had time to be closed everywhere."""
         end_s = time.monotonic() + _FREE_WITHIN_S
         while (used := self._blocks_in_use()) and time.monotonic() < end_s:
             threading.Event().wait(0.2)
         return used
 
     def counts(self) -> Counter[str]:
-        """See ``Talks``."""
         figures = self._server.status()["figures"]
         resumed = figures["resumed"]["num_sequences"]
         moved = {"moved": figures["num_moved"]} if figures.get("num_moved") else {}
@@ -166,7 +204,7 @@ class ServedTalks:
         def opened(found: socket.socket) -> None:
             self._sockets[conversation] = found
 
-        return ask(self._server.port, line, is_stream=True, is_over=is_over, opened=opened)
+        return ask(self._server.port, line, is_over=is_over, opened=opened)
 
     def _blocks_in_use(self) -> int:
         said = self._server.status()
@@ -176,6 +214,9 @@ class ServedTalks:
 
 def _blocks_in_use(r_workers: Sequence[dict[str, Any]]) -> int:
     return sum(each["kv_blocks_used"] for each in r_workers if each["lost"] is None)
+
+
+Talks: TypeAlias = "LocalTalks | ServedTalks"
 
 
 class Judge:

@@ -1,30 +1,23 @@
 """Whole systems and servers, disturbed at random moments of conversations.
 
-    python tests/campaign/systems.py --each 40 --minutes 20 \\
-        --out benchmarks/results/campaign_systems.json
-
 Each system is one configuration: of an engine in this process, or of a server, which may be an MPI
-job or stand before instances at addresses. A blow comes a random while after a round of turns
-began (``BLOWS``). An R-worker or an instance at an address is killed, and another starts at its
-address; the device that keeps KV fails; a turn is cancelled; a rank is killed; or the server's
-HTTP process or engine is killed, which ends the server.
+job or stand before instances at addresses. A blow (``BLOWS``) comes a random while after a round of
+turns began. An R-worker or an instance at an address is killed, and another starts at its address;
+the device that keeps KV fails; a turn is cancelled; a rank is killed; or the server's HTTP process or
+engine is killed, which ends the server.
 
-Turns, greedy and sampled, must equal the turns of an undisturbed engine of float32 without caches,
-stages or replicas. With int8 devices and R-workers round differently, so tokens depend on the side:
-there turns are greedy, and each token has to be nearly the likeliest (``system_talks``). Of a
-server that ends, a turn is right or an error. Counted are turns that **failed** or were **changed**,
-rounds that **hung**, KV blocks that are **kept** afterwards though no request wants them, and **orphans**:
-processes that a server leaves.
+Turns, greedy and sampled, must equal those of an undisturbed float32 engine without caches, stages
+or replicas. Tokens with int8 depend on the side, so turns are greedy there, and each token has to be
+nearly the likeliest (``system_talks``). Of a server that ends, a turn is right or an error. Counted
+are turns that **failed** or were **changed**, rounds that **hung**, KV blocks that are **kept**
+afterwards though no request wants them, and **orphans**, processes that a server leaves.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -35,17 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
-
-from inherited_signals import hear_interrupts  # noqa: E402
-from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of  # noqa: E402
-from mpi_launch import Running, mpirun, open_mpi_options, running  # noqa: E402
-from provenance import provenance  # noqa: E402
-from random_llama import llama_config, write_checkpoint  # noqa: E402
-from server_process import Server, serving  # noqa: E402
-from system_talks import (  # noqa: E402
+from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of
+from mpi_launch import Running, mpirun, open_mpi_options, running
+from random_llama import llama_config, write_checkpoint
+from server_process import Server, serving
+from system_talks import (
     NUM_CONVERSATIONS,
     Judge,
     LocalTalks,
@@ -54,11 +41,11 @@ from system_talks import (  # noqa: E402
     Turns,
 )
 
-from fastdecode import LLM  # noqa: E402
-from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout  # noqa: E402
-from fastdecode.schedule.hybrid.rule import Margins  # noqa: E402
-from fastdecode.schedule.times import MeasuredTimes  # noqa: E402
-from sworker.paged import PagedKV  # noqa: E402
+from fastdecode import LLM
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.rule import Margins
+from fastdecode.schedule.times import MeasuredTimes
+from sworker.paged import PagedKV
 
 SILENCE_S = 2.0
 BLOWS_AN_ENGINE = 4
@@ -380,54 +367,3 @@ def _keep_away(llm: LLM) -> None:
 
     control = llm._running.engine._lifecycle.scheduler.hybrid
     control._options = replace(control._options, rule=rule)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--each", type=int, default=40, help="blows of each system (default: 40)")
-    parser.add_argument("--of", default="", help="systems whose names begin so")
-    parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file for the counts, behind those in it")
-    options = parser.parse_args()
-    hear_interrupts()
-    sys.exit(0 if run(options) else 1)
-
-
-def run(options: argparse.Namespace) -> bool:
-    """All systems in turns, a few blows each, until the time is over. Whether all went well."""
-    end_s = time.monotonic() + 60 * options.minutes
-    chosen = [name for name in SYSTEMS if name.startswith(options.of)]
-    counts: dict[str, Counter[str]] = {name: Counter() for name in chosen}
-    out = options.out
-    before = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd", dir="/tmp"))
-        systems = Systems(Path(directory), random.Random(options.seed))
-        stack.callback(systems.close)
-        left = dict.fromkeys(chosen, options.each)
-        while time.monotonic() < end_s and any(number > 0 for number in left.values()):
-            for name in (name for name in chosen if left[name] > 0):
-                system = SYSTEMS[name]
-                number = max(system.blows_an_engine, BLOWS_AN_ENGINE)
-                counts[name] += systems.run(system, min(left[name], number))
-                left[name] = options.each - counts[name]["blows"]
-                print(name, dict(counts[name]), flush=True)
-                _write(options, counts, before)
-    return not any(each[what] for each in counts.values() for what in BAD)
-
-
-def _write(
-    options: argparse.Namespace, counts: dict[str, Counter[str]], before: list[dict[str, Any]]
-) -> None:
-    if options.out is not None:
-        none = dict.fromkeys(BAD, 0)
-        systems = {name: {**none, **found} for name, found in counts.items()}
-        found = {**provenance(), "seed": options.seed, "systems": systems}
-        options.out.write_text(json.dumps({"runs": [*before, found]}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
