@@ -74,7 +74,7 @@ class InstantSteps:
 
     Args:
         capture: Units are CUDA graphs.
-        gpu: Device of tests without a GPU. None: that of ``device``.
+        gpu: Device of tests without a GPU. By default that of ``device``.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Shape:
     prompt: int = 200
     prompt_s: float = 0.0003
     step_s: float = 0.15
-    """Of a full batch."""
+    """Seconds of a step with a full batch."""
     fixed: float = 0.5
     """The share of it that doesn't depend on how many sequences run."""
 
@@ -65,7 +65,7 @@ def samples(job: Shape) -> Iterator[tuple[float, JobCounts, int]]:
 
 
 def judged(job: Shape, marks: tuple[float, ...] = MARKS) -> list[tuple[float, float]]:
-    """Of a job: the ETA and the truth, in seconds, at these shares of its time."""
+    """Return the ETA and the truth, in seconds, at these shares of a job's time."""
     *_, (end_s, _, _) = samples(job)
     left, found, times = list(marks), [], TokenTimes()
     for now_s, counts, outputs in samples(job):

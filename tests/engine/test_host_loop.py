@@ -168,7 +168,7 @@ def count_message_calls(num_r_workers: int) -> float:
 
 
 def exchange(num_r_workers: int, num_layers: int) -> Callable[[], None]:
-    """So many layers' messages to R-workers and back."""
+    """Return what sends and receives the messages of ``num_layers`` layers."""
     hub: Any = ListedHub(num_r_workers)
     fleet = WorkerPool(hub, timeout_s=300.0)
     q, kv = np.zeros((16, 4, 8), np.uint16), np.zeros((16, 2, 8), np.uint16)

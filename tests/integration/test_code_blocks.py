@@ -41,7 +41,6 @@ LISTED = {
     ("docs/design/stages.md", "first stage"): "a picture",
     ("docs/design/stages.md", "compute      |"): "a picture",
     ("docs/design/goodput.md", "python -c"): "reads a published trace, which is not in the tree",
-    ("docs/design/hybrid.md", "hybrid KV, steps"): "output of a run with a GPU",
     ("docs/guides/batch.md", "{"): "a file's format; tests/jobs read and write such lines",
     ("docs/guides/batch.md", "$ fastdecode run-batch"): "shows times and paths; "
     "tests/cli/test_run_batch.py runs such jobs",
