@@ -1,16 +1,16 @@
 """Whole systems and servers, disturbed at random moments of conversations.
 
-Each system is one configuration: of an engine in this process, or of a server, which may be an MPI
-job or stand before instances at addresses. A blow (``BLOWS``) comes a random while after a round of
-turns began. An R-worker or an instance at an address is killed, and another starts at its address;
-the device that keeps KV fails; a turn is cancelled; a rank is killed; or the server's HTTP process or
-engine is killed, which ends the server.
+Each system is one configuration: of an engine in this process, or of a server, which may be an
+MPI job or stand before instances at addresses. A blow (``BLOWS``) comes a random while after a
+round of turns began. An R-worker or an instance at an address is killed, and another starts at its
+address. Or the device that keeps KV fails, a turn is cancelled, a rank is killed, or the server's
+HTTP process or engine is killed, which ends the server.
 
 Turns, greedy and sampled, must equal those of an undisturbed float32 engine without caches, stages
-or replicas. Tokens with int8 depend on the side, so turns are greedy there, and each token has to be
-nearly the likeliest (``system_talks``). Of a server that ends, a turn is right or an error. Counted
-are turns that **failed** or were **changed**, rounds that **hung**, KV blocks that are **kept**
-afterwards though no request wants them, and **orphans**, processes that a server leaves.
+or replicas. Tokens with int8 depend on the side, so turns are greedy there, and each token has to
+be nearly the likeliest (``system_talks``). Of a server that ends, a turn is right or an error.
+Counted are turns that **failed** or were **changed**, rounds that **hung**, KV blocks that are
+**kept** afterwards though no request wants them, and **orphans**, processes that a server leaves.
 """
 
 from __future__ import annotations
