@@ -331,6 +331,7 @@ def prefill(setup: Setup) -> Rows:
     """Measure prompts through all layers, attention included."""
     model = setup.model()
     exact, spec = copy.deepcopy(model).float(), model.spec
+    exact.dtype = torch.float32  # of activations
     fuse(model, setup.device)
     cases = ((1, 2048), (4, 2048), (16, 512), (128, 64))
     for num_prompts, length in setup.pick(cases, ((2, 32),)):
