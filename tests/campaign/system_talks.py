@@ -21,10 +21,6 @@ from server_process import Server
 from fastdecode import LLM, SamplingParams
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 6, 3, 20, 40
-NEAR = 0.02
-"""Log-probabilities of this model that int8 may confuse: between the token that was said and
-the likeliest of float32. Undisturbed it is .0034 at most, of 720 tokens; with one wrong block
-of 16 tokens in a history, 310 of 360 tokens are further than .03."""
 _FREE_WITHIN_S = 20.0
 Turns: TypeAlias = list[tuple[int, ...] | None]
 """Turn after turn, a conversation each; None: it failed, or was cancelled."""
@@ -38,11 +34,10 @@ def prompts_of(turn: int) -> list[list[int]]:
     ]
 
 
-def drawing(conversation: int, *, is_greedy: bool) -> dict[str, Any]:
-    """How its tokens are drawn: every other one's are sampled, unless all are greedy."""
-    temperature = 0.0 if is_greedy else 0.9 * (conversation % 2)
+def drawing(conversation: int) -> dict[str, Any]:
+    """Return sampling parameters: every other conversation is sampled, the others are greedy."""
     return {
-        "temperature": temperature, "seed": conversation, "max_tokens": NUM_DRAWN,
+        "temperature": 0.9 * (conversation % 2), "seed": conversation, "max_tokens": NUM_DRAWN,
         "ignore_eos": True,
     }  # fmt: skip
 
@@ -110,12 +105,11 @@ class LocalTalks:
 
     Args:
         llm: the engine.
-        is_greedy: no turn is sampled.
     """
 
-    def __init__(self, llm: LLM, *, is_greedy: bool = False) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        drawn = [drawing(i, is_greedy=is_greedy) for i in range(NUM_CONVERSATIONS)]
+        drawn = [drawing(i) for i in range(NUM_CONVERSATIONS)]
         self._params = [SamplingParams(**each) for each in drawn]
 
     def talk(self, name: str) -> Turns:
@@ -155,12 +149,10 @@ class ServedTalks:
 
     Args:
         server: one that is ready.
-        is_greedy: no turn is sampled.
     """
 
-    def __init__(self, server: Server, *, is_greedy: bool = False) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._is_greedy = is_greedy
         self._sockets: dict[int, socket.socket] = {}
 
     def talk(self, name: str) -> Turns:
@@ -172,7 +164,7 @@ class ServedTalks:
             said: Turns = []
             for turn in range(NUM_TURNS):
                 lines = [
-                    {**drawing(i, is_greedy=self._is_greedy), "prompt_token_ids": prompt,
+                    {**drawing(i), "prompt_token_ids": prompt,
                      "conversation_id": f"{name}-{i}"}
                     for i, prompt in enumerate(prompts_of(turn))
                 ]  # fmt: skip
@@ -217,50 +209,3 @@ def _blocks_in_use(r_workers: Sequence[dict[str, Any]]) -> int:
 
 
 Talks: TypeAlias = "LocalTalks | ServedTalks"
-
-
-class Judge:
-    """Holds turns against those of an undisturbed engine of float32, which caches nothing.
-
-    Args:
-        llm: such an engine.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._undisturbed = LocalTalks(llm).talk("plain")
-
-    def of_exact(self, said: Turns) -> list[str]:
-        """Of each turn: right, changed or failed."""
-        return [
-            "failed" if one is None else "right" if one == other else "changed"
-            for one, other in zip(said, self._undisturbed, strict=True)
-        ]
-
-    def of_rounded(self, said: Turns) -> list[str]:
-        """The same of greedy turns with KV in int8, whose tokens may be others where two are
-        about equally likely: each has to be ``NEAR`` the likeliest after what was said before
-        it. Turns after a failed one of their conversation are right."""
-        verdicts = ["failed" if one is None else "right" for one in said]
-        wholes = [self._whole(said, i) for i in range(NUM_CONVERSATIONS)]
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-        for i, output in enumerate(self._llm.generate(wholes, params)):
-            assert output.prompt_logprobs is not None
-            for turn in range(len(wholes[i]) // (NUM_NEW + NUM_DRAWN)):
-                end = (turn + 1) * (NUM_NEW + NUM_DRAWN)
-                for each in output.prompt_logprobs[end - NUM_DRAWN : end]:
-                    assert each is not None
-                    if max(logprob for _, logprob in each.top) - each.logprob > NEAR:
-                        verdicts[turn * NUM_CONVERSATIONS + i] = "changed"
-        return verdicts
-
-    @staticmethod
-    def _whole(said: Turns, conversation: int) -> list[int]:
-        """All its tokens, up to a turn that failed."""
-        tokens = prompts_of(0)[conversation][:0]
-        for turn in range(NUM_TURNS):
-            answer = said[turn * NUM_CONVERSATIONS + conversation]
-            if answer is None:
-                break
-            tokens += [*prompts_of(turn)[conversation], *answer]
-        return tokens

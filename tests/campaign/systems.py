@@ -7,8 +7,7 @@ address. Or the device that keeps KV fails, a turn is cancelled, a rank is kille
 HTTP process or engine is killed, which ends the server.
 
 Turns, greedy and sampled, must equal those of an undisturbed float32 engine without caches, stages
-or replicas. Tokens with int8 depend on the side, so turns are greedy there, and each token has to
-be nearly the likeliest (``system_talks``). Of a server that ends, a turn is right or an error.
+or replicas. Of a server that ends, a turn is right or an error.
 Counted are turns that **failed** or were **changed**, rounds that **hung**, KV blocks that are
 **kept** afterwards though no request wants them, and **orphans**, processes that a server leaves.
 """
@@ -34,7 +33,6 @@ from random_llama import llama_config, write_checkpoint
 from server_process import Server, serving
 from system_talks import (
     NUM_CONVERSATIONS,
-    Judge,
     LocalTalks,
     ServedTalks,
     Talks,
@@ -77,11 +75,6 @@ class System:
     instances: tuple[str, ...] = ()
     """Roles of instances at addresses, in place of R-workers."""
 
-    @property
-    def is_rounded(self) -> bool:
-        """Whether tokens depend on where KV is kept."""
-        return self.options.get("kv_dtype") == "int8"
-
 
 _ON_DEVICE: dict[str, Any] = {
     "kv_placement": "gpu", "kv_memory_gb": 0.006, "prefix_cache": "on", "cache_memory_gb": 0.05,
@@ -107,8 +100,8 @@ SYSTEMS: dict[str, System] = {
         {"instances": "prefill:1:tp=2,decode:1:tp=2", "kv_memory_gb": 0.02, "r_threads": 1},
         "rank", num_r_workers=0, blows_an_engine=1, num_ranks=7, is_served=True,
     ),
-    "hybrid, int8, cache, replicas behind the server": System(
-        {"kv_placement": "hybrid", "device_kv_gb": 0.00025, "kv_dtype": "int8",
+    "server, hybrid, cache, replicas": System(
+        {"kv_placement": "hybrid", "device_kv_gb": 0.001,
          "prefix_cache": "on", "replicas": 1},
         is_served=True,
     ),
@@ -243,12 +236,8 @@ class Systems:
         self._model = directory / "model"
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
-        plain = LLM(str(self._model), **COMMON, kv_memory_gb=0.02)
-        self._close = plain.close
-        self._judge = Judge(plain)
-
-    def close(self) -> None:
-        self._close()
+        with LLM(str(self._model), **COMMON, kv_memory_gb=0.02) as plain:
+            self._undisturbed = LocalTalks(plain).talk("plain")
 
     def run(self, system: System, number: int) -> Counter[str]:
         """Of one system so many blows, with an engine for a few of them each."""
@@ -312,7 +301,7 @@ class Systems:
         else:
             words += [word for address in rack.addresses for word in ("--r-worker", address)]
         with serving([*(ranks if system.num_ranks else []), *words]) as server:
-            talks = ServedTalks(server, is_greedy=system.is_rounded)
+            talks = ServedTalks(server)
             yield Disturbed(talks, rack, self._device, self._chance, server, system.num_ranks)
 
     @contextlib.contextmanager
@@ -348,8 +337,10 @@ class Systems:
         self, system: System, said: Turns, counts: Counter[str], whose: int | None = None
     ) -> bool:
         """``whose``: a conversation whose turns need not be right. Whether one is not."""
-        judge = self._judge.of_rounded if system.is_rounded else self._judge.of_exact
-        verdicts = judge(said)
+        verdicts = [
+            "failed" if one is None else "right" if one == other else "changed"
+            for one, other in zip(said, self._undisturbed, strict=True)
+        ]
         if system.blow in DEADLY:
             verdicts = ["an error" if each == "failed" else each for each in verdicts]
         for place in range(whose if whose is not None else len(said), len(said), NUM_CONVERSATIONS):
