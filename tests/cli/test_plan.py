@@ -17,7 +17,7 @@ from fastdecode.core.config.placement import read_placement
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     example
-    for page in ("design/disaggregation.md", "design/goodput.md", "evidence/papers.md")
+    for page in ("design/disaggregation.md", "design/goodput.md")
     for example in re.findall(
         r"```console\n\$ fastdecode (plan [^\n]*)\n(.*?)```",
         (ROOT / "docs" / page).read_text("utf-8"),
