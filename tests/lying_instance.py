@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from raw_messages import RawDeltas, raw, raw_report
+from msgspec import Raw
+from raw_messages import RawDeltas, raw_report, said
 from values import replace
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
@@ -22,15 +22,14 @@ from fastdecode.wire.instances.messages import (
     StatusReport,
     Submit,
 )
-from fastdecode.wire.instances.request_json import delta_to_json
-from fastdecode.wire.json_fields import packed
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.transport import PeerLostError
 
 _LOOK_S = 0.005
 _END_S = 30.0
-TOKENS, REASON, ERROR, SOURCES, FETCHED = 3, 5, 6, 8, 9
-"""Places in a delta's JSON (``fastdecode.wire.instances.request_json``)."""
+TOKENS, REASON, ERROR, SOURCES = "token_ids", "finish_reason", "error", "sources"
+FETCHED, NAME = "has_fetched", "request_id"
+"""Fields of a delta."""
 
 Lie = Callable[[Any, "Heard"], "list[Any] | None"]
 """Makes other messages of one that an instance has sent; None: not of that one."""
@@ -46,22 +45,16 @@ class Heard:
         """It says nothing any more."""
 
 
-def _said(message: Deltas) -> list[list[Any]]:
-    """In JSON's types, to be changed."""
-    said: list[list[Any]] = json.loads(json.dumps(list(map(delta_to_json, message.deltas))))
-    return said
-
-
-def _of_deltas(change: Callable[[list[Any], Heard], bool]) -> Lie:
+def _of_deltas(change: Callable[[dict[str, Any], Heard], bool]) -> Lie:
     """A lie about the first delta that can be changed so."""
 
     def lie(message: Any, heard: Heard) -> list[Any] | None:
         if not isinstance(message, Deltas):
             return None
-        deltas = _said(message)
+        deltas = [said(delta) for delta in message.deltas]
         if not any(change(delta, heard) for delta in deltas):
             return None
-        return [RawDeltas(packed(deltas))]
+        return [RawDeltas(deltas)]
 
     return lie
 
@@ -70,11 +63,11 @@ def _of_status(change: Callable[[dict[str, Any]], None]) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
         if not isinstance(message, StatusReport):
             return None
-        said = copy.deepcopy(dict(message.figures))
-        if "r_workers" not in said:
+        figures = copy.deepcopy(dict(message.figures))
+        if "r_workers" not in figures:
             return None
-        change(said)
-        return [raw_report(message, bytes(packed(said)).replace(b"Infinity", b"1e999"))]
+        change(figures)
+        return [raw_report(message, figures)]
 
     return lie
 
@@ -88,39 +81,39 @@ def _live(number: int) -> Lie:
     return lie
 
 
-def _raw(kind: type[Any], said: bytes) -> Lie:
+def _raw(kind: type[Any], fields: Any) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
         if not isinstance(message, kind):
             return None
         if isinstance(message, StatusReport):
-            return [raw_report(message, said)]
-        return [RawDeltas(raw(said))]
+            return [raw_report(message, fields)]
+        return [RawDeltas(fields)]
 
     return lie
 
 
-def _add_tokens(delta: list[Any], heard: Heard) -> bool:
+def _add_tokens(delta: dict[str, Any], heard: Heard) -> bool:
     if not delta[TOKENS]:
         return False
-    delta[TOKENS] = [*delta[TOKENS], *[7] * heard.limits.get(delta[0], 1)]
+    delta[TOKENS] = [*delta[TOKENS], *[7] * heard.limits.get(delta[NAME], 1)]
     return True
 
 
-def _beyond(delta: list[Any], heard: Heard) -> bool:
+def _beyond(delta: dict[str, Any], heard: Heard) -> bool:
     if not delta[TOKENS]:
         return False
     delta[TOKENS] = [*delta[TOKENS][:-1], (1 << 31) - 1]
     return True
 
 
-def _half_tokens(delta: list[Any], heard: Heard) -> bool:
+def _half_tokens(delta: dict[str, Any], heard: Heard) -> bool:
     if not delta[TOKENS]:
         return False
     delta[TOKENS] = [*delta[TOKENS][:-1], 6.5]
     return True
 
 
-def _too_early(delta: list[Any], heard: Heard) -> bool:
+def _too_early(delta: dict[str, Any], heard: Heard) -> bool:
     if not delta[TOKENS] or delta[REASON] == "stop":
         return False
     if delta[REASON] == "length":
@@ -129,34 +122,34 @@ def _too_early(delta: list[Any], heard: Heard) -> bool:
     return True
 
 
-def _fails(code: str) -> Callable[[list[Any], Heard], bool]:
-    def change(delta: list[Any], heard: Heard) -> bool:
+def _fails(code: str) -> Callable[[dict[str, Any], Heard], bool]:
+    def change(delta: dict[str, Any], heard: Heard) -> bool:
         delta[ERROR] = ["RequestError", "no reason", code]
         return True
 
     return change
 
 
-def _offers_elsewhere(delta: list[Any], heard: Heard) -> bool:
+def _offers_elsewhere(delta: dict[str, Any], heard: Heard) -> bool:
     """From where nobody is, by a ticket that nobody gave."""
     for source in delta[SOURCES]:
-        source[0], source[2] = "tcp://127.0.0.1:9", "0" * 32
+        source["address"], source["ticket"] = "tcp://127.0.0.1:9", "0" * 32
     return bool(delta[SOURCES])
 
 
-def _offers_much(delta: list[Any], heard: Heard) -> bool:
+def _offers_much(delta: dict[str, Any], heard: Heard) -> bool:
     for source in delta[SOURCES]:
-        source[4] += 1 << 20
+        source["num_tokens"] += 1 << 20
     return bool(delta[SOURCES])
 
 
-def _offers_at_length(delta: list[Any], heard: Heard) -> bool:
+def _offers_at_length(delta: dict[str, Any], heard: Heard) -> bool:
     for source in delta[SOURCES]:
-        source[0] = "tcp://" + "x" * (1 << 20)
+        source["address"] = "tcp://" + "x" * (1 << 20)
     return bool(delta[SOURCES])
 
 
-def _has_fetched(delta: list[Any], heard: Heard) -> bool:
+def _has_fetched(delta: dict[str, Any], heard: Heard) -> bool:
     if delta[FETCHED] or delta[SOURCES]:
         return False
     delta[FETCHED] = True
@@ -167,9 +160,9 @@ def _unknown(message: Any, heard: Heard) -> list[Any] | None:
     """Requests that were never asked of it, and nothing else that is untrue."""
     if not isinstance(message, Deltas):
         return None
-    delta = _said(message)[0]
-    delta[0], delta[TOKENS] = "4711.4711", [7] * 9
-    return [message, RawDeltas(packed([delta]))]
+    delta = said(message.deltas[0])
+    delta[NAME], delta[TOKENS] = "4711.4711", [7] * 9
+    return [message, RawDeltas([delta])]
 
 
 def _breaks_down(message: Any, heard: Heard) -> list[Any] | None:
@@ -177,8 +170,8 @@ def _breaks_down(message: Any, heard: Heard) -> list[Any] | None:
     if not isinstance(message, Deltas):
         return None
     error = ["FastDecodeError", "a step broke down before: KeyError: 'x'", "internal_error"]
-    ended = [[name, 0, "", [], None, None, error, 0, [], False, False] for name in heard.limits]
-    return [RawDeltas(packed(ended)), Failed("liar", "internal_error", error[1])]
+    ended = [{NAME: name, "index": 0, ERROR: error} for name in heard.limits]
+    return [RawDeltas(ended), Failed("liar", "internal_error", error[1])]
 
 
 def _welcomes_again(message: Any, heard: Heard) -> list[Any] | None:
@@ -201,13 +194,13 @@ LIES: Mapping[str, Lie] = {
     "figures as text": _of_status(lambda said: said.update(lanes="many")),
     "figures without R-workers": _of_status(lambda said: said.update(r_workers=7)),
     "R-workers of nothing": _of_status(lambda said: said.update(r_workers=[None])),
-    "no status": _raw(StatusReport, b"[]"),
+    "no status": _raw(StatusReport, []),
     "no R-worker": _live(0),
     "R-workers below 0": _live(-1),
     "more R-workers than there are": _live(1 << 20),
-    "no JSON": _raw(Deltas, b"{"),
-    "deep JSON": _raw(Deltas, b"[" * 100_000),
-    "no list": _raw(Deltas, b"7"),
+    "no msgpack": _raw(Deltas, Raw(b"\xc1")),
+    "deep lists": _raw(Deltas, Raw(b"\x91" * 100_000 + b"\x01")),
+    "no list": _raw(Deltas, 7),
     "too many tokens": _of_deltas(_add_tokens),
     "tokens beyond the vocabulary": _of_deltas(_beyond),
     "tokens that are none": _of_deltas(_half_tokens),

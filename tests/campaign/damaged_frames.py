@@ -1,8 +1,8 @@
 """Messages that were damaged, or forged: what reads them refuses them or takes
 them for others that a peer may send, and nobody else notices.
 
-Each draws its damage from a seed. Three targets, from the inside out: the codec; an R-worker's state machine with its
-real kernels, which serves an honest peer beside; and an R-worker's port.
+Each draws its damage from a seed. Three targets, from the inside out: the codec; an R-worker's
+state machine with its real kernels, which serves an honest peer beside; and an R-worker's port.
 """
 
 from __future__ import annotations
