@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
+import numpy as np
 from shared_device import SharedDevice
 
-from cost_model.arrivals import arrivals
+from cost_model.goodput.workload import unit_gaps
 from cost_model.hardware import Hardware
 from cost_model.predict import System
 from cost_model.shapes import model_named
@@ -290,7 +291,8 @@ def _trace(cell: Cell, within_s: float) -> RequestTrace:
     if not within_s:
         return RequestTrace(cell.requests)
     rate = len(cell.requests) / within_s
-    at_s = arrivals(len(cell.requests), rate, 1.0, seed=cell.context)
+    gaps = unit_gaps(len(cell.requests) - 1, 1.0, seed=cell.context)
+    at_s = [0.0, *np.cumsum(gaps) / rate]
     pairs = zip(cell.requests, at_s, strict=True)
     return RequestTrace(tuple(replace(request, arrival=at) for request, at in pairs))
 

@@ -9,12 +9,17 @@ from itertools import product
 import pytest
 from fixed_time import fixed
 
-from cost_model.goodput.answer import Question, answer
-from cost_model.goodput.hardware import InstanceHardware, batch_tokens
-from cost_model.goodput.placements import Degrees, Pair, PlacementPrices
+from cost_model.goodput.answer import Question, answer, as_json, as_text, placement_file
+from cost_model.goodput.placements import Degrees, InstanceHardware, Pair, batch_tokens
 from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.report import as_json, as_text, placement_file
-from cost_model.goodput.search import STEP_TOKENS, Chosen, Phase, Search, plan_colocated
+from cost_model.goodput.search import (
+    STEP_TOKENS,
+    Chosen,
+    Phase,
+    PlacementPrices,
+    Search,
+    plan_colocated,
+)
 from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocated
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cost_model.arrivals import arrivals
 from cost_model.goodput.workload import (
     Lengths,
     drawn,
     fit_trace,
     replayed,
     resampled,
+    unit_gaps,
 )
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
@@ -20,7 +20,7 @@ SEED = 10  # of 10,000 gaps with cv 4, the mean itself is uncertain by 4 %
 
 
 def trace(num: int, rate: float, cv: float, seed: int = 0) -> RequestTrace:
-    times = arrivals(num, rate, cv, seed)
+    times = [0.0, *np.cumsum(unit_gaps(num - 1, cv, seed)) / rate]
     return RequestTrace(
         tuple(
             TracedRequest(100 + 10 * (i % 50), 10 + i % 50, 60, at_s)

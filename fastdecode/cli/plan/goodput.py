@@ -22,7 +22,7 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.goodput.answer import Answer, Question
-    from cost_model.goodput.placements import PlacementPrices
+    from cost_model.goodput.search import PlacementPrices
     from cost_model.goodput.workload import Draw
     from cost_model.plans.question import Setup
 
@@ -98,8 +98,7 @@ def _add_goal(group: Any) -> None:
 
 def run_goodput(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
-    from cost_model.goodput.answer import answer
-    from cost_model.goodput.report import as_json, as_text
+    from cost_model.goodput.answer import answer, as_json, as_text
 
     question = _question(args)
     found = answer(question, progress_teller())
@@ -115,7 +114,7 @@ def run_goodput(args: argparse.Namespace) -> int:
 def _emit(path: Path, question: Question, found: Answer) -> None:
     """Write the placement. If ``fastdecode launch`` can't start it, report that, and write the
     best one that it starts."""
-    from cost_model.goodput.report import placement_file
+    from cost_model.goodput.answer import placement_file
     from fastdecode.core.config.placement import placed_instances
     from fastdecode.core.json_file import write_whole
 
@@ -139,8 +138,7 @@ def _emit(path: Path, question: Question, found: Answer) -> None:
 
 def _launchable(question: Question) -> dict[str, Any] | None:
     """The best placement that ``fastdecode launch`` starts; None: none keeps the SLO."""
-    from cost_model.goodput.answer import answer
-    from cost_model.goodput.report import placement_file
+    from cost_model.goodput.answer import answer, placement_file
     from fastdecode.core.config.placement import is_launchable, placed_instances
 
     hardware = replace(question.hardware, can_run=is_launchable)
@@ -157,7 +155,7 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 
 def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.answer import Question
-    from cost_model.goodput.hardware import InstanceHardware
+    from cost_model.goodput.placements import InstanceHardware
     from cost_model.numbers import whole_number
 
     if args.gpu is None:
@@ -189,7 +187,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Setup:
 
 
 def _prices(text: str | None) -> PlacementPrices:
-    from cost_model.goodput.placements import PlacementPrices
+    from cost_model.goodput.search import PlacementPrices
 
     if text is None:
         return PlacementPrices()

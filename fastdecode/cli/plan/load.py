@@ -33,8 +33,7 @@ def read_load(args: argparse.Namespace) -> tuple[Load, float, str]:
 
 
 def _drawn(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
-    from cost_model.arrivals import GENERATOR
-    from cost_model.goodput.workload import Lengths, drawn
+    from cost_model.goodput.workload import GENERATOR, Lengths, drawn
 
     if args.prompt_len is None or args.output_len is None:
         raise ConfigError("what comes? Give --trace, or --prompt-len and --output-len")
@@ -51,8 +50,7 @@ def _drawn(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
 
 
 def _traced(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
-    from cost_model.arrivals import GENERATOR
-    from cost_model.goodput.workload import fit_trace, replayed, resampled
+    from cost_model.goodput.workload import GENERATOR, fit_trace, replayed, resampled
     from cost_model.traces import read_any_trace
 
     if args.prompt_len is not None or args.output_len is not None:
