@@ -23,8 +23,8 @@ from typing import Final
 
 from fastdecode import __version__
 from fastdecode.cli.commands import COMMANDS
-from fastdecode.cli.common import EXIT_WORKERS_LOST, is_said_by_other_rank, tell
-from fastdecode.cli.parser import Parser
+from fastdecode.cli.options import EXIT_WORKERS_LOST, as_typed, tell
+from fastdecode.cli.parser import Parser, is_said_by_other_rank
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
 from fastdecode.core.os_errors import explained
@@ -117,11 +117,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     try:
         return run(args)
     except FastDecodeError as error:
-        from fastdecode.cli.errors import as_typed
-
         is_everywhere = isinstance(error, ConfigError) and error.is_of_command_line
         if not (is_everywhere and is_said_by_other_rank()):
-            tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
+            tell(f"fastdecode {args.command}: {as_typed(error, args.flags)}")
         # Whatever ends a command here has let it do nothing: 3 is for a request among others.
         return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
     except KeyboardInterrupt:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fastdecode.cli.common import progress_teller
 from fastdecode.cli.main import main
+from fastdecode.cli.options import progress_teller
 from fastdecode.core.config.placement import read_placement
 
 ROOT = Path(__file__).parents[2]
