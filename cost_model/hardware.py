@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_object
 
 if sys.version_info >= (3, 11):
@@ -232,7 +232,7 @@ class Hardware:
 
     def _with(self, path: Path) -> Hardware:
         def refuse(why: str) -> ConfigError:
-            return ConfigError(f"--hardware {path}: {why}")
+            return ConfigError(Given("hardware", str(path)), f": {why}")
 
         tree = read_object(path, most_bytes=MAX_BYTES, refuse=refuse, parse=parse_toml)
         tables = {kind: dict(rows) for kind, rows in self._tables.items()}
@@ -333,14 +333,16 @@ class Hardware:
         family = [own for own, its_family in named if _plain(its_family) == _plain(name)]
         if family:
             raise ConfigError(
-                f"--{kind} {name} names a family, whose parts differ: give one of "
-                f"{', '.join(family)}",
+                Given(kind, name),
+                f" names a family, whose parts differ: give one of {', '.join(family)}",
                 code=f"unknown_{kind}",
             )
         described = f", or a description such as {CPU_SYNTAX!r}" if kind == "cpu" else ""
         return find_name(name, names, option=kind, also=described)
 
 
+GIB_PER_CHANNEL = 32
+"""Memory that is assumed if a description has none: one DIMM."""
 CPU_SYNTAX = "12xDDR5-4800, 64 cores, 2.4 GHz, avx512"
 """A CPU in words, where its name is not known."""
 _MOST_LISTED = 40
@@ -363,7 +365,7 @@ def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "
     names = list(dict.fromkeys(known.values()))
     listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
     why = f"is not known. {hint}Known: {listed}; or give the path of a file{also}"
-    raise ConfigError(f"--{option} {name!r} {why}", code=f"unknown_{option}")
+    raise ConfigError(Given(option, name), f" {why}", code=f"unknown_{option}")
 
 
 def _nic_family(nic: Nic) -> str:
@@ -469,3 +471,73 @@ _KINDS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "nic": lambda name, row: _read(Nic, name, row),
 }
 """How a table's rows are read."""
+
+
+_WORDS = {
+    "channels": r"(?P<memory_channels>\d+) ?(?:x|ch|channels?(?: of)?) ?(?:[a-z0-9]*ddr\dx?[ -]?)?"
+    r"(?P<transfers_per_s>\d{4,5})(?: ?mt/s)?",
+    "cores": r"(?P<cores>\d+) ?(?:cores?|c)",
+    "GHz": r"(?P<base_ghz>\d+(?:\.\d+)?) ?ghz",
+    "instruction set": r"(?P<isa>avx-?2|avx-?512(?:[_-]bf16)?|amx|neon|sve2?)",
+    "memory": r"(?P<memory_gib>\d+) ?gi?b",
+}
+_ISAS: dict[str, dict[str, Any]] = {
+    "avx2": {"isa": "avx2", "fp32_flops_per_cycle": 32},
+    "avx512": {"isa": "avx512", "fp32_flops_per_cycle": 64},
+    "avx512bf16": {"isa": "avx512", "fp32_flops_per_cycle": 64, "bf16_flops_per_cycle": 128},
+    "amx": {"isa": "avx512", "fp32_flops_per_cycle": 64, "bf16_flops_per_cycle": 2048},
+    "neon": {"isa": "neon", "fp32_flops_per_cycle": 32},
+}
+
+
+def is_described(text: str) -> bool:
+    """Return True if this is a description of a CPU rather than a name."""
+    return "," in text or re.search(r"ddr\d|channel", text.lower()) is not None
+
+
+def described_cpu(text: str, hardware: Hardware) -> Cpu:
+    """Read a description: channels by speed, cores, clock and instruction set, in any order.
+
+    Raises:
+        ConfigError: If a part is missing, given twice, or not understood.
+    """
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(Given("cpu", text), f" {why}")
+
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for part in filter(None, (each.strip().lower() for each in text.split(","))):
+        matches = {kind: re.fullmatch(word, part) for kind, word in _WORDS.items()}
+        kind = next((kind for kind, match in matches.items() if match), None)
+        if kind is None or kind in seen:
+            why = f"gives {kind} twice" if kind else f"has {part!r}, which is not understood"
+            raise refuse(f"{why}. Write it as {CPU_SYNTAX!r}")
+        seen.add(kind)
+        match = matches[kind]
+        assert match is not None
+        found |= match.groupdict()
+    missing = [kind for kind in list(_WORDS)[:4] if kind not in seen]
+    if missing:
+        raise refuse(
+            f"lacks its {' and '.join(missing)}. Write it as {CPU_SYNTAX!r}, and add 512 GB if the "
+            "memory is known"
+        )
+    isa = re.sub(r"[-_]", "", found["isa"]).replace("sve2", "neon").replace("sve", "neon")
+    channels, memory = int(found["memory_channels"]), found.get("memory_gib")
+    assumed = f"assumed: {GIB_PER_CHANNEL} GiB a channel"
+    row = {
+        "source": "given by --cpu",
+        "cores": int(found["cores"]),
+        "base_ghz": float(found["base_ghz"]),
+        "memory_channels": channels,
+        "transfers_per_s": float(found["transfers_per_s"]) * 1e6,
+        "memory_gib": int(memory or GIB_PER_CHANNEL * channels),
+        "memory_source": "given by --cpu" if memory else assumed,
+        "sockets_per_host": 2,
+        **_ISAS[isa],
+    }
+    try:
+        return hardware.own_cpu(text, row)
+    except ConfigError as error:
+        raise ConfigError(Given("cpu", text), f": {error.message}") from None

@@ -156,7 +156,7 @@ def plot_run(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
     S-part's and the R-part's share in it."""
     from matplotlib.figure import Figure
 
-    from cost_model.simulate.report import summarise
+    from cost_model.simulate import summarise
 
     figure = Figure(figsize=(1 + 3.2 * len(outcomes), 5), layout="constrained")
     axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)

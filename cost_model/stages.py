@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import ModelShape, NetProfile, RProfile, SProfile
 
 TimeOf: TypeAlias = Callable[[float], float]
@@ -195,7 +195,9 @@ class SPartModel(HardwarePart):
         if profile.dtype != costs.dtype.value:
             raise ConfigError(
                 f"the S-part profile was measured in {profile.dtype}, but the plan asks for "
-                f"{costs.dtype}: use --dtype {profile.dtype}, or calibrate again",
+                f"{costs.dtype}: use ",
+                Given("dtype", profile.dtype),
+                ", or calibrate again",
                 code="profile_mismatch",
             )
         layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
@@ -305,7 +307,9 @@ class RPartModel(HardwarePart):
         if profile.kv_dtype != costs.kv_dtype:
             raise ConfigError(
                 f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan "
-                f"asks for {costs.kv_dtype}: use --kv-dtype {profile.kv_dtype}, or calibrate again",
+                f"asks for {costs.kv_dtype}: use ",
+                Given("kv_dtype", profile.kv_dtype),
+                ", or calibrate again",
                 code="profile_mismatch",
             )
         fit = fit_decode(profile.decode)

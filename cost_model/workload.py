@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from fastdecode.core.config.options import REQUIRED, check_options, option
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_TOKENS = 10_000_000
@@ -34,7 +35,9 @@ def parse_kv_dtype(name: str) -> str:
     try:
         return DType.parse(name).value
     except ConfigError:
-        raise ConfigError(f"--kv-dtype {name!r} is not one of {', '.join(KV_DTYPES)}") from None
+        raise ConfigError(
+            Given("kv_dtype", name), f" is not one of {', '.join(KV_DTYPES)}"
+        ) from None
 
 
 def kv_token_layer_bytes(num_kv_heads: int, head_dim: int, kv_dtype: str) -> float:
@@ -54,30 +57,24 @@ class Workload:
     half of what it grows to when all start at once (F = output).
     """
 
-    prompt_tokens: int
-    output_tokens: int
-    start_interval_steps: int = 1
-    prefix_hit: float = 0.0
-    """The part of a prompt that the prefix cache holds. It isn't computed, and not sent; each
-    sequence still counts as having room for all of it."""
+    prompt_tokens: int = option(REQUIRED, "prompt tokens a sequence", low=0, high=MAX_TOKENS)
+    output_tokens: int = option(REQUIRED, "output tokens a sequence", low=1, high=MAX_TOKENS)
+    start_interval_steps: int = option(
+        1, "steps between starts", low=1, flag="--start-interval", metavar="F"
+    )
+    prefix_hit: float = option(0.0, "part of a prompt that the prefix cache holds", metavar="X")
+    """This part isn't computed, and not sent. Each sequence still reserves memory for all of it."""
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not 0.0 <= self.prefix_hit < 1.0:
-            raise ConfigError(f"--prefix-hit {self.prefix_hit!r} is not a part from 0 to below 1")
-        if not 0 <= self.prompt_tokens <= MAX_TOKENS:
             raise ConfigError(
-                f"prompt length {self.prompt_tokens} (--prompt-len) is not within 0..{MAX_TOKENS} "
-                "tokens"
+                Given("prefix_hit", self.prefix_hit), " is not a part from 0 to below 1"
             )
-        if not 1 <= self.output_tokens <= MAX_TOKENS:
+        if self.start_interval_steps > self.output_tokens:
             raise ConfigError(
-                f"output length {self.output_tokens} (--output-len, --seq-len) is not within "
-                f"1..{MAX_TOKENS} tokens"
-            )
-        if not 1 <= self.start_interval_steps <= self.output_tokens:
-            raise ConfigError(
-                f"start interval {self.start_interval_steps} (--start-interval) is not within "
-                f"1..{self.output_tokens}"
+                Given("start_interval_steps", self.start_interval_steps),
+                f" is more than the {self.output_tokens} output tokens",
             )
 
     @property

@@ -26,11 +26,11 @@ from cost_model.plans.constraints import (
     sockets_for,
     sockets_with_room,
 )
-from cost_model.plans.gpu_only import best_gpu_only
+from cost_model.plans.placement import best_gpu_only
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 _NEAR_FEWEST = 1.25
 """Of the plans with up to this many times the fewest sockets, the smallest batch is taken."""
@@ -164,8 +164,9 @@ class Search:
         if asked is not None:
             if measured is not None and -(-asked // max(self.num_lanes)) > measured:
                 raise ConfigError(
-                    f"--batch {asked}: the S-part was measured up to {measured} tokens in a "
-                    "lane; calibrate with larger batches"
+                    Given("batch", asked),
+                    f": the S-part was measured up to {measured} tokens in a lane; calibrate with "
+                    "larger batches",
                 )
             lane_batch = -(-asked // lanes)
             yield from (lane_batch,) if measured is None or lane_batch <= measured else ()

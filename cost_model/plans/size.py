@@ -24,9 +24,16 @@ from cost_model.plans.constraints import (
     sockets_for,
     sockets_with_room,
 )
-from cost_model.plans.gpu_only import GpuOnly, best_gpu_only, gpu_only_on
-from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid, hybrid_on
-from cost_model.plans.placement import PlacementRates
+from cost_model.plans.placement import (
+    MOST_OF_GAIN,
+    GpuOnly,
+    Hybrid,
+    PlacementRates,
+    best_gpu_only,
+    best_hybrid,
+    gpu_only_on,
+    hybrid_on,
+)
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose
 from cost_model.predict import MAX_LANES, StepPrediction, System

@@ -15,7 +15,7 @@ from cost_model.plans.constraints import s_worker_fits
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import Sizing
 from cost_model.quantities import bytes_text, counted, rate_text, seconds_text
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.stages import layers_of_stages, stage_spec
 
 PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
@@ -69,14 +69,14 @@ def _pace(sizing: Sizing) -> float:
 
 
 def _stage_goal(goal: Goal, num_stages: int) -> Goal:
-    for option, count in (
-        ("lanes", goal.lanes),
-        ("batch", goal.batch),
-        ("max-sockets", goal.max_sockets),
-    ):
+    for name in ("lanes", "batch", "max_sockets"):
+        count = getattr(goal, name)
         if count is not None and count < num_stages:
             raise ConfigError(
-                f"--{option} {count}: each of the {num_stages} stages of --pp has one"
+                Given(name, count),
+                f": each of the {num_stages} stages of ",
+                Given("pp"),
+                " has one",
             )
     return replace(
         goal,

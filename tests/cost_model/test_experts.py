@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 
 from cost_model.hardware import Hardware
-from cost_model.plans.gpu_only import best_gpu_only
+from cost_model.plans.placement import best_gpu_only
 from cost_model.plans.question import Setup
 from cost_model.predict import System
 from cost_model.shapes import model_named

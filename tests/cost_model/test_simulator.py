@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_choices import LongestLengths, schedule_options
 
-from cost_model.simulate.report import as_json, as_text, summarise
-from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.simulate import Table, TabledTimes, as_json, as_text, summarise
 from examples import examples
 from fastdecode.schedule.admission.load_control import FixedInterval
 from fastdecode.schedule.lengths import LengthPredictor

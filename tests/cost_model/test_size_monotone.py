@@ -94,7 +94,7 @@ def test_longer_sequences(setup: Setup, plan: tuple[int, int], more: int) -> Non
 def test_faster_memory(setup: Setup, plan: tuple[int, int], factor: float) -> None:
     assert isinstance(setup.cpu, Cpu)
     faster = replace(setup.cpu, transfers_per_s=setup.cpu.transfers_per_s * factor)
-    larger = replace(setup, memory_bytes_per_socket=int(setup.cpu.memory_bytes * factor))
+    larger = replace(setup, dram_gb=setup.cpu.memory_bytes * factor / 1e9)
     base = sockets(setup, plan)
     assert never_fewer(sockets(replace(setup, cpu=faster), plan), base)
     assert never_fewer(sockets(larger, plan), base)

@@ -13,8 +13,13 @@ from typing import Any
 import pytest
 
 from cost_model.hardware import Hardware
-from cost_model.plans.gpu_only import best_gpu_only, gpu_only_memory_bytes, gpu_only_step_s
-from cost_model.plans.hybrid import best_hybrid, costs_of
+from cost_model.plans.placement import (
+    best_gpu_only,
+    best_hybrid,
+    costs_of,
+    gpu_only_memory_bytes,
+    gpu_only_step_s,
+)
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.plans.report import as_json, as_text
 from cost_model.plans.size import size
@@ -365,7 +370,7 @@ def test_absurd_goals_are_refused(bad: dict[str, Any]) -> None:
     ("change", "message"),
     [
         ({"num_gpus": 0}, "gpus=0"), ({"num_gpus": 3}, "evenly"), ({"num_nics": 0}, "nics=0"),
-        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"memory_bytes_per_socket": 5},
+        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"dram_gb": 5e-9},
             "dram_gb"),
     ],
 )  # fmt: skip

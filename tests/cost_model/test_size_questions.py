@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from cost_model.described_cpu import described_cpu
-from cost_model.hardware import Hardware
+from cost_model.hardware import Hardware, described_cpu
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.report import as_text
 from cost_model.plans.size import Sizing, size

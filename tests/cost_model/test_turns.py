@@ -11,7 +11,7 @@ from holdings import Holding, victim_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.simulate.turns import Tier, TierSimulator, TracedTurn, parse_turns
+from cost_model.turns import Tier, TierSimulator, TracedTurn, parse_turns
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF
