@@ -38,12 +38,7 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes, Slo
-from cost_model.goodput.traffic_watch import (
-    FinishedRequest,
-    TrafficWatch,
-    WatchRules,
-    traffic,
-)
+from cost_model.goodput.traffic_watch import FinishedRequest, TrafficWatch, WatchRules, traffic
 from cost_model.goodput.workload import Lengths, drawn
 from examples import examples
 from fastdecode.core.config.instances import InstanceRole

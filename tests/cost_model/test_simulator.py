@@ -41,10 +41,7 @@ def simulate(
     lengths: LengthPredictor | None = None,
     **more: object,
 ) -> SimulationOutcome:
-    chosen: dict[str, object] = {
-        "max_num_sequences": 16,
-        "max_step_tokens": 16 + 512,
-    }
+    chosen: dict[str, object] = {"max_num_sequences": 16, "max_step_tokens": 16 + 512}
     options = schedule_options(mode, lanes, **(chosen | more))
     worker_blocks = (blocks,) * len(times.r_parts)
     scheduler = make_scheduler(options, worker_blocks, block_size, times, lengths=lengths)

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cost_model.goodput.workload import (
-    Lengths,
-    drawn,
-    fit_trace,
-    replayed,
-    resampled,
-    unit_gaps,
-)
+from cost_model.goodput.workload import Lengths, drawn, fit_trace, replayed, resampled, unit_gaps
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
