@@ -62,7 +62,7 @@ def test_replay_keeps_gaps_and_order() -> None:
     found = replayed(original).at(1 / float(np.diff([r.arrival for r in original.requests]).mean()))
     assert [each[0] for each in found] == pytest.approx([r.arrival for r in original.requests])
     assert [each[1] for each in found] == [r.num_prompt_tokens for r in original.requests]
-    with pytest.raises(ConfigError, match="--replay: the trace's requests arrive all at once"):
+    with pytest.raises(ConfigError, match="replay: the trace's requests arrive all at once"):
         replayed(RequestTrace((TracedRequest(5, 5, 5),) * 3))
 
 
