@@ -127,7 +127,6 @@ class Disaggregation:
         return (self.machines - 1) / denominator if denominator > 1e-9 else None
 
     def splits(self) -> Iterator[Split]:
-        """Yield all that fit, by machines for prompts."""
         prompts_s = self.overhead * self.machines * self.prompt_time
         tokens_s = self.tokens * self.machines * self.token_time
         for few in range(1, self.machines):
@@ -144,7 +143,6 @@ class Disaggregation:
 
     @property
     def wins(self) -> bool:
-        """True if the best split is strictly better than one pipeline."""
         return any(not at_most(self.colocated_s, split.interval_s) for split in self.best)
 
 

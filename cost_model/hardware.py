@@ -111,14 +111,12 @@ class Cpu:
     isa: str
     """Instruction set of the attention kernels: avx2, avx512 or neon."""
     fp32_flops_per_cycle: int
-    """Of one core."""
     bf16_flops_per_cycle: float | None
     """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
     memory_channels: int
     transfers_per_s: float
     """Of one channel of 8 bytes."""
     memory_bytes: int
-    """Installed, unless the user says otherwise."""
     memory_source: str
     sockets_per_host: int
     power_w: float | None
@@ -198,7 +196,6 @@ class Nic:
 
     @property
     def bytes_per_s(self) -> float:
-        """Payload each way."""
         return self.line_bits_per_s / 8 * self.line_efficiency.value
 
 
@@ -248,7 +245,6 @@ class Hardware:
         return Hardware(tables)
 
     def _row(self, kind: str, name: str, row: Any) -> dict[str, Any]:
-        """A user's part, with the fields of the one that it is like."""
         if not isinstance(row, dict):
             raise ConfigError("it must be a table of fields")
         rows, row = self._tables[kind], dict(row)
@@ -290,16 +286,13 @@ class Hardware:
         return None
 
     def cpu(self, name: str) -> Cpu:
-        """Raises ConfigError with the nearest names if there is none of this name."""
         return self.cpus[self._find("cpu", name)]
 
     def own_cpu(self, name: str, row: Mapping[str, Any]) -> Cpu:
-        """Raises ConfigError if a field is missing or makes no sense."""
         cpu: Cpu = self._part("cpu", name, row)
         return cpu
 
     def nic(self, name: str) -> Nic:
-        """Raises ConfigError with the nearest names if there is none of this name."""
         return self.nics[self._find("nic", name)]
 
     def faster_nic(self, nic: Nic) -> Nic | None:
@@ -375,7 +368,6 @@ def _nic_family(nic: Nic) -> str:
 _NOISE = re.compile(
     r"\((r|tm)\)|\bcpu @.*|\b\d+-core processor.*|\b(nvidia|amd|intel|cpu|tesla|infiniband)\b"
 )
-"""Of names as nvidia-smi, rocm-smi and lscpu print them."""
 
 
 def _plain(name: str) -> str:
@@ -413,7 +405,6 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and most of each field, units as in the file; far beyond any part that is sold."""
 _PART = (0.001, 0.999)
-"""Of an efficiency."""
 
 
 def _number(row: Mapping[str, Any], name: str, *, is_whole: bool = False) -> float:
@@ -440,7 +431,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
     "float | None": _optional,
     "Efficiency": _efficiency,
 }
-"""How a field is read, by its type."""
 
 
 def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **sizes: int) -> _Kind:
@@ -470,7 +460,6 @@ _KINDS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "cpu": lambda name, row: _read(Cpu, name, row, memory_gib=GIB),
     "nic": lambda name, row: _read(Nic, name, row),
 }
-"""How a table's rows are read."""
 
 
 _WORDS = {

@@ -62,7 +62,6 @@ def whole_number(name: str, value: int, low: int, high: int) -> int:
 def count(
     fields: Mapping[str, Any], name: str, where: str, low: int = 1, most: int = MAX_TOKENS
 ) -> int:
-    """A whole number. Raises ConfigError."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
         raise _refused(fields, name, where, f"a whole number from {low} to {most}")
@@ -86,7 +85,6 @@ def _refused(fields: Mapping[str, Any], name: str, where: str, wanted: str) -> C
 
 
 def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raises ConfigError: there is a field of another name."""
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}")

@@ -41,12 +41,10 @@ class LaneTimes:
 
     @property
     def link_s(self) -> float:
-        """The link is busy."""
         return max(self.out_s, self.back_s, self.messages_s, self.io_s)
 
     @property
     def trip_s(self) -> float:
-        """To R-workers and back."""
         return self.messages_s + self.out_s + self.back_s + self.round_trip_s
 
     @property
@@ -73,7 +71,6 @@ class LaneTimes:
 @dataclass(frozen=True)
 class StepPrediction:
     batch: int
-    """Sequences that run at once, in all lanes."""
     lanes: int
     sockets: int
     step_s: float
@@ -184,7 +181,6 @@ class System:
         return max(links_s, self.transport.io_s(num_bytes, sockets))
 
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
-        """One lane of ``lane_batch`` sequences through one layer."""
         return self.lane_over(lane_batch)(sockets)
 
     def lane_over(self, lane_batch: int) -> Callable[[float], LaneTimes]:

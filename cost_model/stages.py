@@ -66,13 +66,11 @@ class _Roofline:
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> _Roofline:
-        """Raises ConfigError if the GPU doesn't compute in the costs' dtype."""
         flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
         bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
         return cls(gpu, num_gpus, costs, flops_per_s, bytes_per_s)
 
     def all_reduce_s(self, batch: float) -> float:
-        """Of one token's hidden states for each of the batch."""
         if self.num_gpus == 1:
             return 0.0
         ring = 2 * (self.num_gpus - 1) / self.num_gpus
@@ -81,14 +79,12 @@ class _Roofline:
         return self.gpu.all_reduce_s + ring * num_bytes / peer_bytes_per_s
 
     def layer_s(self, batch: float) -> float:
-        """Of one layer, the mean of all."""
         busy_s = sum(count * self._busy_s(layer, batch) for layer, count in self.costs.layer_kinds)
         mean_s = busy_s / self.costs.num_layers
         return mean_s + self.gpu.layer_overhead_s + 2 * self.all_reduce_s(batch)
 
     @cached_property
     def _row_costs(self) -> dict[int, tuple[float, float]]:
-        """Of a layer of each kind: bytes of activations and FLOPs of one row."""
         costs = self.costs
         return {
             layer: (costs.layer_activation_bytes(layer), costs.layer_flops(layer))
@@ -102,7 +98,6 @@ class _Roofline:
         return max(memory_s, flops * batch / self.flops_per_s)
 
     def head_s(self, batch: float) -> float:
-        """Of the logits."""
         if not self.costs.has_ends:
             return 0.0
         logits_bytes = 8.0 * self.costs.spec.vocab_size * batch
@@ -149,7 +144,6 @@ class SPartModel(HardwarePart):
         return self.pace * (self.layer_s(batch) + self.head_s(batch) / self.num_layers)
 
     def prefill_s(self, prompt_tokens: float) -> float:
-        """Seconds of one prompt through all layers."""
         return self.pace * self.prompt_s(prompt_tokens) if prompt_tokens > 0 else 0.0
 
     @classmethod
@@ -244,8 +238,6 @@ class RPartModel(HardwarePart):
     power_w: float | None
 
     def r_s(self, num_sequences: float, num_tokens: float) -> float:
-        """Seconds of one layer for one R-worker that holds so many sequences
-        and cached tokens of the lane."""
         return self.pace * (
             self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens
         )
@@ -343,7 +335,6 @@ class LinkModel(HardwarePart):
     """What one message out and its answer cost the S-worker's thread, the bytes aside."""
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds that so many bytes take one way, latency aside."""
         return self.pace * num_bytes / self.bytes_per_s
 
     @property

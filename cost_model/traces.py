@@ -81,7 +81,6 @@ def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str)
 
 
 def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each line is, and its JSON object."""
     for where, line in lines:
         fields = json_object(line, where)
         check_known(fields, known, where)
@@ -102,7 +101,6 @@ def bounded(lines: Iterable[bytes], name: str) -> Iterator[Located]:
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """Raises ConfigError: the line holds something else."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -154,7 +152,6 @@ def _read(file: Iterable[bytes], name: str) -> ReadTrace:
 
 
 def _logged(record: Fields, where: str) -> TracedRequest | None:
-    """Returns None if it has no prompt or no answer."""
     prompt, output = (_count(record, each, where) for each in ("prompt_tokens", "output_tokens"))
     time: Any = record.get("time")
     is_number = isinstance(time, (int, float)) and not isinstance(time, bool)

@@ -63,7 +63,6 @@ class _Conversation:
     """They are numbered as they appear."""
     num_tokens: int = 0
     last_s: float = 0.0
-    """When it was last active."""
 
 
 class Tier:
@@ -78,7 +77,6 @@ class Tier:
         self._policy = policy
         self._size = block_size
         self.num_blocks = 0
-        """Of all conversations."""
         self._held: dict[int, list[int]] = {}
         self._costs: list[float] = []  # of blocks, by number
         # By conversation.
@@ -160,7 +158,6 @@ class TierSimulator:
         self.totals = TurnTotals()
 
     def run(self, turn: TracedTurn) -> None:
-        """A turn comes, and is over."""
         found, now_s = self._find(turn.conversation), turn.arrival_s
         before = found.num_tokens
         upper, lower = (tier.blocks(found.number) for tier in (self._upper, self._lower))
@@ -205,7 +202,6 @@ class TierSimulator:
         totals.recompute_cost += sum(self._cost((block + 1) * self._size) for block in missing)
 
     def _make_room(self, now_s: float) -> None:
-        """Move blocks down until enough slots are free."""
         while is_short(self._slots - self._upper.num_blocks, self._slots, self._threshold):
             gone = self._upper.leave(now_s)
             if gone is None:
@@ -258,7 +254,6 @@ def read_turns(path: Path) -> list[TracedTurn]:
 
 
 def parse_turns(lines: Iterable[bytes], name: str) -> list[TracedTurn]:
-    """See ``read_turns``. ``name`` is what errors call the file."""
     turns = [_turn(fields, where) for where, fields in records(bounded(lines, name), _FIELDS)]
     if not turns:
         raise ConfigError(f"{name} holds no turns")
@@ -275,7 +270,6 @@ def _turn(fields: Mapping[str, Any], where: str) -> TracedTurn:
 
 
 def _number(seconds: float) -> int | float:
-    """As JSON has it: whole ones without a point."""
     return int(seconds) if seconds == int(seconds) else seconds
 
 

@@ -41,7 +41,6 @@ def parse_kv_dtype(name: str) -> str:
 
 
 def kv_token_layer_bytes(num_kv_heads: int, head_dim: int, kv_dtype: str) -> float:
-    """K and V of one token in one layer, scales included."""
     element_bits, scale_bits = _KV_BITS[kv_dtype]
     return 2 * num_kv_heads * (head_dim * element_bits + scale_bits) / 8
 
@@ -202,13 +201,11 @@ class TokenCosts:
         return parts
 
     def mean_read_bytes(self, batch: float) -> float:
-        """``layer_read_bytes``, the mean of all layers."""
         kinds = self.layer_kinds
         total = sum(count * self.layer_read_bytes(layer, batch) for layer, count in kinds)
         return total / self.spec.num_layers
 
     def layer_flops(self, layer: int) -> float:
-        """Of one token through one layer's matrices."""
         return 2.0 * self.spec.active_layer_parameters(layer)
 
     def layer_activation_bytes(self, layer: int) -> float:
@@ -227,7 +224,6 @@ class TokenCosts:
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     def _mlp_elements(self, layer: int) -> int:
-        """Elements that a layer's MLP makes of one token."""
         spec, moe = self.spec, self.spec.moe
         if moe is None or not spec.has_experts(layer):
             return (3 if spec.gated_mlp else 2) * spec.intermediate_size
@@ -279,12 +275,10 @@ class TokenCosts:
 
     @property
     def kv_bytes(self) -> float:
-        """K and V of one cached token over all layers."""
         return self.num_layers * self.kv_layer_bytes
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
         return self.spec.num_q_heads // self.spec.num_kv_heads
 
     @property

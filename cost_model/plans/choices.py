@@ -153,7 +153,6 @@ def _best(
     name: str, sizing: Sizing, prices: Prices | None, by: str,
     copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
 ) -> list[Choice]:  # fmt: skip
-    """Return the best placement of the KV cache that keeps the promises, if there is one."""
     found = []
     placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
     if by == "tokens" and placed:

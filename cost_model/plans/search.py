@@ -178,7 +178,6 @@ class Search:
             yield most
 
     def _largest(self, lanes: int, most: int) -> int:
-        """A lane's largest batch that can run; 0: none."""
         # Where nothing is promised of a step, room is all that it takes.
         is_free = self.promises.step_limit_s == float("inf")
         runs = self._room if is_free else self.best_sockets
@@ -199,7 +198,6 @@ class Search:
             yield self._fewest(lane_batch, lanes, wanted)
 
     def _smallest(self, lanes: int, rate: float, known: int) -> int:
-        """A lane's smallest batch that gives ``rate``, which ``known`` does."""
         return smallest(lambda lane_batch: self.rate(lane_batch, lanes) >= rate, known)
 
     def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastdecode.cli.options import add_log_level_option, add_options, read_options
+from fastdecode.cli.options import add_log_level_option, add_options, given, read_options
 from fastdecode.core.config.groups import SCHEDULES, Batching
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
@@ -149,12 +149,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace)
     outcomes: dict[str, SimulationOutcome] = {}
     for mode in modes:
-        args.schedule = mode
-        batching = read_options(args, Batching)
-        if mode == "fixed-f" and batching.expected_output_tokens is None:
-            mean = round(trace.mean_output_tokens)
-            batching = replace(batching, expected_output_tokens=mean)
-        options = ScheduleOptions(batching)
+        chosen = {**given(args, Batching), "schedule": mode}
+        if mode == "fixed-f" and args.expected_output_tokens is None:
+            chosen["expected_output_tokens"] = round(trace.mean_output_tokens)
+        options = ScheduleOptions(Batching(**chosen))
         outcomes[mode] = Simulation(
             trace,
             make_scheduler(options, blocks, workers.block_size, times),

@@ -297,19 +297,20 @@ def read_setup(
     parts: Parts,
     hardware: Hardware,
     workload: Workload | None = None,
-    **changes: Any,
+    num_gpus: int | None = None,
 ) -> Setup:
     """Return the model, the hardware and the workload that the options name.
 
     Args:
         workload: The workload. None if the options give it.
-        changes: Values of ``Setup``'s options in place of those given.
+        num_gpus: In place of the option.
 
     Raises:
         ConfigError: If an option makes no sense.
     """
     spec, cpu = read_model(args.model), _cpu(parts.cpu, hardware)
-    options = {**given(args, Setup), **changes}
+    options = given(args, Setup)
+    options["num_gpus"] = num_gpus or args.num_gpus
     workload = workload or _workload(args)
     dram_gb = options["dram_gb"]
     if parts.gpu != "none":

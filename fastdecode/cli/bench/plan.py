@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +48,7 @@ class Comparison:
         None, "profile of `calibrate r`; default: measured now", metavar="FILE"
     )
     steps: int = option(20, "decode steps to time", low=1, high=100_000)
-    tolerance: float = option(0.15, "relative", low=math.ulp(0.0), high=1e6, metavar="X")
+    tolerance: float = option(0.15, "relative", low=1e-6, high=1e6, metavar="X")
     json: bool = switch("print the comparison as JSON")
 
     def __post_init__(self) -> None:

@@ -196,9 +196,8 @@ def _question(args: argparse.Namespace) -> Question:
     most_output = max(output for _, output in draw.lengths)
     parts = Parts(gpu=nodes.gpu, cpu=nodes.cpu, nic=args.nic, hardware=args.hardware)
     workload = Workload(longest - most_output, most_output)
-    args.weights = "decoded"
-    hardware = Hardware.load(args.hardware)
-    setup = read_setup(args, parts, hardware, workload, num_gpus=1)
+    args.weights, args.num_gpus = "decoded", 1
+    setup = read_setup(args, parts, Hardware.load(args.hardware), workload)
     instances = InstanceHardware(setup, nodes.nodes, nodes.gpus_per_node, most, draw.mean_prompt)
     return Question(
         setup.spec.name,
