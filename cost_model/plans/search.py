@@ -194,11 +194,12 @@ class Search:
             # A batch somewhat larger than needed first: with it the fewest sockets are found.
             nearly = min(first, top)
             if self.goal.batch is None:
-                lane_batch = self._smallest(lanes, nearly, lane_batch)
-            yield self._fewest(lane_batch, lanes, wanted)
 
-    def _smallest(self, lanes: int, rate: float, known: int) -> int:
-        return smallest(lambda lane_batch: self.rate(lane_batch, lanes) >= rate, known)
+                def is_enough(batch: int, lanes: int = lanes, rate: float = nearly) -> bool:
+                    return self.rate(batch, lanes) >= rate
+
+                lane_batch = smallest(is_enough, lane_batch)
+            yield self._fewest(lane_batch, lanes, wanted)
 
     def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:
         for promises in (self.promises, replace(self.promises, headroom=0.0)):
@@ -209,20 +210,17 @@ class Search:
         else:
             sockets = self.best_sockets(lane_batch, lanes)
             assert sockets is not None
-        if self.goal.batch is None:
-            lane_batch = self._shrunk(lane_batch, lanes, wanted, promises, sockets)
-        return self.plan(lane_batch, lanes, sockets, self.rows(lane_batch, lanes, wanted, promises))
+        working = sockets
 
-    def _shrunk(
-        self, lane_batch: int, lanes: int, wanted: float, promises: Promises, sockets: int
-    ) -> int:
-        def enough(batch: int) -> bool:
-            if self.rate_on(batch, lanes, sockets) < wanted:
+        def is_enough(batch: int) -> bool:
+            if self.rate_on(batch, lanes, working) < wanted:
                 return False
             needed = sockets_of(self.rows(batch, lanes, wanted, promises))
-            return needed is not None and needed <= sockets
+            return needed is not None and needed <= working
 
-        return smallest(enough, lane_batch)
+        if self.goal.batch is None:
+            lane_batch = smallest(is_enough, lane_batch)
+        return self.plan(lane_batch, lanes, working, self.rows(lane_batch, lanes, wanted, promises))
 
     def rows(
         self, lane_batch: int, lanes: int, rate: float, promises: Promises
@@ -289,20 +287,17 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
     if goal.batch is not None:
         plan, _ = replace(search, goal=replace(goal, batch=None)).best()
         if plan is not None:
-            return in_the_way, _nearest(plan, "another --batch"), plan
+            step, batch = plan.expected, counted(plan.batch, "sequence")
+            nearest = (
+                f"another --batch: {batch} on {counted(plan.sockets, 'socket')} give "
+                f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
+            )
+            return in_the_way, nearest, plan
     relaxed = Promises(float("inf"), goal.headroom, goal.replicas)
     plan, _ = replace(search, promises=relaxed, goal=replace(goal, batch=None)).best()
     if plan is None:
         return in_the_way, _enough_sockets(search), None
     return in_the_way, _shortest_step(replace(search, promises=relaxed)), None
-
-
-def _nearest(plan: Plan, change: str) -> str:
-    step = plan.expected
-    return (
-        f"{change}: {counted(plan.batch, 'sequence')} on {counted(plan.sockets, 'socket')} give "
-        f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
-    )
 
 
 def _capped(row: Constraint, goal: Goal) -> Constraint:
