@@ -50,9 +50,9 @@ class Gpu:
     source: str
     fp16_flops_per_s: float
     bf16_flops_per_s: float | None
-    """None: the GPU has no bfloat16 units."""
+    """None if the GPU has no bfloat16 units."""
     fp8_flops_per_s: float | None
-    """None: the GPU has no FP8 units."""
+    """None if the GPU has no FP8 units."""
     memory_bytes: int
     memory_bytes_per_s: float
     pcie_bytes_per_s: float
@@ -115,7 +115,7 @@ class Cpu:
     """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
     memory_channels: int
     transfers_per_s: float
-    """Of one channel of 8 bytes."""
+    """Transfers of one channel of 8 bytes."""
     memory_bytes: int
     memory_source: str
     sockets_per_host: int
@@ -271,12 +271,12 @@ class Hardware:
         return self._parts("nic")
 
     def gpu(self, name: str) -> Gpu:
-        """Raises ConfigError with the nearest names if there is none of this name."""
+        """Look a GPU up. The error for an unknown name has the nearest ones."""
         return self.gpus[self._find("gpu", name)]
 
     def printed_gpu(self, name: str) -> Gpu | None:
-        """As a driver prints it: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB". None: not
-        known, whatever words are left out at its end."""
+        """Look up a driver's name such as "NVIDIA H100 80GB HBM3". None if it is unknown, however many
+        words are left out at its end."""
         words = name.split()
         for count in range(len(words), 0, -1):
             try:
@@ -296,7 +296,7 @@ class Hardware:
         return self.nics[self._find("nic", name)]
 
     def faster_nic(self, nic: Nic) -> Nic | None:
-        """The next faster port of the same kind (Ethernet or InfiniBand); None at the top."""
+        """Return the next faster port of the same kind (Ethernet, InfiniBand). None at the top."""
         family = _nic_family(nic)
         faster = [
             other

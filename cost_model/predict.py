@@ -31,13 +31,13 @@ class LaneTimes:
     """The S-part, the lane's share of prompts included."""
     out_s: float
     r_s: float
-    """Of the busiest R-worker."""
+    """R-part of the busiest R-worker."""
     back_s: float
     round_trip_s: float
     messages_s: float = 0.0
-    """Of the S-worker's thread, for all R-workers."""
+    """Time of the S-worker's thread, for all R-workers."""
     io_s: float = 0.0
-    """Of the S-worker's I/O threads, out and back."""
+    """Time of the S-worker's I/O threads, out and back."""
 
     @property
     def link_s(self) -> float:
@@ -77,7 +77,7 @@ class StepPrediction:
     """One token for every running sequence: the TPOT."""
     tokens_per_s: float
     latency_s: float
-    """Of a whole sequence from its start: its prompt, then every output token."""
+    """Time of a whole sequence: its prompt, then every output token."""
     s_utilisation: float
     r_utilisation: float
     network_utilisation: float
@@ -121,7 +121,7 @@ class System:
 
     @cached_property
     def prompt_s(self) -> float:
-        """Of one prompt, but for what the prefix cache holds of it."""
+        """Time of one prompt, without what the prefix cache holds of it."""
         workload = self.workload
         whole_s = self.s.prefill_s(workload.prompt_tokens)
         return whole_s - self.s.prefill_s(workload.cached_prompt_tokens)
@@ -165,7 +165,7 @@ class System:
 
     def r_s(self, lane_batch: int, sockets: float) -> float:
         """The R-part of one lane and layer. A sequence lives on one R-worker,
-        so sockets beyond one a sequence idle."""
+        so more sockets than sequences idle."""
         sequences = max(1.0, lane_batch / sockets)
         return self.r.r_s(sequences, sequences * self.attended_tokens)
 
@@ -228,7 +228,7 @@ class System:
         )
 
     def latency_s(self, step_s: float) -> float:
-        """Of a whole sequence: its prompt, then a step for each output token."""
+        """Return the time of a prompt and a step for each output token."""
         return self.prompt_s + self.workload.output_tokens * step_s
 
     def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:

@@ -33,7 +33,7 @@ class KnownModel:
 
     name: str
     id: str | None
-    """``org/name`` at Hugging Face; None: it isn't there."""
+    """``org/name`` at Hugging Face. None if it has none."""
     parameters: int
     config: Mapping[str, Any]
 
@@ -85,7 +85,7 @@ def _refuse(name: str) -> None:
 
 
 def _untuned(name: str) -> str:
-    """A release's name without what says how it was trained, which has the same shape:
+    """Strip what says how a release was trained, which does not change its shape:
     ``Qwen/Qwen2.5-7B-Instruct`` is ``qwen2.5-7b``."""
     own = name.rpartition("/")[2].lower().replace(" ", "-")
     return _TUNED.sub("", own)

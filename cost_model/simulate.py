@@ -40,7 +40,7 @@ class Table:
 
     @classmethod
     def parse(cls, text: str, *, option: str, rate: bool = False) -> Table:
-        """A single number is a constant; with ``rate``, it is seconds for each unit of size."""
+        """Read a table. One number is a constant, or with ``rate`` seconds per unit of size."""
         try:
             if ":" not in text:
                 value = float(text)
@@ -66,9 +66,9 @@ class TabledTimes(StepTime):
     s_part: Table
     """Over the tokens of a lane's step."""
     r_parts: tuple[Table, ...]
-    """Of each R-worker, over the load of the lane's sequences there."""
+    """Time of each R-worker over the load of the lane's sequences there."""
     way_s: float = 0.0
-    """Of a lane's step, to R-workers and back."""
+    """Time of a lane's step to R-workers and back."""
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
         return self.s_part(num_tokens_of(num_decoding, prompts))

@@ -60,9 +60,9 @@ class _Roofline:
     num_gpus: int
     costs: TokenCosts
     flops_per_s: float
-    """Of all of them."""
+    """Peak of all of them."""
     bytes_per_s: float
-    """Of each one's memory."""
+    """Bandwidth of each one's memory."""
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> _Roofline:
@@ -106,8 +106,7 @@ class _Roofline:
         return max(num_bytes / self.bytes_per_s, compute_s) + self.gpu.layer_overhead_s
 
     def prompt_s(self, tokens: float) -> float:
-        """Of a prompt, all layers. It joins the step of a running batch, which
-        reads the weights anyway."""
+        """Return the time of a prompt that joins a step, which reads the weights anyway."""
         attention_flops = self.costs.attention_flops * tokens * tokens / 2
         kinds = self.costs.layer_kinds
         flops = sum(count * self._row_costs[layer][1] for layer, count in kinds)
@@ -121,11 +120,11 @@ class SPartModel(HardwarePart):
 
     num_layers: int
     layer_s: TimeOf
-    """Of one layer over tokens in the batch."""
+    """Time of one layer over tokens in the batch."""
     head_s: TimeOf
-    """Of all else in a step over tokens in the batch: embedding, logits, sampling."""
+    """Time of the rest of a step over tokens in the batch: embedding, logits, sampling."""
     prompt_s: TimeOf
-    """Of all layers over the tokens of one prompt, its own attention included, whoever attends."""
+    """Time of all layers over the tokens of one prompt, its attention included."""
     usable_memory_bytes: float
     kv_read_bytes_per_s: float
     """At which attention on the GPU itself would read a KV cache."""
@@ -133,8 +132,7 @@ class SPartModel(HardwarePart):
     """PCIe, one direction; None if it is part of what was measured."""
     power_w: float | None
     max_batch: int | None = None
-    """The largest that was measured: beyond it nothing is known. None: a
-    formula, which has no end."""
+    """The largest batch that was measured. None for a formula."""
     prompts_on_r: bool = False
     """R-workers attend prompts: their q and o cross the network, too."""
 
@@ -224,15 +222,15 @@ class RPartModel(HardwarePart):
     or one measured host. Its pace leaves the read ceiling as it is."""
 
     call_s: float
-    """Of one call, beside what it works on."""
+    """Fixed time of one call."""
     sequence_s: float
-    """Of one sequence, beside its tokens."""
+    """Fixed time of one sequence."""
     token_s: float
-    """R in the paper: of one cached token."""
+    """R in the paper: time of one cached token."""
     read_token_s: float
-    """Of one cached token at the read ceiling: no kernel can be faster."""
+    """Time of one cached token at the read ceiling: no kernel can be faster."""
     capacity_bytes: float
-    """That the KV cache may take."""
+    """Memory for the KV cache."""
     memory_bytes: float
     sockets_per_host: int
     power_w: float | None
@@ -278,7 +276,7 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
-        """A line through what was measured. An R-worker of the measured host counts as one socket.
+        """Fit a line. An R-worker of the measured host counts as one socket.
 
         Raises:
             ConfigError: If the profile is of another head shape or KV dtype.

@@ -17,7 +17,7 @@ MAX_PLAN_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class SteadyBatch:
-    """So many sequences, all with the same context, none starting or ending."""
+    """Sequences with the same context, none of which starts or ends."""
 
     batch: int
     lanes: int

@@ -26,7 +26,7 @@ def machine_times(system: System, sequences: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class SystemTime(StepTime):
-    """Of an S-worker and its R-workers, which are alike and share sequences evenly.
+    """Step times of an S-worker and equal R-workers, which share sequences evenly.
     The prompts of the system's workload are counted in, at their average.
 
     Args:

@@ -24,7 +24,7 @@ _KV_BITS = {
     "fp8": (8, 0),
 }
 FP8 = "fp8"
-"""Of rivals only, with one scale a tensor: FastDecode has no such cache."""
+"""Only for rivals, with one scale per tensor: FastDecode has no such cache."""
 KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
 
 
@@ -83,7 +83,7 @@ class Workload:
 
     @property
     def cached_prompt_tokens(self) -> float:
-        """Of a prompt, in the prefix cache."""
+        """Tokens of a prompt in the prefix cache."""
         return self.prompt_tokens * self.prefix_hit
 
     @property
@@ -122,9 +122,9 @@ class WeightBytes:
 
     experts: float
     layers: float
-    """Of all else in layers."""
+    """All other weights of layers."""
     others: float
-    """Of embeddings, head and final norm."""
+    """Embeddings, head and final norm."""
 
     @classmethod
     def decoded(cls, dtype: DType) -> WeightBytes:
@@ -150,9 +150,9 @@ class TokenCosts:
     dtype: DType
     kv_dtype: str
     kept: WeightBytes | None = None
-    """What weights take in memory; None: all are in ``dtype``."""
+    """What weights take in memory. None if all are in ``dtype``."""
     has_ends: bool = True
-    """Embedding, final norm and head are here; False: only layers, as in a later pipeline stage."""
+    """False for a later pipeline stage, without embedding, final norm and head."""
 
     @cached_property
     def weights(self) -> WeightBytes:
@@ -171,7 +171,7 @@ class TokenCosts:
 
     @cached_property
     def layer_weight_bytes(self) -> float:
-        """Of one layer, the mean of all; every expert counts."""
+        """Mean of all layers, with every expert."""
         return self._all_layers_bytes / self.num_layers
 
     @cached_property
@@ -182,15 +182,15 @@ class TokenCosts:
         return self.layer_read_bytes(layer, math.inf)
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:
-        """Weights that a step of so many rows reads in one layer: of experts, the ones that
-        the router chooses."""
+        """Return the weights that a step of this many rows reads in one layer, with the experts
+        that the router chooses."""
         others, experts = self._read_parts[self.spec.has_experts(layer)]
         moe = self.spec.moe
         return others + (experts * moe.experts_hit(batch) if moe and experts else 0)
 
     @cached_property
     def _read_parts(self) -> dict[bool, tuple[float, float]]:
-        """Of layers with and without experts: bytes that every step reads, and of one expert."""
+        """By whether a layer has experts: bytes that every step reads, and bytes of one expert."""
         spec, moe, weights, parts = self.spec, self.spec.moe, self.weights, {}
         for layer, _ in self.layer_kinds:
             others, expert = spec.layer_parameters(layer), 0
@@ -283,5 +283,5 @@ class TokenCosts:
 
     @property
     def attention_flops(self) -> float:
-        """Of one query over one key, all heads of one layer: q·k and p·v."""
+        """FLOPs of one query over one key, all heads of one layer: q·k and p·v."""
         return 4.0 * self.spec.num_q_heads * self.spec.head_dim

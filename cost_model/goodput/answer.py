@@ -67,7 +67,7 @@ class Nearest:
     ttft_s: float
     tpot_s: float
     degrees: Degrees
-    """Of the instance that keeps the TPOT."""
+    """Degrees of the instance that keeps the TPOT."""
     sockets: int | None
     """Its sockets. 0 if its K and V are on the GPU. None if no instance decodes."""
     is_bound: bool

@@ -148,7 +148,7 @@ class DecodeInstance:
         self._done = done
         self._joining: list[tuple[DispatchJob, int]] = []
         self._running: list[tuple[int, int, DispatchJob]] = []
-        """By the step after which they are finished."""
+        """Ordered by the step after which they are finished."""
         self._order = itertools.count()
         self._num_steps = 0
         self._context = 0

@@ -208,7 +208,7 @@ def to_json(asked: RoleQuestion | JudgedRoles) -> str:
 def question_from_json(text: str) -> RoleQuestion:
     """
     Raises:
-        ValueError, KeyError or TypeError: If the text is no question.
+        ValueError, KeyError or TypeError: If the text is not a question.
     """
     tree = json.loads(text)
     profile = {**tree["profile"], "times": LinearTimes(**tree["profile"]["times"])}
@@ -221,7 +221,7 @@ def question_from_json(text: str) -> RoleQuestion:
 def judged_from_json(text: str) -> JudgedRoles:
     """
     Raises:
-        ValueError, KeyError or TypeError: If the text is no answer.
+        ValueError, KeyError or TypeError: If the text is not an answer.
     """
     tree: dict[str, Any] = json.loads(text)
     return JudgedRoles(**{**tree, **{name: Roles(**tree[name]) for name in ("present", "best")}})

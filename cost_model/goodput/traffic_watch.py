@@ -18,7 +18,7 @@ MAX_REQUESTS = 10_000
 _CHECKS = 10
 """Checks in the time of a window."""
 SURE = 3.0
-"""Standard errors beyond which a difference is no chance."""
+"""Standard errors beyond which a difference is not chance."""
 _BATCHES = 10
 
 
@@ -222,5 +222,5 @@ class TrafficWatch:
         return False
 
     def put_off(self) -> None:
-        """Nothing was judged: check again soon."""
+        """Check again soon, because nothing was judged."""
         self._is_asked = False

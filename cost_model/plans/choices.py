@@ -27,11 +27,11 @@ _WHERE = {"gpu": "GPU", "r": "R-workers", "hybrid": "both"}
 class Choice:
     name: str
     headline: Headline
-    """Of one system."""
+    """Headline of one system."""
     copies: int
     """Systems side by side."""
     num_stages: int
-    """Of each."""
+    """Stages of each system."""
     job: Job
     """A million output tokens."""
     is_without_gpu: bool = False

@@ -118,7 +118,7 @@ class Hybrid:
 
     @property
     def tpot_s(self) -> float:
-        """Of the slower side."""
+        """TPOT of the slower side."""
         return max(self.home_tpot_s, self.away_tpot_s or 0.0)
 
 

@@ -33,7 +33,7 @@ from cost_model.quantities import counted, rate_text, seconds_text
 from fastdecode.core.errors import ConfigError, Given
 
 _NEAR_FEWEST = 1.25
-"""Of the plans with up to this many times the fewest sockets, the smallest batch is taken."""
+"""The smallest batch wins among plans with up to this many times the fewest sockets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Plan:
     sockets: int
     """R-workers, one a socket, spare ones included."""
     spare_sockets: int
-    """Of these, how many may be lost."""
+    """Sockets that may be lost."""
     sockets_per_host: int
     expected: StepPrediction
     fast: StepPrediction
@@ -93,7 +93,7 @@ class Search:
 
     @property
     def most_sockets(self) -> int:
-        """That work; spare ones come on top."""
+        """Most working sockets, without spare ones."""
         most = MAX_SOCKETS if self.goal.max_sockets is None else self.goal.max_sockets
         return most - self.goal.survive
 
@@ -107,15 +107,15 @@ class Search:
         return min(lane_batch * lanes, self.goal.batch or MAX_BATCH * MAX_LANES)
 
     def _room(self, lane_batch: int, lanes: int) -> int | None:
-        """The fewest sockets that hold the KV cache; None: there are too few, or the S-worker's
-        memory is."""
+        """Return the fewest sockets that hold the KV cache. None if there are too few, or the
+        S-worker's memory is too small."""
         if not s_worker_fits(self.system, lane_batch, lanes):
             return None
         room = sockets_with_room(self.system, lane_batch, lanes, self.promises.replicas)
         return room if room <= self.most_sockets else None
 
     def best_sockets(self, lane_batch: int, lanes: int) -> int | None:
-        """The sockets that give the most tokens a second; None: no number of them keeps the
+        """Return the sockets that give the most tokens per second. None if no number keeps the
         promises."""
         system, promises = self.system, self.promises
         room = self._room(lane_batch, lanes)
@@ -139,7 +139,7 @@ class Search:
         return best
 
     def rate(self, lane_batch: int, lanes: int) -> float:
-        """Tokens a second on as many sockets as give the most; 0: it can't run."""
+        """Return tokens per second on the best number of sockets. 0 if it can't run."""
         sockets = self.best_sockets(lane_batch, lanes)
         return 0.0 if sockets is None else self.rate_on(lane_batch, lanes, sockets)
 
@@ -225,7 +225,7 @@ class Search:
     def rows(
         self, lane_batch: int, lanes: int, rate: float, promises: Promises
     ) -> tuple[Constraint, ...]:
-        """What so many tokens a second ask for."""
+        """Return what this rate asks for."""
         cycle_s = self.batch(lane_batch, lanes) / (self.system.costs.num_layers * rate)
         return constraints(self.system, lane_batch, lanes, promises, cycle_s)
 
@@ -265,7 +265,7 @@ class Search:
 
 
 def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
-    """The fewest that satisfy all rows; None: no number does."""
+    """Return the fewest that satisfy all rows. None if no number does."""
     needs = [row.min_sockets for row in rows if row.min_sockets is not None]
     return max(1, *needs) if len(needs) == len(rows) else None
 
@@ -301,7 +301,7 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
 
 
 def _capped(row: Constraint, goal: Goal) -> Constraint:
-    """A need beyond the sockets at hand is as good as none that satisfies."""
+    """Turn a need beyond the sockets at hand into one that nothing satisfies."""
     if (
         goal.max_sockets is None
         or row.min_sockets is None

@@ -27,10 +27,10 @@ class StageShare:
     first_layer: int
     num_layers: int
     weight_bytes: int
-    """Of each of its GPUs."""
+    """Bytes on each of its GPUs."""
     num_gpus: int
     sockets: int | None
-    """R-workers, one a socket; None: there is no plan."""
+    """R-workers, one per socket. None if there is no plan."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _stage_goal(goal: Goal, num_stages: int) -> Goal:
 
 
 def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
-    """Of each stage. ``setup``: the whole model's; ``sizing``: one stage's."""
+    """Return each stage's share. ``setup`` is the whole model's, ``sizing`` one stage's."""
     spec, costs = setup.spec, setup.costs
     ends = spec.num_embedding_parameters + spec.num_head_parameters
     shares = []
@@ -110,7 +110,7 @@ def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageSh
 
 
 def staged_plan(setup: Setup, num_stages: int, sizing: Sizing) -> StagedPlan | None:
-    """All stages together; None: one of them has no plan."""
+    """Return all stages together. None if one of them has no plan."""
     plan = sizing.plan
     if plan is None:
         return None

@@ -369,7 +369,7 @@ def _cpu(name: str, hardware: Hardware) -> Cpu | RProfile:
 
 
 def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
-    """Return the profile at this path. None if ``name`` is no path."""
+    """Return the profile at this path. None if ``name`` is not a path."""
     path = Path(name)
     if path.suffix != ".json" and not path.is_file():
         return None
