@@ -275,8 +275,8 @@ class Hardware:
         return self.gpus[self._find("gpu", name)]
 
     def printed_gpu(self, name: str) -> Gpu | None:
-        """Look up a driver's name such as "NVIDIA H100 80GB HBM3". None if it is unknown, however many
-        words are left out at its end."""
+        """Look up a driver's name such as "NVIDIA H100 80GB HBM3", also without its last words.
+        None if it is unknown."""
         words = name.split()
         for count in range(len(words), 0, -1):
             try:

@@ -216,7 +216,7 @@ class Sizing:
 
     @property
     def placement(self) -> str | None:
-        """KV placement that gives most, by the rule of ``--kv-placement auto``. None if none runs."""
+        """KV placement that gives most, as ``--kv-placement auto`` has it. None if none runs."""
         return PlacementRates(
             gpu=None if self.gpu_only is None else self.gpu_only.tokens_per_s,
             r=None if self.plan is None else self.plan.expected.tokens_per_s,
