@@ -80,7 +80,7 @@ def test_disaggregate_with_streaming_and_memory(capsys: pytest.CaptureFixture[st
     [
         ([*SPLIT, "--tokens", "0"], "--tokens 0 is not a whole number from 1 to 10000000"),
         ([*SPLIT, "--tokens", "9", "--overhead", "0.5"], "--overhead 0.5 is not a number from 1"),
-        ([*SPLIT, "--tokens", "9", "--kv-gb", "1"], "Give both, or neither"),
+        ([*SPLIT, "--tokens", "9", "--kv-gb", "1"], "--bandwidth-gbps missing"),
         ([*SPLIT, "--tokens", "9", "--layers", "2"], "--weights-gb and --prompt-kv-gb and"),
         (SWAP, "--kv-kb and --bandwidth-gb missing"),
         ([*SWAP, "--gpu", "A10"], "--model missing"),

@@ -48,7 +48,7 @@ class Comparison:
         None, "profile of `calibrate r`; default: measured now", metavar="FILE"
     )
     steps: int = option(20, "decode steps to time", low=1, high=100_000)
-    tolerance: float = option(0.15, "relative", low=1e-6, high=1e6, metavar="X")
+    tolerance: float = option(0.15, "relative", low=1e-12, high=1e6, metavar="X")
     json: bool = switch("print the comparison as JSON")
 
     def __post_init__(self) -> None:
