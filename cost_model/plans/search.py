@@ -287,9 +287,9 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
     if goal.batch is not None:
         plan, _ = replace(search, goal=replace(goal, batch=None)).best()
         if plan is not None:
-            step, batch = plan.expected, counted(plan.batch, "sequence")
+            step, sequences = plan.expected, counted(plan.batch, "sequence")
             nearest = (
-                f"another --batch: {batch} on {counted(plan.sockets, 'socket')} give "
+                f"another --batch: {sequences} on {counted(plan.sockets, 'socket')} give "
                 f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
             )
             return in_the_way, nearest, plan

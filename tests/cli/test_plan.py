@@ -180,7 +180,7 @@ def test_emits_what_launch_starts(
         (["--gpu", "A10", "--rate", "1", "--max-sockets", "0"], "--max-sockets 0 is not"),
         (["--gpu", "A10", "--rate", "1", "--requests", "0"], "--requests 0 is not"),
         (["--gpu", "A10", "--rate", "1", "--attainment", "90"], "--attainment 90.0 is not a part"),
-        (["--gpu", "A11", "--rate", "1"], "--gpu 'A11' is not known. Did you mean"),
+        (["--gpu", "A11", "--rate", "1"], "--gpu A11 is not known. Did you mean"),
     ],
 )
 def test_goodput_refuses(
