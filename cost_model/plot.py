@@ -70,8 +70,9 @@ def save_plot(sizing: Sizing, path: Path) -> None:
     from matplotlib import pyplot
 
     steps = [plan.on(system, count) for count in range(1, 2 * plan.sockets + 1)]
-    style = {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
-    with pyplot.rc_context(style):
+    with pyplot.rc_context(
+        {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
+    ):
         figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
         _shade_limits(axes, steps)
         _throughput(axes, sizing, plan, steps)

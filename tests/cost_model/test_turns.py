@@ -202,5 +202,5 @@ def test_lines_that_are_no_turns_are_named(line: bytes, reason: str) -> None:
 
 
 def test_a_conversation_beyond_the_upper_tier_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-tokens"):
+    with pytest.raises(ConfigError, match="kv_tokens"):
         played([(0, "A", 60, 8)], "lru", 64, 0)
