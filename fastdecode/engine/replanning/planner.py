@@ -9,8 +9,7 @@ import sys
 import tempfile
 from typing import IO
 
-from cost_model.goodput.replanning.asking import RoleQuestion, judged_from_json, question_to_json
-from cost_model.goodput.replanning.roles import JudgedRoles
+from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, judged_from_json, to_json
 from fastdecode.core.clock import Clock
 from fastdecode.wire.mpi.launcher import without_launcher
 
@@ -20,7 +19,7 @@ ANSWERS_WITHIN_S = 600.0
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.core.host.parents import end_with; "
     "end_with(int(sys.argv[1]), 'the planner'); "
-    "from cost_model.goodput.replanning.asking import main; main()"
+    "from cost_model.goodput.replanning import main; main()"
 )
 
 
@@ -42,7 +41,7 @@ class Planner:
         assert self._process is None
         # Files, not pipes: nobody has to read or write while the other does.
         with tempfile.TemporaryFile() as asked:
-            asked.write(question_to_json(question).encode())
+            asked.write(to_json(question).encode())
             asked.seek(0)
             self._answer = tempfile.TemporaryFile()  # noqa: SIM115  (until it is read)
             self._asked_s = self._clock()
