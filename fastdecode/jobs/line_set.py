@@ -4,6 +4,7 @@ line is a bit, not an object."""
 from __future__ import annotations
 
 import hashlib
+from array import array
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,16 +47,11 @@ class DuplicateFinder:
 
     def __init__(self) -> None:
         self._digests = bytearray()
-        self._numbers = bytearray()
+        self._numbers = array("q")
 
     def add(self, number: int, line_id: LineId) -> None:
         self._digests += hashlib.blake2b(str(line_id).encode(), digest_size=16).digest()
-        self._numbers += number.to_bytes(8, "little")
-
-    def add_many(self, numbers: NDArray[np.int64], digests: NDArray[np.uint64]) -> None:
-        """Lines' numbers [lines], and the BLAKE2b digests of their ids [lines, 2]."""
-        self._numbers += numbers.tobytes()
-        self._digests += digests.tobytes()
+        self._numbers.append(number)
 
     def find(self) -> NDArray[np.int64]:
         """[num_duplicates, 2]: each line whose id was used before, and the

@@ -11,7 +11,6 @@ from typing import IO, Any
 from fastdecode.core.errors import RequestError
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-BLOCK_BYTES = 1 << 20
 
 
 class LineReader:
@@ -39,31 +38,13 @@ class LineReader:
             elif not raw.isspace():
                 yield self.number, raw
 
-    def blocks(self) -> Iterator[bytes | None]:
-        """All lines, some whole ones at a time; None for one that is too long to
-        be read. ``number`` is the caller's to keep."""
-        while block := self._noted(self._file.read(BLOCK_BYTES)):
-            if not block.endswith(b"\n"):
-                block += self._read()
-            last = block.rfind(b"\n", 0, len(block) - 1) + 1
-            if len(block) - last <= MAX_LINE_BYTES:
-                yield block
-                continue
-            if last:
-                yield block[:last]
-            while block and not block.endswith(b"\n"):
-                block = self._read()
-            yield None
-
     @property
     def sha256(self) -> str:
         """Of what has been read so far, in hex."""
         return self._hash.hexdigest()
 
     def _read(self) -> bytes:
-        return self._noted(self._file.readline(MAX_LINE_BYTES + 1))
-
-    def _noted(self, raw: bytes) -> bytes:
+        raw = self._file.readline(MAX_LINE_BYTES + 1)
         self._hash.update(raw)
         self.num_bytes += len(raw)
         return raw

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fastdecode.conversations.turns import MAX_ID_CHARS
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.jobs.line_format import LineError, LineId, LineRequest
@@ -30,7 +31,6 @@ from fastdecode.text.codec import TextCodec
 
 URLS = (COMPLETIONS_URL, CHAT_URL, RESPONSES_URL)
 LINE_FIELDS = ("custom_id", "method", "url", "body")
-MAX_ID_CHARS = 1024
 ID_PREFIX = "batch_req"
 
 

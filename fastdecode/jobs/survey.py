@@ -7,18 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
+from fastdecode.jobs.line_format import LineError, LineFormat, LineId, shape_of
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
 from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.lines import LineReader, load_object, too_long
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.openai.chat import Chat
-
-if TYPE_CHECKING:
-    from fastdecode.jobs.plain_lines import Shapes
 
 # Kinds of bad lines that a refusal shows, by the first line of each.
 MAX_COMPLAINTS = 20
@@ -26,8 +23,10 @@ MAX_COMPLAINTS = 20
 MAX_PROBED_LINES = 100
 OPENAI_FIELDS = ("custom_id", "method", "url", "body")
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
-FAST_FROM: Final = 8 << 20
-"""Bytes of a file from which on compiled code pays."""
+MAX_SHAPES: Final = 8192
+MAX_SHAPE_BYTES: Final = 4096
+"""Bytes of a shape that is remembered."""
+TICK_LINES: Final = 10_000
 _NUMBERS: Final = re.compile(r"\d+")
 OnLook: TypeAlias = Callable[[float, int], object]
 """Gets the share of a file that was read, and how many lines."""
@@ -64,9 +63,10 @@ class Survey:
     """What is wrong, without its numbers: the first line with that, what is wrong with it,
     and how many lines have it."""
 
-    def complain(self, number: int, named: str, problem: str) -> None:
+    def complain(self, number: int, line_id: LineId | None, problem: str) -> None:
         """Note that a line is bad. Lines whose problems differ only in numbers are one kind."""
         self.bad.add(number)
+        named = "" if line_id is None else f" ({line_id!r})"
         kind = _NUMBERS.sub("", problem)
         new = number, f"line {number}{named}: {problem}", 0
         first, text, count = self.complaints.get(kind, new)
@@ -119,14 +119,13 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
     return None
 
 
-@dataclass(frozen=True)
-class SoundLine:
-    """What is counted of a line that can be answered."""
+class ValidLine(NamedTuple):
+    """What the survey counts of a line that can be answered."""
 
     is_turn: bool
     num_answers: int
-    most_tokens: int
-    """That an answer can have; 0: there is no limit but the model's."""
+    max_tokens: int
+    """Limit of an answer, or 0 for the model's."""
 
 
 def survey(
@@ -136,128 +135,66 @@ def survey(
     takes_text: bool = True,
     shard: Shard = WHOLE,
     on_look: OnLook = unseen,
-    fast_from: int = FAST_FROM,
 ) -> Survey:
     """Read a file from end to end, as the job will.
 
+    Lines of a shape that was checked before are not checked again (``shape_of``).
+
     Args:
-        takes_text: the model has a tokenizer.
-        shard: counts are of its lines; bad lines are those of the whole file.
-        on_look: called after each block of a large file.
-        fast_from: of a file of so many bytes, lines are parsed only where their
-            shape is new (``plain_lines``).
+        takes_text: True if the model has a tokenizer.
+        shard: The counts are of its lines. Bad lines are those of the whole file.
+        on_look: Called every ``TICK_LINES`` lines.
     """
-    looking = _Looking(lines, shard, takes_text=takes_text)
-    found = looking.found
+    found, finder = Survey(shard), DuplicateFinder()
+    checked: dict[bytes, ValidLine] = {}
+    counts: Counter[ValidLine] = Counter()
     with source.open() as file:
-        is_large = source.num_bytes >= fast_from
-        if is_large:
-            reader = _look_fast(file, looking, lambda: on_look(source.share, found.num_in_file))
-        else:
-            reader = _look(file, looking)
+        reader = LineReader(file)
+        for number, raw in reader:
+            found.num_in_file += 1
+            found.last_line = number
+            line_id, shape = (None, None) if raw is None else shape_of(raw)
+            valid = None if shape is None else checked.get(shape)
+            if valid is None:
+                line_id, valid = _check(found, lines, number, raw, takes_text=takes_text)
+                if valid and shape and len(shape) <= MAX_SHAPE_BYTES and len(checked) < MAX_SHAPES:
+                    checked[shape] = valid
+            if line_id is not None:
+                finder.add(number, line_id)
+            if number % shard.count == shard.index % shard.count:
+                found.num_lines += 1
+                if valid is not None:
+                    counts[valid] += 1
+            if found.num_in_file % TICK_LINES == 0:
+                on_look(source.share, found.num_in_file)
+    for valid, count in counts.items():
+        found.num_turns += count * valid.is_turn
+        found.limits[valid.max_tokens] += count * valid.num_answers
     found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
-    _note_duplicates(found, looking.finder, lines)
-    return found
-
-
-class _Looking:
-    """What a survey keeps while it reads."""
-
-    def __init__(self, lines: LineFormat, shard: Shard, *, takes_text: bool) -> None:
-        self.found = Survey(shard)
-        self.finder = DuplicateFinder()
-        self._lines = lines
-        self._takes_text = takes_text
-
-    def parse(self, number: int, raw: bytes | None) -> SoundLine | None:
-        """A line; what is counted of each line of its shape; None: it is bad."""
-        found = self.found
-        found.num_in_file += 1
-        found.last_line = number
-        found.num_lines += number in found.shard
-        line_id: LineId | None = None
-        sound: SoundLine | None = None
-        try:
-            if raw is None:
-                raise LineError(str(too_long(number)), code="line_too_long")
-            request = self._lines.parse(raw, number)
-            line_id = request.line_id
-            if not self._takes_text:
-                _refuse_text(found, request)
-            sound = _sound(request)
-            self.count(sound, number in found.shard)
-        except LineError as error:
-            line_id = error.line_id
-            named = "" if line_id is None else f" ({line_id!r})"
-            found.complain(number, named, f"{error.code}: {error}")
-        if line_id is not None:
-            self.finder.add(number, line_id)
-        return sound
-
-    def count(self, sound: SoundLine, num_lines: int) -> None:
-        """So many sound lines of the shard."""
-        self.found.num_turns += num_lines * sound.is_turn
-        if num_lines:
-            self.found.limits[sound.most_tokens] += num_lines * sound.num_answers
-
-
-def _look(file: IO[bytes], looking: _Looking) -> LineReader:
-    """Parse every line."""
-    reader = LineReader(file)
-    for number, raw in reader:
-        looking.parse(number, raw)
-    return reader
-
-
-def _look_fast(file: IO[bytes], looking: _Looking, tick: Callable[[], object]) -> LineReader:
-    """Parse one line of each shape, and count the others."""
-    from fastdecode.jobs.plain_lines import Shapes  # compiled, or loaded, just now
-
-    reader, shapes = LineReader(file), Shapes(looking.found.shard)
-    learned: list[SoundLine] = []
-    for block in reader.blocks():
-        if block is None:
-            shapes.number += 1
-            looking.parse(shapes.number, None)
-        else:
-            _look_at(block, looking, shapes, learned)
-        tick()
-    for sound, num_lines in zip(learned, shapes.counts.tolist(), strict=True):
-        looking.found.num_lines += num_lines
-        looking.count(sound, num_lines)
-    return reader
-
-
-def _look_at(block: bytes, looking: _Looking, shapes: Shapes, learned: list[SoundLine]) -> None:
-    """Whole lines."""
-    found = looking.found
-    for numbers, digests, stop in shapes.read(block):
-        looking.finder.add_many(numbers, digests)
-        found.num_in_file += len(numbers)
-        found.last_line = int(numbers[-1]) if len(numbers) else found.last_line
-        if stop is None:
-            return
-        sound = looking.parse(stop.number, block[stop.start : stop.end])
-        if sound is not None and shapes.learn():
-            learned.append(sound)
-
-
-def _sound(request: LineRequest) -> SoundLine:
-    params = request.params
-    num_answers = len(request.prompts) * params.n
-    return SoundLine(request.conversation_id is not None, num_answers, params.max_tokens or 0)
-
-
-def _refuse_text(found: Survey, request: LineRequest) -> None:
-    if any(isinstance(prompt, (str, Chat)) for prompt in request.prompts):
-        found.num_untokenizable += 1
-        text = "it is text, but the model directory has no tokenizer.json"
-        raise LineError(text, code="no_tokenizer", line_id=request.line_id)
-
-
-def _note_duplicates(found: Survey, finder: DuplicateFinder, lines: LineFormat) -> None:
     for number, first in finder.find().tolist():
         found.duplicates.add(number)
         if number not in found.bad:
             text = f"its {lines.id_field} was used by line {first}: give each line one of its own"
-            found.complain(number, "", f"{lines.duplicate_code}: {text}")
+            found.complain(number, None, f"{lines.duplicate_code}: {text}")
+    return found
+
+
+def _check(
+    found: Survey, lines: LineFormat, number: int, raw: bytes | None, *, takes_text: bool
+) -> tuple[LineId | None, ValidLine | None]:
+    """Parse a line. Returns its id, if it has one, and what to count, if it is valid."""
+    try:
+        if raw is None:
+            raise LineError(str(too_long(number)), code="line_too_long")
+        request = lines.parse(raw, number)
+        if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
+            found.num_untokenizable += 1
+            text = "it is text, but the model directory has no tokenizer.json"
+            raise LineError(text, code="no_tokenizer", line_id=request.line_id)
+    except LineError as error:
+        found.complain(number, error.line_id, f"{error.code}: {error}")
+        return error.line_id, None
+    params = request.params
+    num_answers = len(request.prompts) * params.n
+    is_turn = request.conversation_id is not None
+    return request.line_id, ValidLine(is_turn, num_answers, params.max_tokens or 0)
