@@ -1,5 +1,4 @@
-"""The first pass over a batch job's input: what is in it, which lines are bad,
-and its hash. Memory stays flat."""
+"""The first pass over a job's input: its lines, the bad ones, and its hash. Memory stays flat."""
 
 from __future__ import annotations
 
@@ -10,18 +9,22 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.jobs.line_format import LineError, LineFormat, LineId, shape_of
-from fastdecode.jobs.line_set import DuplicateFinder, LineSet
-from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.lines import LineReader, load_object, too_long
+from fastdecode.jobs.formats import (
+    OPENAI_FIELDS,
+    LineError,
+    LineFormat,
+    load_object,
+    shape_of,
+    too_long,
+)
+from fastdecode.jobs.lines import DuplicateFinder, LineId, LineReader, LineSet, LineSource
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.openai.chat import Chat
 
-# Kinds of bad lines that a refusal shows, by the first line of each.
 MAX_COMPLAINTS = 20
-# Lines that are read to find out which format a file has.
+"""Kinds of bad lines that a refusal shows, by the first line of each."""
 MAX_PROBED_LINES = 100
-OPENAI_FIELDS = ("custom_id", "method", "url", "body")
+"""Lines that are read to find out a file's format."""
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
 MAX_SHAPES: Final = 8192
 MAX_SHAPE_BYTES: Final = 4096
@@ -29,7 +32,7 @@ MAX_SHAPE_BYTES: Final = 4096
 TICK_LINES: Final = 10_000
 _NUMBERS: Final = re.compile(r"\d+")
 OnLook: TypeAlias = Callable[[float, int], object]
-"""Gets the share of a file that was read, and how many lines."""
+"""Gets the share of the work that is done, and the number of lines."""
 
 
 def unseen(share: float, num_lines: int) -> None:
@@ -38,7 +41,7 @@ def unseen(share: float, num_lines: int) -> None:
 
 @dataclass
 class Survey:
-    """What a file holds."""
+    """Content of a file."""
 
     shard: Shard = WHOLE
     num_lines: int = 0
@@ -46,22 +49,20 @@ class Survey:
     num_in_file: int = 0
     """All lines that aren't blank."""
     last_line: int = 0
-    """The number of the last of them."""
+    """Number of the last of them."""
     sha256: str = ""
-    num_bytes: int = 0
     duplicates: LineSet = field(default_factory=LineSet)
     """Lines whose id an earlier line has."""
     bad: LineSet = field(default_factory=LineSet)
     """Lines that can't be answered, duplicates among them."""
     num_untokenizable: int = 0
-    """Of those, the ones with text for which there is no tokenizer."""
+    """Bad lines with text, for which there is no tokenizer."""
     num_turns: int = 0
     """The shard's lines that are turns of conversations."""
     limits: Counter[int] = field(default_factory=Counter)
-    """The shard's answers by the most tokens that they may get; 0: no limit but the model's."""
+    """The shard's answers by their limits of tokens. 0 is the model's limit."""
     complaints: dict[str, tuple[int, str, int]] = field(default_factory=dict)
-    """What is wrong, without its numbers: the first line with that, what is wrong with it,
-    and how many lines have it."""
+    """Problem without its numbers → first line with it, its text, and the number of lines."""
 
     def complain(self, number: int, line_id: LineId | None, problem: str) -> None:
         """Note that a line is bad. Lines whose problems differ only in numbers are one kind."""
@@ -75,11 +76,11 @@ class Survey:
 
     @property
     def is_refused(self) -> bool:
-        """No line can be answered for want of a tokenizer."""
+        """True if no line can be answered without a tokenizer."""
         return self.num_untokenizable > 0 and len(self.bad) == self.num_in_file
 
     def refusal(self, source: LineSource) -> ConfigError:
-        """Why a job with such an input doesn't start."""
+        """Return why a job with such an input doesn't start."""
         if self.is_refused:
             return ConfigError(
                 f"no line of {source} can be answered: {self.num_untokenizable} are text, but the "
@@ -102,10 +103,10 @@ class Survey:
 
 
 def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
-    """The format that a file's first readable line has; None: neither.
+    """Return the format of a file's first readable line. None if it is neither.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: If the file can't be read.
     """
     with source.open() as file:
         for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
@@ -170,8 +171,8 @@ def survey(
     for valid, count in counts.items():
         found.num_turns += count * valid.is_turn
         found.limits[valid.max_tokens] += count * valid.num_answers
-    found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
-    for number, first in finder.find().tolist():
+    found.sha256 = reader.sha256
+    for number, first in finder.find():
         found.duplicates.add(number)
         if number not in found.bad:
             text = f"its {lines.id_field} was used by line {first}: give each line one of its own"
@@ -185,7 +186,7 @@ def _check(
     """Parse a line. Returns its id, if it has one, and what to count, if it is valid."""
     try:
         if raw is None:
-            raise LineError(str(too_long(number)), code="line_too_long")
+            raise too_long(number)
         request = lines.parse(raw, number)
         if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
             found.num_untokenizable += 1

@@ -20,14 +20,10 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
-from fastdecode.jobs.line_format import LineError
-from fastdecode.jobs.line_set import DuplicateFinder, LineSet
-from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.lines import LineReader
+from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines
+from fastdecode.jobs.lines import DuplicateFinder, LineReader, LineSet, LineSource
 from fastdecode.jobs.manifest import identify_model
-from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.jobs.shard import Shard
-from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import kind_of_lines, survey
 from fastdecode.openai.requests import RequestReader
 

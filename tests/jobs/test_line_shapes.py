@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import survey as survey_module
-from fastdecode.jobs.line_format import LineFormat
-from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines
+from fastdecode.jobs.lines import LineSource
 from fastdecode.jobs.shard import WHOLE, Shard
-from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import Survey, survey
 from fastdecode.openai.requests import RequestReader
 

@@ -119,7 +119,7 @@ def test_what_is_gone_on_with_is_on_record_before_it_has_come(tmp_path: Path) ->
 
 def test_what_is_over_is_thrown_away_in_time(tmp_path: Path) -> None:
     path, one, other = tmp_path / "out.session", sequence(0), sequence(1, index=1)
-    session = JobSession(path, ADDRESSES, None, most_more_bytes=2000)
+    session = JobSession(path, ADDRESSES, None, max_more_bytes=2000)
     session.begin()
     for each in (one, other):
         session.place(each)
