@@ -145,7 +145,7 @@ class SimpleLines:
     ) -> dict[str, Any]:
         (output,) = outputs
         place = {"line": number} if self._numbers else {}
-        return {"id": request.line_id, **place, **_output_fields(output)}
+        return {"id": request.line_id, **place, **output_fields(output)}
 
     def refusal(
         self, number: int, line_id: LineId | None, error: FastDecodeError
@@ -367,7 +367,7 @@ def _envelope(line: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
     return url, body
 
 
-def _output_fields(output: RequestOutput) -> dict[str, Any]:
+def output_fields(output: RequestOutput) -> dict[str, Any]:
     completions = [_completion_fields(completion) for completion in output.completions]
     num_prompt = len(output.prompt_token_ids)
     num_output = sum(len(completion.token_ids) for completion in output.completions)

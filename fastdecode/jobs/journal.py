@@ -16,7 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -47,35 +47,100 @@ class Recovered:
 
 
 class Journal:
-    """An output that is open for appending. Close it.
+    """An output that this process holds and no other, open for appending. Close it.
+
+    It is made if it is missing. ``recover`` or ``empty`` it before the first answer.
 
     Args:
-        path: Its name in messages.
-        fd: Descriptor of a held output.
         sync_lines: Answers after which the next one syncs.
         sync_s: Seconds after the first answer that isn't synced, likewise.
-        before_sync: Called before each fsync.
+
+    Raises:
+        ConfigError: If another run holds it, or it can't be opened.
     """
 
     def __init__(
-        self,
-        path: Path,
-        fd: int,
-        *,
-        sync_lines: int,
-        sync_s: float,
-        clock: Clock = time.monotonic,
-        before_sync: Callable[[], None] = lambda: None,
+        self, path: Path, *, sync_lines: int, sync_s: float, clock: Clock = time.monotonic
     ) -> None:
-        self._before_sync = before_sync
         self._path = path
-        self._fd = fd
         self._sync_lines = sync_lines
         self._sync_s = sync_s
         self._clock = clock
         self._num_unsynced = 0
         self._unsynced_since = 0.0
         self.num_syncs = 0
+        self.before_sync: Callable[[], None] = lambda: None
+        """Called before each fsync."""
+        while True:
+            self._is_new = not path.exists()
+            self._fd = _open_locked(path, path)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(self._fd)):
+                    return
+            os.close(self._fd)  # the process that held the file has replaced or removed it
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it holds nothing to resume."""
+        return os.fstat(self._fd).st_size == 0
+
+    def empty(self) -> None:
+        """Throw away what it holds. Raises: ConfigError: If that fails."""
+        try:
+            os.ftruncate(self._fd, 0)
+            os.fsync(self._fd)
+            sync_directory(self._path.parent)
+        except OSError as error:
+            raise ConfigError(
+                f"can't empty the output file {self._path}: {explained(error)}"
+            ) from None
+
+    def recover(
+        self, identify: Identify, *, last_line: int, retry_errors: bool = False
+    ) -> Recovered:
+        """Cut a torn end off, and return what the output holds.
+
+        Args:
+            last_line: The highest number of a line.
+            retry_errors: True to take answers that are errors out of the file.
+
+        Raises:
+            ConfigError: If it can't be repaired, or holds what isn't this run's.
+        """
+        try:
+            found, good_bytes = _scan(self._path, identify, last_line)
+            if found.num_torn_bytes:
+                os.ftruncate(self._fd, good_bytes)
+                os.fsync(self._fd)
+            if retry_errors and found.num_failed:
+                found = replace(found, done=LineSet(), num_failed=0)
+                self._take_errors_out(identify, found.done)
+        except OSError as error:
+            raise ConfigError(
+                f"can't repair the output file {self._path}: {explained(error)}"
+            ) from None
+        return found
+
+    def _take_errors_out(self, identify: Identify, done: LineSet) -> None:
+        """Write other answers to a new file, which takes the output's name once it is whole."""
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        fd = _open_locked(temporary, self._path, os.O_TRUNC)
+        try:
+            with self._path.open("rb") as file:
+                for raw in file:
+                    number, failed = identify(json.loads(raw))
+                    if not failed:
+                        done.add(number)
+                        write_whole(fd, raw)
+            os.fsync(fd)
+            os.replace(temporary, self._path)
+            sync_directory(self._path.parent)
+        except BaseException:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(self._fd)
+        self._fd = fd
 
     def begin(self) -> None:
         """Do nothing: the output is open."""
@@ -106,7 +171,7 @@ class Journal:
         """Make what was written survive a power cut."""
         if not self._num_unsynced:
             return
-        self._before_sync()
+        self.before_sync()
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -121,12 +186,84 @@ class Journal:
         finally:
             os.close(self._fd)
 
+    def give_up(self) -> None:
+        """Let go of an output without answers as it was found."""
+        if self._is_new and self.is_empty:
+            self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
     def _failed(self, error: OSError) -> FastDecodeError:
         return FastDecodeError(
             f"can't write the output file {self._path}: {error.strerror}; when there is room, go "
             "on with --resume",
             code="output_failed",
         )
+
+
+def _open_locked(path: Path, output: Path, more_flags: int = 0) -> int:
+    """Return a descriptor of a file for reading and appending. ``output`` is its name in messages.
+
+    Raises:
+        ConfigError: If another run holds it, or it can't be opened.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more_flags
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise ConfigError(f"can't write the output file {output}: {explained(error)}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(
+            f"another run is writing {output}: wait for it to end, or stop it"
+        ) from None
+    except OSError:
+        return fd  # a file system without locks
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _scan(path: Path, identify: Identify, last_line: int) -> tuple[Recovered, int]:
+    """Return what an output holds, and how many bytes of it are good."""
+    found = Recovered()
+    good_bytes = 0
+    torn_at: int | None = None
+    with path.open("rb") as file:
+        for place, raw in enumerate(file, start=1):
+            answer = None
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(raw) if raw.endswith(b"\n") else None
+            if not isinstance(answer, dict):
+                torn_at = place if torn_at is None else torn_at
+                continue
+            if torn_at is not None:
+                raise ConfigError(
+                    f"line {torn_at} of {path} is no answer, but lines after it are: that isn't "
+                    "how an interrupted run ends, so somebody else has written there; restore the "
+                    "file, or start anew with --overwrite"
+                )
+            try:
+                number, failed = identify(answer)
+                if not 1 <= number <= last_line:
+                    raise ValueError("no line has such a number")
+            except (KeyError, ValueError, TypeError):
+                raise ConfigError(
+                    f"line {place} of {path} is no answer of the run that its manifest tells of: "
+                    "start anew with --overwrite"
+                ) from None
+            if number in found.done:
+                raise ConfigError(
+                    f"line {place} of {path} answers line {number} a second time: remove it, or "
+                    "start anew with --overwrite"
+                )
+            found.done.add(number)
+            found.num_failed += failed
+            good_bytes += len(raw)
+        found.num_torn_bytes = file.tell() - good_bytes
+    return found, good_bytes
 
 
 class OrderedOutput:
@@ -233,163 +370,3 @@ class OrderedOutput:
 def _encoded(answer: dict[str, Any]) -> bytes:
     # A lone surrogate, quoted from a bad line, becomes the JSON escape that it came as.
     return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
-class HeldOutput:
-    """An output that this process holds and no other. Let go of it, or make a ``Journal`` of its
-    ``fd``, which is open for reading and appending."""
-
-    def __init__(self, path: Path, fd: int, *, is_new: bool) -> None:
-        self.path = path
-        self.fd = fd
-        self._is_new = is_new
-
-    @property
-    def is_empty(self) -> bool:
-        """True if it holds nothing to resume."""
-        return os.fstat(self.fd).st_size == 0
-
-    def empty(self) -> None:
-        """Throw away what it holds. Raises: ConfigError: If that fails."""
-        try:
-            os.ftruncate(self.fd, 0)
-            os.fsync(self.fd)
-            sync_directory(self.path.parent)
-        except OSError as error:
-            raise ConfigError(
-                f"can't empty the output file {self.path}: {explained(error)}"
-            ) from None
-
-    def recover(
-        self, identify: Identify, *, last_line: int, retry_errors: bool = False
-    ) -> Recovered:
-        """Cut a torn end off, and return what the output holds.
-
-        Args:
-            last_line: The highest number of a line.
-            retry_errors: True to take answers that are errors out of the file.
-
-        Raises:
-            ConfigError: If it can't be repaired, or holds what isn't this run's.
-        """
-        try:
-            found, good_bytes = _scan(self.path, identify, last_line)
-            if found.num_torn_bytes:
-                os.ftruncate(self.fd, good_bytes)
-                os.fsync(self.fd)
-            if retry_errors and found.num_failed:
-                self.fd, found = _without_errors(self.path, self.fd, identify, found.num_torn_bytes)
-        except OSError as error:
-            raise ConfigError(
-                f"can't repair the output file {self.path}: {explained(error)}"
-            ) from None
-        return found
-
-    def let_go(self) -> None:
-        """Leave the output as it was found."""
-        if self._is_new and self.is_empty:
-            self.path.unlink(missing_ok=True)
-        os.close(self.fd)
-
-
-def hold(path: Path) -> HeldOutput:
-    """Open and lock an output. Make an empty one if there is none.
-
-    Raises:
-        ConfigError: If another run holds it, or it can't be opened.
-    """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    while True:
-        is_new = not path.exists()
-        try:
-            fd = os.open(path, flags, 0o666)
-        except OSError as error:
-            raise ConfigError(f"can't write the output file {path}: {explained(error)}") from None
-        try:
-            _lock(fd, path)
-        except BaseException:
-            os.close(fd)
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(fd)):
-                return HeldOutput(path, fd, is_new=is_new)
-        os.close(fd)  # the process that held it has replaced or removed the file
-
-
-def _lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"another run is writing {path}: wait for it to end, or stop it"
-        ) from None
-    except OSError:
-        return  # a file system without locks
-
-
-def _scan(path: Path, identify: Identify, last_line: int) -> tuple[Recovered, int]:
-    """Return what an output holds, and how many bytes of it are good."""
-    found = Recovered()
-    good_bytes = 0
-    torn_at: int | None = None
-    with path.open("rb") as file:
-        for place, raw in enumerate(file, start=1):
-            answer = None
-            with contextlib.suppress(ValueError, RecursionError):
-                answer = json.loads(raw) if raw.endswith(b"\n") else None
-            if not isinstance(answer, dict):
-                torn_at = place if torn_at is None else torn_at
-                continue
-            if torn_at is not None:
-                raise ConfigError(
-                    f"line {torn_at} of {path} is no answer, but lines after it are: that isn't "
-                    "how an interrupted run ends, so somebody else has written there; restore the "
-                    "file, or start anew with --overwrite"
-                )
-            try:
-                number, failed = identify(answer)
-                if not 1 <= number <= last_line:
-                    raise ValueError("no line has such a number")
-            except (KeyError, ValueError, TypeError):
-                raise ConfigError(
-                    f"line {place} of {path} is no answer of the run that its manifest tells of: "
-                    "start anew with --overwrite"
-                ) from None
-            if number in found.done:
-                raise ConfigError(
-                    f"line {place} of {path} answers line {number} a second time: remove it, or "
-                    "start anew with --overwrite"
-                )
-            found.done.add(number)
-            found.num_failed += failed
-            good_bytes += len(raw)
-        found.num_torn_bytes = file.tell() - good_bytes
-    return found, good_bytes
-
-
-def _without_errors(
-    path: Path, fd: int, identify: Identify, num_torn_bytes: int
-) -> tuple[int, Recovered]:
-    """Write the output without its errors to a new file, which takes its name once whole."""
-    found = Recovered(num_torn_bytes=num_torn_bytes)
-    temporary = path.with_name(path.name + ".tmp")
-    new = os.open(
-        temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
-    )
-    try:
-        _lock(new, path)
-        with path.open("rb") as file:
-            for raw in file:
-                number, failed = identify(json.loads(raw))
-                if not failed:
-                    found.done.add(number)
-                    write_whole(new, raw)
-        os.fsync(new)
-        os.replace(temporary, path)
-        sync_directory(path.parent)
-    except BaseException:
-        os.close(new)
-        temporary.unlink(missing_ok=True)
-        raise
-    os.close(fd)
-    return new, found

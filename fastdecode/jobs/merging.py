@@ -10,6 +10,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -95,7 +96,7 @@ def merge(
             _written_beside(merged) as beside,
             contextlib.closing(LineSink(beside)) as sink,
         ):
-            files = [opened.enter_context(path.open("rb")) for path in outputs]
+            files = [opened.enter_context(_opened(path)) for path in outputs]
             for count, place in enumerate(order, start=1):
                 file = files[owners[place]]
                 file.seek(offsets[place])
@@ -165,28 +166,32 @@ def _answers(path: Path, manifest: Manifest) -> Iterator[tuple[int, bool, int]]:
     is_openai = manifest.lines == OpenAILines.name
     lines = OpenAILines(openai, manifest.run_id) if is_openai else simple
     shard, offset = Shard.of(manifest.shard), 0
+    with _opened(path) as file:
+        for place, raw in enumerate(file, start=1):
+            try:
+                number, failed = lines.identify(json.loads(raw))
+                if not raw.endswith(b"\n") or number > MAX_LINES:
+                    raise ValueError
+            except (KeyError, ValueError, TypeError, RecursionError):
+                if not file.peek(1):
+                    return
+                raise ConfigError(
+                    f"line {place} of {path} is no answer of the run in its manifest: {_RESTORE}"
+                ) from None
+            is_past = 0 < manifest.last_line < number
+            if number < 1 or is_past or number not in shard:
+                raise ConfigError(
+                    f"line {place} of {path} answers line {number} of the input, which is not in "
+                    f"shard {shard}: {_RESTORE}"
+                )
+            yield number, failed, offset
+            offset += len(raw)
+
+
+def _opened(path: Path) -> BufferedReader:
+    """Raises: ConfigError: If the output can't be opened."""
     try:
-        with path.open("rb") as file:
-            for place, raw in enumerate(file, start=1):
-                try:
-                    number, failed = lines.identify(json.loads(raw))
-                    if not raw.endswith(b"\n") or number > MAX_LINES:
-                        raise ValueError
-                except (KeyError, ValueError, TypeError, RecursionError):
-                    if not file.peek(1):
-                        return
-                    raise ConfigError(
-                        f"line {place} of {path} is no answer of the run in its manifest: "
-                        + _RESTORE
-                    ) from None
-                is_past = 0 < manifest.last_line < number
-                if number < 1 or is_past or number not in shard:
-                    raise ConfigError(
-                        f"line {place} of {path} answers line {number} of the input, which is not "
-                        f"in shard {shard}: {_RESTORE}"
-                    )
-                yield number, failed, offset
-                offset += len(raw)
+        return path.open("rb")
     except OSError as error:
         raise ConfigError(
             f"can't read the answers in {path}: {explained(error)}: mend that, and merge again"

@@ -26,7 +26,7 @@ from fastdecode.core.model.local_models import find_model
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines
 from fastdecode.jobs.job import AnswerRules, BatchJob
-from fastdecode.jobs.journal import Journal, OnLine, OrderedOutput, Recovered, hold
+from fastdecode.jobs.journal import Journal, OnLine, OrderedOutput, Recovered
 from fastdecode.jobs.lines import LineSource
 from fastdecode.jobs.manifest import Manifest, identify_model
 from fastdecode.jobs.session import JobSession, session_path
@@ -152,17 +152,17 @@ def open_job(
             )
         if found.num_turns and (why := why_none(config)):
             tell(f"warning: {why}")
-        held = hold(output)
-        undo.callback(held.let_go)
-        manifest = _manifest(options, config, lines.name, found, is_empty=held.is_empty)
+        journal = Journal(output, sync_lines=options.sync_lines, sync_s=options.sync_s)
+        undo.callback(journal.give_up)
+        manifest = _manifest(options, config, lines.name, found, is_empty=journal.is_empty)
         if reader is not None:
             lines = OpenAILines(reader, manifest.run_id)
-        if is_resumed and not held.is_empty:
-            recovered = held.recover(
+        if is_resumed and not journal.is_empty:
+            recovered = journal.recover(
                 lines.identify, last_line=found.last_line, retry_errors=options.retry_errors
             )
         else:
-            held.empty()  # first: an old output never stands beside a new manifest
+            journal.empty()  # first: an old output never stands beside a new manifest
             manifest.write(manifest_path)
             recovered = Recovered()
         if recovered.num_torn_bytes:
@@ -181,6 +181,7 @@ def open_job(
         if found.num_turns:
             turns = ConversationStore(turns_path, identity_of(model), counts=is_done)
             undo.callback(turns.close)
+            journal.before_sync = turns.sync
         session: JobSession | None = None
         if addresses := _addresses_by_holder(config):
             session = JobSession(
@@ -191,10 +192,6 @@ def open_job(
             )
             if is_resumed and (why := why_no_kv(config)):
                 tell(f"going on without KV of the run before: {why}")
-        journal = Journal(
-            output, held.fd, sync_lines=options.sync_lines, sync_s=options.sync_s,
-            before_sync=(lambda: None) if turns is None else turns.sync,
-        )  # fmt: skip
         rules = AnswerRules(manifest.run_seed, template, manifest.date)
         undo.pop_all()
         return BatchJob(source, lines, rules, found, journal, recovered, turns, session)

@@ -15,7 +15,7 @@ from fastdecode.core.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, _output_fields
+from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, output_fields
 from fastdecode.openai.answers import usage
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
 from fastdecode.server.messages import Deltas, Submit, from_json, to_json
@@ -69,8 +69,8 @@ def test_usage_counts_reused_tokens_also_when_there_are_none() -> None:
     for reused in ((0, 0), (2, 1)):
         details = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
         assert usage([output(each) for each in reused]) == {**counts, **details}
-    assert "cached_tokens" not in _output_fields(output(0))["usage"]
-    assert _output_fields(output(2))["usage"]["cached_tokens"] == 2
+    assert "cached_tokens" not in output_fields(output(0))["usage"]
+    assert output_fields(output(2))["usage"]["cached_tokens"] == 2
 
 
 def test_a_servers_engine_is_told_and_tells_the_same() -> None:
