@@ -15,9 +15,7 @@ from fastdecode.core.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from fastdecode.jobs.line_format import LineError
-from fastdecode.jobs.openai_lines import OpenAILines
-from fastdecode.jobs.simple_lines import SimpleLines, output_fields
+from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, output_fields
 from fastdecode.openai.answers import usage
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
 from fastdecode.server.messages import Deltas, Submit, from_json, to_json

@@ -1,26 +1,21 @@
-"""Lines that are checked by their shape: the same verdict as by parsing each."""
+"""Lines of a shape that was checked: the same verdict as by parsing each."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import examples
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs import lines as lines_module
-from fastdecode.jobs.line_format import LineFormat
-from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.openai_lines import OpenAILines
-from fastdecode.jobs.plain_lines import Shapes
+from fastdecode.jobs import survey as survey_module
+from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines
+from fastdecode.jobs.lines import LineSource
 from fastdecode.jobs.shard import WHOLE, Shard
-from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import Survey, survey
 from fastdecode.openai.requests import RequestReader
 
@@ -114,8 +109,10 @@ def _facts(found: Survey) -> list[object]:
 
 
 def _same(path: Path, lines: LineFormat, shard: Shard = WHOLE) -> None:
-    slow = survey(LineSource(path), lines, shard=shard, fast_from=1 << 62)
-    assert _facts(survey(LineSource(path), lines, shard=shard, fast_from=0)) == _facts(slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survey_module, "MAX_SHAPES", 0)
+        each_parsed = survey(LineSource(path), lines, shard=shard)
+    assert _facts(survey(LineSource(path), lines, shard=shard)) == _facts(each_parsed)
 
 
 @settings(max_examples=examples(600, share=10), deadline=None)
@@ -161,32 +158,6 @@ def test_odd_values_in_known_shapes_are_judged_as_if_parsed(
         _same(tmp_path / "in", lines)
 
 
-def test_a_line_that_is_too_long_is_bad_however_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 60)
-    monkeypatch.setattr(lines_module, "BLOCK_BYTES", 45)
-    lines = [json.dumps({"id": i, "prompt": "x" * (i * 7)}) for i in range(12)]
-    for end in ("", "\n", "\n\n"):
-        (tmp_path / "in").write_text("\n".join(lines) + end)
-        _same(tmp_path / "in", SIMPLE)
-
-
-def test_ids_have_the_digests_that_hashlib_gives() -> None:
-    ids = ["a", "é" * 64, "x" * 128, "12"]
-    block = "".join(
-        json.dumps({"id": each, "prompt": "p"}, ensure_ascii=False) + "\n" for each in ids
-    )
-    shapes = Shapes(WHOLE)
-    lines = shapes.read(block.encode())
-    _, _, stop = next(lines)
-    assert stop is not None and stop.number == 1 and shapes.learn()
-    numbers, digests, stop = next(lines)
-    assert numbers.tolist() == [2, 3, 4] and stop is None
-    expected = [hashlib.blake2b(each.encode(), digest_size=16).digest() for each in ids[1:]]
-    assert np.ascontiguousarray(digests).tobytes() == b"".join(expected)
-
-
 def test_lines_of_one_shape_are_parsed_once(tmp_path: Path) -> None:
     parsed: list[int] = []
 
@@ -197,5 +168,5 @@ def test_lines_of_one_shape_are_parsed_once(tmp_path: Path) -> None:
 
     lines = [json.dumps({"id": i, "prompt": f"p{i}", "max_tokens": 4}) for i in range(5000)]
     (tmp_path / "in").write_text("\n".join(lines))
-    found = survey(LineSource(tmp_path / "in"), Counted(SamplingParams()), fast_from=0)
+    found = survey(LineSource(tmp_path / "in"), Counted(SamplingParams()))
     assert parsed == [1] and found.num_lines == 5000 and found.limits == {4: 5000}
