@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.open_turns import OpenTurns
@@ -18,10 +16,10 @@ from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import QueueAdmission
-from fastdecode.server.client import OpenRequests, RequestTable
+from fastdecode.server.client import RequestTable
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.messages import Opening
-from fastdecode.server.observations import Observations, line_of
+from fastdecode.server.observations import Observations
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import ChatFormat
@@ -139,14 +137,3 @@ class Front:
 def draining_error() -> FastDecodeError:
     """What those get who are cut off by the end of the server."""
     return RequestError("the server is shutting down", code="draining")
-
-
-def log_line(
-    front: Front, opened: OpenRequests | None, began_s: float, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the request log says of one request."""
-    line: dict[str, Any] = {"time": round(time.time() - (time.monotonic() - began_s), 6), **more}
-    if opened is not None:
-        line.update(line_of(opened))
-    line["e2e_s"] = round(time.monotonic() - began_s, 6)
-    return line

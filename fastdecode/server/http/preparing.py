@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect
 
 from fastdecode.conversations.history import History
 from fastdecode.conversations.open_turns import OpenTurn
@@ -28,10 +31,11 @@ from fastdecode.openai.chat import Turn as PromptOrChat
 from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
 from fastdecode.server.admission import QueueFull
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import Disconnected, parse_object
-from fastdecode.server.http.deadlines import RequestDeadlines
-from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
+from fastdecode.server.http.bodies import parse_object
+from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, refused, unavailable
+from fastdecode.server.options import ServeOptions
 
+QUEUE_TIMEOUT = "queue_timeout"
 MOST_SEQUENCES = 2048
 """Of one HTTP request."""
 ORDINARY_BYTES_PER_TOKEN = 16
@@ -75,8 +79,8 @@ class Preparation:
         """What a body asks that was posted to ``url``.
 
         Raises:
-            Refused: it can't be answered, or the queue is full.
-            Disconnected: ``leave`` was called.
+            HttpRefusal: it can't be answered, or the queue is full.
+            ClientDisconnect: ``leave`` was called.
         """
         asked = await self.read(raw, partial(self._front.reader.read, url))
         num_sequences = len(asked.prompts) * asked.params.n
@@ -135,14 +139,14 @@ class Preparation:
 
     async def _until_due(self, opened: OpenTurn) -> None:
         """Wait for the turns before this one."""
-        deadlines = RequestDeadlines(self._front.options, self)
+        options = self._front.options
         self._pending = opened.is_due
         while not (self._is_left or opened.is_due.done()):
-            await asyncio.wait({opened.is_due}, timeout=deadlines.patience_s(None))
+            await asyncio.wait({opened.is_due}, timeout=patience_s(options, self))
             if not self._is_left:
-                deadlines.check()
+                check_deadlines(options, self)
         if self._is_left:
-            raise Disconnected
+            raise ClientDisconnect
         why_not = opened.is_due.result()
         if why_not is not None:
             trouble = self._front.trouble()
@@ -194,7 +198,7 @@ class Preparation:
 
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
         """The same as ``beside`` of a body that is only being prepared: from
-        the first time on it has a place in the queue. Raises Refused, too."""
+        the first time on it has a place in the queue. Raises HttpRefusal, too."""
         self._take_place()
         return await self.beside(threads, act)
 
@@ -205,9 +209,9 @@ class Preparation:
 
     async def beside(self, threads: Executor, act: Callable[[], T]) -> T:
         """What ``act`` returns, from one of these threads. Raises what that
-        raises, and Disconnected; what hasn't begun then never does."""
+        raises, and ClientDisconnect; what hasn't begun then never does."""
         if self._is_left:
-            raise Disconnected
+            raise ClientDisconnect
         return await self._done(asyncio.get_running_loop().run_in_executor(threads, act))
 
     async def _done(self, pending: asyncio.Future[T]) -> T:
@@ -217,7 +221,7 @@ class Preparation:
             done = await pending
         except asyncio.CancelledError:
             if self._is_left:
-                raise Disconnected from None
+                raise ClientDisconnect from None
             raise
         return done
 
@@ -233,8 +237,38 @@ class Preparation:
         return await self.queued(self._front.threads.bodies, act)
 
 
+class Timed(Protocol):
+    """What a client waits for."""
+
+    accepted_s: float
+    first_s: float | None
+    """When the first token came."""
+
+
+def patience_s(options: ServeOptions, opened: Timed, most_s: float = math.inf) -> float | None:
+    """Return how long to wait for what is next, ``most_s`` at most. None: without end."""
+    end_s = opened.accepted_s + (options.request_timeout_s or math.inf)
+    if opened.first_s is None:
+        end_s = min(end_s, opened.accepted_s + (options.queue_timeout_s or math.inf))
+    wait_s = min(most_s, end_s - time.monotonic())
+    return None if wait_s == math.inf else max(0.0, wait_s)
+
+
+def check_deadlines(options: ServeOptions, opened: Timed) -> None:
+    """Raises: HttpRefusal: If a request has taken too long."""
+    elapsed_s = time.monotonic() - opened.accepted_s
+    most_s = options.request_timeout_s
+    if most_s is not None and elapsed_s >= most_s:
+        text = f"the answer took more than {most_s:g} s"
+        raise HttpRefusal(408, text, "request_timeout", kind=SERVER, headers=NOT_AGAIN)
+    most_s = options.queue_timeout_s
+    if most_s is not None and opened.first_s is None and elapsed_s >= most_s:
+        text = f"no token came within {most_s:g} s"
+        raise HttpRefusal(503, text, QUEUE_TIMEOUT, kind=SERVER, headers=NOT_AGAIN)
+
+
 def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> None:
-    """Into the queue, or again with its size known. Raises Refused."""
+    """Into the queue, or again with its size known. Raises HttpRefusal."""
     try:
         front.admission.enter(number, num_sequences, num_tokens, time.monotonic())
     except QueueFull as full:

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from fastdecode.core.errors import RequestError
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import BodyLimits, read_body
-from fastdecode.server.http.exchange import Exchange
+from fastdecode.server.http.bodies import read_body
 from fastdecode.server.http.preparing import Preparation, typed
 
 _TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
@@ -23,26 +25,28 @@ _CHAT_FIELDS = (
 _TOKENS_FIELDS = ("model", "tokens")
 
 
-async def tokenize(front: Front, exchange: Exchange) -> None:
+async def tokenize(front: Front, request: Request) -> Response:
     """A text's or a conversation's token ids."""
     with _prepared(front) as preparation:
-        body = await preparation.read(await _read(front, exchange), _checked)
+        raw = await read_body(request, front.options.max_body_bytes)
+        body = await preparation.read(raw, _checked)
         with typed():
             front.reader.model_of(body)
             tokens = await _tokens_of(preparation, front, body)
         write = partial(_tokenized, front, body, tokens)
-        raw = await preparation.beside(front.threads.bodies, write)
-    await exchange.answer_raw(raw)
+        answer = await preparation.beside(front.threads.bodies, write)
+    return Response(answer, media_type="application/json")
 
 
-async def detokenize(front: Front, exchange: Exchange) -> None:
+async def detokenize(front: Front, request: Request) -> Response:
     """Token ids' text."""
     with _prepared(front) as preparation:
-        body = await preparation.read(await _read(front, exchange), _checked_tokens)
+        raw = await read_body(request, front.options.max_body_bytes)
+        body = await preparation.read(raw, _checked_tokens)
         with typed():
             front.reader.model_of(body)
             text = await preparation.queued(front.threads.bodies, partial(_text, front, body))
-    await exchange.answer_json({"prompt": text})
+    return JSONResponse({"prompt": text})
 
 
 @contextlib.contextmanager
@@ -53,11 +57,6 @@ def _prepared(front: Front) -> Iterator[Preparation]:
         yield Preparation(front, number)
     finally:
         front.admission.gone(number)
-
-
-async def _read(front: Front, exchange: Exchange) -> bytes:
-    limits = BodyLimits(front.options.max_body_bytes, front.options.body_timeout_s)
-    return await read_body(exchange.headers, exchange.receive, limits)
 
 
 def _checked(body: dict[str, Any]) -> dict[str, Any]:
