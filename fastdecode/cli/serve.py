@@ -228,7 +228,7 @@ def _serve(
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.activity import ActivityLines
     from fastdecode.server.bridge import Bridge
-    from fastdecode.server.messages import Keys, Ready, Reopen
+    from fastdecode.server.messages import Keys, Ready
     from fastdecode.server.serving import Serving
     from fastdecode.server.silence import Silence
 
@@ -251,9 +251,6 @@ def _serve(
         else:
             bridge.send(Keys(keys))
             say(f"keys that let in: {len(keys) or 'none is needed'}")
-        bridge.send(Reopen())
-        if options.request_log not in (None, "-"):
-            say(f"opening {options.request_log} anew")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastdecode.core.delta import Delta, Pile
 from fastdecode.core.errors import FastDecodeError
@@ -75,6 +75,32 @@ class OpenRequests:
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache."""
         return sum(self._cached.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token of a sequence after its first. None: it has one at most."""
+        if self.first_s is None or self.last_s is None or self.num_tokens <= self.num_sequences:
+            return None
+        return (self.last_s - self.first_s) / (self.num_tokens / self.num_sequences - 1)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The engine's part of a line of the request log."""
+        ttft_s = None if self.first_s is None else self.first_s - self.accepted_s
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_tokens,
+            "max_tokens": self.requests[0].max_tokens,
+            "n": self.requests[0].params.n,
+            "prompts": len(self.requests),
+            "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+            "tpot_s": None if self.tpot_s is None else round(self.tpot_s, 6),
+        }
 
     @property
     def all_begun(self) -> bool:

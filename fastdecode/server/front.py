@@ -19,7 +19,7 @@ from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.messages import Opening
-from fastdecode.server.observations import Observations
+from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import ChatFormat
@@ -97,7 +97,7 @@ class Front:
             ),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
-        self.observations = Observations(opening.max_model_len)
+        self.metrics = Metrics(opening.max_model_len, self.names[0])
         most = self.options.max_queued_tokens or _TOKENS_UNTIL_READY
         self.admission = QueueAdmission(self.options.max_queued_requests, most)
         self.turns = OpenTurns(self.conversations, self.threads.conversations)

@@ -46,7 +46,6 @@ from fastdecode.server.messages import (
     Listening,
     Opening,
     Ready,
-    Reopen,
     StatusAck,
     StatusReport,
     Unfit,
@@ -73,6 +72,7 @@ def main(fd: int) -> None:
     # The engine's process says what to do; uvicorn would end upon these.
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    os.umask(0o077)  # of the request log, also when it is opened anew
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_traces_out()
     asyncio.run(_serve(socket.socket(fileno=fd)))
@@ -259,8 +259,6 @@ class _Obeying:
                 front.outlook = replace(front.outlook, is_ready=True)
             case Keys(keys):
                 self._guard.keys = tuple(keys)
-            case Reopen():
-                front.log.reopen()
             case Drain() | CutOff():
                 front.outlook = replace(front.outlook, is_draining=True)
                 if isinstance(message, CutOff):
@@ -275,7 +273,7 @@ class _Obeying:
         front = self._front
         now_s = time.monotonic()
         front.outlook = replace(front.outlook, seen=seen, seen_s=now_s)
-        front.observations.see(now_s, seen)
+        front.metrics.see(now_s, seen)
         if seen.state in ("broken", "closed") and front.client.num_open:
             front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 

@@ -11,7 +11,6 @@ Cancel        HTTP          nobody waits for these requests any more
 Deltas        engine        new output of requests
 StatusReport  engine        how the engine is; twice a second
 Keys          engine        other keys let in from now on
-Reopen        engine        open the request log anew: it was moved away
 Drain         engine        take no more requests; report when none is open
 CutOff        engine        end the open requests with an error
 Drained       HTTP          no request is open any more
@@ -79,11 +78,6 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Reopen:
-    pass
-
-
-@dataclass(frozen=True)
 class Drain:
     timeout_s: float
 
@@ -106,12 +100,12 @@ class StatusAck:
 
 Message: TypeAlias = (
     "Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys "
-    "| Reopen | Drain | CutOff | Drained | StatusAck"
+    "| Drain | CutOff | Drained | StatusAck"
 )
 _KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Opening, Listening, Unfit, Ready, Submit, Cancel, Deltas, StatusReport, Keys, Reopen,
+        Opening, Listening, Unfit, Ready, Submit, Cancel, Deltas, StatusReport, Keys,
         Drain, CutOff, Drained, StatusAck,
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ from fastdecode.server.client import OpenRequests
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.http.errors import refused
 from fastdecode.server.messages import StatusReport
-from fastdecode.server.observations import Observations
+from fastdecode.server.metrics import Metrics
 
 
 def refusal(admission: QueueAdmission, requests: int, tokens: int, now: float) -> int:
@@ -103,7 +103,7 @@ def test_who_is_being_prepared_enters_with_his_size_later() -> None:
 
 
 def test_who_went_away_was_not_answered() -> None:
-    observed = Observations(64)
+    metrics = Metrics(64)
     for reason in ("stop", "length", "abort", "error"):
-        observed.finished(OpenRequests([], observed), reason)
-    assert (observed.succeeded.total, observed.ended.total) == (2, 4)
+        metrics.finished(OpenRequests([], metrics), reason)
+    assert (metrics.num_succeeded, metrics.ended.total()) == (2, 4)

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from importlib import resources
 from typing import Any, Final
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,7 +27,6 @@ from fastdecode.server.http.errors import SERVER, HttpRefusal, refusal
 from fastdecode.server.http.generate import Completion
 from fastdecode.server.http.preparing import typed
 from fastdecode.server.messages import StatusReport
-from fastdecode.server.metrics import CONTENT_TYPE, exposition
 
 PAGE: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -97,17 +97,17 @@ async def _health(front: Front, request: Request) -> Response:
 
 
 async def _metrics(front: Front, request: Request) -> Response:
-    labels = {"model_name": front.names[0], "engine": "0"}
-    text = exposition(front.observations.families(front.outlook.seen), labels)
-    return Response(text, media_type=CONTENT_TYPE)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(front.metrics)
+    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _history(front: Front, request: Request) -> Response:
-    return JSONResponse(front.observations.history.columns(time.monotonic()), headers=_NOT_KEPT)
+    return JSONResponse(front.metrics.history.columns(time.monotonic()), headers=_NOT_KEPT)
 
 
 async def _status(front: Front, request: Request) -> Response:
-    seen, observed, now_s = front.outlook.seen, front.observations, time.monotonic()
+    seen, observed, now_s = front.outlook.seen, front.metrics, time.monotonic()
     body = {
         "model": front.names[0],
         "version": __version__,
@@ -118,13 +118,13 @@ async def _status(front: Front, request: Request) -> Response:
         "num_open": front.client.num_open,
         "num_queued": front.admission.num_requests,
         **(seen or StatusReport()).fields,
-        "generation_tokens": observed.generation_tokens.total,
-        "num_succeeded": observed.succeeded.total,
-        "num_failed": observed.ended.of("error"),
-        "num_aborted": observed.ended.of("abort"),
-        "num_rejected": observed.rejected.total,
-        "prompt_tokens": observed.prompt_tokens.total,
-        "cached_tokens": observed.cached_tokens.total,
+        "generation_tokens": observed.generation_tokens,
+        "num_succeeded": observed.num_succeeded,
+        "num_failed": observed.ended["error"],
+        "num_aborted": observed.ended["abort"],
+        "num_rejected": observed.rejected.total(),
+        "prompt_tokens": observed.prompt_tokens,
+        "cached_tokens": observed.cached_tokens,
         "ttft_s": observed.lately_ttft.quantiles(now_s, 0.5, 0.99),
         "tpot_s": observed.lately_tpot.quantiles(now_s, 0.5, 0.99),
     }

@@ -34,7 +34,6 @@ from fastdecode.server.http.preparing import (
     patience_s,
     typed,
 )
-from fastdecode.server.observations import line_of
 
 PING_S = 15.0
 """A stream that has nothing to say for so long says a comment, or proxies would
@@ -100,7 +99,7 @@ class Completion:
         """Raises: HttpRefusal: If no token could come out."""
         trouble = self._front.trouble()
         if trouble is not None:
-            self._front.observations.rejected.add(1, trouble)
+            self._front.metrics.rejected[trouble] += 1
             raise unavailable(trouble, _DRAIN_RETRY_S)
 
     async def _watch(self, receive: Receive) -> None:
@@ -115,7 +114,7 @@ class Completion:
         front = self._front
         asked, requests = await self._preparation.requests(self._request.url.path, raw)
         self._check_engine()
-        opened = OpenRequests(requests, front.observations)
+        opened = OpenRequests(requests, front.metrics)
         enter(front, self._number, opened.num_sequences, front.expected_tokens(requests))
         self._opened = opened
         front.client.submit(opened)
@@ -236,13 +235,13 @@ class Completion:
             self._preparation.turn.leave(has_failed=self._finish != "abort")
         if self._finish == "abort":
             line["stage"] = self._stage
-            front.observations.aborted.add(1, self._stage)
+            front.metrics.aborted[self._stage] += 1
         if opened is not None:
-            line.update(line_of(opened))
+            line.update(opened.figures)
             front.client.leave(opened)
-            front.observations.finished(opened, self._finish if code is None else "error")
+            front.metrics.finished(opened, self._finish if code is None else "error")
             if code == QUEUE_TIMEOUT:
-                front.observations.rejected.add(1, code)
+                front.metrics.rejected[code] += 1
 
 
 async def _send_part(send: Send, text: str, *, more: bool = True) -> None:

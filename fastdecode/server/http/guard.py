@@ -117,13 +117,13 @@ class Guard:
                 self._front.log.write(line)
 
     def _count(self, line: dict[str, Any]) -> None:
-        status, rejected = line["status"], self._front.observations.rejected
+        status, rejected = line["status"], self._front.metrics.rejected
         if status is None:
             line["finish"] = line["finish"] or "abort"
         elif status in NOT_ADMITTED:
-            rejected.add(1, line["finish"])
+            rejected[line["finish"]] += 1
         elif 400 <= status < 429 and "prompt_tokens" not in line:
-            rejected.add(1, "invalid")
+            rejected["invalid"] += 1
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

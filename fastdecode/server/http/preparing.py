@@ -272,7 +272,7 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
     try:
         front.admission.enter(number, num_sequences, num_tokens, time.monotonic())
     except QueueFull as full:
-        front.observations.rejected.add(1, "queue_full")
+        front.metrics.rejected["queue_full"] += 1
         raise HttpRefusal(
             429,
             f"too many requests wait: try again in {full.retry_after_s} s",
