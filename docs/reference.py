@@ -27,7 +27,7 @@ from fastdecode.core.vllm_names import OPTION_NAMES
 from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.stats import EngineStats
-from fastdecode.server.messages import StatusReport
+from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics
 from fastdecode.wire.messages import PROTOCOL_VERSION
 from fastdecode.wire.opcodes import OPCODES

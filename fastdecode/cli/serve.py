@@ -52,10 +52,8 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
-    from fastdecode.server.activity import Activity
-    from fastdecode.server.messages import Opening
-    from fastdecode.server.process import HttpProcess
-    from fastdecode.server.serving import Ending, Wishes
+    from fastdecode.server.link import Opening
+    from fastdecode.server.serving import Activity, Ending, HttpProcess, Wishes
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
@@ -191,7 +189,7 @@ def _start(
 ) -> int:
     """Start, and serve until asked to stop. Returns the exit code. Raises
     KeyboardInterrupt: asked while it starts."""
-    from fastdecode.server.process import HttpProcess
+    from fastdecode.server.serving import HttpProcess
 
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
@@ -226,11 +224,8 @@ def _serve(
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
-    from fastdecode.server.activity import ActivityLines
-    from fastdecode.server.bridge import Bridge
-    from fastdecode.server.messages import Keys, Ready
-    from fastdecode.server.serving import Serving
-    from fastdecode.server.silence import Silence
+    from fastdecode.server.link import Keys, Ready
+    from fastdecode.server.serving import ActivityLines, Bridge, Serving, Silence
 
     silence = Silence(options.write_timeout_s)
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
@@ -261,7 +256,7 @@ def _serve(
 
 
 def _activity(llm: LLM) -> Activity:
-    from fastdecode.server.activity import Activity
+    from fastdecode.server.serving import Activity
 
     now = llm.snapshot().engine
     return Activity(now.num_running, now.num_waiting, llm.stats.num_output_tokens, now.workers)
@@ -286,7 +281,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
     """Raises ModelError, ConfigError: the model directory is of no use."""
     from fastdecode.core.model.checkpoint import open_checkpoint
     from fastdecode.core.model.identity import identify
-    from fastdecode.server.messages import Opening
+    from fastdecode.server.link import Opening
 
     config = EngineConfig.of(args.model, **engine_options(args))
     spec = open_checkpoint(args.model, config.s_part.load_format).spec(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from fastdecode.core.delta import Delta, Pile
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
-from fastdecode.server.messages import Cancel, Message, Submit
+from fastdecode.server.link import Cancel, Message, Submit
 
 
 class Watcher(Protocol):

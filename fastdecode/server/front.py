@@ -18,7 +18,7 @@ from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
 from fastdecode.server.health import Outlook, trouble
-from fastdecode.server.messages import Opening
+from fastdecode.server.link import Opening
 from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog

@@ -31,13 +31,13 @@ from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
-from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
 from fastdecode.server.http.app import make_app
 from fastdecode.server.http.connection import Connections
 from fastdecode.server.http.guard import Guard
-from fastdecode.server.messages import (
+from fastdecode.server.link import (
+    AsyncChannel,
     CutOff,
     Deltas,
     Drain,

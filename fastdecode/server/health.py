@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.server.messages import StatusReport
+from fastdecode.server.link import StatusReport
 
 SILENCE_S = 20.0
 """The engine's process says something twice a second, while it runs at all."""

@@ -20,7 +20,7 @@ from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.jobs.simple_lines import SimpleLines, output_fields
 from fastdecode.openai.answers import usage
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
-from fastdecode.server.messages import Deltas, Submit, from_json, to_json
+from fastdecode.server.link import Deltas, Submit, from_json, to_json
 
 SIMPLE = SimpleLines(SamplingParams())
 OPENAI = OpenAILines(RequestReader({}, ("m",), True), "r1")

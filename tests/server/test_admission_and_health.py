@@ -13,7 +13,7 @@ from fastdecode.server.admission import QueueAdmission, QueueFull
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.http.errors import refused
-from fastdecode.server.messages import StatusReport
+from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics
 
 

@@ -29,7 +29,7 @@ from fastdecode.server.health import Outlook
 from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation
-from fastdecode.server.messages import Message, Opening, StatusReport, Submit
+from fastdecode.server.link import Message, Opening, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import AnswerFormat

@@ -31,7 +31,7 @@ from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front
 from fastdecode.server.http.app import make_app
 from fastdecode.server.keys import first_key, key_hashes
-from fastdecode.server.messages import Opening
+from fastdecode.server.link import Opening
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.codec import TextCodec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.server.client import OpenRequests
-from fastdecode.server.messages import StatusReport
+from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import MOST_SAMPLES, MOST_VALUES, Lately, Metrics, SampleHistory
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.server.silence import Silence
+from fastdecode.server.serving import Silence
 
 LOOK_S = 0.1
 

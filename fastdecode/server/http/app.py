@@ -26,7 +26,7 @@ from fastdecode.server.http import tokens
 from fastdecode.server.http.errors import SERVER, HttpRefusal, refusal
 from fastdecode.server.http.generate import Completion
 from fastdecode.server.http.preparing import typed
-from fastdecode.server.messages import StatusReport
+from fastdecode.server.link import StatusReport
 
 PAGE: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
