@@ -225,11 +225,10 @@ def _serve(
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.link import Keys, Ready
-    from fastdecode.server.serving import ActivityLines, Bridge, Serving, Silence
+    from fastdecode.server.serving import ActivityLines, Bridge, Serving
 
-    silence = Silence(options.write_timeout_s)
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
-    bridge = Bridge(llm.service, http.channel, limits, _figures, silence)
+    bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
     bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))

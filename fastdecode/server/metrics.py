@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -77,8 +77,8 @@ SAMPLE_EVERY_S: Final = 2.0
 MOST_SAMPLES: Final = 300
 """Ten minutes."""
 
-Values = Iterable[tuple[tuple[str, ...], float]]
-"""Numbers, each with the values of its labels."""
+Values: TypeAlias = "float | Mapping[Any, float]"
+"""A number, or several by the value of a label or the values of several."""
 
 
 class Histogram:
@@ -192,27 +192,39 @@ class Metrics(Collector):
         self.rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self.aborted = Counter(dict.fromkeys(STAGES, 0))
         lengths = _lengths(max_model_len)
-        self._ttft = Histogram(TTFT_BUCKETS)
-        self._itl = Histogram(TOKEN_BUCKETS)
-        self._tpot = Histogram(TOKEN_BUCKETS)
-        self._e2e = Histogram(REQUEST_BUCKETS)
-        self._decode = Histogram(REQUEST_BUCKETS)
-        self._sizes = [Histogram(lengths), Histogram(lengths), Histogram(N_BUCKETS)]
-        self._most_tokens = Histogram(lengths)
+        self._histograms = {
+            name: (text, Histogram(buckets))
+            for name, text, buckets in (
+                ("time_to_first_token_seconds", "Seconds from acceptance to the first token.",
+                 TTFT_BUCKETS),
+                ("inter_token_latency_seconds", "Seconds between tokens of a sequence.",
+                 TOKEN_BUCKETS),
+                ("request_time_per_output_token_seconds", "Mean seconds per token after the first.",
+                 TOKEN_BUCKETS),
+                ("e2e_request_latency_seconds", "Seconds from acceptance to the last token.",
+                 REQUEST_BUCKETS),
+                ("request_decode_time_seconds", "Seconds from the first to the last token.",
+                 REQUEST_BUCKETS),
+                ("request_prompt_tokens", "Prompt tokens of a request.", lengths),
+                ("request_generation_tokens", "Tokens generated for a request.", lengths),
+                ("request_params_n", "Completions asked for.", N_BUCKETS),
+                ("request_params_max_tokens", "max_tokens asked for.", lengths),
+            )
+        }  # fmt: skip
         self.lately_ttft, self.lately_tpot = Lately(), Lately()
         self.history = SampleHistory()
 
     def first_token(self, opened: OpenRequests) -> None:
         """Note that a request has its first token."""
         first_s = opened.first_s or opened.accepted_s
-        self._ttft.observe(first_s - opened.accepted_s)
+        self._observe("time_to_first_token_seconds", first_s - opened.accepted_s)
         self.lately_ttft.observe(first_s, first_s - opened.accepted_s)
 
     def tokens(self, num_tokens: int, since_last_s: float | None) -> None:
         """Note a sequence's new tokens, and the seconds since its last ones."""
         self.generation_tokens += num_tokens
         if since_last_s is not None:
-            self._itl.observe(since_last_s / num_tokens, num_tokens)
+            self._observe("inter_token_latency_seconds", since_last_s / num_tokens, num_tokens)
 
     def finished(self, opened: OpenRequests, reason: str) -> None:
         """Note the end of a request; ``reason`` is one of ``ENDS``."""
@@ -225,16 +237,18 @@ class Metrics(Collector):
             return
         self.prompt_tokens += opened.num_prompt_tokens
         self.cached_tokens += opened.num_cached_tokens
-        self._e2e.observe(last_s - opened.accepted_s)
-        self._decode.observe(last_s - first_s)
+        self._observe("e2e_request_latency_seconds", last_s - opened.accepted_s)
+        self._observe("request_decode_time_seconds", last_s - first_s)
         if tpot_s is not None:
-            self._tpot.observe(tpot_s)
+            self._observe("request_time_per_output_token_seconds", tpot_s)
             self.lately_tpot.observe(last_s, tpot_s)
-        request = opened.requests[0]
-        sizes = (opened.num_prompt_tokens, opened.num_tokens, request.params.n)
-        for histogram, size in zip(self._sizes, sizes, strict=True):
-            histogram.observe(size)
-        self._most_tokens.observe(request.max_tokens)
+        self._observe("request_prompt_tokens", opened.num_prompt_tokens)
+        self._observe("request_generation_tokens", opened.num_tokens)
+        self._observe("request_params_n", opened.requests[0].params.n)
+        self._observe("request_params_max_tokens", opened.requests[0].max_tokens)
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        self._histograms[name][1].observe(value, times)
 
     def see(self, now_s: float, seen: StatusReport) -> None:
         """Note a report of the engine."""
@@ -244,104 +258,69 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         if self._seen is not None:
             yield from self._of_engine(self._seen)
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of requests that were answered.", self.prompt_tokens),
-            ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.",
-             self.prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.",
-             self.cached_tokens),
-            ("generation_tokens", "Tokens generated.", self.generation_tokens),
-        ):  # fmt: skip
-            yield self._counter(f"vllm:{name}_total", text, [((), value)])
-        yield self._counter(
-            "vllm:request_success_total", "Requests that are over.", _by(self.ended),
-            "finished_reason",
-        )  # fmt: skip
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "Seconds from acceptance to the first token.",
-             self._ttft),
-            ("inter_token_latency_seconds", "Seconds between tokens of a sequence.", self._itl),
-            ("request_time_per_output_token_seconds", "Mean seconds per token after the first.",
-             self._tpot),
-            ("e2e_request_latency_seconds", "Seconds from acceptance to the last token.",
-             self._e2e),
-            ("request_decode_time_seconds", "Seconds from the first to the last token.",
-             self._decode),
-            ("request_prompt_tokens", "Prompt tokens of a request.", self._sizes[0]),
-            ("request_generation_tokens", "Tokens generated for a request.", self._sizes[1]),
-            ("request_params_n", "Completions asked for.", self._sizes[2]),
-            ("request_params_max_tokens", "max_tokens asked for.", self._most_tokens),
-        ):  # fmt: skip
+        prompt_tokens = "Prompt tokens of requests that were answered."
+        yield self._counter("vllm:prompt_tokens", prompt_tokens, self.prompt_tokens)
+        looked_up = "Prompt tokens that were looked up in the prefix cache."
+        yield self._counter("vllm:prefix_cache_queries", looked_up, self.prompt_tokens)
+        found = "Prompt tokens that were found in the prefix cache."
+        yield self._counter("vllm:prefix_cache_hits", found, self.cached_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens generated.", self.generation_tokens)
+        ends = "Requests that are over."
+        yield self._counter("vllm:request_success", ends, self.ended, "finished_reason")
+        for name, (text, histogram) in self._histograms.items():
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.cumulative(), histogram.sum)
             yield family
-        yield self._counter(
-            "fastdecode:rejected_requests_total", "Requests that were refused.",
-            _by(self.rejected), "reason",
-        )  # fmt: skip
-        yield self._counter(
-            "fastdecode:aborted_requests_total", "Requests whose client went away.",
-            _by(self.aborted), "stage",
-        )  # fmt: skip
+        refused = "Requests that were refused."
+        yield self._counter("fastdecode:rejected_requests", refused, self.rejected, "reason")
+        gone = "Requests whose client went away."
+        yield self._counter("fastdecode:aborted_requests", gone, self.aborted, "stage")
 
     def _of_engine(self, seen: StatusReport) -> Iterator[Metric]:
         """Yield what the latest report says; figures only exist after the first step."""
-        figures = seen.figures
-        live, num = seen.num_live_r_workers, seen.num_r_workers
-        yield self._gauge(
-            "vllm:num_requests_running", "Sequences that run.", [((), seen.num_running)]
-        )
-        yield self._gauge(
-            "vllm:num_requests_waiting", "Sequences that wait.", [((), seen.num_waiting)]
-        )
-        states = [(("alive",), live), (("lost",), num - live)]
-        yield self._gauge("fastdecode:r_workers", "R-workers.", states, "state")
+        figures, live = seen.figures, seen.num_live_r_workers
+        yield self._gauge("vllm:num_requests_running", "Sequences that run.", seen.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", seen.num_waiting)
+        workers: dict[str, float] = {"alive": live, "lost": seen.num_r_workers - live}
+        yield self._gauge("fastdecode:r_workers", "R-workers.", workers, "state")
         if not figures:
             return
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Part of the KV blocks that is reserved; 1 is all.",
-            [((), seen.kv_used)],
-        )  # fmt: skip
-        yield self._gauge(
-            "fastdecode:lanes", "Parts of the batch that take turns.", [((), figures["lanes"])]
-        )
+        used = "Part of the KV blocks that is reserved; 1 is all."
+        yield self._gauge("vllm:kv_cache_usage_perc", used, seen.kv_used)
+        lanes = "Parts of the batch that take turns."
+        yield self._gauge("fastdecode:lanes", lanes, figures["lanes"])
         for name, (text, path) in TOTALS.items():
             value: Any = figures
             for part in path.split("."):
                 value = value[part]
-            yield self._counter(name, text, [((), value)])
-        workers = figures["r_workers"]
-        used = [((each["name"], "used"), each["kv_blocks_used"]) for each in workers]
-        free = [
-            ((each["name"], "free"), each["kv_blocks"] - each["kv_blocks_used"]) for each in workers
-        ]
-        yield self._gauge(
-            "fastdecode:r_worker_kv_blocks", "KV blocks of an R-worker.", used + free,
-            "worker", "state",
-        )  # fmt: skip
-        loads = [((each["name"],), each["load_tokens"]) for each in workers]
-        yield self._gauge(
-            "fastdecode:r_worker_load_tokens", "Tokens cached on an R-worker.", loads, "worker"
-        )
+            yield self._counter(name, text, value)
+        blocks, loads = {}, {}
+        for worker in figures["r_workers"]:
+            name, num_used = worker["name"], worker["kv_blocks_used"]
+            blocks[name, "used"], blocks[name, "free"] = num_used, worker["kv_blocks"] - num_used
+            loads[name] = worker["load_tokens"]
+        text = "KV blocks of an R-worker."
+        yield self._gauge("fastdecode:r_worker_kv_blocks", text, blocks, "worker", "state")
+        text = "Tokens cached on an R-worker."
+        yield self._gauge("fastdecode:r_worker_load_tokens", text, loads, "worker")
 
     def _gauge(self, name: str, text: str, values: Values, *labels: str) -> Metric:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
-        for more, value in values:
-            family.add_metric([*self._labels.values(), *more], value)
-        return family
+        return self._filled(family, values)
 
     def _counter(self, name: str, text: str, values: Values, *labels: str) -> Metric:
         family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
-        for more, value in values:
+        return self._filled(family, values)
+
+    def _filled(self, family: Any, values: Values) -> Metric:
+        for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+            more = (key,) if isinstance(key, str) else key
             family.add_metric([*self._labels.values(), *more], value)
-        return family
+        filled: Metric = family
+        return filled
 
 
 def _lengths(most: int) -> tuple[int, ...]:
     """Return 1, 2, 5, 10, 20, 50 … up to ``most`` tokens."""
     steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= most) or (1,)
-
-
-def _by(counts: Mapping[str, int]) -> Values:
-    return [((value,), count) for value, count in counts.items()]

@@ -42,56 +42,55 @@ from fastdecode.wire.mpi.launcher import without_launcher
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.1
-_CUT_WITHIN_S = 2.0
-"""How long those whose requests are ended may take to hear of it."""
-_STOPPED = "the server's HTTP process read nothing for too long: try again"
-_MOST_BETWEEN_LOOKS_S: Final = 1.0
+_LOOK_EVERY_S: Final = 0.1
+_CUT_WITHIN_S: Final = 2.0
+"""How long the HTTP process may take to end all requests with an error."""
+_ENDS_WITHIN_S: Final = 5.0
 _ACTIVITY_EVERY_S: Final = 10.0
-_ENDS_WITHIN_S = 5.0
+_MOST_BETWEEN_LOOKS_S: Final = 1.0
+"""More isn't counted as silence: the engine's process was stopped itself, or made a long step."""
 
 
 class HttpProcess:
-    """Starts, and listens; nothing is answered but by refusals until it is told
-    that the engine is ready. Close it.
+    """Starts the HTTP process, which refuses requests until the engine is ready. Close it.
 
     Args:
-        opening: what to serve.
-        environ: in which it runs, but for what launchers and keys put there.
+        opening: What to serve.
+        environ: Its environment, but for what launchers and keys put there.
 
     Raises:
-        ConfigError: it can't listen there, or the model's tokenizer or template
-            is of no use.
+        ConfigError: If it can't listen there, or the tokenizer or the template is of no use.
     """
 
     def __init__(self, opening: Opening, environ: Mapping[str, str] = os.environ) -> None:
+        inherited = without_launcher(environ)
         ours, theirs = socket.socketpair()
+        main = "from fastdecode.server.frontend import main; main(int(given))"
         with theirs:
-            main = "from fastdecode.server.frontend import main; main(int(given))"
-            command = python_command(main, theirs.fileno())
-            # A session of its own: an interrupt at the keyboard is for us, who tell it what to do.
+            # A session of its own: an interrupt at the keyboard is for this process alone.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                env=_environment(environ), start_new_session=True,
-            )  # fmt: skip
+                python_command(main, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={name: inherited[name] for name in inherited if name != KEYS_VARIABLE},
+                start_new_session=True,
+            )
         self.channel = Channel(ours)
         try:
-            self.address = self._open(opening)
+            self.channel.send(opening)
+            match self.channel.receive():
+                case Listening(address):
+                    self.address = address
+                case Unfit(message):
+                    raise ConfigError(message, code="unfit_to_serve")
+                case _:
+                    raise OSError
+        except OSError:
+            self.close()
+            raise FastDecodeError("the HTTP process ended at once: see its last words") from None
         except BaseException:
             self.close()
             raise
-
-    def _open(self, opening: Opening) -> str:
-        try:
-            self.channel.send(opening)
-            said = self.channel.receive()
-        except OSError:
-            said = None
-        if isinstance(said, Unfit):
-            raise ConfigError(said.message, code="unfit_to_serve")
-        if not isinstance(said, Listening):
-            raise FastDecodeError("the HTTP process ended at once: see what it says above")
-        return said.address
 
     def close(self) -> None:
         """End it. Safe to call twice."""
@@ -102,62 +101,16 @@ class HttpProcess:
         self._process.wait()
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value for name, value in without_launcher(environ).items() if name != KEYS_VARIABLE
-    }
-
-
-class Silence:
-    """Notices that the HTTP process reads nothing: it was stopped, or hangs.
-
-    It answers each status report, twice a second. ``asked`` and ``heard`` may be called by any
-    thread, ``look`` by one.
-
-    Args:
-        limit_s: An answer that takes longer means that nothing is read.
-    """
-
-    def __init__(self, limit_s: float = math.inf) -> None:
-        self.limit_s = limit_s
-        self._is_owed = False
-        self._was_heard = False
-        """Since the last look."""
-        self._waited_s = 0.0
-        self._looked_s: float | None = None
-        self._is_silent = False
-
-    def asked(self) -> None:
-        """Note that an answer is owed."""
-        self._is_owed = True
-
-    def heard(self) -> None:
-        """Note a message of the HTTP process."""
-        self._is_owed, self._was_heard = False, True
-
-    def look(self, now_s: float) -> bool | None:
-        """Return True if it has become silent since the last look, False if it reads again, and
-        None if nothing has changed. Call it several times a second."""
-        before_s, self._looked_s = self._looked_s, now_s
-        was_heard, self._was_heard = self._was_heard, False
-        if was_heard or not self._is_owed:
-            self._waited_s = 0.0
-        elif before_s is not None:
-            # More isn't counted: the engine's process was stopped itself, or made a long step.
-            self._waited_s += min(now_s - before_s, _MOST_BETWEEN_LOOKS_S)
-        was_silent, self._is_silent = self._is_silent, self._waited_s > self.limit_s
-        return None if self._is_silent == was_silent else self._is_silent
-
-
 class Bridge(threading.Thread):
-    """Takes requests from ``start`` on, until the channel is closed.
+    """Serves an engine to the HTTP process from ``start`` on, until the channel is closed.
 
     Args:
-        service: runs the requests.
-        channel: to the HTTP process.
-        limits: of any request.
-        figures: of the engine, for status reports; called by its thread between two steps.
-        silence: of the HTTP process; None: it may be silent for any time.
+        service: Runs the requests.
+        channel: To the HTTP process.
+        limits: Of any request.
+        figures: Of the engine, for status reports. Its thread calls this between two steps.
+        silence_s: The HTTP process answers each status report, twice a second. If an answer takes
+            longer than this, nothing is read: the process was stopped, or hangs.
     """
 
     def __init__(
@@ -166,22 +119,28 @@ class Bridge(threading.Thread):
         channel: Channel,
         limits: RequestLimits,
         figures: Callable[[Any], dict[str, Any]] = lambda served: {},
-        silence: Silence | None = None,
+        silence_s: float = math.inf,
     ) -> None:
         super().__init__(name="http", daemon=True)
         self._channel = channel
         self._server = EngineServer(service, limits, figures, channel.wake)
-        self.silence = Silence() if silence is None else silence
+        self.silence_s = silence_s
+        self.is_silent = False
+        self._owes_answer = False
+        self._was_heard = False
+        """Since the last look."""
+        self._waited_s = 0.0
+        self._looked_s: float | None = None
         self._outbox: SimpleQueue[Message] = SimpleQueue()
         self.is_gone = threading.Event()
-        """The HTTP process is."""
+        """Set when the HTTP process has ended."""
         self.drained = threading.Event()
-        """It has no open request any more, and takes none."""
+        """Set when it has no open request any more, and takes none."""
         self.num_cut = 0
         """Requests that it had to end."""
 
     def run(self) -> None:
-        """However it ends, the HTTP process counts as gone: requests would wait for ever."""
+        """However this ends, the HTTP process counts as gone: requests would wait without end."""
         try:
             while True:
                 self._send_all()
@@ -189,7 +148,7 @@ class Bridge(threading.Thread):
                 if message is not None:
                     self._obey(message)
         except OSError:
-            pass  # the other side is gone
+            pass  # the other end is gone
         except ProtocolError as error:
             logger.error("%s", error)
         except Exception:
@@ -198,15 +157,24 @@ class Bridge(threading.Thread):
             self.is_gone.set()
 
     def send(self, message: Message) -> None:
-        """Say something to the HTTP process; lost if it is gone. Any thread. Doesn't
-        wait for it: it may have been stopped."""
+        """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
         self._outbox.put(message)
         self._channel.wake()
 
     def cancel_all(self, error: FastDecodeError) -> None:
-        """End every request that the HTTP process has submitted. It gets the error once
-        it reads again."""
+        """End all requests of the HTTP process, which gets the error once it reads again."""
         self._server.cancel_all(error)
+
+    def look(self, now_s: float) -> bool:
+        """Update ``is_silent``, several times a second. Return True if it has changed."""
+        before_s, self._looked_s = self._looked_s, now_s
+        was_heard, self._was_heard = self._was_heard, False
+        if was_heard or not self._owes_answer:
+            self._waited_s = 0.0
+        elif before_s is not None:
+            self._waited_s += min(now_s - before_s, _MOST_BETWEEN_LOOKS_S)
+        was_silent, self.is_silent = self.is_silent, self._waited_s > self.silence_s
+        return self.is_silent != was_silent
 
     def _send_all(self) -> None:
         try:
@@ -216,11 +184,11 @@ class Bridge(threading.Thread):
             pass
         for message in self._server.messages():
             if isinstance(message, StatusReport):
-                self.silence.asked()
+                self._owes_answer = True
             self._channel.send(message)
 
     def _obey(self, message: Message) -> None:
-        self.silence.heard()
+        self._owes_answer, self._was_heard = False, True
         match message:
             case StatusAck():
                 pass
@@ -235,24 +203,17 @@ class Bridge(threading.Thread):
 
 @dataclass(frozen=True)
 class Activity:
-    """What an engine does."""
+    """What an engine does, and has done."""
 
     num_running: int
     num_waiting: int
     output_tokens: int
-    """Generated in all."""
     workers: tuple[int, int]
     """R-workers that aren't lost, and all."""
 
 
 class ActivityLines:
-    """Tells how the server is, while it works and once more when it has stopped.
-
-    Args:
-        look: what the engine does now.
-        tell: told a line.
-        clock: in seconds.
-    """
+    """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
     def __init__(
         self,
@@ -267,7 +228,7 @@ class ActivityLines:
         self._tokens = look().output_tokens
 
     def turn(self) -> None:
-        """Call it as often as you like."""
+        """Show a line if one is due."""
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
@@ -300,19 +261,19 @@ class Wishes:
     num_stops: int = 0
     num_reloads: int = 0
     ending: Ending | None = None
-    """How it ended; nothing is answered any more."""
+    """Set once no request is answered any more."""
 
 
 class Serving:
     """Waits for what ends a server. Used by the thread that opened the service.
 
     Args:
-        service: runs the requests; where it has no thread of its own, its steps
-            are made here.
-        wishes: looked at ten times a second.
-        reload: called when that was asked for.
-        tell: told what happens, a line at a time.
-        lines: told again and again what is done; None: nobody wants them.
+        service: Runs the requests. Where it has no thread of its own, its steps run here.
+        bridge: To the HTTP process.
+        wishes: Of signals.
+        reload: Reads the keys again.
+        tell: Shows a line.
+        lines: Show what the engine does. None: nothing.
     """
 
     def __init__(
@@ -334,90 +295,74 @@ class Serving:
         self._num_reloaded = 0
 
     def run(self, drain_timeout_s: float) -> Ending:
-        """Until it is asked to stop, or can't go on."""
-        while not self._wishes.num_stops and not self._is_broken:
-            self._turn()
+        """Serve until a signal asks to stop, or serving can't continue."""
+        bridge, wishes = self._bridge, self._wishes
+        self._turn_while(lambda: not wishes.num_stops)
         if not self._is_broken:
-            return self._drain(drain_timeout_s)
-        if self._bridge.is_gone.is_set():
+            self._tell(
+                f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
+                "at once"
+            )
+            bridge.send(Drain(drain_timeout_s))
+            self._turn_while(lambda: wishes.num_stops < 2, drain_timeout_s)
+        elif not bridge.is_gone.is_set():
+            self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
+        if not bridge.drained.is_set():
+            bridge.send(CutOff())
+            end_s = time.monotonic() + _CUT_WITHIN_S
+            while not (bridge.drained.is_set() or bridge.is_gone.is_set()):
+                if time.monotonic() >= end_s:
+                    break
+                self._service.take(self._nothing, _LOOK_EVERY_S)
+        if self._service.snapshot().error is not None:
+            return Ending.ENGINE_LOST
+        if bridge.is_gone.is_set():
             self._tell("the HTTP process has ended; so does the server")
             return Ending.HTTP_LOST
-        self._tell(f"the engine broke down: {_told(self._service.snapshot().error)}")
-        self._cut()
-        return Ending.ENGINE_LOST
+        if not bridge.drained.is_set():
+            said = "the HTTP process didn't say in time how many requests were cut off"
+        elif num := bridge.num_cut:
+            said = f"{num} {'request was' if num == 1 else 'requests were'} cut off"
+        else:
+            said = "all running requests were answered"
+        self._tell(f"ended; {said}")
+        is_whole = bridge.drained.is_set() and not bridge.num_cut
+        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
 
     @property
     def _is_broken(self) -> bool:
         return self._bridge.is_gone.is_set() or self._service.snapshot().error is not None
 
-    def _turn(self) -> None:
-        self._service.take(self._nothing, _LOOK_EVERY_S)
-        self._look_after_http()
-        if self._lines is not None:
-            self._lines.turn()
-        if self._wishes.num_reloads > self._num_reloaded:
-            self._num_reloaded = self._wishes.num_reloads
-            self._reload()
-
-    def _look_after_http(self) -> None:
-        """An HTTP process that reads nothing answers no client: what it has asked
-        for isn't computed any further."""
-        silence = self._bridge.silence
-        is_silent = silence.look(time.monotonic())
-        if is_silent:
-            self._tell(
-                f"the HTTP process has read nothing for {silence.limit_s:g} s: its requests are "
-                "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
-            )
-            self._bridge.cancel_all(RequestError(_STOPPED, code="http_stopped"))
-        elif is_silent is not None:
-            self._tell("the HTTP process reads again")
-
-    def _drain(self, timeout_s: float) -> Ending:
-        self._tell(f"finishing requests for {timeout_s:g} s at most; a second signal stops at once")
-        self._bridge.send(Drain(timeout_s))
-        end_s = time.monotonic() + timeout_s
-        while (
-            not self._bridge.drained.is_set()
-            and not self._is_broken
-            and self._wishes.num_stops < 2
-            and time.monotonic() < end_s
-        ):
-            self._turn()
-        if not self._bridge.drained.is_set():
-            self._cut()
-        is_heard = self._bridge.drained.is_set()
-        if self._service.snapshot().error is not None:
-            return Ending.ENGINE_LOST
-        if self._bridge.is_gone.is_set():
-            return Ending.HTTP_LOST
-        self._tell(_ending(self._bridge.num_cut, is_heard=is_heard))
-        is_whole = is_heard and not self._bridge.num_cut
-        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
-
-    def _cut(self) -> None:
-        """End what is open, with an error."""
-        self._bridge.send(CutOff())
-        end_s = time.monotonic() + _CUT_WITHIN_S
-        while (
-            not self._bridge.drained.is_set()
-            and not self._bridge.is_gone.is_set()
-            and time.monotonic() < end_s
-        ):
+    def _turn_while(self, condition: Callable[[], bool], most_s: float = math.inf) -> None:
+        """Serve while a condition holds and requests may still be answered."""
+        end_s = time.monotonic() + most_s
+        while condition() and not (self._is_broken or self._bridge.drained.is_set()):
+            if time.monotonic() >= end_s:
+                return
             self._service.take(self._nothing, _LOOK_EVERY_S)
+            if self._bridge.look(time.monotonic()):
+                self._on_silence()
+            if self._lines is not None:
+                self._lines.turn()
+            if self._wishes.num_reloads > self._num_reloaded:
+                self._num_reloaded = self._wishes.num_reloads
+                self._reload()
+
+    def _on_silence(self) -> None:
+        """Cancel the requests of an HTTP process that reads nothing: it answers no client."""
+        if not self._bridge.is_silent:
+            self._tell("the HTTP process reads again")
+            return
+        self._tell(
+            f"the HTTP process has read nothing for {self._bridge.silence_s:g} s: its requests are "
+            "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
+        )
+        text = "the server's HTTP process read nothing for too long: try again"
+        self._bridge.cancel_all(RequestError(text, code="http_stopped"))
 
 
-def _ending(num_cut: int, *, is_heard: bool) -> str:
-    """How a server ended that was asked to."""
-    if not is_heard:
-        return "ended; the HTTP process didn't say in time how many requests were cut off"
-    if num_cut:
-        return f"ended; {num_cut} {'request was' if num_cut == 1 else 'requests were'} cut off"
-    return "ended; all running requests were answered"
-
-
-def _told(error: FastDecodeError | None) -> str:
-    """A mistake of ours by its kind alone: its words may hold what somebody asked."""
+def _shown(error: FastDecodeError | None) -> str:
+    """Return a mistake of ours by its kind alone: its words may hold what a client sent."""
     cause = None if error is None else error.__cause__
     if type(error) is FastDecodeError and cause is not None:
         return f"a step raised {type(cause).__name__}"

@@ -24,8 +24,7 @@ from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
-from fastdecode.server.front import Front
-from fastdecode.server.health import Outlook
+from fastdecode.server.front import Front, Outlook
 from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation
