@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _LAST_ANSWERS_S = 1.0
-"""When all is over: time to say so to those who wait, and who may not listen."""
+"""Time for the last errors to reach clients, which may not read."""
 _QUEUED_CAPACITIES = 4
 _MOST_TIMEOUT_MS = (1 << 31) - 1
 SPARE_FILES = 128
@@ -76,7 +76,7 @@ def main(fd: int) -> None:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_traces_out()
     asyncio.run(_serve(socket.socket(fileno=fd)))
-    # Threads that still encode for nobody needn't be waited for.
+    # Without waiting for threads that still encode for clients that are gone.
     os._exit(0)
 
 
@@ -88,28 +88,33 @@ async def _serve(connected: socket.socket) -> None:
     options = ServeOptions(**opening.options)
     try:
         listener, address = _listen(options)
-        front = _open_front(opening, options, channel)
+        model, file = find_model(opening.model), options.chat_template
+        front = Front(
+            opening,
+            options,
+            TextCodec.load(model, opening.max_model_len),
+            ChatTemplate.load(model, None if file is None else Path(file)),
+            RequestTable(channel.send),
+            RequestLog(options.request_log),
+            Keeping(**opening.keeping).open(model),
+        )
         guard = Guard(make_app(front), front, opening.keys)
         server = uvicorn.Server(_configured(options, guard))
     except (FastDecodeError, OSError) as error:
-        channel.send(Unfit(_in_options(error)))
+        why = str(error)
+        if isinstance(error, FastDecodeError):
+            why = error.told(lambda given: "--" + given.name.replace("_", "-"))
+        channel.send(Unfit(why))
         await channel.close()
         return
     channel.send(Listening(address))
     serving = asyncio.create_task(server.serve([listener]))
-    await _Obeying(front, guard, channel).run()
+    await _Frontend(front, guard, channel).run()
     server.should_exit = True
     await serving
     if options.unix_socket is not None:
         Path(options.unix_socket).unlink(missing_ok=True)
     front.close()
-
-
-def _in_options(error: FastDecodeError | OSError) -> str:
-    """What is wrong, with options in the place of parameters."""
-    if isinstance(error, OSError):
-        return str(error)
-    return error.told(lambda given: "--" + given.name.replace("_", "-"))
 
 
 def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
@@ -174,18 +179,8 @@ def _room_for_connections(wanted: int) -> int:
     return most
 
 
-def _open_front(opening: Opening, options: ServeOptions, channel: AsyncChannel) -> Front:
-    template_file, model = options.chat_template, find_model(opening.model)
-    codec = TextCodec.load(model, opening.max_model_len)
-    template = ChatTemplate.load(model, None if template_file is None else Path(template_file))
-    log = RequestLog(options.request_log)
-    conversations = Keeping(**opening.keeping).open(model)
-    client = RequestTable(channel.send)
-    return Front(opening, options, codec, template, client, log, conversations)
-
-
 def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
-    """A bound socket, and how clients call it. Raises ConfigError."""
+    """Return a bound socket and its address. Raises: ConfigError: If that isn't possible."""
     if options.unix_socket is not None:
         return _listen_at_file(Path(options.unix_socket)), f"unix:{options.unix_socket}"
     try:
@@ -210,7 +205,7 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
 def _listen_at_file(path: Path) -> socket.socket:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
         if stat.S_ISSOCK(path.lstat().st_mode) and caller.connect_ex(str(path)):
-            path.unlink()  # nobody listens there any more
+            path.unlink()  # no process listens there any more
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)  # for its owner only
     try:
@@ -223,15 +218,16 @@ def _listen_at_file(path: Path) -> socket.socket:
     return listener
 
 
-class _Obeying:
-    """Does what the engine's process says, until it says nothing any more."""
+class _Frontend:
+    """Follows the messages of the engine's process until that ends."""
 
     def __init__(self, front: Front, guard: Guard, channel: AsyncChannel) -> None:
         self._front = front
         self._guard = guard
         self._channel = channel
         self._ending: asyncio.Task[None] | None = None
-        self._gives_up_s = math.inf  # by ``time.monotonic``: nobody is waited for any longer
+        self._gives_up_s = math.inf
+        """By ``time.monotonic``; then clients without an answer get none."""
 
     async def run(self) -> None:
         front = self._front
@@ -241,7 +237,7 @@ class _Obeying:
         except ProtocolError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("the engine's process can't be heard any more")
+            logger.exception("the engine's process can't be followed any more")
         front.outlook = replace(front.outlook, is_lost=True)
         self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
         await self._until_answered()
