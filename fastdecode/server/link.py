@@ -56,19 +56,19 @@ class Opening:
     options: Mapping[str, Any]
     """``ServeOptions``."""
     sampling: Mapping[str, Any]
-    """Sampling parameters for requests that don't say it themselves."""
+    """Sampling parameters of requests that don't set them."""
     max_model_len: int
     vocab_size: int
     expected_output_tokens: int
-    """Of a request that doesn't say its max_tokens."""
+    """Of a request that doesn't set max_tokens."""
     keys: Sequence[str]
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
     no_reuse: str = ""
-    """Why no turn of a conversation reuses KV; empty: they do."""
+    """Why no turn of a conversation reuses KV. Empty if they do."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the model's generation_config.json recommends for such requests."""
+    """Sampling parameters of the model's generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Unfit:
 @dataclass(frozen=True)
 class Ready:
     kv_tokens: int
-    """What the KV caches hold together."""
+    """Tokens that the KV caches hold together."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class CutOff:
 @dataclass(frozen=True)
 class Drained:
     num_cut: int
-    """Requests that were ended with an error meanwhile."""
+    """Requests that ended with an error meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,14 @@ _FIELDS: Mapping[str, Mapping[str, AsJson]] = {
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """A message in JSON's types."""
+    """Return a message in JSON's types."""
     kind = type(message).__name__
     values = {name: x.to_json(getattr(message, name)) for name, x in _FIELDS[kind].items()}
     return {"kind": kind, **values}
 
 
 def from_json(said: Any) -> Message:
-    """Raises ProtocolError: it is no message."""
+    """Return a message. Raises: ProtocolError: If it is none."""
     try:
         kind = said.pop("kind")
         values = {name: _FIELDS[kind][name].value(value) for name, value in said.items()}
@@ -155,7 +155,7 @@ def from_json(said: Any) -> Message:
         ArithmeticError,
         RequestError,
     ) as error:
-        raise ProtocolError(f"the other process said what is no message: {error}") from None
+        raise ProtocolError(f"the other process sent what is no message: {error}") from None
 
 
 def _parsed(raw: bytes) -> Message:
