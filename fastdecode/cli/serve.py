@@ -338,8 +338,7 @@ def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> It
 
 @contextlib.contextmanager
 def _reloads_noted(wishes: Wishes) -> Iterator[None]:
-    """Inside, SIGHUP asks the server to read its keys and open its log anew,
-    as soon as it has started."""
+    """Have SIGHUP ask the server to read its keys again, once it has started."""
 
     def reload(number: int, frame: FrameType | None) -> None:
         wishes.num_reloads += 1
