@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
 from fastdecode.conversations.turns import check_id
@@ -184,7 +184,7 @@ _ABSENT: Final[Mapping[str, str]] = {
 def make_app(front: Front) -> Starlette:
     """Return the routes as an ASGI application; the guard goes around it."""
     routes = [
-        Route(path, _endpoint(front, handler), methods=[method])
+        Route(path, _Endpoint(front, handler), methods=[method])
         for method, table in _TABLES.items()
         for path, handler in table.items()
     ]
@@ -199,11 +199,16 @@ def make_app(front: Front) -> Starlette:
     return app
 
 
-def _endpoint(front: Front, handler: Handler) -> Callable[[Request], Awaitable[ASGIApp]]:
-    async def endpoint(request: Request) -> ASGIApp:
-        return await handler(front, request)
+class _Endpoint:
+    """A handler as an ASGI application. Starlette wraps functions once more, which takes time."""
 
-    return endpoint
+    def __init__(self, front: Front, handler: Handler) -> None:
+        self._front = front
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(self._front, Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
