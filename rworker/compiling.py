@@ -19,14 +19,13 @@ from typing import Final
 from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
+from fastdecode.core.host.child_process import python_command
 from fastdecode.core.host.cpus import usable_cpus
 from fastdecode.core.host.parents import end_with
 from fastdecode.core.spec import AttentionSpec
 from rworker.instructions import Prepare
 
-_BOOT: Final = (
-    "import sys; sys.path[:] = sys.argv[2:]; from rworker.compiling import main; main(sys.argv[1])"
-)
+_BOOT: Final = "from rworker.compiling import main; main(given)"
 ROW_LOOPS: Final = "sworker.kernels.row_loops"
 """Compiled when it is imported, which an S-worker on a CPU does."""
 
@@ -64,9 +63,8 @@ def _start(prepare: Prepare) -> subprocess.Popen[bytes]:
         "groups": sorted({x.num_q_heads // x.num_kv_heads for x in prepare.attention}),
         "source": prepare.activation_dtype.value,
     }
-    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(work), *sys.path]
     return subprocess.Popen(
-        command,
+        python_command(_BOOT, json.dumps(work)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

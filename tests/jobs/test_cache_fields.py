@@ -18,7 +18,7 @@ from fastdecode.core.sequence import (
 from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, output_fields
 from fastdecode.openai.answers import usage
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
-from fastdecode.server.messages import Deltas, Submit, from_json, to_json
+from fastdecode.server.link import Deltas, Submit, from_json, to_json
 
 SIMPLE = SimpleLines(SamplingParams())
 OPENAI = OpenAILines(RequestReader({}, ("m",), True), "r1")

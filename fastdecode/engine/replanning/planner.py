@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from typing import IO
 
 from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, judged_from_json, to_json
 from fastdecode.core.clock import Clock
+from fastdecode.core.host.child_process import python_command
 from fastdecode.wire.mpi.launcher import without_launcher
 
 ANSWERS_WITHIN_S = 600.0
-# The child looks for modules where we do, and nowhere else; nobody else would end
-# it, should we be killed.
+# No other process would end it if this one were killed.
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.core.host.parents import end_with; "
-    "end_with(int(sys.argv[1]), 'the planner'); "
+    "from fastdecode.core.host.parents import end_with; end_with(int(given), 'the planner'); "
     "from cost_model.goodput.replanning import main; main()"
 )
 
@@ -46,7 +44,7 @@ class Planner:
             self._answer = tempfile.TemporaryFile()  # noqa: SIM115  (until it is read)
             self._asked_s = self._clock()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, str(os.getpid()), *sys.path],
+                python_command(_BOOT, os.getpid()),
                 stdin=asked,
                 stdout=self._answer,
                 stderr=subprocess.DEVNULL,
