@@ -90,8 +90,7 @@ TWO_S_WORKERS = {"model_options": "--max-model-len 64", "rope_scaling": LONG_ROP
     [
         pytest.param(2, 0, "--kv-memory-gb 0.01", {"btl": "self,tcp"}, id="roles by rank"),
         pytest.param(2, 2, "--tp 2", TWO_S_WORKERS, id="two S-workers"),
-        pytest.param(4, 2, "--pp 2 --tp 2", {}, id="two stages of two S-workers"),
-        pytest.param(4, 2, "--prompt-pp 1 --tp 2", {}, id="a prompt stage"),
+        pytest.param(6, 2, "--pp 2 --prompt-pp 1 --tp 2", {}, id="stages of two S-workers each"),
         pytest.param(
             3, 0, "--pp 3 --kv-placement swap --kv-memory-gb 0.01", {}, id="stages that swap"
         ),
