@@ -42,11 +42,6 @@ class RawReport:
     figures: Raw
 
 
-def raw_report(report: StatusReport, figures: bytes) -> RawReport:
-    """The same with other figures."""
-    return RawReport(**{**vars(report), "figures": raw(figures)})
-
-
 def raw(said: bytes) -> Any:
     return np.frombuffer(said, np.uint8)
 

@@ -177,24 +177,6 @@ def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Pro
                 LLM(model, instances=[four[0].address], worker_timeout_s=1.0)
 
 
-def test_roles_change_while_they_run(model: str, one: LLM, four: list[Process]) -> None:
-    asked, how = prompts(60, seed=21), params(60, seed=21, n=2)
-    chance, ticks = random.Random(2), iter(range(1 << 20))
-    roles = list(InstanceRole)
-    with controller(model, four) as llm:
-
-        def flip() -> None:
-            if next(ticks) % 2:
-                name, role = chance.choice(four).address, chance.choice(roles)
-                llm.service.look(lambda running: running.engine.set_role(name, role))
-
-        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), flip)}
-        found = [outputs[str(i)] for i in range(60)]
-        assert answers(found) == answers(one.generate(asked, how))
-        assert engine(llm).num_moved == 0
-        assert_all_is_free(llm)
-
-
 class Trouble:
     """Has something done to a process when so many tokens have been told."""
 
