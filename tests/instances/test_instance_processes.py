@@ -28,7 +28,7 @@ from instance_processes import (
     instances,
     ready,
 )
-from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
+from instance_runs import answers, params, prompts, requests_of, tokens
 from mpi_launch import running
 from news import WAIT_S, NewsLLM
 from raw_messages import RawSubmit, raw
@@ -177,6 +177,24 @@ def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Pro
                 LLM(model, instances=[four[0].address], worker_timeout_s=1.0)
 
 
+def test_roles_change_while_they_run(model: str, one: LLM, four: list[Process]) -> None:
+    asked, how = prompts(60, seed=21), params(60, seed=21, n=2)
+    chance, ticks = random.Random(2), iter(range(1 << 20))
+    roles = list(InstanceRole)
+    with controller(model, four) as llm:
+
+        def flip() -> None:
+            if next(ticks) % 2:
+                name, role = chance.choice(four).address, chance.choice(roles)
+                llm.service.look(lambda running: running.engine.set_role(name, role))
+
+        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), flip)}
+        found = [outputs[str(i)] for i in range(60)]
+        assert answers(found) == answers(one.generate(asked, how))
+        assert engine(llm).num_moved == 0
+        assert_all_is_free(llm)
+
+
 class Trouble:
     """Has something done to a process when so many tokens have been told."""
 
@@ -314,24 +332,3 @@ def test_what_does_not_fit_together_is_refused_by_name(
         LLM(model, instances=addresses, dtype="bfloat16")
     with pytest.raises(ConfigError, match="needs a key"):
         LLM(model, instances=["tcp://8.8.8.8:7000"])
-
-
-def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    """The prefix cache has all of it, and one instance alone would need its end."""
-    path = str(tiny_checkpoint("mistral", sliding_window=32))
-    engine = (*ENGINE, "--prefix-cache", "on")
-    chance = random.Random(91)
-    asked = [[chance.randrange(5, 200) for _ in range(chance.randint(100, 160))] for _ in range(6)]
-    how = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * len(asked)
-    with LLM(path, **OPTIONS) as one:
-        expected = tokens(one.generate(asked, how))
-    with (
-        instance(path, "prefill", engine=engine) as prefill,
-        instance(path, "decode", engine=engine) as decode,
-        controller(path, [ready(prefill, ""), ready(decode, "")]) as llm,
-    ):
-        for _ in range(2):
-            assert tokens(llm.generate(asked, how)) == expected
-        assert llm.stats.num_cached_prompt_tokens > 300 and llm.stats.num_failed_fetches == 0

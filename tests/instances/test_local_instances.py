@@ -6,7 +6,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from instance_runs import OPTIONS, assert_alike, params, prompts, requests_of, t
 from news import NewsLLM
 
 from examples import examples
-from fastdecode import LLM
+from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue, OutputFold
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request, RequestOutput
@@ -171,6 +172,22 @@ def test_prompts_are_fetched_wherever_kv_is(model: str, one: LLM, options: dict[
         assert llm.stats.fetched_bytes > 0
         if "cache_memory_gb" not in options:
             assert_nothing_is_left(llm)
+
+
+def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """The prefix cache has all of it, and one instance alone would need its end."""
+    path = str(tiny_checkpoint("mistral", sliding_window=32))
+    chance = random.Random(91)
+    asked = [[chance.randrange(5, 200) for _ in range(chance.randint(100, 160))] for _ in range(6)]
+    how = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * len(asked)
+    with LLM(path, **OPTIONS) as one:
+        expected = tokens(one.generate(asked, how))
+    with LLM(path, **BOTH, **{**OPTIONS, "prefix_cache": "on"}) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(asked, how)) == expected
+        assert llm.stats.num_cached_prompt_tokens > 300 and llm.stats.num_failed_fetches == 0
 
 
 def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> None:

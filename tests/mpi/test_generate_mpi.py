@@ -17,12 +17,15 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from checkpoints import FAMILIES
+from families import save_tiny
 from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
 from mpi_launch import Running, has_text, mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 from turn_lines import check_turns, write_turns
 
+from examples import TRIES_ALL
 from fastdecode.cli.main import main
 from rworker.tiers.disk import slot_files
 
@@ -55,21 +58,23 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> MakeJob:
         btl: str = "self,sm",
         limit: StepLimit | None = None,
         family: str = "llama",
+        model: Path | None = None,
         model_options: str = "",
         **overrides: Any,
     ) -> Job:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         if not source.exists():
             write_some_forked(source, max_tokens)
-        model = ["--model", str(tiny_checkpoint(family, **overrides)), "--dtype", "float32"]
-        model += ["--prefill-chunk", "16", *model_options.split()]
+        path = model or tiny_checkpoint(family, **overrides)
+        options_of_model = ["--model", str(path), "--dtype", "float32", "--prefill-chunk", "16"]
+        options_of_model += model_options.split()
         fastdecode = FASTDECODE if limit is None else limit.fastdecode
         command = [mpirun(), *open_mpi_options(btl), "-n", str(num_s), *fastdecode, "generate"]
-        command += [*model, "--input", str(source), "--output", str(output)]
+        command += [*options_of_model, "--input", str(source), "--output", str(output)]
         command += ["--exit-code-file", str(exit_code_file(tmp_path)), *options.split()]
         if num_r:
             command += [":", "-n", str(num_r), *R_WORKER]
-        return Job(command, output, lambda: answers_alone(source, *model))
+        return Job(command, output, lambda: answers_alone(source, *options_of_model))
 
     return make
 
@@ -111,6 +116,21 @@ def test_tokens_are_those_of_threads(
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert ranks.output.read_text() == ranks.expected()
     assert all("error" not in json.loads(line) for line in ranks.expected().splitlines())
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_tokens_in_stages_of_two_s_workers(family: str, job: MakeJob) -> None:
+    test_tokens_are_those_of_threads(4, 2, "--pp 2 --tp 2", {"family": family}, job)
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two ranks are threads in tests/sworker")
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_of_two_s_workers(ep: int, job: MakeJob, tmp_path: Path) -> None:
+    """A share of every expert on each, or whole ones."""
+    save_tiny(tmp_path / "model", "qwen2_moe", seed=2)
+    model = {"model": tmp_path / "model"}
+    test_tokens_are_those_of_threads(2, 2, f"--tp 2 --ep {ep}", model, job)
 
 
 def add_conversations(source: Path) -> None:
