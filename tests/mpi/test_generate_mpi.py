@@ -23,11 +23,9 @@ from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
 from mpi_launch import Running, has_text, mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
-from turn_lines import check_turns, write_turns
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
-from rworker.tiers.disk import slot_files
 
 pytestmark = needs_mpi
 
@@ -96,9 +94,6 @@ TWO_S_WORKERS = {"model_options": "--max-model-len 64", "rope_scaling": LONG_ROP
         pytest.param(2, 0, "--kv-memory-gb 0.01", {"btl": "self,tcp"}, id="roles by rank"),
         pytest.param(2, 2, "--tp 2", TWO_S_WORKERS, id="two S-workers"),
         pytest.param(6, 2, "--pp 2 --prompt-pp 1 --tp 2", {}, id="stages of two S-workers each"),
-        pytest.param(
-            3, 0, "--pp 3 --kv-placement swap --kv-memory-gb 0.01", {}, id="stages that swap"
-        ),
         *[
             pytest.param(
                 2, 2, f"--tp 2 --device cuda --cuda-graphs {graphs}", TWO_S_WORKERS,
@@ -163,25 +158,6 @@ def test_each_s_worker_keeps_its_heads_kv(job: MakeJob, tmp_path: Path) -> None:
     assert restored is not None and int(restored[1]) > 0, outcome.output
 
 
-def test_conversations_continue_from_blocks_on_each_ranks_disk(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    write_turns(tmp_path / "turns.jsonl")
-    options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
-    options += ["--kv-memory-gb", "0.01", "--block-size", "16"]
-    options += ["--input", str(tmp_path / "turns.jsonl"), "--output"]
-    plain, kept = tmp_path / "plain.jsonl", tmp_path / "kept.jsonl"
-    assert main([*options, str(plain)]) == 0
-    disk = ["--cache-disk", str(tmp_path / "disk"), "--cache-disk-gb", "0.001"]
-    disk += ["--swap-threshold", "1", "--summary", str(tmp_path / "summary.json")]
-    command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options, str(kept)]
-    outcome = run([*command, *disk], timeout_s=120)
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    check_turns(plain, kept)
-    assert json.loads((tmp_path / "summary.json").read_text())["tiers"]["num_stored"] > 0
-    assert len(slot_files(tmp_path / "disk")) == 2
-
-
 @pytest.mark.parametrize(
     ("num_s", "num_r", "options", "reason"),
     [
@@ -206,9 +182,8 @@ def test_ranks_that_do_not_fit_are_refused(
     [
         (2, "--tp 2", 1, "S-worker 1 of 2"),
         (2, "--pp 2", 1, "stage 1"),
-        (3, "--prompt-pp 2 --max-num-sequences 1", 2, "prompt stage 1"),
     ],
-    ids=["one of two that act as one", "a stage", "a prompt stage"],
+    ids=["one of two that act as one", "a stage"],
 )
 def test_a_lost_s_worker_ends_the_job(
     num_s: int, options: str, rank: int, name: str, job: MakeJob, tmp_path: Path, limit: StepLimit
