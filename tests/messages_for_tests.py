@@ -14,16 +14,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import codec
-from fastdecode.wire.instances.messages import (
-    InstanceWelcome,
-)
-from fastdecode.wire.kv.chunks import (
-    ChunkForm,
-    ChunkStored,
-    FetchChunk,
-    FetchedChunk,
-    StoreChunk,
-)
+from fastdecode.wire.instances.messages import InstanceWelcome
+from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, FetchChunk, FetchedChunk, StoreChunk
 from fastdecode.wire.kv.exporting import (
     DescribeExport,
     ExportDescription,
@@ -67,10 +59,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.stages import (
-    StageHello,
-    StageWelcome,
-)
+from fastdecode.wire.stages import StageHello, StageWelcome
 from rworker.stream.chunks import expectation
 
 _TICKET = "0123456789abcdef" * 2

@@ -122,9 +122,7 @@ def test_equal_tokens_of_all_families(
     ids=["chunks", "chunks-s", "suspended", "few"],
 )
 def test_equal_tokens_however_they_come(
-    options: dict[str, Any],
-    expected: Callable[[str], Tokens],
-    tiny_checkpoint: Callable[..., Path],
+    options: dict[str, Any], expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     max_step_tokens = {"max_num_sequences": 16} if "max_step_tokens" in options else {}
     with hybrid(tiny_checkpoint("llama"), restless(), **max_step_tokens, **options) as llm:

@@ -35,21 +35,12 @@ SMALL: dict[str, Any] = {
 WAYS: list[dict[str, Any]] = [
     {"prefill_chunk": 23},
     {"prompt_attention": "s"},
-    {
-        "r_workers": 2,
-        "lanes": 2,
-        "max_num_sequences": 4,
-        "kv_memory_gb": 0.0001,
-    },
+    {"r_workers": 2, "lanes": 2, "max_num_sequences": 4, "kv_memory_gb": 0.0001},
     {"r_workers": 2, "r_partition": "heads", "kv_memory_gb": 0.0001},
     {"kv_placement": "gpu"},
     {"kv_placement": "swap", "pp": 3, "max_num_sequences": 6},
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s", "kv_memory_gb": 0.0001},
-    {
-        "swap_threshold": 0.9,
-        "kv_dtype": "float16",
-        "kv_memory_gb": 0.0001,
-    },
+    {"swap_threshold": 0.9, "kv_dtype": "float16", "kv_memory_gb": 0.0001},
 ]
 MORE_WAYS: list[dict[str, Any]] = [
     {"lanes": 2, "max_num_sequences": 4, "r_workers": 2,

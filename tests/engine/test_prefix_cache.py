@@ -25,11 +25,7 @@ COMMON = 130
 """More than two blocks of 64."""
 OWN = (0, 1, 17, 62, 33)
 NEW = (3, 20, 1, 16, 8)
-SHARED: dict[str, Any] = {
-    "dtype": "float32",
-    "r_threads": 1,
-    "kv_memory_gb": 0.02,
-}
+SHARED: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02}
 WAYS: list[dict[str, Any]] = [
     {"prefill_chunk": 23},
     {"prompt_attention": "s"},
@@ -85,9 +81,7 @@ def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_of_keeping_kv_says_the_same(
-    way: dict[str, Any],
-    tiny_checkpoint: Callable[..., Path],
-    plain: Said,
+    way: dict[str, Any], tiny_checkpoint: Callable[..., Path], plain: Said
 ) -> None:
     options = {**SHARED, "block_size": 16, "prefix_cache": "on", **way}
     with LLM(str(tiny_checkpoint("llama")), **options) as llm:

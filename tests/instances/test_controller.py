@@ -465,9 +465,7 @@ def test_a_request_fails_once_each_instance_has_failed_it(code: str) -> None:
     assert world.said["b"]
 
 
-def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(
-    rng: random.Random,
-) -> None:
+def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(rng: random.Random) -> None:
     """Requests move: the others can run them."""
     world = World(rng.randint(1, 2), rng.randint(2, 3))
     for number in range(12):

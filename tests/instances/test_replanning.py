@@ -88,11 +88,7 @@ class Planned:
 
 
 def watched(
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    planned: Planned,
-    told: list[str],
-    looks: int = 2,
+    model: str, monkeypatch: pytest.MonkeyPatch, planned: Planned, told: list[str], looks: int = 2
 ) -> tuple[list[Any], dict[str, Any]]:
     """Two prefill and two decode instances under load until roles were looked at so
     many times. Gives what was answered, and the instances' roles."""

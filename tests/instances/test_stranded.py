@@ -10,11 +10,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from instance_processes import (
-    Process,
-    instance,
-    ready,
-)
+from instance_processes import Process, instance, ready
 from instance_runs import prompts
 from mpi_launch import Running
 from zmq_r_workers import at, r_workers

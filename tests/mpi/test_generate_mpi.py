@@ -179,10 +179,7 @@ def test_ranks_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize(
     ("num_s", "options", "rank", "name"),
-    [
-        (2, "--tp 2", 1, "S-worker 1 of 2"),
-        (2, "--pp 2", 1, "stage 1"),
-    ],
+    [(2, "--tp 2", 1, "S-worker 1 of 2"), (2, "--pp 2", 1, "stage 1")],
     ids=["one of two that act as one", "a stage"],
 )
 def test_a_lost_s_worker_ends_the_job(

@@ -126,10 +126,7 @@ def test_mpi_over_three_hosts(
 
 
 def test_a_host_that_is_cut_off_changes_no_token(
-    net: Net,
-    asked: Callable[[int], tuple[list[str], Path, str]],
-    tmp_path: Path,
-    limit: StepLimit,
+    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path, limit: StepLimit
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
     command, output, expected = asked(60)
