@@ -1,10 +1,10 @@
 """R-workers at the end of a network that a test makes up: one thread, a clock
-that only moves when somebody waits, and faults at chosen moments.
+that only moves when a thread waits, and faults at chosen moments.
 
 What an R-worker does is the real thing (``rworker.worker.serve_next``: its
 state, its kernels). Messages take a while and keep their order; a **crashed**
 R-worker's connections close, one that **hangs** does nothing for a while and
-then goes on where it was, and a **cut** link delivers nothing until it heals.
+then continues where it was, and a **cut** link delivers nothing until it heals.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SimulatedDisk:
 
     Args:
         network: whose clock and chance it has.
-        most_bytes: of K and V in a file, before it is written anew.
+        most_bytes: Most bytes of K and V in a file before it is rewritten.
     """
 
     def __init__(self, network: Network, most_bytes: float = math.inf) -> None:
@@ -96,8 +96,6 @@ class ProcessFiles:
 
 
 class _File:
-    """See ``FileConnection``."""
-
     peer = "a file"
     is_reached = True
 
@@ -137,10 +135,10 @@ class End(Enum):
 
 
 class _Executor(AttentionExecutor):
-    """Whose next computations may be made to fail."""
+    """An executor that can fail a number of computations."""
 
     num_failures = 0
-    """So many are left."""
+    """Computations that still fail."""
 
     def compute(self, compute: Compute) -> AttendResult:
         if self.num_failures:
@@ -165,9 +163,9 @@ class Process:
         kv_bytes: its memory for K and V.
         keep_s: for how long it keeps caches of an S-worker that is lost.
         time: that passes.
-        chance: what nobody chooses.
+        chance: Source of random moments.
         reach: makes what it reaches its neighbours by.
-        disk: where replicas may be; None: nowhere.
+        disk: Where replicas are stored. None stores none.
     """
 
     def __init__(
@@ -224,7 +222,7 @@ class Process:
             side.close()
 
     def wake(self) -> None:
-        """A neighbour has answered."""
+        """Continue after a neighbour's answer."""
         self._has_answers = True
         self._go_on()
 
@@ -304,7 +302,7 @@ class _WorkersSide:
 
 
 class Link:
-    """The S-worker's side of a connection; ``ZmqConnection``, to whoever uses it.
+    """The S-worker's side of a connection, in place of ``ZmqConnection``.
 
     Args:
         network: whose process of this number it leads to.
@@ -347,7 +345,7 @@ class Link:
         return not self.is_closed and not self.has_ended
 
     def cut(self, for_s: float) -> None:
-        """What is under way arrives; what is sent from now on, only then."""
+        """Deliver what is under way, and hold later messages for ``for_s``."""
         now_s = self._network.time.now
         if now_s >= self._cut_until_s:
             self._cut_since_s = now_s
@@ -397,7 +395,7 @@ class Link:
             self._tell(End.END)
 
     def forsake(self, *, is_seen: bool) -> None:
-        """Nobody is at this side any more."""
+        """Close this side, as a process that ended."""
         if not self.is_closed:
             self.is_closed = True
             if is_seen:
@@ -418,7 +416,7 @@ class Link:
             self.travel(lambda: process.deliver(index, message), to_worker=True)
 
     def _bind(self) -> None:
-        """To the process that is there, if one is and this side has none."""
+        """Connect this side to the process that listens, unless it has one."""
         process = self._network.processes[self._number]
         if self._process is None and process.is_up:
             self._process = process
@@ -460,7 +458,7 @@ class _Neighbours:
         return link
 
     def cut(self, for_s: float) -> None:
-        """Links that are there, and those that begin meanwhile."""
+        """Cut all links, and those that begin within ``for_s``."""
         self._cut_until_s = max(self._cut_until_s, self._network.time.now + for_s)
         for link in self._links:
             link.cut(for_s)
@@ -470,15 +468,14 @@ class _Neighbours:
 
 
 class Network:
-    """The S-worker's hub (``ZmqHub``, to whoever uses it), and the processes behind it.
+    """The S-worker's hub, in place of ``ZmqHub``, and the processes behind it.
 
     Args:
         num_workers: processes, one connection each.
         kv_bytes: memory of each for K and V.
-        chance: what nobody chooses.
-        session_keep_s: for how long processes keep caches of an S-worker that
-            is lost; 0: they don't.
-        most_file_bytes: of a replica's file on the disk that all share; None: there is none.
+        chance: Source of random moments.
+        session_keep_s: How long processes keep caches of a lost S-worker. 0 drops them.
+        most_file_bytes: Most bytes of a replica's file on a shared disk. None for no disk.
     """
 
     def __init__(
@@ -521,7 +518,7 @@ class Network:
         )
 
     def when_sent(self, number: int, act: Callable[[], None]) -> None:
-        """Do it when so many messages have been sent."""
+        """Act once ``number`` messages have been sent."""
         self._when_sent.setdefault(number, []).append(act)
 
     def count_sent(self) -> None:

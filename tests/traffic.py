@@ -54,7 +54,7 @@ class Moves:
     fail: Callable[[], bool] = lambda: False
     """Asked for each block."""
     tell: Callable[[], bool] = lambda: False
-    """Asked while blocks are fetched, whether it is told how far that is."""
+    """Return True to report progress while blocks are fetched."""
     num_fetched: int = 0
     under_way: list[tuple[StoreDown | Restore, np.ndarray]] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ class Moves:
 
 
 def contexts_of(sequence: Sequence) -> list[int]:
-    """Of each of a sequence's tokens, what tells its salt and all tokens up to it."""
+    """Return a hash of the salt and all tokens up to it, for each token of a sequence."""
     context = hash(sequence.request.cache.salt)
     contexts = []
     for token in sequence.token_ids:
@@ -103,8 +103,7 @@ def last_part(sequence: Sequence) -> Part:
 def check_memory(
     chunk: Chunk, contexts: Seq[int], stores: Mapping[int, Store], window: int | None
 ) -> None:
-    """Whatever it attends to is there and was written for it, and nothing was
-    that is said to be missing.
+    """Check that what it attends to was written for it, and that missing blocks are missing.
 
     Args:
         contexts: of its sequence's tokens.
@@ -124,7 +123,7 @@ def check_memory(
 
 
 def check_sizes(run: Run) -> None:
-    """Of a step, and of each sequence's share in it."""
+    """Check the size of a step, and of each sequence's share in it."""
     assert sum(chunk.num_tokens for chunk in run.chunks) <= MAX_STEP_TOKENS
     sequences = {chunk.sequence.sequence_id: chunk.sequence for chunk in run.chunks}
     assert len(sequences) <= MAX_SEQUENCES
@@ -161,8 +160,8 @@ class Harness:
     """Asked for each answer of an R-worker, whether it comes after the step
     that it was asked for has begun."""
     goes_ahead: Callable[[], bool] = lambda: False
-    """Asked at the end of each step, whether its tokens are told only when the
-    lane's next one is over, or nobody steps."""
+    """Return True to hand on a step's tokens only after the lane's next step, or when all
+    lanes are idle."""
     coming: dict[int, tuple[Drawn, ...]] = field(default_factory=dict)
     """By lane, those tokens."""
     in_flight: dict[int, Run] = field(default_factory=dict)
@@ -179,12 +178,12 @@ class Harness:
     together: set[tuple[int, ...]] = field(default_factory=set)
     """Sequences that stepped together."""
     stepped: set[int] = field(default_factory=set)
-    """Those that have, since they started last."""
+    """Sequences that stepped since they last started."""
     moves: Moves = field(default_factory=Moves)
     num_stepped_early: int = 0
     """Chunks of sequences of which blocks were still coming."""
     num_disbelieved: int = 0
-    """Those of them whose step came to nothing, since blocks didn't come."""
+    """Chunks of these whose step was void, since blocks did not come."""
     has_forks: bool = False
     num_resumed_tokens: int = 0
     num_gaps: int = 0
@@ -244,7 +243,7 @@ class Harness:
         return news is not None
 
     def begin(self, lane: int) -> Run | None:
-        """Begin the lane's next step, if anybody can step."""
+        """Begin the lane's next step, if a sequence can step."""
         self._check_order(self._tell(LaneIdle(lane), lane))
         for part in [part for part in self.unanswered if not self.is_late()]:
             self._answer(part)
@@ -318,7 +317,7 @@ class Harness:
         return any(self.stores[part.holder].awaits(part.part_id) for part in parts)
 
     def take_in(self, lane: int) -> bool:
-        """The tokens of the lane's step before are known. Whether there were any."""
+        """Take in the tokens of the lane's previous step. Return True if there were any."""
         drawn = self.coming.pop(lane, ())
         if drawn:
             self._tell(Came(drawn))
@@ -395,7 +394,7 @@ class Harness:
             assert said <= there and (not is_exact or said == there)
 
     def _fetching(self) -> set[int]:
-        """Those that wait for blocks, and hold their room meanwhile."""
+        """Return sequences that wait for blocks and hold their room."""
         lives = self.lifecycle.sequences.by_sequence
         return {i for i, life in lives.items() if life.state is SequenceState.FETCHING}
 

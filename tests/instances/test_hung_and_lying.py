@@ -1,5 +1,5 @@
 """Instances that live and are of no use: one whose engine hangs, and one that
-says what can't be. Requests go on elsewhere, and they may come back."""
+says what can't be. Requests continue elsewhere, and both may come back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 NEVER = "600"
 PATIENT = "30"
-"""Seconds of silence: nobody is stopped as a whole here, and the machine may be busy."""
+"""Seconds of silence: no process is stopped as a whole, and the machine may be busy."""
 
 
 @pytest.fixture(scope="module")

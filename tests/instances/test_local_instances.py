@@ -38,7 +38,7 @@ def four(model: str) -> Iterator[NewsLLM]:
 
 
 def services(llm: LLM) -> Sequence[EngineService[RunningEngine]]:
-    """Of its instances; prefill instances come first."""
+    """Return the services of all instances, prefill instances first."""
     hub = llm._running._hub
     assert isinstance(hub, LocalHub)
     return hub.services

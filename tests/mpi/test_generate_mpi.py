@@ -237,7 +237,7 @@ def events(job: Running, event: str) -> list[str]:
 def test_an_r_worker_that_is_lost_before_the_greeting_is_left_out(
     job: MakeJob, tmp_path: Path
 ) -> None:
-    """It has joined, and the S-worker hasn't loaded the model yet."""
+    """The R-worker has joined before the S-worker loads the model."""
     ranks = job(1, 2, max_tokens=40)
     with running([*ranks.command, "--log-level", "info"]) as started:
         started.wait_until(lambda: len(events(started, "serves")) == 2)
@@ -256,7 +256,7 @@ def test_a_launched_batch_that_is_interrupted_finishes_what_runs(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, limit: StepLimit
 ) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_requests(source, 400, [9] * 60)  # far from its end when it goes on
+    write_requests(source, 400, [9] * 60)  # far from its end when it continues
     launch = [*limit.fastdecode, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
     launch += ["--kv-memory-gb", "0.01", "--", "run-batch", "--dtype", "float32"]
     launch += ["--model", str(tiny_checkpoint("llama")), "--max-num-sequences", "3"]
