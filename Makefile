@@ -52,7 +52,6 @@ campaign: $(VENV)/.dev
 	@mkdir -p out
 	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/campaign/campaign.py --out out/campaign.json
-	$(BIN)/python tests/campaign/systems.py --out out/campaign_systems.json
 	PYTHON=$(BIN)/python benchmarks/gpu_first.sh --smoke --out out/gpu_first.json
 	PYTHON=$(BIN)/python benchmarks/gpu_first.sh --smoke --more --out out/gpu_first_more.json
 

@@ -32,8 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from end_to_end import VOCAB
-from percentiles import percentile
 from provenance import keep, provenance
 from r_worker_processes import add_model_options, model_or_random, pinned_instances
 
@@ -94,7 +94,7 @@ def run(llm: LLM, seed: int, options: argparse.Namespace) -> dict[str, list[floa
 
 def row(way: str, llm: LLM, found: dict[str, list[float]]) -> dict[str, Any]:
     told = {
-        name: {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+        name: {f"p{percent}": float(np.percentile(values, percent)) for percent in (50, 90, 99)}
         for name, values in found.items()
     }
     stats = llm.stats

@@ -71,31 +71,21 @@ class Segment:
 
 
 class Sums:
-    """A trace that adds up, and passes on to another when that is wanted."""
+    """A trace that adds up the R-worker's seconds."""
 
     def __init__(self) -> None:
         self.r_part_s = 0.0
-        self.record: Any = None
 
-    def s_part(self, *args: Any) -> None:
-        if self.record is not None:
-            self.record.s_part(*args)
+    def s_part(self, *args: Any) -> None: ...
 
-    def sampled(self, *args: Any) -> None:
-        if self.record is not None:
-            self.record.sampled(*args)
+    def sampled(self, *args: Any) -> None: ...
 
-    def waited(self, *args: Any) -> None:
-        if self.record is not None:
-            self.record.waited(*args)
+    def waited(self, *args: Any) -> None: ...
+
+    def load(self, *args: Any) -> None: ...
 
     def attended(self, *args: Any) -> None:
         self.r_part_s += args[-1]
-        if self.record is not None:
-            self.record.attended(*args)
-
-    def load(self, *args: Any) -> None:
-        pass
 
 
 class Delayed:
@@ -153,8 +143,6 @@ def s_worker(options: argparse.Namespace) -> None:
         segments = [bench.segment(bench.lanes) for _ in range(SEGMENTS // 2)]
     else:
         segments = [bench.segment(1 + i % 2) for i in range(SEGMENTS)]
-        if options.trace:
-            record(bench, options.trace)
     cancel_all(running.engine)
     running.close()
     result = {"context": context, "segments": [asdict(segment) for segment in segments]}
@@ -216,19 +204,6 @@ class Bench:
         return Segment(lanes, cycle_s, s_part_s, (self._sums.r_part_s - r_part) / CYCLES)
 
 
-def record(bench: Bench, path: Path) -> None:
-    """A Chrome trace of a few cycles in one lane, and then in two."""
-    from fastdecode.measure.chrome_trace import open_trace
-
-    for lanes in (1, 2):
-        bench.segment(lanes)
-        with open_trace(path.with_suffix(f".{lanes}.json")) as trace:
-            bench._sums.record = trace
-            bench.cycle()
-            bench.cycle()
-            bench._sums.record = None
-
-
 def r_worker(delay_s: float) -> None:
     from fastdecode.wire.mpi import joining, leaving
     from fastdecode.wire.mpi.hub import connect_to_s_workers
@@ -266,7 +241,7 @@ def job(model: Path, scratch: Path, *more: str) -> dict[str, Any]:
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     python = [sys.executable, __file__, "--model", str(model), "--out", str(out), *more, "--rank"]
     launcher = str(Path(sys.executable).with_name("mpirun"))
-    command = [launcher, *MPIRUN, "-n", "1", *python, "s", ":", "-n", "1", *python, "r"]
+    command = [launcher, *MPIRUN.split(), "-n", "1", *python, "s", ":", "-n", "1", *python, "r"]
     subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=True, timeout=280)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -311,11 +286,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("pipeline.json"))
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        help="write Chrome traces of one lane and two: PATH.1.json, PATH.2.json",
-    )
     parser.add_argument("--rank", choices=("s", "r"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
@@ -330,8 +300,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as scratch:
         model = Path(scratch) / "model"
         make_checkpoint(model)
-        trace = [] if options.trace is None else ["--trace", str(options.trace.absolute())]
-        plain = job(model, Path(scratch), *trace)
+        plain = job(model, Path(scratch))
         delayed = job(model, Path(scratch), "--context", str(plain["context"]), "--delay-s", "1e-3")
     summary = summarise(plain, delayed)
     for name, value in summary.items():

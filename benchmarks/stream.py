@@ -9,9 +9,6 @@ into the buffer and one out of it; ``write`` and ``fsync``; ``zmq`` sockets; MPI
 sends. The other side gets them all and answers once. Both take turns, but over
 MPI, where raw sends come first. A ratio is raw seconds over ours, the median
 over pairs: 1 is as fast.
-
-``step``: a decode step of 64 sequences, one token each, as one chunk, against a
-message for each sequence, layer and head (``by_region``).
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,17 +133,12 @@ class File:
         self._writer.__exit__(None, None, None)
 
 
-def pieces(kv: KVSpec, first: int = 0, layers: Sequence[int] = (), heads: Sequence[int] = (),
-           sequences: Sequence[int] = range(NUM_SEQUENCES)) -> list[Piece]:  # fmt: skip
-    """Tokens from one on of some sequences, layers and heads; by default all."""
+def pieces(kv: KVSpec) -> list[Piece]:
+    """Return pieces of all tokens, layers and heads of all sequences."""
     whole = Box(range(kv.num_layers), range(kv.num_kv_heads), range(TOKENS))
-    layers, heads = layers or whole.layers, heads or whole.heads
-    sides = [range(side[0], side[-1] + 1) for side in (layers, heads)]
-    some = Box(*sides, range(first, TOKENS))
-    there = replace(whole, tokens=some.tokens)  # which has nothing of what came before
     return [
-        Piece(Region(HERE, PartId(i), whole), Region(THERE, PartId(i), there), some)
-        for i in sequences
+        Piece(Region(HERE, PartId(i), whole), Region(THERE, PartId(i), whole), whole)
+        for i in range(NUM_SEQUENCES)
     ]
 
 
@@ -174,30 +166,6 @@ def measure(way: str, make: Callable[[KVSpec], Any], raw: Raw, rounds: int) -> l
             rows.append(Row(way, form, size, num_bytes, raw_s, ours_s, ratio))
             print(rows[-1], flush=True)
     return rows
-
-
-def by_region(rounds: int) -> dict[str, Any]:
-    """One chunk a decode step against a message a contiguous region, to an R-worker's thread."""
-    from rworker.worker import start_worker_thread
-
-    worker = start_worker_thread("r0", kv_bytes=KV_BYTES)
-    source, target = Memory(KV).fill(), Worker(worker.connection, KV)
-    both: dict[str, list[float]] = {"one": [], "many": []}
-    for _ in range(rounds + 1):
-        both["one"].append(stream(source, target, MAX_CHUNK_BYTES, pieces(KV, TOKENS - 1))[1])
-        sink = target.begin()
-        expect_pieces(pieces(KV, TOKENS - 1), {THERE: sink})
-        started = time.perf_counter()
-        for layer in range(KV.num_layers):
-            for head in range(KV.num_kv_heads):
-                for i in range(NUM_SEQUENCES):
-                    some = pieces(KV, TOKENS - 1, [layer], [head], [i])
-                    stream_out(some, {HERE: source}, {THERE: sink})
-        both["many"].append(time.perf_counter() - started)
-    worker.stop()
-    worker.join(TIMEOUT_S)
-    one, many = (statistics.median(times[1:]) for times in both.values())
-    return {"one_chunk_s": one, "a_message_a_region_s": many, "times_faster": many / one}
 
 
 # ZeroMQ: the other side is a process of its own.
@@ -312,17 +280,7 @@ def run_mpi(directory: Path, rounds: int) -> list[dict[str, Any]]:
     mpirun = str(Path(sys.executable).with_name("mpirun"))
     for btl in ("self,sm", "self,tcp"):
         out = directory / btl.replace(",", "-")
-        options = [
-            "--with-ft",
-            "ulfm",
-            "--mca",
-            "pml",
-            "ob1",
-            "--mca",
-            "btl",
-            btl,
-            "--oversubscribe",
-        ]
+        options = f"--with-ft ulfm --mca pml ob1 --mca btl {btl} --oversubscribe".split()
         command = [mpirun, "-n", "2", *options, sys.executable, __file__]
         command += ["--mpi-rank", f"mpi {btl}", "--out", str(out), "--rounds", str(rounds)]
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -346,9 +304,7 @@ def run_all(rounds: int) -> dict[str, Any]:
         with zmq_way(directory) as (make, raw):
             rows += measure("zmq", make, raw, rounds)
         all_rows = [*map(asdict, rows), *run_mpi(directory, rounds)]
-    step = by_region(3)
-    print(step)
-    return {"provenance": provenance(), "rows": all_rows, "step": step}
+    return {"provenance": provenance(), "rows": all_rows}
 
 
 def copy_twice(num_bytes: int, size: int) -> float:

@@ -146,8 +146,10 @@ def features_page() -> Iterator[str]:
         yield f"| {number} | {one} | {' | '.join(cells)} |"
     for title, is_contradiction in (("Not built yet", False), ("Contradictions", True)):
         yield from ("", f"## {title}", "", "| features | why |", "|---|---|")
+        by_reason: dict[str, list[str]] = {}
         for one, other, reason in refused_pairs(is_contradiction=is_contradiction):
-            yield f"| {one}, {other} | {reason} |"
+            by_reason.setdefault(reason, []).append(f"{one} with {other}")
+        yield from (f"| {'; '.join(pairs)} | {why} |" for why, pairs in by_reason.items())
     yield from ("", "## Not all three yet", "", "| features | why |", "|---|---|")
     for each in TRIPLES:
         yield f"| {', '.join(each.names)} | {each.reason} |"

@@ -1,4 +1,4 @@
-"""``fastdecode cache``: what is kept on disk of conversations, and of KV.
+"""``fastdecode cache``: show, verify or clear conversations and KV blocks on disk.
 
 Exit codes: 0; 1 something is damaged; 2 usage, or there is nothing.
 """
@@ -7,18 +7,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import add_log_level_option, add_options
+from fastdecode.core.config.options import REQUIRED, option, switch
 
 if TYPE_CHECKING:
     from fastdecode.conversations.store import Contents
     from rworker.tiers.inspection import KeptBlocksOnDisk
 
 EXIT_DAMAGED = 1
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What is shown, and what is done to it."""
+
+    place: Path = option(REQUIRED, "the directory, or the file", flag="place", metavar="DIR")
+    verify: bool = switch(
+        "say only whether it is whole; exit code 1: it isn't", is_alternative=True
+    )
+    clear: bool = switch(
+        "end all of its conversations: the file is written over with zeros, and removed; or "
+        "remove all KV blocks",
+        is_alternative=True,
+    )
+    json: bool = switch("print it as JSON")
 
 
 def add_cache(commands: Any) -> None:
@@ -32,22 +49,12 @@ def add_cache(commands: Any) -> None:
         "blocks with --verify only); nothing is changed.",
     )
     parser.set_defaults(run=run_cache)
-    parser.add_argument("place", type=Path, metavar="DIR", help="the directory, or the file")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--verify", action="store_true", help="say only whether it is whole; exit code 1: it isn't"
-    )
-    what.add_argument(
-        "--clear", action="store_true",
-        help="end all of its conversations: the file is written over with zeros, and removed; or "
-        "remove all KV blocks",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    add_options(parser, CacheOptions)
     add_log_level_option(parser, default="error")
 
 
 def run_cache(args: argparse.Namespace) -> int:
-    """Look, and tell. Returns the exit code."""
+    """Show, verify or clear what is kept. Return the exit code."""
     from fastdecode.conversations.store import clear, file_of, inspect
     from rworker.tiers.disk import slot_files
 
@@ -67,16 +74,13 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def _of_blocks(args: argparse.Namespace) -> int:
-    """The same of R-workers' files."""
+    """Show, verify or clear R-workers' files. Return the exit code."""
     from rworker.tiers.inspection import clear_blocks, inspect_blocks
 
     found = inspect_blocks(args.place, verify=args.verify)
     num_cleared, left = clear_blocks(args.place) if args.clear else (0, [])
     if args.json:
-        told: dict[str, Any] = {
-            "files": [asdict(each) for each in found],
-            "cleared": args.clear,
-        }
+        told: dict[str, Any] = {"files": [asdict(each) for each in found], "cleared": args.clear}
         if args.clear:
             told["left"] = [str(path) for path in left]
         print(json.dumps(told))
@@ -92,7 +96,7 @@ def _of_blocks(args: argparse.Namespace) -> int:
 
 
 def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
-    """What an R-worker's file has, and whether it is whole, if all was read."""
+    """Return lines about an R-worker's file. ``was_verified``: all of it was read."""
     told = [
         f"{found.path}: {found.num_blocks} KV blocks of {found.num_slots}, "
         f"{found.num_bytes} bytes; model and heads {found.identity[:16]}"

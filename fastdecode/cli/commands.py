@@ -1,9 +1,8 @@
-"""The commands of ``fastdecode``: their modules, and one line on each. None is
-imported here."""
+"""The commands of ``fastdecode``: module and one line of help. None is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -16,15 +15,13 @@ class Command:
 
     module: str
     adder: str
-    """The module's function that adds the command to the parser's subcommands."""
+    """Name of the module's function that adds the command to the parser's subcommands."""
     help: str
-    """As the command's own parser says it; here, so that the list of commands
-    needs none of their modules."""
+    """The same as that of the command's parser, so that the list of commands imports none."""
 
     def add(self, commands: Any) -> None:
         """Import the command, and add it with all of its options."""
-        add: Callable[[Any], None] = getattr(import_module(self.module), self.adder)
-        add(commands)
+        getattr(import_module(self.module), self.adder)(commands)
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
@@ -48,7 +45,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
         ("launch", "launch",
          "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts"),
         ("top", "top", "watch a running command or server"),
-        ("plot", "plot", "draw a run from its summary or its trace"),
+        ("plot", "plot", "draw a run from its trace"),
         ("cache", "cache",
          "show, verify or clear the conversations or KV blocks that are kept in a directory"),
         ("doctor", "doctor",

@@ -1,5 +1,4 @@
-"""``fastdecode doctor``: is this host, and are these R-workers, fit to run a
-job?
+"""``fastdecode doctor``: check whether this host, and R-workers, are fit to run a job.
 
 Exit codes: 0 nothing is wrong (there may be warnings); 1 something is; 2 usage.
 """
@@ -21,8 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from fastdecode.cli.options import add_exit_code_option, add_log_level_option
+from fastdecode.cli.options import (
+    add_exit_code_option,
+    add_log_level_option,
+    add_options,
+    read_options,
+)
 from fastdecode.core.config.groups import Cluster
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
@@ -31,15 +36,53 @@ from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
     from fastdecode.measure.doctor import Finding, WorkerFacts
-    from fastdecode.measure.links.neighbours import NeighbourFacts
+    from fastdecode.measure.neighbours import NeighbourFacts
     from fastdecode.wire.measure import RConnection
 
 EXIT_FAILED = 1
 T = TypeVar("T")
+_LEVELS = ("PASS", "WARN", "FAIL")
 _LITTLE_DISK_GB = 0.5
 _REACH_TIMEOUT_S: Final = 5.0
-# How Open MPI is told in the environment which network to use.
 _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"
+"""Open MPI's variable for the network that it uses."""
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What is checked besides this host."""
+
+    model: str | None = option(None, "the model to be run: R-workers must serve it", metavar="DIR")
+    compile: bool = switch(
+        "compile what --model runs on this CPU, so that the first start need not"
+    )
+    r_worker_addresses: tuple[str, ...] = option(
+        (),
+        "an R-worker's address, tcp://HOST:PORT; repeatable",
+        flag="--r-worker",
+        metavar="ADDRESS",
+    )
+    key: str | None = option(
+        None, "the cluster's key, for R-workers on other hosts", metavar="FILE"
+    )
+    conversations: Path | None = option(
+        None,
+        "where conversations are to be kept: whether they can be, and are whole",
+        metavar="DIR",
+    )
+    cache_disk: Path | None = option(
+        None, "where R-workers here are to keep KV blocks: how quick its disk is", metavar="DIR"
+    )
+    features: bool = switch("print which features work together, and nothing else")
+    json: bool = switch("print the findings and the facts behind them as JSON")
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """What every rank of an MPI job but the first gets."""
+
+    kv_memory_gb: float | None = option(None, "KV cache; default: its share", unit="GB")
+    r_threads: int | None = option(None, "CPU threads; default: its share")
 
 
 def add_doctor(commands: Any) -> None:
@@ -51,114 +94,71 @@ def add_doctor(commands: Any) -> None:
         "it. With --r-worker: those R-workers; they serve jobs afterwards.",
     )
     parser.set_defaults(run=run_doctor)
-    parser.add_argument(
-        "--model", metavar="DIR", help="the model to be run: R-workers must serve it"
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="compile what --model runs on this CPU, so that the first start need not",
-    )
-    parser.add_argument(
-        "--r-worker", dest="r_worker_addresses", action="append", default=[], metavar="ADDRESS",
-        help="an R-worker's address, tcp://HOST:PORT; repeatable",
-    )  # fmt: skip
-    parser.add_argument(
-        "--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts"
-    )
-    parser.add_argument(
-        "--conversations", type=Path, metavar="DIR",
-        help="where conversations are to be kept: whether they can be, and are whole",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cache-disk", type=Path, metavar="DIR",
-        help="where R-workers here are to keep KV blocks: how quick its disk is",
-    )  # fmt: skip
-    parser.add_argument(
-        "--features", action="store_true",
-        help="print which features work together, and nothing else",
-    )  # fmt: skip
-    ranks = parser.add_argument_group(
-        "R-worker ranks", "in an MPI job: of every rank but the first"
-    )
-    ranks.add_argument(
-        "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
-    )
-    ranks.add_argument("--r-threads", type=int, metavar="N", help="CPU threads; default: its share")
-    parser.add_argument(
-        "--json", action="store_true", help="print the findings and the facts behind them as JSON"
-    )
+    add_options(parser, DoctorOptions)
+    ranks = "in an MPI job: of every rank but the first"
+    add_options(parser, RankOptions, "R-worker ranks", ranks)
     add_log_level_option(parser, default="error")
     add_exit_code_option(parser)
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Ask, judge, print. Returns the exit code."""
-    if args.features:
+    """Ask, judge, print. Return the exit code."""
+    options = read_options(args, DoctorOptions)
+    if options.features:
         from fastdecode.core.config.features import refusals_as_text
 
         print(refusals_as_text())
         return 0
     from fastdecode.core.host.cpus import cpu_quota
     from fastdecode.core.host.facts import lacks_for_triton, this_host
-    from fastdecode.measure.doctor import Finding, ModelFacts, examine_all, judge
+    from fastdecode.measure.doctor import ModelFacts, examine_all, fail, judge
 
-    findings, here = _Findings(is_quiet=args.json), this_host()
+    findings: list[Finding] = []
+
+    def add(*found: Finding) -> None:
+        for each in found:
+            findings.append(each)
+            if not options.json:
+                print(f"{each.level}  {each.check}: {each.text}", flush=True)
+                if each.mend:
+                    print(f"      -> {each.mend}", flush=True)
+
+    here = this_host()
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    model = None if args.model is None else ModelFacts.read(args.model)
-    if args.compile:
-        findings.add(_compiled(args.model))
+    model = None if options.model is None else ModelFacts.read(options.model)
+    if options.compile:
+        add(_compiled(options.model))
     with contextlib.ExitStack() as opened:
         reached = _Reached()
         try:
-            _serve_if_r_rank(args)
-            reached = _reach_all(args, opened, workers)
+            _serve_if_r_rank(options, read_options(args, RankOptions))
+            reached = _reach_all(options, opened, workers)
         except MissingExtraError as error:
-            findings.add(Finding("FAIL", "transport", error.message, pip_command(error.extra)))
+            add(fail("transport", error.message, pip_command(error.extra)))
         except FastDecodeError as error:
-            findings.add(Finding("FAIL", "transport", error.message))
-        findings.add(*_launcher())
+            add(fail("transport", error.message))
+        add(_launcher())
         examined = _noting(examine_all(reached.asked), workers)
         ways = _noting(_ways(reached, workers), neighbours)
         lacks = lacks_for_triton()
         for finding in judge(here, examined, model, lacks, ways, os.environ, cpu_quota()):
-            findings.add(finding)
+            add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
-    findings.add(*_prefetches())
-    findings.add(*_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
-    if args.conversations is not None:
-        findings.add(_conversations(args.conversations))
-    if args.cache_disk is not None:
-        findings.add(_cache_disk(args.cache_disk))
-    if args.json:
+    add(*_prefetches())
+    add(_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
+    if options.conversations is not None:
+        add(_conversations(options.conversations))
+    if options.cache_disk is not None:
+        add(_cache_disk(options.cache_disk))
+    if options.json:
         facts = {"s_worker": here, "r_workers": workers, "neighbours": neighbours}
-        print(json.dumps({"findings": findings.all, **facts}, indent=2, default=asdict))
+        print(json.dumps({"findings": findings, **facts}, indent=2, default=asdict))
     else:
-        print(findings.counts())
-    return EXIT_FAILED if any(x.level == "FAIL" for x in findings.all) else 0
-
-
-class _Findings:
-    """Prints each as it comes, unless ``is_quiet``."""
-
-    def __init__(self, *, is_quiet: bool) -> None:
-        self._is_quiet = is_quiet
-        self.all: list[Finding] = []
-
-    def add(self, *findings: Finding) -> None:
-        for finding in findings:
-            self.all.append(finding)
-            if not self._is_quiet:
-                print(f"{finding.level}  {finding.check}: {finding.text}", flush=True)
-                if finding.mend:
-                    print(f"      -> {finding.mend}", flush=True)
-
-    def counts(self) -> str:
-        """How many there are of each level, for people."""
-        levels = ("PASS", "WARN", "FAIL")
-        return ", ".join(f"{sum(x.level == level for x in self.all)} {level}" for level in levels)
+        counts = [(sum(x.level == level for x in findings), level) for level in _LEVELS]
+        print(", ".join(f"{count} {level}" for count, level in counts))
+    return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
 
 
 def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:
@@ -168,9 +168,9 @@ def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:
 
 
 def _conversations(directory: Path) -> Finding:
-    """Whether there is room for conversations, and those that are there are whole."""
+    """Check that there is room for conversations, and that kept ones are whole."""
     from fastdecode.conversations.store import FILE, inspect
-    from fastdecode.measure.doctor import Finding
+    from fastdecode.measure.doctor import fail, ok, warn
 
     check, path = "conversations", directory / FILE
     try:
@@ -178,15 +178,15 @@ def _conversations(directory: Path) -> Finding:
         found = inspect(path) if path.exists() else None
     except (OSError, ConfigError) as error:
         mend = "make the directory, or name another one (--conversations)"
-        return Finding("FAIL", check, f"{directory}: {error}", mend)
+        return fail(check, f"{directory}: {error}", mend)
     if found is not None and found.damage:
         mend = "restore it from a copy, or clear it (fastdecode cache --clear)"
-        return Finding("FAIL", check, f"{path} is damaged: {found.damage}", mend)
-    told = "none yet" if found is None else f"{found.conversations} in {found.num_bytes} bytes"
-    text = f"{directory}: {told}; {free_gb:.1f} GB of disk free"
+        return fail(check, f"{path} is damaged: {found.damage}", mend)
+    kept = "none yet" if found is None else f"{found.conversations} in {found.num_bytes} bytes"
+    text = f"{directory}: {kept}; {free_gb:.1f} GB of disk free"
     if free_gb < _LITTLE_DISK_GB:
-        return Finding("WARN", check, text, "make room: turns that can't be kept fail")
-    return Finding("PASS", check, text)
+        return warn(check, text, "make room: turns that can't be kept fail")
+    return ok(check, text)
 
 
 def _compiled(directory: str | None) -> Finding:
@@ -198,146 +198,126 @@ def _compiled(directory: str | None) -> Finding:
     if directory is None:
         raise ConfigError("--compile needs --model DIR, whose shapes kernels are compiled for")
     from fastdecode.core.model.checkpoint import open_checkpoint
-    from fastdecode.measure.doctor import Finding
+    from fastdecode.measure.doctor import ok
     from rworker.attention import AttentionExecutor
-    from rworker.compiling import prepared
+    from rworker.compiling import ROW_LOOPS, prepared
     from rworker.stream.chunks import layout_of
 
     spec = open_checkpoint(directory).spec()
     dtype, began_s = spec.choose_dtype("auto"), time.monotonic()
+    activations = dtype
+    if importlib.util.find_spec("torch") is not None:  # the loops of an S-worker on a CPU
+        import torch
+
+        from fastdecode.engine.setup.resolve import computed_in
+        from sworker.kernels import narrow
+
+        importlib.import_module(ROW_LOOPS)
+        activations = computed_in(dtype, torch.device("cpu"))
+        if activations is not dtype and narrow.is_possible():
+            from sworker.kernels import narrow_loops
+
+            narrow_loops.compiled(is_half=dtype is DType.FLOAT16)
     layout = layout_of(spec.kv_spec(dtype))
     heads = sorted({each.num_q_heads for each in spec.attention})
-    activations = dtype
-    if importlib.util.find_spec("torch") is not None:
-        activations = _compiled_for_s_worker(dtype)
     AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, activations))
-    text = f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s"
-    return Finding("PASS", "kernels", text)
-
-
-def _compiled_for_s_worker(dtype: DType) -> DType:
-    """Compile the loops of an S-worker on a CPU. Return the dtype of its activations."""
-    import torch
-
-    from fastdecode.engine.setup.resolve import computed_in
-    from rworker.compiling import ROW_LOOPS
-    from sworker.kernels import narrow
-
-    importlib.import_module(ROW_LOOPS)
-    activations = computed_in(dtype, torch.device("cpu"))
-    if activations is not dtype and narrow.is_possible():
-        from sworker.kernels import narrow_loops
-
-        narrow_loops.compiled(is_half=dtype is DType.FLOAT16)
-    return activations
+    return ok("kernels", f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s")
 
 
 def _prefetches() -> Iterator[Finding]:
-    """How R-workers on this host prefetch, as far as they have measured it."""
+    """Yield how R-workers on this host prefetch, if they have measured it."""
     from fastdecode.core.host.user_cache import user_cache
-    from fastdecode.measure.doctor import Finding
+    from fastdecode.measure.doctor import ok
     from rworker.prefetching import PREFETCH_VARIABLE, kept_trials
 
     if named := os.environ.get(PREFETCH_VARIABLE):
-        yield Finding("PASS", "prefetch", f"{PREFETCH_VARIABLE} names {named}")
+        yield ok("prefetch", f"{PREFETCH_VARIABLE} names {named}")
     for kept in kept_trials(user_cache("prefetch")):
-        yield Finding("PASS", "prefetch", kept.text())
+        yield ok("prefetch", kept.text())
 
 
 def _cache_disk(directory: Path) -> Finding:
-    """Whether KV blocks can be kept there, and how quickly they come back."""
-    from fastdecode.measure.doctor import Finding
+    """Check that KV blocks can be kept there, and measure how fast they return."""
+    from fastdecode.measure.doctor import fail, ok, warn
     from rworker.tiers.inspection import inspect_blocks, measure_disk
 
     check = "cache disk"
     if not directory.exists() and directory.parent.is_dir():
         mend = "make it, if the path is right; generate and serve do, too"
-        return Finding("WARN", check, f"{directory}: there is no such directory", mend)
+        return warn(check, f"{directory}: there is no such directory", mend)
     try:
         speed = measure_disk(directory)
         free_gb = shutil.disk_usage(directory).free / 1e9
         files = inspect_blocks(directory, verify=False)
     except (OSError, ConfigError) as error:
         mend = "name a directory of your own on a disk with room (--cache-disk)"
-        return Finding("FAIL", check, f"{directory}: {error}", mend)
+        return fail(check, f"{directory}: {error}", mend)
     text = (
         f"{directory}: written at {speed.write_gb_s:.2f} GB/s, read at {speed.read_gb_s:.2f}; "
         f"{len(files)} files of KV blocks, {free_gb:.1f} GB free"
     )
     damaged = [file.path for file in files if file.damage]
     if damaged:
-        return Finding(
-            "WARN",
-            check,
-            f"{text}; {damaged[0]} is damaged",
-            "an R-worker will refuse it: remove the file",
-        )
+        mend = "an R-worker will refuse it: remove the file"
+        return warn(check, f"{text}; {damaged[0]} is damaged", mend)
     if not speed.is_direct:
         mend = "choose another file system: memory of the host is used, and measured, instead"
-        return Finding("WARN", check, f"{text}; there are no direct reads", mend)
-    return Finding("PASS", check, text)
+        return warn(check, f"{text}; there are no direct reads", mend)
+    return ok(check, text)
 
 
-def _serve_if_r_rank(args: argparse.Namespace) -> None:
-    """In an MPI job every rank but the first is an R-worker, and doesn't return."""
-    if launcher.launched_size() is None or args.r_worker_addresses:
+def _serve_if_r_rank(options: DoctorOptions, rank: RankOptions) -> None:
+    """Serve as an R-worker in every rank of an MPI job but the first, and do not return."""
+    if launcher.launched_size() is None or options.r_worker_addresses:
         return
     job = joining.join()
     if job.rank != mpi_job.S_RANK:
         from rworker.host import serve_rank
 
-        serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
+        serve_rank(job, kv_memory_gb=rank.kv_memory_gb, num_threads=rank.r_threads)
 
 
 @dataclass(frozen=True)
 class _Reached:
-    """R-workers that can be asked; in place of each that can't, why."""
+    """R-workers that can be asked, or the reason why not."""
 
     asked: Sequence[RConnection | WorkerFacts] = ()
     addresses: Sequence[str] = ()
-    """What R-workers call each other."""
+    """Addresses of R-workers for each other."""
 
 
 def _reach_all(
-    args: argparse.Namespace, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
+    options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
 ) -> _Reached:
-    """Every R-worker there is, at the addresses given or in this MPI job.
+    """Connect to every R-worker, at the addresses given or in this MPI job.
 
     Args:
-        opened: closes the connections.
-        found: what is known of them by then.
+        opened: Closes the connections.
+        found: Facts of R-workers that are known when it does.
     """
-    if args.r_worker_addresses:
-        return _reach_addresses(args, opened)
-    if launcher.launched_size() is None:
+    addresses, silence_s = options.r_worker_addresses, Cluster.worker_silence_s
+    if not addresses and launcher.launched_size() is None:
         return _Reached()
-    from fastdecode.engine.setup.workers import reach_stage_ranks
-    from fastdecode.wire.mpi.roles import StageRanks
-
-    workers = reach_stage_ranks(0, StageRanks(1), silence_s=Cluster.worker_silence_s)
-    connections = workers.hub.connections
-
-    def close() -> None:
-        wrong = {facts.peer for facts in found if facts.error}
-        workers.close([i for i, one in enumerate(connections) if one.peer in wrong], 5.0)
-
-    opened.callback(close)
-    return _Reached(connections, workers.addresses)
-
-
-def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> _Reached:
-    addresses = args.r_worker_addresses
-    Cluster(
-        r_worker_addresses=addresses,
-        key=args.key,
-    )
-    from fastdecode.engine.setup.workers import reach_addresses
+    from fastdecode.engine.setup.workers import reach_addresses, reach_stage_ranks
     from fastdecode.measure.doctor import WorkerFacts
 
+    if not addresses:
+        from fastdecode.wire.mpi.roles import StageRanks
+
+        workers = reach_stage_ranks(0, StageRanks(1), silence_s=silence_s)
+        connections = workers.hub.connections
+
+        def close() -> None:
+            wrong = {facts.peer for facts in found if facts.error}
+            workers.close([i for i, one in enumerate(connections) if one.peer in wrong], 5.0)
+
+        opened.callback(close)
+        return _Reached(connections, workers.addresses)
+    Cluster(r_worker_addresses=addresses, key=options.key)
     workers = reach_addresses(
         addresses,
-        key_file=args.key,
-        silence_s=Cluster.worker_silence_s,
+        key_file=options.key,
+        silence_s=silence_s,
         min_workers=0,
         reach_timeout_s=_REACH_TIMEOUT_S,
     )
@@ -353,9 +333,9 @@ def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> 
 
 
 def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[NeighbourFacts]:
-    """The ways between those R-workers with which nothing was found wrong."""
+    """Measure the links between those R-workers that passed so far."""
     from fastdecode.measure.doctor import WorkerFacts
-    from fastdecode.measure.links.neighbours import examine_neighbours
+    from fastdecode.measure.neighbours import examine_neighbours
 
     reports = {facts.peer: facts.report for facts in found if not facts.error}
     well = [
@@ -368,63 +348,44 @@ def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[Neighbour
     yield from examine_neighbours([connection for connection, _, _ in well], names, kv_bytes)
 
 
-def _launcher() -> list[Finding]:
-    """Whether the mpirun that would be found belongs to the MPI library that mpi4py loads."""
-    from fastdecode.measure.doctor import Finding
-    from fastdecode.wire.mpirun_line import vendor_of
+def _launcher() -> Finding:
+    """Check that mpirun belongs to the MPI library that mpi4py loads."""
+    from fastdecode.cli.launch import find_mpirun, vendor_of_mpirun
+    from fastdecode.measure.doctor import fail, ok, warn
 
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    library = _mpi_library()
-    if library is None or mpirun is None:
-        missing = "mpi4py with an MPI library" if library is None else "mpirun"
-        mend = f"for jobs over MPI: {pip_command('mpi')}"
-        return [
-            Finding(
-                "WARN",
-                "mpi",
-                f"there is no {missing} here: only threads and ZeroMQ can be used",
-                mend,
-            )
-        ]
-    try:
-        version = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
-        vendor = vendor_of(version.stdout + version.stderr)
-    except (OSError, subprocess.TimeoutExpired, ConfigError) as error:
-        return [Finding("WARN", "mpi", f"{mpirun}: {error}", "use the launcher of the MPI library")]
-    if vendor.lower() not in library.lower():
-        mend = "use that library's mpirun, or install mpi4py for this launcher's MPI"
-        return [Finding("FAIL", "mpi", f"{mpirun} is {vendor}'s, but mpi4py loads {library}", mend)]
-    return [Finding("PASS", "mpi", f"{library}, and {mpirun} belongs to it")]
-
-
-def _mpi_library() -> str | None:
-    """As another process sees it: loading MPI changes a process, and may end it."""
+    # In another process: loading MPI changes a process, and may end it.
     script = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
         "print(MPI.Get_library_version())"
     )
+    command, library, mpirun = [sys.executable, "-c", script], "", ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ConfigError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        library = done.stdout.split("\n")[0].split(",")[0].strip("\0 ")
+        mpirun = find_mpirun()
+    if not mpirun:
+        missing = "mpirun" if library else "mpi4py with an MPI library"
+        text = f"there is no {missing} here: only threads and ZeroMQ can be used"
+        return warn("mpi", text, f"for jobs over MPI: {pip_command('mpi')}")
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\n")[0].split(",")[0].strip("\0 ") if done.returncode == 0 else None
+        vendor = vendor_of_mpirun(mpirun)
+    except ConfigError as error:
+        return warn("mpi", f"{mpirun}: {error}", "use the launcher of the MPI library")
+    if vendor.lower() not in library.lower():
+        mend = "use that library's mpirun, or install mpi4py for this launcher's MPI"
+        return fail("mpi", f"{mpirun} is {vendor}'s, but mpi4py loads {library}", mend)
+    return ok("mpi", f"{library}, and {mpirun} belongs to it")
 
 
-def _interfaces(num_hosts: int) -> list[Finding]:
+def _interfaces(num_hosts: int) -> Finding:
     from fastdecode.core.host.facts import this_host
-    from fastdecode.measure.doctor import Finding
+    from fastdecode.measure.doctor import ok, warn
 
     outward = [x for x in this_host().interfaces if not x.endswith(" 127.0.0.1")]
     chosen = os.environ.get(_TCP_INTERFACE, "")
-    text = f"this host has {', '.join(outward) or 'only loopback'}" + (
-        f"; MPI is to use {chosen}" if chosen else ""
-    )
+    text = f"this host has {', '.join(outward) or 'only loopback'}"
+    text += f"; MPI is to use {chosen}" if chosen else ""
     if num_hosts > 1 and len(outward) > 1 and not chosen and launcher.launched_size() is not None:
         mend = "--mca btl_tcp_if_include NET, or fastdecode launch --interface NET"
-        return [Finding("WARN", "interface", f"{text}; MPI may choose any", mend)]
-    return [Finding("PASS", "interface", text)]
+        return warn("interface", f"{text}; MPI may choose any", mend)
+    return ok("interface", text)

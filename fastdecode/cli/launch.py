@@ -1,8 +1,6 @@
-"""``fastdecode launch``: build the mpirun line for a list of hosts, show it,
-and run it.
+"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it.
 
-Exit codes: the S-worker's own where it can be had (on this host), else
-mpirun's.
+Exit codes: the S-worker's own if it runs on this host, otherwise mpirun's.
 """
 
 from __future__ import annotations
@@ -17,22 +15,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.common import EXIT_WORKERS_LOST
-from fastdecode.cli.errors import as_typed
 from fastdecode.cli.options import (
+    EXIT_WORKERS_LOST,
     add_log_level_option,
+    add_options,
+    as_typed,
     check_options,
-    engine_flags,
+    read_options,
     tell,
 )
-from fastdecode.cli.parser import refused_choice
-from fastdecode.cli.vllm_words import as_here
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
+from fastdecode.core.config.options import check_options as check_values
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.config.placement import read_placement
-from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.core.model.local_models import find_model
@@ -40,12 +40,59 @@ from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
 from fastdecode.wire.mpi import launcher_end
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
-from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
+from fastdecode.wire.mpirun_line import JobHost, JobLine, Vendor, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
 _OF_INSTANCES = ("generate", "run-batch", "serve")
 _LOCAL = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Where a job runs, and what its R-workers get."""
+
+    hosts: str | None = option(
+        None,
+        "hosts and their R-workers; one for each NUMA node is best (default with "
+        "--placement: all on this host). Where the command needs none (--kv-placement gpu, "
+        "--r-worker): hosts and their stages",
+        metavar="A:2,B:2",
+    )
+    placement: Path | None = option(
+        None,
+        "run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
+        "job; they take the R-workers of --hosts in order",
+    )
+    s_host: str | None = option(
+        None, "where the S-worker runs (default: the first of --hosts)", metavar="HOST"
+    )
+    interface: str | None = option(
+        None, "MPI's network: an interface such as eth0, or 10.0.0.0/24", metavar="NET"
+    )
+    r_threads: int | None = option(
+        None, "CPU threads of each R-worker (default: its share)", low=1, high=4096
+    )
+    kv_memory_gb: float | None = option(
+        None, "KV cache of each R-worker (default: its share)", low=1e-6, high=1e6, unit="GB"
+    )
+    cache_disk: str | None = option(
+        None,
+        "where each R-worker keeps a copy of KV blocks that may come again, on its own host",
+        metavar="DIR",
+    )
+    cache_disk_gb: float | None = option(
+        None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB"
+    )
+    no_numa: bool = switch("don't bind R-workers to NUMA nodes")
+    mpirun: str | None = option(
+        None, "the launcher (default: beside this Python, else from PATH)", metavar="FILE"
+    )
+    mpirun_arg: tuple[str, ...] = option((), "a further word for mpirun; repeatable", metavar="ARG")
+    dry_run: bool = switch("show the line, and do nothing else")
+
+    def __post_init__(self) -> None:
+        check_values(self)
 
 
 def add_launch(commands: Any) -> None:
@@ -59,144 +106,150 @@ def add_launch(commands: Any) -> None:
         ),
     )
     parser.set_defaults(run=run_launch)
-    _add_hosts(parser)
-    parser.add_argument(
-        "--mpirun", metavar="FILE",
-        help="the launcher (default: beside this Python, else from PATH)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mpirun-arg", action="append", default=[], metavar="ARG",
-        help="a further word for mpirun; repeatable",
-    )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="show the line, and do nothing else")
+    add_options(parser, LaunchOptions)
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
     )
     add_log_level_option(parser)
 
 
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--hosts", metavar="A:2,B:2",
-        help="hosts and their R-workers; one for each NUMA node is best (default with "
-        "--placement: all on this host). Where the command needs none (--kv-placement gpu, "
-        "--r-worker): hosts and their stages",
-    )  # fmt: skip
-    parser.add_argument(
-        "--placement", type=Path, metavar="FILE",
-        help="run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
-        "job; they take the R-workers of --hosts in order",
-    )  # fmt: skip
-    parser.add_argument(
-        "--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)"
-    )
-    parser.add_argument(
-        "--interface", metavar="NET",
-        help="MPI's network: an interface such as eth0, or 10.0.0.0/24",
-    )  # fmt: skip
-    parser.add_argument(
-        "--r-threads", type=int, metavar="N",
-        help="CPU threads of each R-worker (default: its share)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kv-memory-gb", type=float, metavar="GB",
-        help="KV cache of each R-worker (default: its share)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cache-disk", metavar="DIR",
-        help="where each R-worker keeps a copy of KV blocks that may come again, on its own host",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cache-disk-gb", type=float, metavar="GB", help="how much of it each R-worker takes"
-    )
-    parser.add_argument("--no-numa", action="store_true", help="don't bind R-workers to NUMA nodes")
-
-
 def run_launch(args: argparse.Namespace) -> int:
-    """Show the line and run it. Returns the exit code."""
+    """Show the line and run it. Return the exit code."""
+    options = read_options(args, LaunchOptions)
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    _check_command(command)
-    command = as_here(command, engine_flags())
+    if not command or command[0] not in COMMANDS:
+        named = f"{command[0]} cannot be launched: " if command else ""
+        raise ConfigError(f"{named}name a command behind --: one of {', '.join(COMMANDS)}")
+    mpirun = find_mpirun(options.mpirun)
+    hosts = None if options.hosts is None else parse_hosts(options.hosts)
+    job = args.parse(command)
+    instances = _instances(options, job)
+    if instances:
+        placed = ",".join(map(str, instances))
+        command, job.instances = [*command, "--instances", placed], [placed]
+    if hosts is None:
+        if not instances:
+            raise ConfigError(
+                "say on which --hosts, and how many R-workers each of them gets: A:2,B:2"
+            )
+        hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
+    is_here = (options.s_host or hosts[0].name) in (*_LOCAL, socket.gethostname())
+    reports = is_here and not options.dry_run and job.command != "calibrate"
+    _check(job, files=reports)
+    if reports:  # the S-worker reports to us, and the user's file gets our exit code
+        args.exit_code_file = job.exit_code_file
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
-        line = _line(args, command, report)
-        whole = list(line.s_command[len(_fastdecode()) :])
-        is_here = str(report) in line.s_command
-        if is_here:  # the S-worker reports to us, and the user's file gets our exit code
-            args.exit_code_file = getattr(args.parse(command), "exit_code_file", None)
-        _check(args.parse(whole), files=is_here)
-        if args.dry_run:
+        command += ["--exit-code-file", str(report)] if reports else []
+        line = _line(options, job, command, hosts, instances, mpirun)
+        if options.dry_run:
             print(line.shown())
             return 0
         tell(line.shown())
-        # Open MPI kills the ranks when it gets SIGINT or SIGTERM; this it passes on to them.
+        # Open MPI kills the ranks upon SIGINT or SIGTERM. This signal it forwards to them.
         stop_signal = signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM
         environ = {**os.environ, LAUNCH_LINE: json.dumps(args.argv)}
         code, was_stopped = _run(line.words(), stop_signal, environ)
-        truth = _truthful(code, report if is_here else None, was_stopped=was_stopped)
-        if truth not in (0, EXIT_INTERRUPTED) and not (is_here and report.exists()):
-            tell(_why_none_reported(code, [host.name for host in line.hosts]))
+        truth = _truthful(code, report if reports else None, was_stopped=was_stopped)
+        if truth not in (0, EXIT_INTERRUPTED) and not report.exists():
+            tell(_why_none_reported(code, [host.name for host in hosts]))
         return truth
 
 
-def _check_command(command: list[str]) -> None:
-    """Raises ConfigError: there is no command behind --, or none that can be launched."""
-    if not command:
-        raise ConfigError(f"name a command behind --: one of {', '.join(COMMANDS)}")
-    if command[0] not in COMMANDS:
-        raise ConfigError(refused_choice("the command", command[0], COMMANDS))
-
-
-def _why_none_reported(mpirun_code: int, hosts: Sequence[str]) -> str:
-    """A job ended badly, and its S-worker could not say why."""
-    unknown = [host for host in hosts if not _is_resolved(host)]
-    said = (
-        f"fastdecode launch: mpirun ended with exit code {mpirun_code}, and the S-worker reported "
-        "no exit code: see the messages above"
-    )
-    if unknown:
-        said += (
-            f". This host cannot resolve {', '.join(unknown)}: check --hosts, or name them by "
-            "IP address"
+def _instances(options: LaunchOptions, job: argparse.Namespace) -> tuple[PlacedInstance, ...]:
+    """Return the instances of the placement. Empty if there is one engine."""
+    if options.placement is None:
+        return ()
+    if job.command not in _OF_INSTANCES:
+        raise ConfigError(
+            f"--placement {options.placement}: {job.command} has no instances; "
+            f"{', '.join(_OF_INSTANCES)} have"
         )
-    return said
+    return read_placement(options.placement, on_devices=job.kv_placement == "gpu")
 
 
-def _is_resolved(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
-
-
-def _check(args: argparse.Namespace, *, files: bool) -> None:
+def _check(job: argparse.Namespace, *, files: bool) -> None:
     """Refuse a command that would end before its ranks have met.
 
     Args:
-        files: whether it runs on this host.
+        files: True if it runs on this host, so that its files can be checked.
     """
-    if args.command in ("generate", "run-batch", "serve"):
-        try:
-            check_options(args)
-        except ConfigError as error:
-            raise ConfigError(as_typed(error, vars(args)), code=error.code) from None
-        if files and args.command != "serve" and not args.input.is_file():
-            raise ConfigError(f"the input {args.input} is not a file that can be read")
-        if files and not find_model(args.model).is_dir():
-            raise ConfigError(f"the model {args.model} is not a directory")
+    if job.command not in _OF_INSTANCES:
+        return
+    try:
+        check_options(job)
+    except ConfigError as error:
+        raise ConfigError(as_typed(error, job.flags), code=error.code) from None
+    if files and job.command != "serve" and not job.input.is_file():
+        raise ConfigError(f"the input {job.input} is not a file that can be read")
+    if files and not find_model(job.model).is_dir():
+        raise ConfigError(f"the model {job.model} is not a directory")
+
+
+def _line(
+    options: LaunchOptions,
+    job: argparse.Namespace,
+    command: list[str],
+    hosts: tuple[JobHost, ...],
+    instances: tuple[PlacedInstance, ...],
+    mpirun: str,
+) -> JobLine:
+    """Return the mpirun line of a command. ``job``: its options."""
+    has_r_workers = bool(instances) or not (
+        getattr(job, "kv_placement", "r") in ("gpu", "swap")
+        or getattr(job, "r_worker_addresses", None)
+        or getattr(job, "r_worker", None)
+    )
+    r_command = [*_fastdecode(), "r-worker", *([] if options.no_numa else ["--numa-node", "auto"])]
+    for flag, value in (
+        ("--r-threads", options.r_threads),
+        ("--kv-memory-gb", options.kv_memory_gb),
+        ("--cache-disk", options.cache_disk),
+        ("--cache-disk-gb", options.cache_disk_gb),
+    ):
+        if value is not None and not has_r_workers:
+            raise ConfigError(
+                f"{flag} before -- configures R-workers that launch starts, and with "
+                "--kv-placement gpu or --r-worker it starts none. Remove it, or give the command "
+                "its own"
+            )
+        r_command += [] if value is None else [flag.replace("--r-", "--"), str(value)]
+    shared: dict[str, Any] = {
+        "hosts": hosts,
+        "vendor": vendor_of_mpirun(mpirun),
+        "mpirun": mpirun,
+        "s_host": options.s_host,
+        "interface": options.interface,
+        "extra": options.mpirun_arg,
+        "as_root": os.geteuid() == 0,
+    }
+    s_command = (*_fastdecode(), *command)
+    if instances:
+        r_command += ["--instances", *job.instances]
+        if job.worker_silence_s != Cluster.worker_silence_s:
+            r_command += ["--silence-s", str(job.worker_silence_s)]
+        return PlacedLine(s_command, tuple(r_command), **shared, instances=instances)
+    return JobLine(
+        s_command,
+        tuple(r_command),
+        **shared,
+        num_s_ranks=getattr(job, "tp", 1),
+        num_stages=getattr(job, "pp", 1),
+        num_prompt_stages=getattr(job, "prompt_pp", 0),
+        has_r_workers=has_r_workers,
+    )
 
 
 def _run(
     words: list[str], stop_signal: signal.Signals, environ: dict[str, str]
 ) -> tuple[int, bool]:
-    """Run mpirun to its end. Returns its exit code, and whether it was told to stop.
+    """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
     Args:
-        words: its command line.
-        stop_signal: what it gets when this process is told to stop. It isn't
-            killed: to see the ranks off takes a while.
-        environ: its environment.
+        words: Command line of mpirun.
+        stop_signal: Signal that it gets when this process is asked to stop. It isn't killed,
+            because it takes a while to end the ranks.
+        environ: Environment of mpirun.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -206,8 +259,8 @@ def _run(
         for mpirun in started:
             mpirun.send_signal(stop_signal)
 
-    # Before there is anything that they would leave behind. In a session of its
-    # own: a terminal's Ctrl-C is for us, and would have mpirun kill the ranks.
+    # The handlers are set before there is anything to leave behind. mpirun has a session of its
+    # own: a terminal's Ctrl-C is for this process, and would make mpirun kill the ranks.
     with stop_signals(stop), subprocess.Popen(words, start_new_session=True, env=environ) as mpirun:
         started.append(mpirun)
         if stops:
@@ -216,9 +269,11 @@ def _run(
 
 
 def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> int:
-    """The S-worker's word counts: mpirun may fail when an R-worker was lost,
-    though every request was answered, and not fail when the S-worker died. It
-    says none where it was stopped before it could."""
+    """Return the exit code that the S-worker reported, or one derived from mpirun's.
+
+    mpirun may fail when an R-worker was lost though every request was answered, and succeed when
+    the S-worker died.
+    """
     code = mpirun_code if mpirun_code >= 0 else 128 - mpirun_code
     if report is None:
         return code
@@ -232,116 +287,32 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
         return code or 1
 
 
-def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine:
-    instances = _instances(args, command)
-    hosts = _hosts(args, instances)
-    shape = _shape(command)
-    mpirun = _mpirun(args.mpirun)
-    ranks = _instance_ranks(instances)
-    s_command = [*_fastdecode(), *command, *ranks]
-    s_host = args.s_host or hosts[0].name
-    can_tell = command[0] != "calibrate" and s_host in (*_LOCAL, socket.gethostname())
-    if can_tell and not args.dry_run:
-        s_command += ["--exit-code-file", str(report)]
-    has_r_workers = shape.kv_placement not in ("gpu", "swap") and not shape.r_worker
-    if instances:
-        silence = shape.worker_silence_s
-        r_command = [*_r_command(args, has_r_workers=True), *ranks]
-        r_command += [] if silence is None else ["--silence-s", silence]
-        return PlacedLine(
-            tuple(s_command),
-            tuple(r_command),
-            hosts,
-            vendor=vendor_of(_version(mpirun)),
-            mpirun=mpirun,
-            s_host=args.s_host,
-            interface=args.interface,
-            extra=tuple(args.mpirun_arg),
-            as_root=os.geteuid() == 0,
-            instances=instances,
-        )
-    return JobLine(
-        tuple(s_command),
-        _r_command(args, has_r_workers=has_r_workers),
-        hosts,
-        vendor=vendor_of(_version(mpirun)),
-        mpirun=mpirun,
-        s_host=args.s_host,
-        interface=args.interface,
-        extra=tuple(args.mpirun_arg),
-        as_root=os.geteuid() == 0,
-        num_s_ranks=_number(shape.tp, 1, MAX_TP),
-        num_stages=_number(shape.pp, 1, MAX_PP),
-        num_prompt_stages=_number(shape.prompt_pp, 0, MAX_PP),
-        has_r_workers=has_r_workers,
+def _why_none_reported(mpirun_code: int, hosts: Sequence[str]) -> str:
+    """Return a message for a job that failed without a report of its S-worker."""
+    unknown = []
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            unknown.append(host)
+    said = (
+        f"fastdecode launch: mpirun ended with exit code {mpirun_code}, and the S-worker reported "
+        "no exit code: see the messages above"
+    )
+    if not unknown:
+        return said
+    return (
+        f"{said}. This host cannot resolve {', '.join(unknown)}: check --hosts, or name them by "
+        "IP address"
     )
 
 
-def _r_command(args: argparse.Namespace, *, has_r_workers: bool) -> tuple[str, ...]:
-    """
+def find_mpirun(given: str | None = None) -> str:
+    """Return the launcher beside this Python, which most likely is that of mpi4py's MPI.
+
     Raises:
-        ConfigError: there are no R-workers for what is given of them.
+        ConfigError: If there is none.
     """
-    command = [*_fastdecode(), "r-worker"]
-    command += [] if args.no_numa else ["--numa-node", "auto"]
-    for option, value in (
-        ("--threads", args.r_threads),
-        ("--kv-memory-gb", args.kv_memory_gb),
-        ("--cache-disk", args.cache_disk),
-        ("--cache-disk-gb", args.cache_disk_gb),
-    ):
-        if value is not None and not has_r_workers:
-            given = "--r-threads" if option == "--threads" else f"{option} before --"
-            raise ConfigError(
-                f"{given} is of R-workers that are launched, and with --kv-placement gpu or "
-                "--r-worker there are none: leave it out, or give the command its own"
-            )
-        command += [] if value is None else [option, str(value)]
-    return tuple(command)
-
-
-def _shape(command: list[str]) -> argparse.Namespace:
-    """What a command says of its ranks, which generate and run-batch check."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for option in ("--tp", "--pp", "--prompt-pp", "--kv-placement"):
-        parser.add_argument(option, default="")
-    parser.add_argument("--worker-silence-s")
-    parser.add_argument("--r-worker", action="append")
-    return parser.parse_known_args(command)[0]
-
-
-def _instances(args: argparse.Namespace, command: list[str]) -> tuple[PlacedInstance, ...]:
-    """Those of the placement; none: there is one engine."""
-    if args.placement is None:
-        return ()
-    if command[0] not in _OF_INSTANCES:
-        raise ConfigError(
-            f"--placement {args.placement}: {command[0]} has no instances; "
-            f"{', '.join(_OF_INSTANCES)} have"
-        )
-    return read_placement(args.placement, on_devices=_shape(command).kv_placement == "gpu")
-
-
-def _instance_ranks(instances: tuple[PlacedInstance, ...]) -> list[str]:
-    return ["--instances", ",".join(map(str, instances))] if instances else []
-
-
-def _hosts(args: argparse.Namespace, instances: tuple[PlacedInstance, ...]) -> tuple[JobHost, ...]:
-    if args.hosts is not None:
-        return parse_hosts(args.hosts)
-    if not instances:
-        raise ConfigError("say on which --hosts, and how many R-workers each of them gets: A:2,B:2")
-    return (JobHost("localhost", sum(each.num_places for each in instances)),)
-
-
-def _number(told: str, usual: int, most: int) -> int:
-    """The N of ``--tp N``, ``--pp N`` and the like."""
-    return int(told) if told.isdecimal() and usual <= int(told) <= most else usual
-
-
-def _mpirun(given: str | None) -> str:
-    """The launcher of the MPI that mpi4py will load, as far as one can tell:
-    that beside this Python."""
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
@@ -351,19 +322,23 @@ def _mpirun(given: str | None) -> str:
     return found
 
 
-def _version(mpirun: str) -> str:
+def vendor_of_mpirun(mpirun: str) -> Vendor:
+    """Run a launcher to find out whose it is.
+
+    Raises:
+        ConfigError: If it can't be run, or its vendor isn't known.
+    """
+    command = [mpirun, "--version"]
     try:
-        done = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except OSError as error:
         raise ConfigError(f"can't run {mpirun}: {explained(error)}") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{mpirun} --version does not end: name another --mpirun") from None
-    return done.stdout + done.stderr
+    return vendor_of(done.stdout + done.stderr)
 
 
 def _fastdecode() -> list[str]:
-    """How to run this program on every host: installed at the same place on all of them."""
+    """Return the command that runs this program on every host, at the same place on all."""
     script = Path(sys.executable).with_name("fastdecode")
     return [str(script)] if script.exists() else [sys.executable, "-m", "fastdecode.cli.main"]

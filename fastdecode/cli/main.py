@@ -1,9 +1,7 @@
-"""The ``fastdecode`` command. Only the module of the command that is asked for
-is imported, and that imports what it needs when it runs.
+"""The ``fastdecode`` command. It imports only the module of the command that runs.
 
-Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model
-directory; 3 some requests failed, the others are done; 4 workers were lost; 5 a
-server's HTTP process was; 130 interrupted.
+Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model directory; 3 some requests
+failed, the others are done; 4 workers were lost; 5 a server's HTTP process was; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from typing import Final
 
 from fastdecode import __version__
 from fastdecode.cli.commands import COMMANDS
-from fastdecode.cli.common import EXIT_WORKERS_LOST, is_said_by_other_rank, tell
-from fastdecode.cli.parser import Parser
+from fastdecode.cli.options import EXIT_WORKERS_LOST, as_typed, tell
+from fastdecode.cli.parser import Parser, is_said_by_other_rank
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
 from fastdecode.core.os_errors import explained
@@ -32,12 +30,11 @@ from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import joining, launcher, leaving
 
 _NEW_OBJECTS: Final = 10_000
-"""Between two looks for garbage among them."""
+"""Between two garbage collections."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit code; in an MPI job, leaves the job
-    with it and doesn't return."""
+    """Run one subcommand. Return the exit code. In an MPI job, leave the job with it instead."""
     _keep_standard_files()
     _collect_seldom()
     launcher.stop_on_request()
@@ -46,33 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = [*argv[1:2], "--help"]
     try:
         args = _parse(argv)
-    except SystemExit as stopped:  # told what is wrong, or shown some help
+    except SystemExit as stopped:  # after an error, or help
         if launcher.launched_size() is not None and joining.joined_at_last(wanted=True):
             leaving.leave(stopped.code if isinstance(stopped.code, int) else 2)
         raise
-    exit_code_file = _exit_code_file(args)
-    if exit_code_file is not None:
-        leaving.before_leaving_stuck(partial(_note, path=exit_code_file))
+    if getattr(args, "exit_code_file", None) is not None:
+        leaving.before_leaving_stuck(partial(_note, path=args.exit_code_file))
     code = _run(args, argv)
-    exit_code_file = _exit_code_file(args)  # launch finds one among its command's options
-    if exit_code_file is not None:
-        _note(code, exit_code_file)
+    if getattr(args, "exit_code_file", None) is not None:  # launch takes its command's
+        _note(code, args.exit_code_file)
     if launcher.launched_size() is not None and joining.joined_at_last(wanted=code != 0):
-        # Ranks that hang would keep the launcher waiting for ever: have it end them.
+        # The launcher ends ranks that hang, or it would wait for them.
         leaving.leave(
             code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False)
         )
     return code
 
 
-def _exit_code_file(args: argparse.Namespace) -> Path | None:
-    path: Path | None = getattr(args, "exit_code_file", None)
-    return path
-
-
 def _keep_standard_files() -> None:
-    """Where stdin, stdout or stderr are closed (``2>&-``), the next file to be
-    opened would take their place, and get what libraries write there."""
+    """Open stdin, stdout and stderr if they are closed (``2>&-``).
+
+    Otherwise the next file to be opened gets what libraries write there.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)  # or our children's would be closed
     os.close(fd)
@@ -84,16 +76,17 @@ def _keep_standard_files() -> None:
 
 
 def _collect_seldom() -> None:
-    """Modules and compilers make a million objects, hardly any of them garbage. Python looks for
-    it at every 700th, and twice among all of them at its end: what is left then ends with the
-    process."""
+    """Collect garbage seldom, and not at the end.
+
+    Modules and compilers make a million objects, hardly any of them garbage.
+    """
     gc.set_threshold(_NEW_OBJECTS)
     atexit.unregister(gc.freeze)  # of an earlier command of this process
     atexit.register(gc.freeze)
 
 
 def _note(code: int, path: Path) -> None:
-    """Leave the exit code where a launcher can't change it."""
+    """Write the exit code where a launcher can't change it."""
     try:
         fd = open_output(path, "exit code")
         try:
@@ -117,18 +110,16 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     try:
         return run(args)
     except FastDecodeError as error:
-        from fastdecode.cli.errors import as_typed
-
         is_everywhere = isinstance(error, ConfigError) and error.is_of_command_line
         if not (is_everywhere and is_said_by_other_rank()):
-            tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
-        # Whatever ends a command here has let it do nothing: 3 is for a request among others.
+            tell(f"fastdecode {args.command}: {as_typed(error, args.flags)}")
+        # The command has done nothing: 3 is for a request among others.
         return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
     except KeyboardInterrupt:
         tell(f"fastdecode {args.command}: interrupted; what was done is in the output")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our stdout went away; that is their good right.
+        # The reader of stdout has closed it.
         sys.stderr.close()
         return 1
 
@@ -140,8 +131,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Knows the options of the command that ``argv`` names, and of the others
-    only that they are there."""
+    """Return a parser with the options of the command that ``argv`` names, and the names of the
+    others."""
     parser = Parser(
         prog="fastdecode",
         description=(

@@ -22,16 +22,16 @@ def measuring(
     """Write ``--status``, if it is given, while the command measures.
 
     Args:
-        args: the command's.
-        command: its name.
-        progress: how far it is; empty if it doesn't count.
-        outputs: what else it writes, by option.
+        args: Options of the command.
+        command: Name of the command.
+        progress: Returns its progress. Empty if it does not count.
+        outputs: Other files that it writes, by option.
 
     Returns:
-        A function that reports in a line what is done now.
+        A function that reports the current activity in a line.
 
     Raises:
-        ConfigError: the file can't be written, or is one of ``outputs``.
+        ConfigError: If the file can't be written, or is one of ``outputs``.
     """
     from fastdecode.measure.status_file import Measuring, StatusFile
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.common import EXIT_SOME_FAILED, add_log_level_option, tell
+from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, tell
 from fastdecode.core.files import STANDARD, check_readable, check_writable
 from fastdecode.core.progress import Bar
 from fastdecode.jobs.merging import merge

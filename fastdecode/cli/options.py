@@ -1,256 +1,388 @@
-"""Options and exit codes that several subcommands of ``fastdecode`` share."""
+"""Options of the commands: dataclasses declare them, ``add_options`` draws them, and
+``read_options`` reads them. Also what several commands share. Cheap to import."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from fastdecode.cli.common import EXIT_INFEASIBLE as EXIT_INFEASIBLE
-from fastdecode.cli.common import EXIT_SOME_FAILED as EXIT_SOME_FAILED
-from fastdecode.cli.common import EXIT_UNEXPECTED as EXIT_UNEXPECTED
-from fastdecode.cli.common import EXIT_WORKERS_LOST as EXIT_WORKERS_LOST
-from fastdecode.cli.common import add_log_level_option as add_log_level_option
-from fastdecode.cli.common import duration as duration
-from fastdecode.cli.common import tell as tell
 from fastdecode.cli.parser import Rare
-from fastdecode.core.config.engine import GROUPS, EngineConfig
-from fastdecode.core.config.instances import Instances
-from fastdecode.core.config.options import Declared, declared
-from fastdecode.core.errors import ConfigError, RequestError
+from fastdecode.core.config.options import REQUIRED, Declared, declared, option
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
 from fastdecode.core.files import write_json
-from fastdecode.core.model.generation_defaults import (
-    GENERATION_CONFIGS,
-    generation_defaults,
-    told,
-)
-from fastdecode.core.model.local_models import find_model
-from fastdecode.core.sequence import SamplingParams
 
+if TYPE_CHECKING:
+    from fastdecode.core.sequence import SamplingParams
+
+T = TypeVar("T")
+EXIT_UNEXPECTED = 1
+EXIT_INFEASIBLE = 1
+"""A question has an answer: what was asked for is impossible."""
+EXIT_SOME_FAILED = 3
+EXIT_WORKERS_LOST = 4
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
 
 
-def add_engine_options(
-    parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """The options of ``EngineConfig``, a group of theirs for each of its groups.
+class Container(Protocol):
+    """A parser, or a group of its options."""
 
-    Args:
-        defaults: what help says of those that the command chooses itself.
-    """
-    for title, group in zip(_TITLES, GROUPS.values(), strict=True):
-        add_options(parser.add_argument_group(title), group, defaults=defaults)
+    def add_argument(self, *flags: str, **options: Any) -> Any: ...
+
+    def add_argument_group(self, title: str, description: str | None = None) -> Any: ...
+
+    def add_mutually_exclusive_group(self, *, required: bool = False) -> Any: ...
 
 
 def add_options(
-    arguments: argparse._ArgumentGroup,
+    parser: Container,
     group: type[Any],
+    title: str | None = None,
+    description: str | None = None,
     *,
     leave_out: Collection[str] = (),
-    defaults: Mapping[str, str] = MappingProxyType({}),
+    defaults: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """The options that a dataclass declares, but for some. ``defaults``: as above."""
-    for each in declared(group):
-        if each.name not in leave_out:
-            _add_option(arguments, each, defaults.get(each.name))
+    """Draw the options that a dataclass declares (``core.config.options.option``).
+
+    A bool becomes ``--name`` and ``--no-name``, or ``--name`` alone if it is a ``switch``.
+    A tuple becomes an option that may be repeated, unless ``Option.read`` reads it from one
+    word. A default of ``REQUIRED`` makes argparse ask for it. Limits of numbers are checked
+    where the dataclass is made: call ``check_options`` in its ``__post_init__``.
+
+    Args:
+        title: Draw them into a group with this title, which ``--help=GROUP`` shows. None
+            draws them into the parser.
+        leave_out: Names of fields that this command leaves out.
+        defaults: Texts for the help, by name, of defaults that the command chooses.
+    """
+    target = parser if title is None else parser.add_argument_group(title, description)
+    alternatives = target.add_mutually_exclusive_group()
+    options = [each for each in declared(group) if each.name not in leave_out]
+    shows_all = not any(each.option.common for each in options)
+    for each in options:
+        text = _help(each, defaults.get(each.name))
+        flags = [each.flag] if each.option.short is None else [each.flag, each.option.short]
+        (alternatives if each.option.is_alternative else target).add_argument(
+            *flags,
+            help=text if shows_all or each.option.common else Rare(text),
+            **_action(each, is_positional=not each.flag.startswith("-")),
+        )
 
 
-def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str | None) -> None:
-    text = each.option.help.replace("%", "%%")
+def _help(each: Declared, default: object) -> str:
+    text = each.option.help
     if default is not None:
-        text = f"{text.rpartition('; default: ')[0] or text}; default: {default}"
-    elif each.default not in (None, ()) and "default" not in text:
-        text += f" (default: {'yes' if each.default is True else each.default})"
-    shown = text if each.option.common else Rare(text)
+        head, is_named, _ = text.rpartition("; default: ")
+        text = f"{head}; default: {default}" if is_named else f"{text} (default: {default})"
+    elif "default" not in text and not each.option.is_switch:
+        shown = f"{each.default:g}" if isinstance(each.default, float) else each.default
+        if shown not in (None, (), "", REQUIRED):
+            text += f" (default: {'yes' if shown is True else shown})"
+    return text.replace("%", "%%")
+
+
+def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
+    """Return what argparse is to do with an option."""
+    known: dict[str, Any] = {} if is_positional else {"dest": each.name}
+    if each.default is not REQUIRED:
+        known["default"] = each.default
+    elif not is_positional:
+        known["required"] = True
     if each.kind is bool:
-        arguments.add_argument(
-            each.flag, dest=each.name, action=argparse.BooleanOptionalAction, default=each.default,
-            help=shown,
-        )  # fmt: skip
-    elif each.kind is tuple:
-        arguments.add_argument(
-            each.flag, dest=each.name, action="append", default=[], metavar=each.option.metavar,
-            help=shown,
-        )  # fmt: skip
-    else:
-        arguments.add_argument(
-            each.flag, dest=each.name, type=_reader(each), default=each.default,
-            metavar=each.option.metavar, help=shown,
-        )  # fmt: skip
+        if not each.option.is_switch:
+            return {**known, "action": argparse.BooleanOptionalAction}
+        return {**known, "action": "store_const", "const": not each.default}
+    known["metavar"] = each.metavar
+    if each.option.choices and each.kind is str:
+        known["choices"] = each.option.choices
+    if each.kind is tuple and each.option.read is None:
+        how = {"nargs": "+"} if is_positional else {"action": "append", "default": []}
+        return {**known, **how, "type": each.element}
+    return {**known, "type": _reader(each)}
 
 
 def _reader(each: Declared) -> Callable[[str], object]:
+    read = each.option.read or each.kind
     if each.kind is int and each.option.choices:
         return lambda text: int(text) if text.isdecimal() else text
-    return lanes if each.option.auto else each.kind
+    if each.option.auto:
+        return lambda text: None if text == "auto" else int(text)
+    if each.option.read is None:
+        return read
 
+    def reader(text: str) -> object:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def lanes(text: str) -> int | None:
-    """A whole number, or auto, which is None."""
-    return None if text == "auto" else int(text)
-
-
-def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--exit-code-file", type=Path, metavar="FILE",
-        help="also write the exit code there: mpirun's says little once a rank was lost",
-    )  # fmt: skip
-
-
-def add_input_option(arguments: argparse._ActionsContainer) -> None:
-    arguments.add_argument(
-        "--input", "-i", required=True, type=Path, metavar="FILE",
-        help="requests, JSON Lines, also compressed by gzip; -: standard input",
-    )  # fmt: skip
-
-
-def add_report_options(arguments: argparse._ActionsContainer) -> None:
-    """Files about a job, besides its answers."""
-    arguments.add_argument(
-        "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
-    )
-    arguments.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
-    )
-    add_status_option(arguments)
-
-
-def add_status_option(arguments: argparse._ActionsContainer) -> None:
-    arguments.add_argument(
-        "--status", type=Path, metavar="FILE",
-        help="write the command's state there once a second, JSON: fastdecode top shows it",
-    )  # fmt: skip
-
-
-_COMMON_SAMPLING = frozenset(("--temperature", "--top-p", "--seed", "--max-tokens", "--stop"))
-"""Sampling parameters that the short help shows."""
-_VALUES: Sequence[tuple[str, type, str, str]] = (
-    ("--temperature", float, "X", "0 is greedy"),
-    ("--top-k", int, "K", "keep the k likeliest tokens; 0 keeps all"),
-    ("--top-p", float, "X", "keep the likeliest tokens up to this probability"),
-    ("--min-p", float, "X", "keep tokens this likely, relative to the likeliest"),
-    ("--repetition-penalty", float, "X", "on tokens of prompt and output"),
-    ("--presence-penalty", float, "X", "on tokens of the output"),
-    ("--frequency-penalty", float, "X", "on tokens of the output, each time"),
-    ("--seed", int, "N", "same seed, same tokens, whatever else is in the batch"),
-    ("--max-tokens", int, "N", "most tokens to generate"),
-    ("--min-tokens", int, "N", "fewest tokens to generate"),
-    ("--logprobs", int, "K", "also give logprobs, and those of the K likeliest"),
-    ("--prompt-logprobs", int, "K", "the same of the prompt's tokens"),
-    ("--n", int, "N", "completions of each prompt"),
-)
-_LISTS: Sequence[tuple[str, type, str, str]] = (
-    ("--stop", str, "TEXT", "stop before this text"),
-    ("--stop-token-ids", int, "ID", "stop at this token"),
-    ("--allowed-token-ids", int, "ID", "generate this token and no others"),
-    ("--bad-words", str, "TEXT", "never generate this text"),
-)
-_SWITCHES = (
-    ("--ignore-eos", "continue after the end-of-sequence token"),
-    ("--no-detokenize", "give token ids only, without text"),
-    ("--include-stop-str-in-output",
-     "keep the stop text, or the text of the stop token, in the text"),
-    ("--no-skip-special-tokens", "keep the names of special tokens in the text"),
-)  # fmt: skip
-
-
-def add_sampling_options(
-    parser: argparse.ArgumentParser, askers: str = "lines", *, has_chats: bool = False
-) -> None:
-    """One option for each field of ``SamplingParams`` that makes sense for every
-    line of a file, or for every request. ``has_chats``: some may be chats,
-    which have no limit of their own."""
-    group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
-    default = SamplingParams()
-    none = "no logprobs"
-    defaults = {"seed": "a random one", "logprobs": none, "prompt_logprobs": none}
-    if has_chats:
-        defaults["max_tokens"] = f"{default.max_tokens}; of chats: the model's limit"
-
-    def add(flag: str, text: str, **options: Any) -> None:
-        shown = text if flag in _COMMON_SAMPLING else Rare(text)
-        group.add_argument(flag, default=argparse.SUPPRESS, help=shown, **options)
-
-    for flag, kind, metavar, text in _VALUES:
-        name = _name_of(flag)
-        said = f"{text} (default: {defaults.get(name, getattr(default, name))})"
-        add(flag, said, type=kind, metavar=metavar)
-    for flag, kind, metavar, text in _LISTS:
-        add(flag, f"{text}; repeatable", action="append", type=kind, metavar=metavar)
-    for flag, text in _SWITCHES:
-        action = "store_false" if flag.startswith("--no-") else "store_true"
-        add(flag, text, action=action, dest=_name_of(flag))
-    last = "keep the last N tokens of each prompt; -1: as many as fit"
-    add("--truncate-prompt-tokens", last, type=int, metavar="N")
-    group.add_argument(
-        "--generation-config", choices=GENERATION_CONFIGS, default="auto", metavar="WHAT",
-        help="auto: the defaults of the model's generation_config.json, not for greedy "
-        f"{askers}; ignore: none (default: auto)",
-    )  # fmt: skip
-
-
-def _name_of(flag: str) -> str:
-    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-
-
-def load_engine(args: argparse.Namespace) -> None:
-    """Import what runs a model, unless instances elsewhere do. Raises
-    ModuleNotFoundError: a package is missing."""
-    if not Instances(tuple(args.instances)).is_elsewhere:
-        import fastdecode.engine.setup.launch  # noqa: F401
-
-
-def engine_flags() -> set[str]:
-    """Return the flags of ``EngineConfig``'s options."""
-    return {each.flag for group in GROUPS.values() for each in declared(group)}
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``EngineConfig`` as given."""
-    return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}
+    return reader
 
 
 def given(args: argparse.Namespace, group: type[Any]) -> dict[str, Any]:
-    """Of the options that a dataclass declares, what was given or is their default."""
-    return {each.name: getattr(args, each.name) for each in declared(group)}
+    """Return the values of the options that a dataclass declares, by name."""
+    values = {each.name: getattr(args, each.name) for each in declared(group)}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+
+
+def read_options(args: argparse.Namespace, group: type[T]) -> T:
+    """Return a dataclass that ``add_options`` has drawn, with the values that were given.
+
+    Raises:
+        ConfigError: If the dataclass refuses a value.
+    """
+    return group(**given(args, group))
+
+
+def as_typed(error: FastDecodeError, flags: Mapping[str, str]) -> str:
+    """Return an error's message with options in place of parameters of the Python API.
+
+    Args:
+        flags: The command's flags by parameter. Other parameters keep their names.
+    """
+
+    def typed(given: Given) -> str:
+        flag = flags.get(given.name)
+        if flag is None:
+            return str(given)
+        if not given.has_value or given.value is True:
+            return flag
+        return f"{flag} {given.shown.strip(chr(39)) or given.shown}"
+
+    return error.told(typed)
+
+
+def tell(text: str) -> None:
+    """Print a line for a person to stderr. A closed stderr ends no job."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def progress_teller(every_s: float = 5.0) -> Callable[[str], None]:
+    """Return a function that prints progress, at most once in ``every_s``."""
+    began_s = told_s = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if now_s - told_s >= every_s:
+            told_s = now_s
+            tell(f"{text} in {now_s - began_s:.0f} s")
+
+    return progress
+
+
+def add_log_level_option(parser: Container, default: str = "warning") -> None:
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log-level", default=default, choices=levels)
+
+
+def add_exit_code_option(parser: Container) -> None:
+    parser.add_argument(
+        "--exit-code-file",
+        type=Path,
+        metavar="FILE",
+        help="also write the exit code there: mpirun's says little once a rank was lost",
+    )
+
+
+def add_input_option(parser: Container) -> None:
+    parser.add_argument(
+        "--input",
+        "-i",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="requests, JSON Lines, also compressed by gzip; -: standard input",
+    )
+
+
+def add_report_options(parser: Container) -> None:
+    """Add the files about a job, besides its answers."""
+    for flag, text in (
+        ("--summary", "write timings and totals there, JSON"),
+        ("--trace", "write what ran when, as Chrome trace events"),
+    ):
+        parser.add_argument(flag, type=Path, metavar="FILE", help=text)
+    add_status_option(parser)
+
+
+def add_status_option(parser: Container) -> None:
+    parser.add_argument(
+        "--status",
+        type=Path,
+        metavar="FILE",
+        help="write the command's state there once a second, JSON: fastdecode top shows it",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Fields of ``SamplingParams`` that make sense for every request of a command. Those with
+    their default are not given."""
+
+    temperature: float | None = option(None, "0 is greedy", metavar="X", common=True)
+    top_k: int | None = option(None, "keep the k likeliest tokens; 0 keeps all", metavar="K")
+    top_p: float | None = option(
+        None, "keep the likeliest tokens up to this probability", metavar="X", common=True
+    )
+    min_p: float | None = option(
+        None, "keep tokens this likely, relative to the likeliest", metavar="X"
+    )
+    repetition_penalty: float | None = option(None, "on tokens of prompt and output", metavar="X")
+    presence_penalty: float | None = option(None, "on tokens of the output", metavar="X")
+    frequency_penalty: float | None = option(
+        None, "on tokens of the output, each time", metavar="X"
+    )
+    seed: int | None = option(
+        None, "same seed, same tokens, whatever else is in the batch", common=True
+    )
+    max_tokens: int | None = option(None, "most tokens to generate", common=True)
+    min_tokens: int | None = option(None, "fewest tokens to generate")
+    logprobs: int | None = option(
+        None, "also give logprobs, and those of the K likeliest", metavar="K"
+    )
+    prompt_logprobs: int | None = option(None, "the same of the prompt's tokens", metavar="K")
+    n: int | None = option(None, "completions of each prompt")
+    stop: tuple[str, ...] = option(
+        (), "stop before this text; repeatable", metavar="TEXT", common=True
+    )
+    stop_token_ids: tuple[int, ...] = option((), "stop at this token; repeatable", metavar="ID")
+    allowed_token_ids: tuple[int, ...] = option(
+        (), "generate this token and no others; repeatable", metavar="ID"
+    )
+    bad_words: tuple[str, ...] = option((), "never generate this text; repeatable", metavar="TEXT")
+    ignore_eos: bool = option(False, "continue after the end-of-sequence token", is_switch=True)
+    detokenize: bool = option(
+        True, "give token ids only, without text", flag="--no-detokenize", is_switch=True
+    )
+    include_stop_str_in_output: bool = option(
+        False, "keep the stop text, or the text of the stop token, in the text", is_switch=True
+    )
+    skip_special_tokens: bool = option(
+        True,
+        "keep the names of special tokens in the text",
+        flag="--no-skip-special-tokens",
+        is_switch=True,
+    )
+    truncate_prompt_tokens: int | None = option(
+        None, "keep the last N tokens of each prompt; -1: as many as fit"
+    )
+
+
+def add_sampling_options(
+    parser: Container, askers: str = "lines", *, has_chats: bool = False
+) -> None:
+    """Draw the sampling options. ``has_chats``: some of the ``askers`` may be chats."""
+    from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS
+    from fastdecode.core.sequence import SamplingParams
+
+    params, group = (
+        SamplingParams(),
+        parser.add_argument_group("sampling", f"defaults for {askers} that do not set them"),
+    )
+    defaults: dict[str, object] = {
+        each.name: getattr(params, each.name)
+        for each in declared(SamplingOptions)
+        if each.default is None and each.name != "truncate_prompt_tokens"
+    }
+    none = "no logprobs"
+    defaults |= {"seed": "a random one", "logprobs": none, "prompt_logprobs": none}
+    if has_chats:
+        defaults["max_tokens"] = f"{params.max_tokens}; of chats: the model's limit"
+    add_options(group, SamplingOptions, defaults=defaults)
+    group.add_argument(
+        "--generation-config",
+        choices=GENERATION_CONFIGS,
+        default="auto",
+        metavar="WHAT",
+        help="auto: the defaults of the model's generation_config.json, not for greedy "
+        f"{askers}; ignore: none (default: auto)",
+    )
 
 
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``SamplingParams`` that were given; those left out aren't there."""
-    return {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
-
-
-def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
-    """Sampling parameters that the model's generation_config.json recommends;
-    says so if there are any."""
-    defaults = generation_defaults(find_model(args.model), args.generation_config)
-    if defaults:
-        tell(told(defaults))
-    return defaults
+    """Return the fields of ``SamplingParams`` that were given, and no others."""
+    return {
+        each.name: getattr(args, each.name)
+        for each in declared(SamplingOptions)
+        if getattr(args, each.name) not in (each.default, [])
+    }
 
 
 def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
-    """What lines that don't say it themselves are sampled with. Raises
-    ConfigError naming a bad option."""
+    """Return the parameters of requests that do not set their own.
+
+    Raises:
+        ConfigError: If an option makes no sense. It names the option.
+    """
+    from fastdecode.core.sequence import SamplingParams
+
     try:
         return SamplingParams(**sampling_given(args))
     except RequestError as error:
         raise ConfigError(*error.words) from None
 
 
-def check_options(args: argparse.Namespace) -> SamplingParams:
-    """Refuse what no job can be run with, before anything is begun: ranks of an
-    MPI job wait for each other.
+def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Return and print the sampling parameters that the model's generation_config.json
+    recommends."""
+    from fastdecode.core.model.generation_defaults import generation_defaults, told
+    from fastdecode.core.model.local_models import find_model
 
-    Returns:
-        What lines that don't say it themselves are sampled with.
+    defaults = generation_defaults(find_model(args.model), args.generation_config)
+    if defaults:
+        tell(told(defaults))
+    return defaults
+
+
+def add_engine_options(
+    parser: Container, defaults: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Draw the options of ``EngineConfig``, each of its groups as a group."""
+    from fastdecode.core.config.engine import GROUPS
+
+    for title, group in zip(_TITLES, GROUPS.values(), strict=True):
+        add_options(parser, group, title, defaults=defaults)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of ``EngineConfig`` as given."""
+    from fastdecode.core.config.engine import GROUPS
+
+    return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}
+
+
+def load_engine(args: argparse.Namespace) -> None:
+    """Import what runs a model, unless instances elsewhere run it.
 
     Raises:
-        ConfigError: names the bad option.
+        ModuleNotFoundError: If a package is missing.
     """
+    from fastdecode.core.config.instances import Instances
+
+    if not Instances(tuple(args.instances)).is_elsewhere:
+        import fastdecode.engine.setup.launch  # noqa: F401
+
+
+def check_options(args: argparse.Namespace) -> SamplingParams:
+    """Refuse impossible options before anything starts: ranks of an MPI job wait for each other.
+
+    Returns:
+        The sampling parameters of requests that do not set their own.
+
+    Raises:
+        ConfigError: If an option makes no sense. It names the option.
+    """
+    from fastdecode.core.config.engine import EngineConfig
+
     try:
         EngineConfig.of(args.model, **engine_options(args))
         return sampling_defaults(args)
@@ -260,8 +392,7 @@ def check_options(args: argparse.Namespace) -> SamplingParams:
 
 
 def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> int:
-    """Write a job's summary, if it is wanted. Returns the exit code, should the
-    job itself have none: 1, what was wanted isn't there though the answers are."""
+    """Write a job's summary if one is wanted. Return 1 if that failed, otherwise 0."""
     try:
         if path is not None:
             write_json(path, summary, "summary")

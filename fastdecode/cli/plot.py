@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import add_log_level_option, add_options
+from fastdecode.core.config.options import REQUIRED, option
 from fastdecode.core.files import check_writable
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """What is drawn, and where."""
+
+    source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="TRACE")
+    output: Path | None = option(
+        None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
+    )
 
 
 def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plot",
-        help="draw a run from its summary or its trace",
-        description="Draw a file of --summary (shares of a step, latencies) or of --trace (who "
-        "computed when, sequences over time).",
+        help="draw a run from its trace",
+        description="Draw a file of --trace: who computed when, sequences over time.",
     )
     parser.set_defaults(run=run_plot)
-    parser.add_argument("source", type=Path, metavar="SUMMARY|TRACE", help="what a run has left")
-    parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE",
-        help="the picture: png, svg or pdf (default: beside the source, .svg)",
-    )  # fmt: skip
+    add_options(parser, PlotOptions)
     add_log_level_option(parser, default="error")
 
 
 def run_plot(args: argparse.Namespace) -> int:
-    """Draw. Returns the exit code."""
+    """Draw. Return the exit code."""
     from fastdecode.measure.run_plot import plot_run
 
     target = args.output or args.source.with_name(args.source.name + ".svg")

@@ -1,9 +1,8 @@
 """``fastdecode serve``: an OpenAI-compatible server.
 
-Exit codes: 0 it was asked to stop, and answered all that ran, which is nothing
-while it starts; 2 options, or the model directory; 3 it was asked to stop, and
-some requests were cut off; 4 the engine or its R-workers were lost; 5 the HTTP
-process was.
+Exit codes: 0 it was asked to stop, and answered all running requests; 2 options, or the model
+directory; 3 it was asked to stop, and some requests were cut off; 4 the engine or its R-workers
+were lost; 5 the HTTP process was.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
@@ -28,9 +27,9 @@ from fastdecode.cli.options import (
     add_status_option,
     check_options,
     engine_options,
-    given,
     load_engine,
     model_defaults,
+    read_options,
     sampling_given,
     tell,
 )
@@ -62,7 +61,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
 EXIT_HTTP_LOST = 5
 ENDS_WITHIN_S = 60.0
-"""When all has been answered: how long the step in flight may take."""
+"""Longest time for the step in flight once all requests are answered."""
 
 
 def add_serve(commands: Any) -> None:
@@ -89,17 +88,11 @@ def add_serve(commands: Any) -> None:
     add_log_level_option(parser)
 
 
-def serve_options(args: argparse.Namespace) -> ServeOptions:
-    """Those that were given. Raises ConfigError."""
-    return ServeOptions(**{f.name: getattr(args, f.name) for f in fields(ServeOptions)})
-
-
 def run_serve(
     args: argparse.Namespace,
     serve: Callable[[argparse.Namespace, StopsWhileStarting], int] | None = None,
 ) -> int:
-    """Serve until asked to stop. Returns the exit code. ``serve``: what to do, in
-    place of that."""
+    """Serve until asked to stop. Return the exit code. ``serve``: replaces serving in tests."""
     from fastdecode.core.host.logs import keep_traces_out
 
     stops = StopsWhileStarting()
@@ -109,38 +102,38 @@ def run_serve(
             stack.callback(keep_traces_out())
         code = (serve or _serve_or_stop)(args, stops)
         if stops.num or stops.is_over:
-            # It goes on hearing them: they change nothing any more, also while MPI is
-            # left. Were the stack let go, it would put the handlers back.
+            # Keep the handlers while MPI is left: signals change nothing any more.
             stops.kept = stack.pop_all()
     return code
 
 
 class StopsWhileStarting:
-    """Hears signals that ask to stop before anything is served, and when all is over.
+    """Handles signals that ask to stop before anything is served, and after the end.
 
-    The first interrupts whatever it is that takes so long. Where that is lost,
-    as in a destructor or a callback, whose exceptions Python only tells of, it
-    is known at least once all has started. Others change nothing, since what
-    was begun is being ended; the third leaves it so.
+    The first one raises Interrupted, or is only counted where Python swallows the exception (in
+    a destructor or a callback). The third one ends the process.
 
     Args:
-        leave: ends the process without ceremony.
+        leave: Ends the process immediately.
     """
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
         self.num = 0
         self.is_over = False
-        """Whether what ran has been answered; then there is nothing to stop."""
+        """True once all requests are answered. Nothing is left to stop."""
         self.kept: contextlib.ExitStack | None = None
-        """What has this heard, until the process ends."""
+        """Holds the signal handlers until the process ends."""
         self._leave = leave
         self._is_put_off = False
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
-        """Inside nothing is interrupted, but after it: libraries in C++ that
-        are interrupted while they import something may end the process.
-        Raises Interrupted."""
+        """Delay interrupts: a C++ library that is interrupted during an import may end the
+        process.
+
+        Raises:
+            Interrupted: If a signal arrived meanwhile.
+        """
         self._is_put_off = True
         try:
             yield
@@ -150,7 +143,7 @@ class StopsWhileStarting:
             raise Interrupted
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """A signal's handler. Raises Interrupted."""
+        """Handle a signal."""
         if self.is_over:
             return
         self.num += 1
@@ -165,7 +158,7 @@ def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
 
     _expect_lengths(args)
     check_options(args)
-    options = serve_options(args)
+    options = read_options(args, ServeOptions)
     if args.status is not None:
         check_writable(args.status, "status")
     keys = key_hashes(options)
@@ -189,8 +182,11 @@ def _start(
     wishes: Wishes,
     stops: StopsWhileStarting,
 ) -> int:
-    """Start, and serve until asked to stop. Returns the exit code. Raises
-    KeyboardInterrupt: asked while it starts."""
+    """Start, and serve until asked to stop. Return the exit code.
+
+    Raises:
+        KeyboardInterrupt: If asked to stop while it starts.
+    """
     from fastdecode.server.process import HttpProcess
 
     with contextlib.ExitStack() as stack:
@@ -253,7 +249,7 @@ def _serve(
             say(f"keys that let in: {len(keys) or 'none is needed'}")
         bridge.send(Reopen())
         if options.request_log not in (None, "-"):
-            say(f"opening {options.request_log} anew")
+            say(f"reopening {options.request_log}")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
@@ -277,8 +273,7 @@ def _figures(running: RunningEngine) -> dict[str, Any]:
 
 
 def _expect_lengths(args: argparse.Namespace) -> None:
-    """Clients seldom say max_tokens, which then is all that the model can. So
-    room is reserved for what is expected."""
+    """Reserve room for expected lengths: without max_tokens a request's limit is the model's."""
     if args.length_quantile is None:
         args.length_quantile = LENGTH_QUANTILE
     if args.expected_output_tokens is None:
@@ -286,7 +281,10 @@ def _expect_lengths(args: argparse.Namespace) -> None:
 
 
 def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, ...]) -> Opening:
-    """Raises ModelError, ConfigError: the model directory is of no use."""
+    """
+    Raises:
+        ModelError, ConfigError: If the model directory can't be used.
+    """
     from fastdecode.core.model.checkpoint import open_checkpoint
     from fastdecode.core.model.identity import identify
     from fastdecode.server.messages import Opening
@@ -303,21 +301,21 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         vocab_size=spec.vocab_size,
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
-        keeping=asdict(Keeping(**given(args, Keeping))),
+        keeping=asdict(read_options(args, Keeping)),
         no_reuse=why_none(config),
         model_defaults=model_defaults(args),
     )
 
 
 def _end_later(code: int) -> None:
-    """End this process if it hasn't ended by itself, because a step doesn't."""
+    """End this process after a while, should a step never end."""
     timer = threading.Timer(ENDS_WITHIN_S, os._exit, (code or EXIT_SOME_FAILED,))
     timer.daemon = True
     timer.start()
 
 
 def exit_code(ending: Ending) -> int:
-    """What a server's process says that ended so."""
+    """Return the exit code for the end of a server."""
     from fastdecode.server.serving import Ending
 
     codes = {
@@ -331,8 +329,7 @@ def exit_code(ending: Ending) -> int:
 
 @contextlib.contextmanager
 def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """Inside, signals ask the server to stop. ``leave``: ends the process
-    without ceremony."""
+    """Let signals ask the server to stop. ``leave``: ends the process immediately."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         wishes.num_stops += 1
@@ -347,8 +344,7 @@ def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> It
 
 @contextlib.contextmanager
 def _reloads_noted(wishes: Wishes) -> Iterator[None]:
-    """Inside, SIGHUP asks the server to read its keys and open its log anew,
-    as soon as it has started."""
+    """Let SIGHUP ask the server to read its keys again and reopen its log."""
 
     def reload(number: int, frame: FrameType | None) -> None:
         wishes.num_reloads += 1

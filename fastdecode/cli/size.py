@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.common import EXIT_INFEASIBLE, add_log_level_option, duration, tell
-from fastdecode.cli.parser import Parser, add_model
+from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
+from fastdecode.cli.parser import add_model
+from fastdecode.core.config.options import duration
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.os_errors import explained
 
@@ -99,11 +100,6 @@ def add_size(commands: Any) -> None:
     _add_goal(parser)
     _add_output(parser)
     add_log_level_option(parser)
-    assert isinstance(parser, Parser)
-    parser.require(
-        "--seq-len S (or --prompt-len N with --output-len N)",
-        lambda args: any(x is not None for x in (args.seq_len, args.prompt_len, args.output_len)),
-    )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:

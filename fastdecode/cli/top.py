@@ -1,8 +1,7 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server.
 
-Exit codes: 0 what was watched has ended, was shown ``--once``, or ctrl-C; 2 there
-is nothing to watch. Without ``--once``, a file or a server that is not there yet
-is waited for.
+Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 there is nothing to watch.
+Without ``--once``, ``top`` waits until the file or the server exists.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from cost_model.numbers import number_within
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import add_log_level_option, add_options, read_options
+from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.words import printable
@@ -33,11 +33,26 @@ ANSWERS_WITHIN_S = 5.0
 _WIDE: Final = 1 << 16
 """Columns of an output other than a terminal."""
 Look: TypeAlias = Callable[[], dict[str, Any]]
-"""Reads the status. It raises ConfigError: there is none."""
+"""Reads the status. Raises ConfigError: If there is none."""
 
 
 class NotYetError(ConfigError):
-    """The command that is to be watched has not started yet."""
+    """Raised if the watched command has not started yet."""
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    """What is watched, and how often."""
+
+    place: str = option(
+        REQUIRED, "the status file, or a server's address", flag="place", metavar="FILE|URL"
+    )
+    once: bool = switch("show it once")
+    every: float = option(1.0, "look every S seconds", low=0.1, high=3600, unit="s")
+    api_key_file: Path | None = option(None, "of a server that needs a key")
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def add_top(commands: Any) -> None:
@@ -50,31 +65,24 @@ def add_top(commands: Any) -> None:
         "R-workers, KV caches. Waits until it has started, and ends when it ends.",
     )
     parser.set_defaults(run=run_top)
-    parser.add_argument("place", metavar="FILE|URL", help="the status file, or a server's address")
-    parser.add_argument("--once", action="store_true", help="show it once")
-    parser.add_argument(
-        "--every", type=float, default=1.0, metavar="S", help="look every S seconds (default: 1)"
-    )
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="of a server that needs a key"
-    )
+    add_options(parser, TopOptions)
     add_log_level_option(parser, default="error")
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Show until what is watched has ended, or ctrl-C. Returns the exit code."""
-    number_within("every", args.every, 0.1, 3600, "number of seconds")
-    look = _looker(args.place, args.api_key_file)
+    """Show until the command has ended, or ctrl-C. Return the exit code."""
+    options = read_options(args, TopOptions)
+    look = _looker(options.place, options.api_key_file)
     try:
-        first = look() if args.once else _wait_for(look, args.every)
-        _watch(args.place, first, look, None if args.once else args.every)
+        first = look() if options.once else _wait_for(look, options.every)
+        _watch(options.place, first, look, None if options.once else options.every)
     except KeyboardInterrupt:
         print()
     return 0
 
 
 def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
-    """The first status: ``top`` may start before the command does."""
+    """Return the first status. ``top`` may start before the command."""
     has_said = False
     while True:
         try:
@@ -87,7 +95,7 @@ def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
 
 
 def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None) -> None:
-    """Show one status after the other; ``every_s`` None: the first alone."""
+    """Show one status after the other, or only the first if ``every_s`` is None."""
     from fastdecode.measure.live_view import LiveView
 
     view, is_first = LiveView(), True
@@ -107,7 +115,7 @@ def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None
 
 
 def show(lines: list[str], *, is_first: bool) -> None:
-    """On a terminal in the place of what was shown before."""
+    """Print lines. On a terminal they replace the earlier ones."""
     if sys.stdout.isatty():
         print("\x1b[2J" if is_first else "", "\x1b[H", sep="", end="")
         lines = [f"{printable(line)}\x1b[K" for line in lines]
@@ -126,16 +134,12 @@ def _looker(place: str, key_file: Path | None) -> Look:
             raise ConfigError("the address has a name or key before @: use --api-key-file FILE")
         key = None if key_file is None else first_key(key_file)
         return lambda: _checked(_fetch(place, key), place)
-    return lambda: _checked(_read_status(Path(place)), place)
-
-
-def _read_status(path: Path) -> bytes:
-    if path.parent.is_dir() and not os.path.lexists(path):
-        raise NotYetError(f"{path} is not there yet: a command writes it with --status {path}")
-    return _read(path)
+    return lambda: _checked(_read(Path(place)), place)
 
 
 def _read(path: Path) -> bytes:
+    if path.parent.is_dir() and not os.path.lexists(path):
+        raise NotYetError(f"{path} is not there yet: a command writes it with --status {path}")
     return read_bytes(
         path, most_bytes=MAX_STATUS_BYTES, refuse=lambda why: ConfigError(f"{path}: {why}")
     )

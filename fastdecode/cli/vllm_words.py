@@ -17,13 +17,8 @@ _SERVER_NAMES: Final = {
     "tool_call_parser": "tool_parser",
 }
 """vLLM's name of a server's option → the name here."""
-_DONE_ANYWAY: Final = (
-    "enable_auto_tool_choice", "disable_log_requests", "disable_fastapi_docs",
-    "disable_frontend_multiprocessing", "enable_request_id_headers", "enable_prompt_tokens_details",
-    "disable_uvicorn_access_log",
-)  # fmt: skip
+_DONE_ANYWAY: Final = ("enable_auto_tool_choice", "disable_log_requests")
 """Switches of vLLM's server that ask for what happens here without them."""
-_MISSING: Final = "\0"
 _SWITCHES: Final = ("enable_prefix_caching", "enforce_eager", *_DONE_ANYWAY)
 _BY_VALUE: Final = ("dtype", "load_format")
 """Options of the same name whose values may be vLLM's."""
@@ -38,6 +33,7 @@ def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
     Raises:
         ConfigError: If there is nothing like an option of vLLM here.
     """
+    known = {flag[2:].replace("-", "_") for flag in flags}
     made: list[str] = []
     waiting = iter(words)
     for word in waiting:
@@ -46,53 +42,36 @@ def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
         flag, has_value, value = word.partition("=")
         name = flag[2:].replace("-", "_")
         name = name.removeprefix("no_") if flag.startswith("--no-") else name
-        if flag == "--api-key" and "--api-key-file" in flags:
+        if flag == "--api-key" and "api_key_file" in known:
             why = " would show the key to everybody on this host: use --api-key-file FILE"
             raise ConfigError(Given("api_key"), why)
-        if not flag.startswith("--") or not _is_vllms(name, flag, flags):
+        if not flag.startswith("--") or not _is_vllms(name, flag in flags, known):
             made.append(word)
             continue
-        if _is_switch(name):
-            given: Any = not flag.startswith("--no-")
-        else:
-            given = _value(value if has_value else next(waiting, _MISSING))
-            if given == _MISSING:
+        nothing, _ = OPTIONS_NOT_SUPPORTED.get(name, ((), ""))
+        given: Any = not flag.startswith("--no-")
+        if name not in _SWITCHES and not any(isinstance(each, bool) for each in nothing):
+            given = value if has_value else next(waiting, None)
+            if given is None:
                 raise ConfigError(Given(name), " needs a value behind it")
-        made += _said(name, given, words, flags)
+            with suppress(ValueError, RecursionError):
+                given = json.loads(given)
+        if name in _SERVER_NAMES:
+            made.append(_said(_SERVER_NAMES[name], given))
+        elif name not in _DONE_ANYWAY:
+            # The tokenizer may be named if it is the model's.
+            model = str(given) if words.count(str(given)) > 1 else ""
+            made += [_said(*each) for each in engine_options({name: given}, known, model).items()]
     return made
 
 
-def _is_vllms(name: str, flag: str, flags: Collection[str]) -> bool:
-    if flag in flags:
+def _is_vllms(name: str, is_here: bool, known: Collection[str]) -> bool:
+    if is_here:
         return name in _BY_VALUE
     if name in _SERVER_NAMES:
-        return _flag(_SERVER_NAMES[name]) in flags
+        return _SERVER_NAMES[name] in known
     return name in OPTION_NAMES or name in OPTIONS_NOT_SUPPORTED or name in _DONE_ANYWAY
 
 
-def _is_switch(name: str) -> bool:
-    nothing, _ = OPTIONS_NOT_SUPPORTED.get(name, ((), ""))
-    return name in _SWITCHES or any(isinstance(value, bool) for value in nothing)
-
-
-def _said(name: str, given: Any, words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return an option of vLLM as words of a command line here."""
-    if name in _DONE_ANYWAY:
-        return []
-    if name in _SERVER_NAMES:
-        return [f"{_flag(_SERVER_NAMES[name])}={given}"]
-    model = str(given) if words.count(str(given)) > 1 else ""  # the tokenizer is the model's
-    known = {flag[2:].replace("-", "_") for flag in flags}
-    here = engine_options({name: given}, known, model)
-    return [f"{_flag(each)}={value}" for each, value in here.items()]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _value(text: str) -> Any:
-    """Return a value as Python's API would have it."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return text
+def _said(name: str, value: object) -> str:
+    return f"--{name.replace('_', '-')}={value}"

@@ -7,18 +7,15 @@ from copy import copy
 from dataclasses import replace
 from datetime import datetime
 from secrets import token_hex
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from fastdecode.conversations.turns import ChatTurn, Turn, check_id
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message, Rendering
+from fastdecode.text.chats import Message, Rendering, check_content
 from fastdecode.text.codec import TextCodec
-
-_NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
-"""Types of parts other than text begin with one of these."""
 
 
 def as_chats(messages: object) -> list[Sequence[Message]]:
@@ -48,7 +45,7 @@ def as_chats(messages: object) -> list[Sequence[Message]]:
 
 
 def _check_message(message: Message, where: str) -> None:
-    calls, content = message.get("tool_calls") or [], message.get("content")
+    calls = message.get("tool_calls") or []
     is_list = isinstance(calls, Sequence) and not isinstance(calls, str)
     if not is_list or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(
@@ -56,25 +53,7 @@ def _check_message(message: Message, where: str) -> None:
             '{"id": "…", "type": "function", "function": {"name": "…", "arguments": "…"}}',
             code="invalid_messages",
         )
-    if not isinstance(content, (str, list, tuple, type(None))):
-        raise RequestError(
-            f"{where}.content must be text or a list of parts, not {type(content).__name__}",
-            code="invalid_messages",
-        )
-    for part in content if isinstance(content, (list, tuple)) else ():
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind.startswith(_NO_TEXT):
-            raise RequestError(
-                f"{where}.content has a part of type {kind!r:.80}, which is not supported: only "
-                "text is",
-                code="unsupported_field",
-            )
-        text = part.get("text", part.get("refusal", "")) if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
-            raise RequestError(
-                f'{where}.content has a part without text: each is {{"type": "text", "text": "…"}}',
-                code="invalid_messages",
-            )
+    check_content(message, where, is_strict=False)
 
 
 def as_ids(conversation_id: object, count: int) -> list[str] | None:

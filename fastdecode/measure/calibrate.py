@@ -1,5 +1,4 @@
-"""The S-part of a model on a device, measured: the S-worker alone, then inside
-the engine that it works in."""
+"""Measurement of a model's S-part on a device: the S-worker alone, then inside an engine."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from sworker.dtypes import torch_dtype
 from sworker.load.weights import load_model
 from sworker.measure import COLD, WARM_UP, measure_s_part
 
-# Whole steps are measured with short contexts, so that the R-workers, which
-# aren't counted, take little of them.
+# Whole steps are measured with short contexts, so that R-workers, which are not counted, take
+# little of them.
 STEP_CONTEXT_TOKENS = 48
 
 
@@ -37,16 +36,14 @@ class SEffort:
 
 
 def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], None]) -> SProfile:
-    """Measure T(B), the rest of the S-part, prompts, and whole steps in the
-    engine.
+    """Measure T(B), the rest of the S-part, prompts, and whole steps in the engine.
 
     Args:
-        config: model, device and dtypes; its R-workers do the attention while
-            the engine is measured.
-        tell: told what is being done, one line at a time.
+        config: Model, device and dtypes. Its R-workers attend while the engine is measured.
+        tell: Prints each phase as a line.
 
     Raises:
-        ConfigError, ModelError: an option or the model directory is bad.
+        ConfigError, ModelError: If an option or the model directory is bad.
     """
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
@@ -96,8 +93,8 @@ def _device_memory_bytes(device: torch.device) -> int:
 def _measure_in_engine(
     config: EngineConfig, effort: SEffort
 ) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Steps of the same batches in the engine, less what the R-workers
-    computed; and prompts, if R-workers attend them: then with that."""
+    """Return the times of steps without the R-workers' compute, and of prompts that R-workers
+    attend, with it."""
     most = max(effort.batches)
     batching = replace(
         config.batching, lanes=1, schedule="greedy", max_num_sequences=most, max_step_tokens=None

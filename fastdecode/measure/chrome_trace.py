@@ -1,20 +1,16 @@
-"""Step events as a Chrome trace: open the file in https://ui.perfetto.dev or
-chrome://tracing.
+"""Step events as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-The file is a JSON array of events, one a line, written as they happen. The
-format lets the closing bracket be missing, so the file of a run that was killed
-is as good as any. Rows:
+The file is a JSON array with a line per event, written as they happen. The format allows the
+closing bracket to be missing, so the file of a killed run is readable. Rows:
 
-* **S-worker**: a row a lane with its S-steps (``S 3`` runs up to the attention
-  of layer 3), ``logits`` and ``sample``; a row with what it waited.
+* **S-worker**: a row per lane with its S-steps (``S 3`` ends at the attention of layer 3),
+  ``logits`` and ``sample``, and a row with its waits.
 * **R-workers**: a row each, with the attention it computed (``L3``).
 * counters: sequences running and waiting, cached tokens (W).
 
-An R-worker tells how long it computed, not when. It computes in the order of
-arrival, so a span is drawn where it can have begun first: when its q, k, v were
-sent, or when the worker's span before ended. Over a network it was later than
-that by the time of the transfer. ``round_trip_us`` is from sending to the
-answer's being read.
+An R-worker reports how long it computed, not when. It computes in the order of arrival, so a span
+begins when its q, k, v were sent, or when the worker's previous span ended. Over a network it ran
+later by the time of the transfer. ``round_trip_us`` is from sending to reading the answer.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ from fastdecode.core.trace import NoTrace, Trace
 
 logger = logging.getLogger(__name__)
 
-# What viewers can still open. The trace stops there; the run goes on.
 MAX_TRACE_BYTES = 1 << 30
+"""Largest trace that viewers can open. The trace stops there, and the run continues."""
 
 S_WORKER = 1
 R_WORKERS = 2
@@ -45,14 +41,12 @@ _Event: TypeAlias = dict[str, object]
 
 
 class ChromeTrace:
-    """Writes events to a file. If writing fails, it says so once, and the run
-    goes on without a trace.
+    """Writes events to a file. If writing fails, it warns once, and the run continues.
 
     Args:
-        out: where to; this object buffers little and leaves the rest to the
-            file.
-        start_s: time zero, on ``time.perf_counter``.
-        max_bytes: stop after so many.
+        out: The file. It should buffer.
+        start_s: Time zero, of ``time.perf_counter``.
+        max_bytes: Largest size of the file.
     """
 
     def __init__(self, out: IO[bytes], start_s: float, max_bytes: int = MAX_TRACE_BYTES) -> None:
@@ -61,7 +55,7 @@ class ChromeTrace:
         self._room = max_bytes
         self._rows: set[tuple[int, int]] = set()
         self._free_s: dict[int, float] = {}
-        """When each R-worker's last span ended."""
+        """End of each R-worker's last span."""
         self._write(b"[\n")
         self._name("process_name", S_WORKER, 0, "S-worker")
         self._name("process_name", R_WORKERS, 0, "R-workers")
@@ -104,25 +98,12 @@ class ChromeTrace:
     def close(self) -> None:
         """End the array. The file belongs to the caller."""
         if self._out is not None:
-            # Every event ends in a comma; this one stands where JSON wants a last one without.
+            # Every event ends in a comma, and JSON wants a last one without.
             self._room = max(self._room, 1 << 10)
-            self._write(
-                _line(
-                    {
-                        "ph": "i",
-                        "name": "end",
-                        "s": "g",
-                        "pid": S_WORKER,
-                        "tid": 0,
-                        "ts": self._now(),
-                    }
-                )[:-2]
-            )
-            self._write(b"\n]\n")
+            now = _microseconds(time.perf_counter() - self._start_s)
+            end = {"ph": "i", "name": "end", "s": "g", "pid": S_WORKER, "tid": 0, "ts": now}
+            self._write(_line(end)[:-2] + b"\n]\n")
             self._out = None
-
-    def _now(self) -> float:
-        return _microseconds(time.perf_counter() - self._start_s)
 
     def _lane_span(self, name: str, lane: int, start_s: float, end_s: float, args: _Event) -> None:
         row = FIRST_LANE_ROW + lane
@@ -134,11 +115,11 @@ class ChromeTrace:
     ) -> None:
         start = _microseconds(start_s - self._start_s)
         event: _Event = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": start}
-        self._event({**event, "dur": _microseconds(end_s - start_s), "args": args})
+        self._write(_line({**event, "dur": _microseconds(end_s - start_s), "args": args}))
 
     def _counter(self, name: str, at_s: float, values: _Event) -> None:
         at = _microseconds(at_s - self._start_s)
-        self._event({"ph": "C", "name": name, "pid": S_WORKER, "ts": at, "args": values})
+        self._write(_line({"ph": "C", "name": name, "pid": S_WORKER, "ts": at, "args": values}))
 
     def _ensure_row(self, process: int, row: int, name: str) -> None:
         if (process, row) not in self._rows:
@@ -146,10 +127,8 @@ class ChromeTrace:
             self._name("thread_name", process, row, name)
 
     def _name(self, what: str, process: int, row: int, name: str) -> None:
-        self._event({"ph": "M", "name": what, "pid": process, "tid": row, "args": {"name": name}})
-
-    def _event(self, event: _Event) -> None:
-        self._write(_line(event))
+        args = {"name": name}
+        self._write(_line({"ph": "M", "name": what, "pid": process, "tid": row, "args": args}))
 
     def _write(self, data: bytes) -> None:
         if self._out is None:
@@ -170,10 +149,10 @@ class ChromeTrace:
 
 @contextlib.contextmanager
 def open_trace(path: Path | None) -> Iterator[Trace]:
-    """A trace into a file, replaced if it exists; no path is no trace.
+    """Open a trace into a file, which replaces an existing one. Without a path, trace nothing.
 
     Raises:
-        ConfigError: the file can't be written.
+        ConfigError: If the file can't be written.
     """
     if path is None:
         yield NoTrace()

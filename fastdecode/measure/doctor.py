@@ -1,11 +1,10 @@
-"""Is this set of hosts fit to run a job? What ``fastdecode doctor`` asks of
-every R-worker, and how it judges the answers. Judging is pure: facts in,
-findings out."""
+"""Checks of a set of hosts, for ``fastdecode doctor``: what it asks of R-workers, and how it
+judges the answers. Judging is pure."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,20 +19,17 @@ from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.measure.links.neighbours import NeighbourFacts
+from fastdecode.measure.neighbours import NeighbourFacts
 from fastdecode.wire.measure import RConnection, bytes_exchanged, measure_link
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
 from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for
-
-Level = Literal["PASS", "WARN", "FAIL"]
 
 ANSWER_TIMEOUT_S: Final = 30.0
 SLOW_ROUND_TRIP_S: Final = 1e-3
 """A layer's round trip above this leaves a pipeline of two lanes waiting with most models."""
 SLOW_BYTES_PER_S: Final = 0.5e9
 _BATCHES: Final = (1, 64)
-# What is sent to measure: wide queries, one KV head, so that it is large on the
-# wire and small in memory.
+# A probe with wide queries and one KV head is large on the wire and small in memory.
 _PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
 
 
@@ -41,26 +37,38 @@ _PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
 class Finding:
     """One line of the doctor's report."""
 
-    level: Level
+    level: Literal["PASS", "WARN", "FAIL"]
     check: str
     text: str
     mend: str = ""
 
 
+def ok(check: str, text: str) -> Finding:
+    return Finding("PASS", check, text)
+
+
+def warn(check: str, text: str, mend: str) -> Finding:
+    return Finding("WARN", check, text, mend)
+
+
+def fail(check: str, text: str, mend: str = "") -> Finding:
+    return Finding("FAIL", check, text, mend)
+
+
 @dataclass(frozen=True)
 class LinkFacts:
-    """The way to an R-worker and back, as decode steps see it."""
+    """The link to an R-worker, as decode steps see it."""
 
     round_trip_s: float
     bytes_per_s: float
     io_bytes_per_s: float | None = None
-    """That one of this process's ZeroMQ threads carries in a second of its CPU
-    time, both directions together; None: no such threads."""
+    """Bytes that a ZeroMQ thread of this process carries per second of its CPU time, both
+    directions together. None without such threads."""
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """An R-worker; and what went wrong, if it didn't answer or couldn't be measured."""
+    """An R-worker, and the error if it did not answer or could not be measured."""
 
     peer: str
     report: Report | None = None
@@ -69,29 +77,31 @@ class WorkerFacts:
 
 
 def examine_all(
-    asked: Sequence[RConnection | WorkerFacts],
-    *,
-    repeats: int = 10,
-    clock: Clock = time.monotonic,
+    asked: Sequence[RConnection | WorkerFacts], *, repeats: int = 10, clock: Clock = time.monotonic
 ) -> Iterator[WorkerFacts]:
-    """Ask R-workers about themselves, all at once, and measure the way to one
-    after the other. Each is told as it is known, those with which something is
-    wrong first. They serve a job afterwards as if nothing had been.
+    """Ask all R-workers at once, then measure one link after the other.
+
+    Each result is yielded as soon as it is known, failures first. R-workers can serve a job
+    afterwards.
 
     Args:
-        asked: connections, or what is known of who couldn't be reached.
-        repeats: of what is measured.
-        clock: seconds.
+        asked: Connections, or the facts of R-workers that could not be reached.
+        repeats: Repetitions of each measurement.
+        clock: Returns seconds.
     """
-    connections = []
+    sent: list[tuple[RConnection, str]] = []
     for one in asked:
         if isinstance(one, WorkerFacts):
             yield one
-        else:
-            connections.append((one, _send(one, Inspect())))
+            continue
+        try:
+            one.send(Inspect())
+            sent.append((one, ""))
+        except FastDecodeError as error:
+            sent.append((one, error.message))
     end_s, well = clock() + ANSWER_TIMEOUT_S, []
-    for connection, failed in connections:
-        report = failed or _report(connection, max(0.0, end_s - clock()))
+    for connection, failure in sent:
+        report = failure or _report(connection, max(0.0, end_s - clock()))
         if isinstance(report, Report):
             well.append((connection, report))
         else:
@@ -100,17 +110,8 @@ def examine_all(
         yield _with_link(connection, report, repeats)
 
 
-def _send(connection: RConnection, message: Inspect) -> str:
-    """Why it couldn't be asked; empty: it was."""
-    try:
-        connection.send(message)
-    except FastDecodeError as error:
-        return error.message
-    return ""
-
-
 def _report(connection: RConnection, timeout_s: float) -> Report | str:
-    """What an R-worker says of itself, or why it doesn't."""
+    """Return an R-worker's report, or the reason why there is none."""
     try:
         answer = connection.receive(timeout_s)
     except FastDecodeError as error:
@@ -136,18 +137,18 @@ def _with_link(connection: RConnection, report: Report, repeats: int) -> WorkerF
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is to be known of a model, in its own dtype."""
+    """Figures of a model in its own dtype."""
 
     hash: str
-    """What R-workers that are kept for one model know it by."""
+    """Name of the model for R-workers that serve one model only."""
     token_bytes: int
     """K and V of a token."""
     wire_bytes: int
-    """That a token sends to R-workers (q, k, v) and gets back (o)."""
+    """Bytes that a token sends to R-workers (q, k, v) and receives (o)."""
 
     @classmethod
     def read(cls, directory: str) -> ModelFacts:
-        """Raises CheckpointError: it is no model's directory."""
+        """Raises CheckpointError: If the directory has no model."""
         checkpoint = open_checkpoint(directory)
         spec = checkpoint.spec()
         dtype = spec.choose_dtype("auto")
@@ -165,58 +166,69 @@ def judge(
     environment: Mapping[str, str] = MappingProxyType({}),
     cpu_quota: float | None = None,
 ) -> Iterator[Finding]:
-    """Everything that can be said of an S-worker's host and its R-workers, each
-    finding as soon as what it is about is known.
+    """Yield the findings about an S-worker's host and its R-workers, each as soon as possible.
 
     Args:
-        here: the S-worker's.
-        workers: taken one after the other.
-        model: that is to be run; None: not known.
-        lacks_for_triton: what keeps the S-worker's fused kernels from being built.
-        neighbours: the ways from each R-worker to the next, taken when all of
-            those are known.
-        environment: variables of the process that would be the S-worker.
-        cpu_quota: CPUs' worth of time that this host's control groups leave it, if limited.
+        here: Facts of the S-worker's host.
+        workers: Taken one after the other.
+        model: The model of the job, if known.
+        lacks_for_triton: What the build of the S-worker's fused kernels lacks.
+        neighbours: Links from each R-worker to the next, taken after ``workers``.
+        environment: Variables of the process that would be the S-worker.
+        cpu_quota: CPU time per second that this host's control groups allow, if limited.
     """
     if forces_tf32(environment):
-        yield Finding(
-            "WARN",
-            "float32",
+        text = (
             f"{TF32_SWITCH}=1 has torch compute float32 products in TF32; the engine undoes it, "
-            "other programs here don't",
-            "unset it where results are compared with a CPU's",
+            "other programs here don't"
         )
+        yield warn("float32", text, "unset it where results are compared with a CPU's")
     binding = [f"{name}={environment[name]}" for name in BINDING_VARIABLES if environment.get(name)]
     if binding:
         text = f"{', '.join(binding)}: torch's threads are bound to single CPUs, R-workers' are not"
-        yield Finding("WARN", "binding", text, "unset it, or nothing else may run on these CPUs")
+        yield warn("binding", text, "unset it, or nothing else may run on these CPUs")
     if lacks_for_triton:
-        yield Finding(
-            "WARN",
-            "kernels",
-            f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels",
-            "install gcc and Python's development headers",
-        )
+        text = f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels"
+        yield warn("kernels", text, "install gcc and Python's development headers")
     reports, io_rates = [], []
     for worker in workers:
         if worker.report is not None:
             reports.append(worker.report)
         if worker.error:
             check = "reach" if worker.report is None else "serve"
-            text = f"{worker.peer}: {worker.error}"
-            yield Finding("FAIL", check, text, "start it anew, and see its log")
+            yield fail(check, f"{worker.peer}: {worker.error}", "restart it, and see its log")
         elif worker.link is not None:
             yield _link(worker.peer, worker.link)
             io_rates += [worker.link.io_bytes_per_s] * (worker.link.io_bytes_per_s is not None)
-    yield from _io_threads(here, io_rates, None if model is None else model.wire_bytes)
+    known = [rate for rate in io_rates if rate is not None]
+    if known:
+        rate, num_threads = median(known), io_threads_for(len(known), len(here.cpus))
+        text = f"{rate / 1e9:.2f} GB/s a thread of this host, {num_threads} of them"
+        if model is not None:
+            most = rate * num_threads / model.wire_bytes
+            text += f": at most {most:,.0f} tokens/s of this model, whatever the GPU"
+        yield ok("ZeroMQ I/O", text)
     yield from _versions(here, reports)
     yield from _models(reports, None if model is None else model.hash)
-    yield from _huge_pages(here, reports)
+    settings = {report.host.host: report.host.huge_pages for report in reports}
+    for host, setting in (settings or {here.host: here.huge_pages}).items():
+        if setting == "never":
+            text = f"{host}: off; the KV cache is read up to a fifth slower"
+            mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+            yield warn("huge pages", text, mend)
+        else:
+            text = f"{host}: transparent huge pages are {setting or 'not known here'}"
+            yield ok("huge pages", text)
     if not reports:
         yield from _host(here, cpu_quota)
-    yield from _cores(here, reports)
-    yield from _memory(reports)
-    yield from _neighbours(neighbours, None if model is None else model.token_bytes)
+    by_host = sorted(reports, key=lambda report: report.host.host)
+    hosts = [list(each) for _, each in itertools.groupby(by_host, lambda each: each.host.host)]
+    for together in hosts:
+        yield from _cores(here, together)
+    for together in hosts:
+        yield _memory(together)
+    for way in neighbours:
+        yield _neighbour(way, None if model is None else model.token_bytes)
 
 
 def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
@@ -224,151 +236,97 @@ def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
     for report in reports:
         ours, theirs = here.version("fastdecode"), report.host.version("fastdecode")
         if report.protocol_version != PROTOCOL_VERSION:
-            text = (
-                f"{report.worker} speaks protocol version {report.protocol_version}, we speak "
-                f"{PROTOCOL_VERSION}"
-            )
-            yield Finding("FAIL", "versions", text, mend)
+            text = f"{report.worker} speaks protocol version {report.protocol_version}, we speak "
+            yield fail("versions", f"{text}{PROTOCOL_VERSION}", mend)
         elif ours != theirs:
-            yield Finding(
-                "WARN", "versions", f"{report.worker} runs fastdecode {theirs}, we run {ours}", mend
-            )
+            text = f"{report.worker} runs fastdecode {theirs}, we run {ours}"
+            yield warn("versions", text, mend)
         for package in ("numpy", "numba", "mpi4py", "pyzmq"):
             mine, other = here.version(package), report.host.version(package)
             if mine and other and mine != other:
                 text = f"{report.worker} has {package} {other}, we have {mine}"
-                yield Finding("WARN", "versions", text, f"install the same {package} everywhere")
+                yield warn("versions", text, f"install the same {package} everywhere")
         if here.mpi != report.host.mpi and here.mpi and report.host.mpi:
             text = f"{report.worker} runs {report.host.mpi}, we run {here.mpi}"
-            yield Finding("FAIL", "versions", text, "use one MPI library for the whole job")
+            yield fail("versions", text, "use one MPI library for the whole job")
     mpi = f", {here.mpi}" if here.mpi else ""
     text = f"fastdecode {here.version('fastdecode')}, python {here.version('python')}{mpi}"
     asked = f"{len(reports)} R-worker(s) answered" if reports else "no R-worker was asked"
-    yield Finding("PASS", "versions", f"{text}; {asked}")
+    yield ok("versions", f"{text}; {asked}")
 
 
 def _models(reports: Sequence[Report], model_hash: str | None) -> Iterator[Finding]:
     kept = {report.worker: report.model_hash for report in reports if report.model_hash}
-    if model_hash is None and kept:
-        yield Finding(
-            "WARN",
-            "model",
-            "R-workers are kept for one model each",
-            "say which is to be run: --model DIR",
-        )
-    elif model_hash is not None:
-        wrong = {worker: hash for worker, hash in kept.items() if hash != model_hash}
-        for worker, other in wrong.items():
-            text = f"{worker} is kept for the model {other}, to run is {model_hash}"
-            yield Finding("FAIL", "model", text, "start it with another --model-hash, or without")
-        if not wrong:
-            yield Finding("PASS", "model", f"hash {model_hash}; every R-worker serves it")
-
-
-def _huge_pages(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
-    settings = {report.host.host: report.host.huge_pages for report in reports} or {
-        here.host: here.huge_pages
-    }
-    for host, setting in settings.items():
-        if setting == "never":
-            mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-            yield Finding(
-                "WARN",
-                "huge pages",
-                f"{host}: off; the KV cache is read up to a fifth slower",
-                mend,
-            )
-        else:
-            yield Finding(
-                "PASS",
-                "huge pages",
-                f"{host}: transparent huge pages are {setting or 'not known here'}",
-            )
+    if model_hash is None:
+        if kept:
+            text = "R-workers serve one model each"
+            yield warn("model", text, "name the model of the job: --model DIR")
+        return
+    wrong = {worker: hash for worker, hash in kept.items() if hash != model_hash}
+    for worker, other in wrong.items():
+        text = f"{worker} serves the model {other}, the job's is {model_hash}"
+        yield fail("model", text, "start it with another --model-hash, or without")
+    if not wrong:
+        yield ok("model", f"hash {model_hash}; every R-worker serves it")
 
 
 def _host(here: HostFacts, cpu_quota: float | None) -> Iterator[Finding]:
-    """This host's CPUs and memory, where no R-worker reports its own."""
+    """Yield this host's CPUs and memory, if no R-worker reports its own."""
     nodes = sum(bool(listed) for listed in here.numa_cpus)
     num_cpus = len(here.cpus) or here.num_host_cpus
     text = f"{here.host}: {num_cpus} of {here.num_host_cpus} CPU(s) may be used"
     if cpu_quota is not None:
         text += f", for {cpu_quota:.3g} CPU(s) of time (the control group's quota)"
-    yield Finding("PASS", "cores", f"{text}; {nodes} NUMA node(s)" if nodes else text)
-    yield Finding("PASS", "memory", f"{here.host}: {here.free_bytes / 1e9:.3g} GB free")
+    yield ok("cores", f"{text}; {nodes} NUMA node(s)" if nodes else text)
+    yield ok("memory", f"{here.host}: {here.free_bytes / 1e9:.3g} GB free")
 
 
-def _cores(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
-    by_host: dict[str, list[Report]] = defaultdict(list)
-    for report in reports:
-        by_host[report.host.host].append(report)
-    for host, together in by_host.items():
-        cpus = {cpu for report in together for cpu in report.host.cpus}
-        num_threads = sum(report.num_threads for report in together)
-        has_s_worker = host == here.host
-        wanted = num_threads + has_s_worker
-        beside = " and the S-worker" if has_s_worker else ""
-        shown = f"{host}: {num_threads} R-worker thread(s){beside} on {len(cpus)} CPU(s)"
-        if cpus and wanted > len(cpus):
-            mend = (
-                "fewer --threads (--r-threads), fewer R-workers here, or cores of their own for "
-                "the S-worker"
-            )
-            yield Finding("WARN", "cores", f"{shown}: they take turns", mend)
-        else:
-            yield Finding("PASS", "cores", shown)
-        for report in together:
-            yield from _binding(report)
-
-
-def _binding(report: Report) -> Iterator[Finding]:
-    host, cpus = report.host, set(report.host.cpus)
-    if cpus and report.num_threads > len(cpus):
-        text = f"{report.worker} has {report.num_threads} threads, but may use {len(cpus)} CPU(s)"
-        yield Finding(
-            "WARN",
-            "binding",
-            text,
-            "lower --threads, or have the launcher bind it to more (--bind-to none)",
+def _cores(here: HostFacts, together: Sequence[Report]) -> Iterator[Finding]:
+    """Yield what R-workers of one host do to each other, and how they are bound."""
+    host = together[0].host.host
+    cpus = {cpu for report in together for cpu in report.host.cpus}
+    num_threads = sum(report.num_threads for report in together)
+    beside = " and the S-worker" if host == here.host else ""
+    shown = f"{host}: {num_threads} R-worker thread(s){beside} on {len(cpus)} CPU(s)"
+    if cpus and num_threads + bool(beside) > len(cpus):
+        mend = (
+            "fewer --threads (--r-threads), fewer R-workers here, or cores of their own for "
+            "the S-worker"
         )
-    nodes = [node for node, listed in enumerate(host.numa_cpus) if cpus & _listed(listed)]
-    if len(nodes) > 1:
-        text = f"{report.worker} may run on {len(nodes)} NUMA nodes: threads read across sockets"
-        yield Finding(
-            "WARN",
-            "binding",
-            text,
-            "one R-worker a node: fastdecode r-worker --numa-node auto (or N)",
-        )
-    elif nodes:
-        yield Finding(
-            "PASS", "binding", f"{report.worker}: {len(cpus)} CPU(s) of NUMA node {nodes[0]}"
-        )
+        yield warn("cores", f"{shown}: they take turns", mend)
+    else:
+        yield ok("cores", shown)
+    for report in together:
+        own = set(report.host.cpus)
+        if own and report.num_threads > len(own):
+            text = (
+                f"{report.worker} has {report.num_threads} threads, but may use {len(own)} CPU(s)"
+            )
+            mend = "lower --threads, or have the launcher bind it to more (--bind-to none)"
+            yield warn("binding", text, mend)
+        nodes = [i for i, listed in enumerate(report.host.numa_cpus) if own & _listed(listed)]
+        if len(nodes) > 1:
+            text = (
+                f"{report.worker} may run on {len(nodes)} NUMA nodes: threads read across sockets"
+            )
+            mend = "one R-worker a node: fastdecode r-worker --numa-node auto (or N)"
+            yield warn("binding", text, mend)
+        elif nodes:
+            yield ok("binding", f"{report.worker}: {len(own)} CPU(s) of NUMA node {nodes[0]}")
 
 
-def _memory(reports: Sequence[Report]) -> Iterator[Finding]:
-    by_host: dict[str, list[Report]] = defaultdict(list)
-    for report in reports:
-        by_host[report.host.host].append(report)
-    for host, together in by_host.items():
-        planned = sum(report.kv_bytes for report in together)
-        free = min(report.host.free_bytes for report in together)
-        shown = f"{host}: {planned / 1e9:.3g} GB for KV caches, {free / 1e9:.3g} GB free"
-        if planned > free:
-            yield Finding(
-                "FAIL",
-                "memory",
-                shown,
-                f"at most {free / len(together) / 1e9:.2g} GB each: --kv-memory-gb",
-            )
-        elif planned > 0.9 * free:
-            yield Finding(
-                "WARN",
-                "memory",
-                f"{shown}: little is left for anything else",
-                "a smaller --kv-memory-gb",
-            )
-        else:
-            yield Finding("PASS", "memory", shown)
+def _memory(together: Sequence[Report]) -> Finding:
+    """Return whether the KV caches of one host fit."""
+    planned = sum(report.kv_bytes for report in together)
+    free = min(report.host.free_bytes for report in together)
+    text = f"{planned / 1e9:.3g} GB for KV caches, {free / 1e9:.3g} GB free"
+    text = f"{together[0].host.host}: {text}"
+    if planned > free:
+        mend = f"at most {free / len(together) / 1e9:.2g} GB each: --kv-memory-gb"
+        return fail("memory", text, mend)
+    if planned > 0.9 * free:
+        return warn("memory", f"{text}: little is left for others", "a smaller --kv-memory-gb")
+    return ok("memory", text)
 
 
 def _link(peer: str, link: LinkFacts) -> Finding:
@@ -379,57 +337,37 @@ def _link(peer: str, link: LinkFacts) -> Finding:
             "check that the fast network is used (launch --interface NET), and that ranks "
             "don't share CPUs"
         )
-        return Finding("WARN", "link", f"{shown}: slow", mend)
-    return Finding("PASS", "link", shown)
+        return warn("link", f"{shown}: slow", mend)
+    return ok("link", shown)
 
 
-def _io_threads(
-    here: HostFacts, rates: Sequence[float | None], wire_bytes: int | None
-) -> Iterator[Finding]:
-    """Over ZeroMQ: what this host's I/O threads carry for all R-workers."""
-    known = [rate for rate in rates if rate is not None]
-    if not known:
-        return
-    rate, num_threads = median(known), io_threads_for(len(known), len(here.cpus))
-    text = f"{rate / 1e9:.2f} GB/s a thread of this host, {num_threads} of them"
-    if wire_bytes is not None:
-        most = rate * num_threads / wire_bytes
-        text += f": at most {most:,.0f} tokens/s of this model, whatever the GPU"
-    yield Finding("PASS", "ZeroMQ I/O", text)
-
-
-def _neighbours(neighbours: Iterable[NeighbourFacts], token_bytes: int | None) -> Iterator[Finding]:
-    """Only replicas need these: a way that is missing is a warning."""
-    for way in neighbours:
-        shown = f"{way.peer} to {way.neighbour}"
-        if way.error:
-            mend = (
-                "R-workers have to reach each other at the addresses that the S-worker is given; "
-                "without that --replicas protects nothing here"
-            )
-            yield Finding("WARN", "neighbours", f"{shown}: {way.error}", mend)
-            continue
-        text = f"{shown}: {way.bytes_per_s / 1e9:.2f} GB/s{_keeping_up(way, token_bytes)}"
-        if way.bytes_per_s < SLOW_BYTES_PER_S:
-            mend = "have R-workers named by addresses of the fast network, with CPUs of their own"
-            yield Finding("WARN", "neighbours", f"{text}: slow", mend)
-        else:
-            yield Finding("PASS", "neighbours", text)
-
-
-def _keeping_up(way: NeighbourFacts, token_bytes: int | None) -> str:
-    """What a replica's lag depends on: it grows while more comes than the way carries."""
+def _neighbour(way: NeighbourFacts, token_bytes: int | None) -> Finding:
+    """Return the finding about a link that only replicas need: never a failure."""
+    shown = f"{way.peer} to {way.neighbour}"
+    if way.error:
+        mend = (
+            "R-workers have to reach each other at the addresses that the S-worker is given; "
+            "without that --replicas protects nothing here"
+        )
+        return warn("neighbours", f"{shown}: {way.error}", mend)
     if token_bytes is None:
-        a_mib_s = (1 << 20) / way.bytes_per_s
-        return f"; with --replicas 1 each MiB of K and V is there {seconds_text(a_mib_s)} later"
-    return (
-        f"; with --replicas 1 a replica keeps up with {way.bytes_per_s / token_bytes:,.0f} tokens "
-        "a second of its R-worker, and lags behind beyond"
-    )
+        mib_s = seconds_text((1 << 20) / way.bytes_per_s)
+        keeps_up = f"with --replicas 1 each MiB of K and V is there {mib_s} later"
+    else:
+        keeps_up = (
+            "with --replicas 1 a replica keeps up with "
+            f"{way.bytes_per_s / token_bytes:,.0f} tokens a second of its R-worker, and lags "
+            "behind beyond"
+        )
+    text = f"{shown}: {way.bytes_per_s / 1e9:.2f} GB/s; {keeps_up}"
+    if way.bytes_per_s < SLOW_BYTES_PER_S:
+        mend = "have R-workers named by addresses of the fast network, with CPUs of their own"
+        return warn("neighbours", f"{text}: slow", mend)
+    return ok("neighbours", text)
 
 
 def _listed(text: str) -> set[int]:
-    """``0-3,8`` → the CPUs; nothing for what isn't such a list."""
+    """Return the CPUs of ``0-3,8``. Empty if the text is no such list."""
     cpus: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")

@@ -1,4 +1,4 @@
-"""What ``fastdecode top`` shows of a status: lines of text."""
+"""Lines of text that ``fastdecode top`` shows of a status."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from fastdecode.core.progress import bar
 
 WINDOW_S: Final = 60.0
 SILENT_S: Final = 10.0
-"""A command writes its status once a second. Clocks of two machines differ, and a
-busy machine is late."""
+"""Age above which a status is called old. A command writes it once a second, but clocks of two
+machines differ, and a busy machine is late."""
 
 
 class LiveView:
-    """Successive statuses of one command or server. Rates and shares are of the
-    last minute, or since the first look if that is shorter."""
+    """Successive statuses of one command or server.
+
+    Rates and shares are those of the last minute, or since the first status if that is shorter.
+    """
 
     def __init__(self) -> None:
         self._seen: deque[Mapping[str, Any]] = deque()
         self._age_s = 0.0
 
     def add(self, status: Mapping[str, Any], now_s: float | None = None) -> None:
-        """One more; another process's begins anew.
+        """Add a status. That of another process replaces all earlier ones.
 
         Args:
-            now_s: of ``time.time()``, to say how old the status of a file is.
+            now_s: ``time.time()``, from which the age of a file's status is computed.
         """
-        if self._seen and _is_of_another_process(status, self._seen[-1]):
-            self._seen.clear()
+        if self._seen:
+            # The clock of a machine is the same in all of its processes.
+            old = self._seen[-1]
+            is_earlier = any(status[name] < old[name] for name in ("time_s", "uptime_s"))
+            if is_earlier or status.get("pid") != old.get("pid"):
+                self._seen.clear()
         written_s = status.get("written")
         self._age_s = 0.0 if written_s is None or now_s is None else now_s - written_s
         self._seen.append(status)
@@ -38,35 +44,24 @@ class LiveView:
             self._seen.popleft()
 
     def lines(self, width: int = 100) -> list[str]:
-        """What is to be shown, none longer than ``width``."""
+        """Return the lines to show, none longer than ``width``."""
         now = self._seen[-1]
-        parts = (
-            self._head, self._silence, self._phase, self._job, self._rates, self._parts,
-            self._r_workers,
-        )  # fmt: skip
-        every = [line for part in parts for line in part(now)]
-        return [line[:width] for line in every]
-
-    def _head(self, now: Mapping[str, Any]) -> list[str]:
         what = now.get("command", "serve")
         model = f"{now['model']}  " if now.get("model") else ""
-        return [f"fastdecode {what}  {model}{now['state']}  up {_duration(now['uptime_s'])}"]
-
-    def _silence(self, now: Mapping[str, Any]) -> list[str]:
-        """Of a file that is no longer written."""
-        if self._age_s < SILENT_S:
-            return []
+        told = [f"fastdecode {what}  {model}{now['state']}  up {_duration(now['uptime_s'])}"]
         age = _duration(self._age_s)
-        if str(now["state"]).startswith("ended"):
-            return [f"it ended {age} ago"]
-        return [
-            f"nothing was written for {age}: process {now['pid']} was killed or stopped, or a "
-            "step takes long"
-        ]
-
-    def _phase(self, now: Mapping[str, Any]) -> list[str]:
-        """Of a command that measures."""
-        return [now["phase"]] if now.get("phase") else []
+        if self._age_s >= SILENT_S and str(now["state"]).startswith("ended"):
+            told.append(f"it ended {age} ago")
+        elif self._age_s >= SILENT_S:
+            told.append(
+                f"nothing was written for {age}: process {now['pid']} was killed or stopped, or a "
+                "step takes long"
+            )
+        if now.get("phase"):
+            told.append(now["phase"])
+        for part in (self._job, self._rates, self._parts, self._r_workers):
+            told += part(now)
+        return [line[:width] for line in told]
 
     def _job(self, now: Mapping[str, Any]) -> list[str]:
         if not now.get("total"):
@@ -92,7 +87,7 @@ class LiveView:
         ]
 
     def _parts(self, now: Mapping[str, Any]) -> list[str]:
-        """Of the engine, once it has made a step."""
+        """Return the shares of the engine's parts, once it has made a step."""
         if not now.get("figures"):
             return []
         busy, waited = self._grown("s_compute_s"), self._grown("wait_s")
@@ -115,11 +110,17 @@ class LiveView:
         width = max(map(len, names))
         told = [f"R-workers {live}"]
         for name, each in zip(names, workers, strict=True):
-            told.append(f"  {name:<{width}} {_state_of(each)}")
+            used = each["kv_blocks_used"] / max(1, each["kv_blocks"])
+            state = f"{bar(used)} {used:>4.0%}  {each['load_tokens']} tokens"
+            lost = f"lost: {each['lost']}"
+            told.append(f"  {name:<{width}} {lost if each['lost'] else state}")
         return told
 
     def _prompt_rate(self) -> float:
-        """Of tokens that the engine ran: a server counts a prompt when its request is over."""
+        """Return the rate at which the engine runs prompts.
+
+        A server's own count grows only when a request is over.
+        """
         last = self._seen[-1]
         if not last.get("figures"):
             return 0.0
@@ -134,26 +135,10 @@ class LiveView:
         return max(0.0, float((last[name] - first[name]) / max(elapsed_s, 1e-9)))
 
     def _grown(self, name: str) -> float:
-        """Of the engine's totals."""
+        """Return by how much a total of the engine has grown."""
         first, last = self._seen[0].get("figures") or {}, self._seen[-1]["figures"]
         before = 0.0 if len(self._seen) == 1 else first.get(name, 0.0)
         return max(0.0, float(last[name] - before))
-
-
-def _state_of(worker: Mapping[str, Any]) -> str:
-    if worker["lost"]:
-        return f"lost: {worker['lost']}"
-    used = worker["kv_blocks_used"] / max(1, worker["kv_blocks"])
-    return f"{bar(used)} {used:>4.0%}  {worker['load_tokens']} tokens"
-
-
-def _is_of_another_process(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """The clock of one machine goes on from one process to the next."""
-    return bool(
-        new.get("pid") != old.get("pid")
-        or new["time_s"] < old["time_s"]
-        or new["uptime_s"] < old["uptime_s"]
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -1,5 +1,5 @@
-"""A long command's state in a file, for other programs: JSON, once a second,
-whole at any moment. ``fastdecode top`` shows it."""
+"""Status file of a long command, for other programs: JSON, replaced once a second.
+``fastdecode top`` shows it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ EVERY_S: Final = 1.0
 
 
 class Watched(Protocol):
-    """What a status file reports."""
+    """Source of a status file."""
 
     def look(self) -> str:
-        """Called before every status but the last. Returns the state."""
+        """Return the state. Called before every status but the last."""
 
     def fields(self) -> Mapping[str, Any]:
-        """What is written besides the command, the time and the state."""
+        """Return the fields besides the command, the time and the state."""
 
 
 class Measuring:
-    """A command that measures, and has no engine: what it reported last.
+    """Status of a command that measures and has no engine: the line it reported last.
 
     Args:
-        tell: gets what is said, too.
-        model: None: it runs none.
-        progress: how far it is; empty if it doesn't count.
+        tell: Prints each line, too.
+        model: The model that it runs, if any.
+        progress: Returns its progress. Empty if it does not count.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Measuring:
         self._phase = "starting"
 
     def say(self, line: str) -> None:
-        """What is done now."""
+        """Report the current activity."""
         self._phase = line.strip()
         self._tell(line)
 
@@ -66,13 +66,13 @@ class Measuring:
 
 
 class RunningEngineStatus:
-    """An engine's figures. The names are those of a server's ``/status.json``.
+    """Figures of an engine, by the names of a server's ``/status.json``.
 
     Args:
-        model: that it runs.
-        service: its thread.
-        stats: its totals.
-        progress: how far a job is; empty if it is none.
+        model: The model that it runs.
+        service: The service of the engine's thread.
+        stats: Returns the engine's totals.
+        progress: Returns the progress of a job. Empty without a job.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RunningEngineStatus:
 
     @classmethod
     def of(cls, llm: LLM, progress: Callable[[], Mapping[str, Any]] = dict) -> RunningEngineStatus:
-        """Of what an ``LLM`` runs."""
+        """Return the status of an ``LLM``'s engine."""
         return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
 
     def look(self) -> str:
@@ -98,7 +98,7 @@ class RunningEngineStatus:
         return self._service.snapshot().state
 
     def _look(self, running: Any) -> None:
-        """In the engine's thread, between two steps."""
+        """Take the figures, in the engine's thread between two steps."""
         from fastdecode.engine.instances.status_report import status_to_json
 
         self._figures = status_to_json(running.engine.stats, running.engine.figures())
@@ -116,22 +116,19 @@ class RunningEngineStatus:
 
 
 class StatusFile:
-    """Written until it is left, and then once more with how the command ended. A
-    write that fails is reported once, and ends no work.
+    """Writes a status until the context ends, and then once more how the command ended.
+
+    A failure to write is reported once, and ends no work.
 
     Args:
-        path: None: nothing is written.
-        command: of ``fastdecode``, that runs.
-        watched: what it reports.
-        tell: gets what goes wrong.
+        path: The file. None writes nothing.
+        command: Command of ``fastdecode`` that runs.
+        watched: Source of the status.
+        tell: Prints a failure.
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        command: str,
-        watched: Watched,
-        tell: Callable[[str], None],
+        self, path: Path | None, command: str, watched: Watched, tell: Callable[[str], None]
     ) -> None:
         self._path = path
         self._command = command
@@ -175,7 +172,7 @@ class StatusFile:
                 self._tell(f"the status file {path} can't be written: {explained(error)}")
 
     def status(self, state: str) -> dict[str, Any]:
-        """What is written."""
+        """Return the fields of the file."""
         return {
             "command": self._command,
             "version": __version__,

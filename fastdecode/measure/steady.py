@@ -1,9 +1,7 @@
-"""A steady decode batch: sequences of one length that all step together, timed
-step by step.
+"""A steady decode batch: sequences of one length that all step together, each step timed.
 
-What ``fastdecode calibrate`` and ``fastdecode bench`` measure is the engine
-itself, through the same ``submit`` and ``step`` as every other caller's:
-nothing here knows how a step is scheduled or run.
+``fastdecode calibrate`` and ``fastdecode bench`` measure the engine through its ``submit`` and
+``step``, as every caller uses them.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ class SteadySteps:
     mean_context_tokens: float
     """Cached tokens of a sequence, in the middle of the steps."""
     step_s: tuple[float, ...]
-    """Of each step: one token for every sequence."""
+    """Seconds of each step: one token for every sequence."""
     r_compute_s: tuple[float, ...]
-    """Of each step: the busiest R-worker's compute."""
+    """Seconds that the busiest R-worker computed in each step."""
 
     @property
     def without_r_s(self) -> tuple[float, ...]:
-        """Of each step: all but that."""
+        """Seconds of each step without ``r_compute_s``."""
         return tuple(step - r for step, r in zip(self.step_s, self.r_compute_s, strict=True))
 
 
@@ -50,16 +48,15 @@ def time_steady_steps(
     seed: int = 0,
     clock: Clock = time.perf_counter,
 ) -> SteadySteps:
-    """Run prompts of about ``context_tokens`` random tokens, then time
-    ``num_steps`` steps of the whole batch.
+    """Run prompts of about ``context_tokens`` random tokens, then time ``num_steps`` steps.
 
-    Greedy sampling; EOS is ignored. The engine is empty before and after.
+    Sampling is greedy, and EOS is ignored. The engine is empty before and after.
 
     Args:
-        batch: sequences; at most what the engine runs at once.
+        batch: Number of sequences, at most as many as the engine runs at once.
 
     Raises:
-        CapacityError: the R-workers don't hold the whole batch at once.
+        CapacityError: If the R-workers can't hold the whole batch at once.
     """
     engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
     assert not engine.requests, "the engine is busy"
@@ -84,7 +81,7 @@ def time_steady_steps(
 
 
 def cancel_all(engine: Engine) -> None:
-    """Forget every unfinished request, and free what it holds."""
+    """Cancel every unfinished request, and free its memory."""
     for request_id in engine.requests.ids:
         engine.cancel(request_id)
     while engine.broken is None and engine.has_work:
@@ -92,17 +89,14 @@ def cancel_all(engine: Engine) -> None:
 
 
 def time_prompt(
-    running: RunningEngine,
-    num_tokens: int,
-    *,
-    seed: int = 0,
-    clock: Clock = time.perf_counter,
+    running: RunningEngine, num_tokens: int, *, seed: int = 0, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds from a prompt of so many random tokens to the first token that
-    follows. The engine is empty before and after.
+    """Return the seconds from submitting a prompt of random tokens to its first token.
+
+    The engine is empty before and after.
 
     Raises:
-        CapacityError: the R-workers don't hold such a prompt.
+        CapacityError: If the R-workers can't hold the prompt.
     """
     assert not running.engine.requests, "the engine is busy"
     tokens = tuple(
@@ -127,7 +121,7 @@ def _step(engine: Engine) -> None:
 
 
 def _ends(over: list[Delta]) -> Listener:
-    """Notes what a sequence said when it is over, or why its request is."""
+    """Return a listener that records ends of sequences."""
     return Listener(over.append, every_step=False)
 
 
@@ -140,7 +134,7 @@ def _submit(
     over: list[Delta],
 ) -> None:
     config = running.resolved.config
-    # Those whose prompt is done early decode while the others' prompts run.
+    # Sequences whose prompt ends early decode while the others' prompts run.
     budget = max(1, config.batching.step_tokens - batch)
     chunk = running.resolved.schedule.batching.chunk_tokens()
     prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // chunk)
@@ -154,7 +148,7 @@ def _submit(
 
 
 def _run_prompts(running: RunningEngine, batch: int, prompt_len: int, over: list[Delta]) -> int:
-    """Step until every prompt is done. Returns the tokens that were generated meanwhile."""
+    """Step until every prompt is done. Return the number of tokens generated meanwhile."""
     stats = running.engine.stats
     prompts_before, outputs_before = stats.num_prompt_tokens, stats.num_output_tokens
     while stats.num_prompt_tokens - prompts_before < batch * prompt_len:

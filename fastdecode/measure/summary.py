@@ -1,5 +1,4 @@
-"""What a run took and gave: the numbers behind ``--summary``, and the few lines
-that a person reads."""
+"""Figures of a run: the file of ``--summary``, and the lines that a person reads."""
 
 from __future__ import annotations
 
@@ -14,22 +13,21 @@ from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.llm import LLM
 from fastdecode.engine.stats import EngineStats
 
-PERCENTILES = (50, 90, 99)
-
 
 def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int) -> dict[str, Any]:
-    """Timings in seconds, measured inside this process; see ``render`` for how
-    to read them.
+    """Return the figures of a run. Times are seconds, measured inside this process.
 
-    ``total_s`` is wall time since ``started_s`` (of ``time.perf_counter``);
-    beside loading and steps it holds imports, reading and writing.
+    ``total_s`` is wall time since ``started_s`` (of ``time.perf_counter``). It includes imports,
+    reading and writing.
 
-    ``s_idle`` and ``r_idle`` are the bubbles: the parts of the time in which
-    the S-worker waited for R-workers, and in which an R-worker, on average,
-    computed nothing.
+    ``s_idle`` and ``r_idle`` are the bubbles: the share of the time in which the S-worker waited
+    for R-workers, and in which an R-worker, on average, computed nothing. With several stages,
+    shares are those of the first.
     """
     stats, facts, now = llm.stats, llm.facts, llm.snapshot().engine
     step_s = max(stats.step_s, 1e-12)
+    num_r_workers = max(1, facts.num_r_workers // max(1, len(facts.stage_layers)))
+    found, hybrid, chosen = stats.attached, stats.hybrid, llm.config.instances
     return {
         "requests": num_requests,
         "failed": num_failed,
@@ -43,7 +41,11 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "gap_tokens": stats.num_gap_tokens,
         "output_tokens": stats.num_output_tokens,
         "output_tokens_per_s": stats.num_output_tokens / step_s,
-        **_of_steps(stats, step_s, facts.num_r_workers // max(1, len(facts.stage_layers))),
+        "s_share": stats.s_compute_s / step_s,
+        "wait_share": stats.wait_s / step_s,
+        "r_share": stats.r_compute_s / step_s,
+        "s_idle": stats.wait_s / step_s,
+        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * num_r_workers)),
         "load_mean_tokens": stats.load_mean,
         "load_peak_tokens": stats.load_peak,
         "ttft_s": _percentiles(stats.ttft),
@@ -54,71 +56,39 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "kv_dtype": facts.kv_dtype.value,
         "kv_placement": facts.kv_placement,
         "r_workers": facts.num_r_workers,
-        **_of_hybrid(stats),
+        "hybrid_steps": None if hybrid is None else dict(hybrid.steps),
+        "hybrid_closed": None if hybrid is None else hybrid.num_closed,
         "r_workers_lost": now.num_r_workers - now.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
         "replicas": _replicas(stats),
         "tiers": asdict(stats.tiers) if stats.tiers.num_slots else None,
         "swap": None if stats.swap is None else asdict(stats.swap),
-        "session": _session(stats),
+        "session": found
+        and {  # what R-workers had kept of a resumed job
+            "sequences": found.num_sequences,
+            "tokens": found.num_tokens,
+            "sequences_kept": found.num_held_sequences,
+            "tokens_kept": found.num_held_tokens,
+        },
         "r_threads": facts.r_threads,
         "stage_layers": list(facts.stage_layers),
         "prompt_stage_layers": list(facts.prompt_stage_layers),
-        "instances": _instances(llm),
-    }
-
-
-def _of_hybrid(stats: EngineStats) -> dict[str, Any]:
-    if stats.hybrid is None:
-        return {"hybrid_steps": None, "hybrid_closed": None}
-    return {"hybrid_steps": dict(stats.hybrid.steps), "hybrid_closed": stats.hybrid.num_closed}
-
-
-def _of_steps(stats: EngineStats, step_s: float, num_r_workers: int) -> dict[str, float]:
-    """Of the time of all steps; with several stages, in the first one, which has
-    so many R-workers."""
-    return {
-        "s_share": stats.s_compute_s / step_s,
-        "wait_share": stats.wait_s / step_s,
-        "r_share": stats.r_compute_s / step_s,
-        "s_idle": stats.wait_s / step_s,
-        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * max(1, num_r_workers))),
-    }
-
-
-def _session(stats: EngineStats) -> dict[str, Any] | None:
-    """What R-workers had kept of the job that is gone on with; None: nothing was
-    asked for."""
-    found = stats.attached
-    if found is None:
-        return None
-    return {
-        "sequences": found.num_sequences,
-        "tokens": found.num_tokens,
-        "sequences_kept": found.num_held_sequences,
-        "tokens_kept": found.num_held_tokens,
-    }
-
-
-def _instances(llm: LLM) -> dict[str, Any] | None:
-    """What has come of several instances; None: there is one engine."""
-    chosen, stats = llm.config.instances, llm.stats
-    if not chosen.instances:
-        return None
-    return {
-        "instances": list(chosen.instances),
-        "handed_over": stats.num_handed_over,
-        "failed_fetches": stats.num_failed_fetches,
-        "moved": stats.num_moved,
-        "role_changes": stats.num_role_changes,
-        "fetched_bytes": stats.fetched_bytes,
-        "fetch_s": stats.fetch_s,
+        "instances": {
+            "instances": list(chosen.instances),
+            "handed_over": stats.num_handed_over,
+            "failed_fetches": stats.num_failed_fetches,
+            "moved": stats.num_moved,
+            "role_changes": stats.num_role_changes,
+            "fetched_bytes": stats.fetched_bytes,
+            "fetch_s": stats.fetch_s,
+        }
+        if chosen.instances
+        else None,
     }
 
 
 def _replicas(stats: EngineStats) -> dict[str, Any] | None:
-    """What has become of replicas; None: there are none."""
     figures, resumed = stats.replicas, stats.resumed
     if figures is None:
         return None
@@ -136,19 +106,37 @@ def _replicas(stats: EngineStats) -> dict[str, Any] | None:
 
 
 def _percentiles(latency: LatencyHistogram) -> dict[str, float | None]:
-    return {f"p{percent}": latency.percentile(percent) for percent in PERCENTILES}
+    return {f"p{percent}": latency.percentile(percent) for percent in (50, 90, 99)}
 
 
 def peak_rss_bytes() -> int:
-    """Most memory this process has had resident."""
+    """Return the most memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def render(s: dict[str, Any]) -> str:
+    """Return a summary in a few lines for a person."""
+    ttft, tpot = (times_text(tuple(s[name].values())) for name in ("ttft_s", "tpot_s"))
+    parts = (_shares, _stages, _hybrid, _failovers, _swap, _losses, _prefix_cache, _tiers)
+    told = [part(s) for part in parts]
+    told[1:1] = [
+        f"KV cache: {s['load_mean_tokens']:.0f} tokens on average, {s['load_peak_tokens']} at "
+        f"most; time to first token {ttft} (p50/p90/p99), per token {tpot} (p50/p90/p99)"
+    ]
+    return "\n".join([
+        f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
+        f"{s['prompt_tokens']} prompt and {s['output_tokens']} output tokens in {s['steps']} steps",
+        f"{s['output_tokens_per_s']:.0f} output tokens/s; load {s['load_s']:.2f} s, prefill "
+        f"{s['prefill_s']:.2f} s, decode {s['decode_s']:.2f} s; peak memory "
+        f"{s['peak_rss_bytes'] / 1e9:.2f} GB",
+        *(line for line in told if line),
+    ])  # fmt: skip
+
+
 def _shares(s: dict[str, Any]) -> str:
-    """Of the time that steps took."""
-    num_stages = len(s.get("stage_layers") or [1])
-    has_others = num_stages > 1 or bool(s.get("prompt_stage_layers"))
+    num_stages = len(s["stage_layers"] or [1])
+    has_others = num_stages > 1 or bool(s["prompt_stage_layers"])
     if not s["r_workers"] and not has_others:
         return "time of a step: all of it on the S-worker's device, attention included"
     others = ["R-workers"] * bool(s["r_workers"]) + ["other stages"] * has_others
@@ -164,9 +152,8 @@ def _shares(s: dict[str, Any]) -> str:
     )
 
 
-def _stages(s: dict[str, Any]) -> list[str]:
-    """With several pipeline stages: who had what."""
-    layers, of_prompts = s.get("stage_layers") or [], s.get("prompt_stage_layers") or []
+def _stages(s: dict[str, Any]) -> str:
+    layers, of_prompts = s["stage_layers"], s["prompt_stage_layers"]
     told = []
     if len(layers) > 1:
         each = s["r_workers"] // len(layers)
@@ -176,139 +163,103 @@ def _stages(s: dict[str, Any]) -> list[str]:
             f"{own}; the times above are the first stage's"
         )
     if of_prompts:
-        told.append(
-            f"{len(of_prompts)} stage(s) of {', '.join(map(str, of_prompts))} layers ran prompts "
-            "only"
+        numbers = ", ".join(map(str, of_prompts))
+        told.append(f"{len(of_prompts)} stage(s) of {numbers} layers ran prompts only")
+    return "\n".join(told)
+
+
+def _hybrid(s: dict[str, Any]) -> str:
+    steps, closed = s["hybrid_steps"], s["hybrid_closed"]
+    if not steps:
+        return ""
+    total = sum(steps.values())
+    most_first = sorted(steps.items(), key=lambda item: -item[1])
+    modes = ", ".join(f"{mode} {number / total:.0%}" for mode, number in most_first)
+    told = f"hybrid KV, steps of the device's lane: {modes}"
+    if set(steps) == {"gpu-only"} and not closed:
+        told += " (R-workers were not needed, or would not have paid, as with --kv-placement gpu)"
+    if "R-only" in steps:
+        told += "; R-only: R-workers alone, where the device would have delayed them"
+    if closed:
+        told += (
+            f"; {closed} time(s) new sequences stayed on the device for a while, since R-workers "
+            "made the steps slower"
         )
     return told
 
 
-def _sides(s: dict[str, Any]) -> list[str]:
-    """With KV on both sides: which was used, and whether that was regretted."""
-    steps, closed = s.get("hybrid_steps"), s.get("hybrid_closed")
-    if not steps:
-        return []
-    total = sum(steps.values())
-    modes = ", ".join(
-        f"{mode} {number / total:.0%}"
-        for mode, number in sorted(steps.items(), key=lambda item: -item[1])
-    )
-    line = f"hybrid KV, steps of the device's lane: {modes}"
-    if set(steps) == {"gpu-only"} and not closed:
-        line += " (R-workers were not needed, or would not have paid, as with --kv-placement gpu)"
-    if "R-only" in steps:
-        line += "; R-only: R-workers alone, where the device would have delayed them"
-    if closed:
-        line += (
-            f"; {closed} time(s) new sequences stayed on the device for a while, since R-workers "
-            "made the steps slower"
-        )
-    return [line]
-
-
-def _failovers(s: dict[str, Any]) -> list[str]:
-    """What neighbours went on with."""
-    replicas = s.get("replicas")
+def _failovers(s: dict[str, Any]) -> str:
+    replicas = s["replicas"]
     if not replicas or not replicas["failovers"]:
-        return []
-    stalls = [each["drain_s"] + each["resume_s"] for each in replicas["failovers"]]
-    return [
-        f"{len(stalls)} lost R-worker(s) were taken over from their replica, the slowest in "
-        f"{max(stalls):.3f} s: {replicas['sequences_resumed']} sequences continued with "
+        return ""
+    slowest = max(each["drain_s"] + each["resume_s"] for each in replicas["failovers"])
+    told = (
+        f"{len(replicas['failovers'])} lost R-worker(s) were taken over from their replica, the "
+        f"slowest in {slowest:.3f} s: {replicas['sequences_resumed']} sequences continued with "
         f"{replicas['tokens_resumed']} cached tokens, {replicas['tokens_recomputed']} tokens were "
         f"recomputed; a cache had no replica for {replicas['unprotected_s']:.1f} s; all were "
-        f"protected again {replicas['rings']} time(s)",
-        *_returns(replicas["returns"]),
-    ]
+        f"protected again {replicas['rings']} time(s)"
+    )
+    returns = replicas["returns"]
+    if returns:
+        copy_s = max(each["copy_s"] for each in returns)
+        slowest = max(each["drain_s"] + each["resume_s"] for each in returns)
+        told += (
+            f"\n{len(returns)} replacement R-worker(s) got a cache back from a neighbour: copied "
+            f"in the background in {copy_s:.2f} s, taken over in {slowest:.3f} s"
+        )
+    return told
 
 
-def _returns(returns: list[dict[str, Any]]) -> list[str]:
-    """Replacements that got a lost R-worker's cache back."""
-    if not returns:
-        return []
-    stalls = [each["drain_s"] + each["resume_s"] for each in returns]
-    copies = [each["copy_s"] for each in returns]
-    return [
-        f"{len(returns)} replacement R-worker(s) got a cache back from a neighbour: copied in the "
-        f"background in {max(copies):.2f} s, taken over in {max(stalls):.3f} s"
-    ]
-
-
-_FAULTS = {
-    "num_unread": "could not be read",
-    "num_damaged": "were damaged",
-    "num_unwritten": "could not be written",
-    "num_late": "came too late",
-}
-
-
-def _tiers(s: dict[str, Any]) -> list[str]:
-    """What lower tiers took, and gave back."""
-    tiers = s.get("tiers")
-    if not tiers:
-        return []
-    rate = tiers["fetched_bytes"] / max(tiers["fetch_s"], 1e-9) / 1e6
-    told = f"; {tiers['num_failed']} could not be moved" if tiers["num_failed"] else ""
-    faults = [f"{tiers[name]} {what}" for name, what in _FAULTS.items() if tiers[name]]
-    told += f" ({', '.join(faults)})" if faults else ""
-    return [
-        f"KV blocks in lower tiers: {tiers['num_found']} found at the start, "
-        f"{tiers['num_stored']} stored, {tiers['num_fetched']} restored at {rate:.0f} MB/s, "
-        f"{tiers['num_dropped']} evicted{told}"
-    ]
-
-
-def _swapped(s: dict[str, Any]) -> list[str]:
-    """What was copied of lanes' KV, in the first stage."""
-    swap = s.get("swap")
+def _swap(s: dict[str, Any]) -> str:
+    swap = s["swap"]
     if not swap or not swap["num_steps"]:
-        return []
-    blocks_in, steps = swap["num_blocks_in"], swap["num_steps"]
-    return [
-        f"swap, for each step of the first stage: {blocks_in / steps:.0f} KV blocks in, "
-        f"{swap['num_tokens_out'] / steps:.0f} tokens out; {swap['num_late_blocks']} blocks came "
-        f"late, {swap['num_unused_blocks']} were not needed"
-    ]
-
-
-def render(summary: dict[str, Any]) -> str:
-    """The summary in a few lines for a person."""
-    s = summary
-    trouble = []
-    if s["r_workers_lost"] or s["r_workers_rejoined"]:
-        trouble.append(
-            f"R-workers: {s['r_workers_lost']} of {s['r_workers']} are lost, "
-            f"{s['r_workers_rejoined']} were replaced; "
-            f"{s['recomputed']} sequences were recomputed on other R-workers"
-        )
-    if s["cached_prompt_tokens"]:
-        told = s["prompt_tokens"] + s["cached_prompt_tokens"]
-        trouble.append(
-            f"prefix cache: {s['cached_prompt_tokens']} prompt tokens were reused, "
-            f"{s['cached_prompt_tokens'] / told:.0%} of all"
-        )
-    trouble += _tiers(s)
-    return "\n".join(
-        [
-            f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
-            f"{s['prompt_tokens']} prompt and {s['output_tokens']} output tokens in {s['steps']} "
-            "steps",
-            f"{s['output_tokens_per_s']:.0f} output tokens/s; "
-            f"load {s['load_s']:.2f} s, prefill {s['prefill_s']:.2f} s, decode "
-            f"{s['decode_s']:.2f} s; "
-            f"peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
-            _shares(s),
-            f"KV cache: {s['load_mean_tokens']:.0f} tokens on average, "
-            f"{s['load_peak_tokens']} at most; "
-            f"time to first token {_shown(s['ttft_s'])}, per token {_shown(s['tpot_s'])}",
-            *_stages(s),
-            *_sides(s),
-            *_failovers(s),
-            *_swapped(s),
-            *trouble,
-        ]
+        return ""
+    steps = swap["num_steps"]
+    return (
+        f"swap, for each step of the first stage: {swap['num_blocks_in'] / steps:.0f} KV blocks "
+        f"in, {swap['num_tokens_out'] / steps:.0f} tokens out; {swap['num_late_blocks']} blocks "
+        f"came late, {swap['num_unused_blocks']} were not needed"
     )
 
 
-def _shown(percentiles: dict[str, float | None]) -> str:
-    return f"{times_text(tuple(percentiles.values()))} (p50/p90/p99)"
+def _losses(s: dict[str, Any]) -> str:
+    if not s["r_workers_lost"] and not s["r_workers_rejoined"]:
+        return ""
+    return (
+        f"R-workers: {s['r_workers_lost']} of {s['r_workers']} are lost, "
+        f"{s['r_workers_rejoined']} were replaced; "
+        f"{s['recomputed']} sequences were recomputed on other R-workers"
+    )
+
+
+def _prefix_cache(s: dict[str, Any]) -> str:
+    cached = s["cached_prompt_tokens"]
+    if not cached:
+        return ""
+    share = cached / (s["prompt_tokens"] + cached)
+    return f"prefix cache: {cached} prompt tokens were reused, {share:.0%} of all"
+
+
+def _tiers(s: dict[str, Any]) -> str:
+    tiers = s["tiers"]
+    if not tiers:
+        return ""
+    rate = tiers["fetched_bytes"] / max(tiers["fetch_s"], 1e-9) / 1e6
+    told = (
+        f"KV blocks in lower tiers: {tiers['num_found']} found at the start, "
+        f"{tiers['num_stored']} stored, {tiers['num_fetched']} restored at {rate:.0f} MB/s, "
+        f"{tiers['num_dropped']} evicted"
+    )
+    told += f"; {tiers['num_failed']} could not be moved" if tiers["num_failed"] else ""
+    faults = [
+        f"{tiers[name]} {what}"
+        for name, what in (
+            ("num_unread", "could not be read"),
+            ("num_damaged", "were damaged"),
+            ("num_unwritten", "could not be written"),
+            ("num_late", "came too late"),
+        )
+        if tiers[name]
+    ]
+    return told + (f" ({', '.join(faults)})" if faults else "")

@@ -22,29 +22,24 @@ class BodyError(RequestError):
 
 
 def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
-    """Raise ``refusal``."""
-    raise refusal(param, problem, code)
-
-
-def refusal(param: str, problem: str, code: str = "invalid_value") -> BodyError:
-    """What is wrong with a field."""
-    return BodyError(f"{param} {problem}", code=code, param=param)
+    """Raise BodyError: ``param`` has this problem."""
+    raise BodyError(f"{param} {problem}", code=code, param=param)
 
 
 def blamed(error: RequestError, names: Iterable[str]) -> str | None:
-    """The first of these parameters that an error speaks of."""
+    """Return the first of these parameters that an error names."""
     wanted = frozenset(names)
     given = (word.name for word in error.words if isinstance(word, Given))
     return next((name for name in given if name in wanted), None)
 
 
 @contextmanager
-def blaming(*names: str) -> Iterator[None]:
+def blaming(*names: str, otherwise: str | None = None) -> Iterator[None]:
     """Raise a RequestError as a BodyError of the first of these fields that it names."""
     try:
         yield
     except RequestError as error:
-        param = blamed(error, names)
+        param = blamed(error, names) or otherwise
         raise BodyError(str(error), code=error.code, param=param) from None
 
 

@@ -6,20 +6,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastdecode.core.errors import RequestError
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
+from fastdecode.openai.body_errors import blaming, refuse, refuse_unknown
 
 FORMAT_FIELDS = (
-    "response_format", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-)  # fmt: skip
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 _SCHEMA_FIELDS = ("schema", "name", "description", "strict")
 FORMAT_TYPES = ("text", "json_object", "json_schema")
 
 
 def read_format(body: Mapping[str, Any]) -> tuple[StructuredOutputs | None, str | None]:
-    """What the answer must be, and the field that says so. Raises BodyError."""
+    """Return what the answer must be, and the field that says so. Raises BodyError."""
     given = [name for name in FORMAT_FIELDS if body.get(name) is not None]
     if "response_format" in given and _format_type(body["response_format"]) == "text":
         given.remove("response_format")
@@ -28,24 +31,25 @@ def read_format(body: Mapping[str, Any]) -> tuple[StructuredOutputs | None, str 
     if len(given) > 1:
         refuse(given[1], f"and {given[0]} say both what the answer must be: give one of them")
     (name,) = given
-    return _structured(name, _wanted(name, body[name])), name
+    wanted = body[name]
+    if name == "response_format":
+        wanted = _of_response_format(wanted)
+    elif name != "structured_outputs":
+        wanted = {name.removeprefix("guided_"): wanted}
+    with blaming(otherwise=name):
+        return StructuredOutputs.of(wanted), name
 
 
-def _wanted(name: str, value: Any) -> Any:
-    """As ``StructuredOutputs.of`` takes it."""
-    if name == "structured_outputs":
-        return value
-    if name != "response_format":
-        return {name.removeprefix("guided_"): value}
+def _of_response_format(value: Any) -> dict[str, Any]:
+    """Return a format as ``StructuredOutputs.of`` takes it."""
     if _format_type(value) == "json_object":
         return {"json_object": True}
     described = value.get("json_schema")
-    if not isinstance(described, dict) or not isinstance(
-        described.get("schema"), (dict, bool, str)
-    ):
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, (dict, bool, str)):
         refuse("response_format.json_schema", 'must be an object with a "schema", a JSON schema')
     refuse_unknown(described, _SCHEMA_FIELDS, (), "response_format.json_schema")
-    return {"json": described["schema"]}
+    return {"json": schema}
 
 
 def _format_type(value: Any) -> str:
@@ -56,10 +60,3 @@ def _format_type(value: Any) -> str:
     given = {name: each for name, each in value.items() if each is not None}
     refuse_unknown(given, known, (), f"response_format of the type {kind}")
     return str(kind)
-
-
-def _structured(name: str, wanted: Any) -> StructuredOutputs | None:
-    try:
-        return StructuredOutputs.of(wanted)
-    except RequestError as error:
-        raise BodyError(str(error), code=error.code, param=name) from None

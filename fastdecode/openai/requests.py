@@ -1,12 +1,11 @@
 """Bodies of OpenAI requests: what they ask, and what of it is refused.
 
-A body is what one would post to ``/v1/completions`` or ``/v1/chat/completions``;
 ``response_bodies`` turns a body for ``/v1/responses`` into a chat's. A field is one of
 
-* what we do: ``FIELDS`` and the prompt or the messages;
+* what we do: ``FIELDS``;
 * a label that changes no answer (``LABELS``);
-* what we don't do (``NOT_SUPPORTED``): accepted with a value that asks for
-  nothing (null, or as listed), else refused;
+* what we don't do (``NOT_SUPPORTED``): accepted with a value that asks for nothing (null, or as
+  listed), else refused;
 * unknown, and refused: a misspelt field must not be ignored.
 """
 
@@ -26,13 +25,11 @@ from fastdecode.openai.body_errors import (
     BodyError,
     blamed,
     blaming,
-    refusal,
     refuse,
     refuse_unknown,
 )
-from fastdecode.openai.chat import Chat, Turn
+from fastdecode.openai.chat import Chat, Turn, read_messages
 from fastdecode.openai.formats import FORMAT_FIELDS, read_format
-from fastdecode.openai.messages import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
@@ -87,7 +84,7 @@ TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
 
 @dataclass(frozen=True)
 class BodyRequest:
-    """What a body asks: some prompts, all to be continued in the same way."""
+    """What a body asks: prompts, all to be continued in the same way."""
 
     prompts: tuple[Turn, ...]
     params: SamplingParams
@@ -95,18 +92,18 @@ class BodyRequest:
     model: str | None = None
     """The model's name as the body gave it."""
     want_token_ids: bool = False
-    """Give the tokens' ids: asked for, or there is to be no text."""
+    """Answer with the tokens' ids, too."""
     stream: StreamOptions | None = None
-    """How to answer token by token; None: the answer comes when it is whole."""
+    """How to answer token by token. None to answer at once."""
     cache: CacheUse = SHARED
     conversation_id: str | None = None
-    """The conversation that it is a turn of: its prompt is what is new."""
+    """The conversation that the prompt continues."""
     format_field: str | None = None
     """The field of the body that says what the answer must look like."""
     answer_format: AnswerFormat | None = None
-    """Of a chat's answer; None: it is plain text."""
+    """What a chat's answer may have besides plain text. None if nothing."""
     echo: Mapping[str, Any] | None = None
-    """Of a request for a response: what that repeats of it."""
+    """What a response repeats of its request. None if it isn't for a response."""
 
     @property
     def prompt_field(self) -> str:
@@ -121,9 +118,9 @@ class StreamOptions:
     """What a body says of its stream."""
 
     include_usage: bool = False
-    """Tell the usage in a chunk of its own at the end."""
+    """Send the usage in a chunk of its own at the end."""
     continuous_usage: bool = False
-    """And in every other chunk the usage so far."""
+    """Send the usage so far in every chunk."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +128,11 @@ class RequestReader:
     """Reads bodies into requests.
 
     Args:
-        given: sampling parameters for bodies that don't say it themselves; what
-            isn't here is OpenAI's default.
-        served_model_names: what a body's ``model`` may be.
-        has_chat_template: whether chats can be answered.
-        is_online: the client is connected: bodies may ask for streams, and what
-            they give a template is bounded.
+        given: Sampling parameters for bodies without them, in place of OpenAI's defaults.
+        served_model_names: What a body's ``model`` may be.
+        has_chat_template: True if chats can be answered.
+        is_online: The client is connected. Bodies may ask for streams, and what they give a
+            template is bounded.
     """
 
     given: Mapping[str, Any]
@@ -149,8 +145,7 @@ class RequestReader:
     """How the model writes calls and reasoning."""
 
     def read(self, url: str, body: dict[str, Any]) -> BodyRequest:
-        """The request of a body that was posted to ``url``, one of the three. Raises
-        BodyError."""
+        """Return the request of a body that was posted to ``url``. Raises BodyError."""
         if url == RESPONSES_URL:
             return self._read_response(body)
         is_chat = url == CHAT_URL
@@ -158,8 +153,11 @@ class RequestReader:
         _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
         model = self.model_of(body)
         want_token_ids = _boolean(body, "return_token_ids") is True
-        tools = _tools(body) if is_chat else None
-        chat = self._chat(body, tools) if is_chat else None
+        tools = chat = None
+        if is_chat:
+            with blaming(*TOOL_FIELDS):
+                tools = Tools.of(*(body.get(name) for name in TOOL_FIELDS))
+            chat = self._chat(body, tools)
         prompts = _prompts(body.get("prompt")) if chat is None else (chat,)
         structured, format_field = read_format(body)
         params = self._params(body, structured, format_field, is_chat=is_chat)
@@ -169,8 +167,10 @@ class RequestReader:
             format_field = "tools" if tools is not None and tools.must_call else format_field
         if stream is not None and params.prompt_logprobs is not None:
             refuse("prompt_logprobs", "can't be streamed: leave out stream")
-        cache = _cache_use(body)
-        whose = _conversation(body, params, len(prompts))
+        with blaming("cache_salt", "cache"):
+            cache = CacheUse.of(body.get("cache"), body.get("cache_salt"))
+        with blaming(otherwise="conversation_id"):
+            whose = check_turn(body.get("conversation_id"), params, len(prompts))
         return BodyRequest(
             prompts,
             params,
@@ -197,7 +197,7 @@ class RequestReader:
         return replace(asked, echo=echo_of(body), format_field=format_field)
 
     def model_of(self, body: dict[str, Any]) -> str | None:
-        """The model that a body names. Raises BodyError: it isn't served."""
+        """Return the model that a body names. Raises BodyError: If it isn't served."""
         model: str | None = body.get("model")
         if model is not None and model not in self.served_model_names:
             names = ", ".join(self.served_model_names)
@@ -238,7 +238,7 @@ class RequestReader:
     def _answer_format(
         self, chat: Chat, tools: Tools | None, params: SamplingParams
     ) -> tuple[AnswerFormat | None, SamplingParams]:
-        """The format of a chat's answer, None for plain text, and sampling parameters that
+        """Return the format of a chat's answer, None for plain text, and sampling parameters that
         make the model write it. Raises BodyError."""
         with blaming(*TOOL_FIELDS):
             chat_format = self.chat_format.continuing(chat.how.continued(chat.messages))
@@ -257,16 +257,11 @@ class RequestReader:
             refuse("chat_template_kwargs", "must be an object")
         for name, value in (variables or {}).items():
             if name in RESERVED:
-                refuse(
-                    "chat_template_kwargs",
-                    f"can't say {name!r}, which the template is given anyway",
-                )
+                why = f"can't say {name!r}, which the template is given anyway"
+                refuse("chat_template_kwargs", why)
             if self.is_online and (name in TEMPLATE_FIELDS or isinstance(value, (dict, list))):
-                refuse(
-                    "chat_template_kwargs",
-                    f"can't say {name!r}: only texts, numbers, true, false and null, "
-                    "and no template",
-                )
+                known = "only texts, numbers, true, false and null, and no template"
+                refuse("chat_template_kwargs", f"can't say {name!r}: {known}")
         messages = read_messages(body.get("messages"))
         how = _rendering(body, variables or {}, tools)
         return Chat(messages, replace(how, style=self.chat_format.style))
@@ -287,29 +282,11 @@ def _rendering(
         return Rendering.of(begins_turn, continues, variables, definitions)
 
 
-def _cache_use(body: dict[str, Any]) -> CacheUse:
-    with blaming("cache_salt", "cache"):
-        return CacheUse.of(body.get("cache"), body.get("cache_salt"))
-
-
-def _tools(body: Mapping[str, Any]) -> Tools | None:
-    """The tools that a chat's answer may call; None: there are none. Raises BodyError."""
-    with blaming(*TOOL_FIELDS):
-        return Tools.of(*(body.get(name) for name in TOOL_FIELDS))
-
-
-def _conversation(body: dict[str, Any], params: SamplingParams, num_prompts: int) -> str | None:
-    try:
-        return check_turn(body.get("conversation_id"), params, num_prompts)
-    except RequestError as error:
-        raise BodyError(str(error), code=error.code, param="conversation_id") from None
-
-
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
-    value = body.get(name)
-    if value is None or isinstance(value, bool):
-        return value
-    raise refusal(name, "must be true or false" + more)
+    value: bool | None = body.get(name)
+    if not isinstance(value, (bool, type(None))):
+        refuse(name, "must be true or false" + more)
+    return value
 
 
 def _stream(body: dict[str, Any]) -> StreamOptions | None:
@@ -328,28 +305,24 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
         if value is not None and not isinstance(value, bool):
             refuse(f"stream_options.{name}", "must be true or false")
     if options.get("include_obfuscation"):
-        refuse(
-            "stream_options.include_obfuscation",
-            "is not supported: leave it out",
-            "unsupported_field",
-        )
+        field = "stream_options.include_obfuscation"
+        refuse(field, "is not supported: leave it out", "unsupported_field")
     continuous = options.get("continuous_usage_stats") is True
     return StreamOptions(options.get("include_usage") is True, continuous)
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
-    """Raise BodyError if the body has what we don't do or don't know. ``also``:
-    what we do besides ``FIELDS``."""
+    """Raise BodyError if the body has unknown fields, or asks for what we don't do. ``also`` are
+    fields besides ``FIELDS``."""
     asks_nothing: Mapping[str, Sequence[object]] = {
         "best_of": [body.get("n") or 1],
         # Prompts have them, chats have what the template writes.
         "add_special_tokens": [url == COMPLETIONS_URL],
     }
     for name, value in body.items():
-        if name in also:
-            continue
         nothing = asks_nothing.get(name, NOT_SUPPORTED.get(name))
-        if nothing is not None and value is not None and value not in nothing:
+        is_asked = nothing is not None and value is not None and value not in nothing
+        if is_asked and name not in also:
             refuse(name, "is not supported: leave it out", "unsupported_field")
     its_url = COMPLETIONS_URL if url == CHAT_URL else CHAT_URL
     for name in body:
@@ -359,26 +332,17 @@ def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> 
 
 
 def _prompts(prompt: object) -> tuple[Turn, ...]:
-    """One prompt or several, each text or token ids."""
-    if isinstance(prompt, str):
+    """Return one prompt or several, each text or token ids."""
+    kinds = {type(each) for each in prompt} if isinstance(prompt, list) else {type(prompt)}
+    if isinstance(prompt, str) or (isinstance(prompt, list) and kinds == {int}):
         return (prompt,)
-    if isinstance(prompt, list) and len(prompt) >= 1:
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            return (prompt,)
-        if len(prompt) > MAX_PROMPTS:
-            refuse(
-                "prompt",
-                f"may have {MAX_PROMPTS} prompts, not {len(prompt)}: make more lines of them",
-            )
-        if all(isinstance(item, str) for item in prompt) or all(
-            isinstance(item, list) for item in prompt
-        ):
-            return tuple(prompt)
-    raise refusal(
-        "prompt",
-        "must be a string, a list of token ids, or a list of either that isn't empty",
-        "invalid_prompt",
-    )
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS:
+        most = f"may have {MAX_PROMPTS} prompts, not {len(prompt)}: make more lines of them"
+        refuse("prompt", most)
+    if not isinstance(prompt, list) or kinds not in ({str}, {list}):
+        must = "must be a string, a list of token ids, or a list of either that isn't empty"
+        refuse("prompt", must, "invalid_prompt")
+    return tuple(prompt)
 
 
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:

@@ -12,49 +12,86 @@ from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 
 RESPONSES_URL: Final = "/v1/responses"
 _SAME: Final = (
-    "model", "temperature", "top_p", "parallel_tool_calls", "stream", "user", "metadata",
-    "safety_identifier", "prompt_cache_key", "service_tier", "chat_template_kwargs",
-    "cache", "cache_salt",
-)  # fmt: skip
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+    "chat_template_kwargs",
+    "cache",
+    "cache_salt",
+)
 """Fields that a chat's body has, too, by the same name."""
 _OWN: Final = (
-    "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "reasoning",
-)  # fmt: skip
+    "input",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "text",
+    "max_output_tokens",
+    "reasoning",
+)
 _NOT_SUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "store": (False,), "background": (False,), "include": ([],), "truncation": ("disabled",),
-    "max_tool_calls": (), "prompt": (), "top_logprobs": (0,), "prompt_cache_retention": (),
-    "stream_options": ({}, {"include_obfuscation": False}), "context_management": (),
-}  # fmt: skip
+    "store": (False,),
+    "background": (False,),
+    "include": ([],),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "prompt_cache_retention": (),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "context_management": (),
+}
 """Field → values that ask for nothing, besides null."""
 _STATEFUL: Final = ("previous_response_id", "conversation")
 _ECHOED: Final = (
-    "instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user",
-    "safety_identifier", "prompt_cache_key",
-)  # fmt: skip
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "temperature",
+    "top_p",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+)
 _NAMES: Final = {
-    "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-}  # fmt: skip
+}
 """A chat's field → the field that it was."""
 _INVALID: Final = "invalid_input"
 _TEXTS: Final = (
-    "input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal",
-)  # fmt: skip
+    "input_text",
+    "output_text",
+    "text",
+    "reasoning_text",
+    "summary_text",
+    "refusal",
+)
 """Types of parts that are text."""
 
 
 def chat_of(body: Mapping[str, Any], sampling: Collection[str]) -> dict[str, Any]:
-    """The chat that a body asks for. Raises BodyError.
+    """Return the body of a chat that asks the same. Raises BodyError.
 
     Args:
-        sampling: names of sampling parameters that a body may have besides OpenAI's.
+        sampling: Names of sampling parameters that a body may have besides OpenAI's.
     """
     _check_fields(body, sampling)
     said = {name: body[name] for name in (*_SAME, *sampling) if body.get(name) is not None}
     said["messages"] = _messages(body)
     if body.get("max_output_tokens") is not None:
         said["max_completion_tokens"] = body["max_output_tokens"]
-    said["tools"] = _tools(body.get("tools"))
+    tools = body.get("tools")
+    said["tools"] = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
     said["tool_choice"] = _tool_choice(body.get("tool_choice"))
     said["response_format"] = _format(body.get("text"))
     effort = _effort(body.get("reasoning"))
@@ -66,7 +103,7 @@ def chat_of(body: Mapping[str, Any], sampling: Collection[str]) -> dict[str, Any
 
 
 def echo_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return what a response repeats of its request."""
     text = body.get("text") or {}
     return {
         **{name: body.get(name) for name in _ECHOED},
@@ -84,7 +121,7 @@ def echo_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(error: BodyError) -> BodyError:
-    """An error of a chat's body, with the field that the response's body has."""
+    """Return a chat's error with the name that its field has in the response's body."""
     param, said = error.param, str(error)
     for name, own in _NAMES.items():
         if param is not None and (param == name or param.startswith((f"{name}.", f"{name}["))):
@@ -111,63 +148,45 @@ def _check_fields(body: Mapping[str, Any], sampling: Collection[str]) -> None:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    instructions, items = body.get("instructions"), body.get("input")
-    messages = _Messages()
-    if instructions is not None:
-        if not isinstance(instructions, str):
-            refuse("instructions", "must be a string")
-        messages.add({"role": "system", "content": instructions})
-    if isinstance(items, str):
-        messages.add({"role": "user", "content": items})
-    elif isinstance(items, list) and items:
-        for place, item in enumerate(items):
-            messages.add_item(item, f"input[{place}]")
-    else:
-        refuse("input", "must be a string, or a list of items that isn't empty", _INVALID)
-    return messages.made
-
-
-class _Messages:
-    """Messages made of items. Calls, the text before them and the reasoning before
+    """Return the messages that items make. Calls, the text before them and the reasoning before
     that are one message of the assistant."""
-
-    def __init__(self) -> None:
-        self.made: list[dict[str, Any]] = []
-        self._reasoning: str | None = None
-
-    def add(self, message: dict[str, Any]) -> None:
-        if message["role"] == "assistant" and self._reasoning:
-            message["reasoning_content"] = self._reasoning
-        self._reasoning = None
-        self.made.append(message)
-
-    def add_item(self, item: Any, where: str) -> None:
-        """Raises BodyError."""
+    instructions, items = body.get("instructions"), body.get("input")
+    made: list[dict[str, Any]] = []
+    reasoning: str | None = None
+    if not isinstance(instructions, (str, type(None))):
+        refuse("instructions", "must be a string")
+    if instructions is not None:
+        made.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        refuse("input", "must be a string, or a list of items that isn't empty", _INVALID)
+    for place, item in enumerate(items):
+        where = f"input[{place}]"
         if not isinstance(item, dict):
             refuse(where, "must be an object", _INVALID)
         kind = item.get("type") or "message"
+        if kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            reasoning = "\n".join(_texts(parts, f"{where}.content")) or reasoning
+            continue
         if kind == "message":
-            self.add(_message(item, where))
-        elif kind == "function_call":
-            self._add_call(item)
+            made.append(_message(item, where))
         elif kind == "function_call_output":
             output = _content(item.get("output") or "", f"{where}.output")
-            self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            text = "\n".join(_texts(parts, f"{where}.content"))
-            self._reasoning = text or self._reasoning
+            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if reasoning is not None or not made or made[-1]["role"] != "assistant":
+                made.append({"role": "assistant", "content": None})
+            made[-1].setdefault("tool_calls", []).append(call)
         else:
             refuse(f"{where}.type", f"{kind!r:.80} is not supported", "unsupported_field")
-
-    def _add_call(self, item: Mapping[str, Any]) -> None:
-        last = self.made[-1] if self.made else {}
-        if last.get("role") != "assistant" or self._reasoning is not None:
-            self.add({"role": "assistant", "content": None})
-            last = self.made[-1]
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last.setdefault("tool_calls", []).append(call)
+        if reasoning and made[-1]["role"] == "assistant":
+            made[-1]["reasoning_content"] = reasoning
+        reasoning = None
+    return made
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -202,13 +221,6 @@ def _texts(parts: Any, where: str) -> list[str]:
     return texts
 
 
-def _tools(tools: Any) -> Any:
-    """As chats define them; what is no list is refused later."""
-    if not isinstance(tools, list):
-        return tools
-    return [_tool(tool) for tool in tools]
-
-
 def _tool(tool: Any) -> Any:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
@@ -216,17 +228,13 @@ def _tool(tool: Any) -> Any:
 
 
 def _tool_choice(choice: Any) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools":
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return {"type": kind, "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools":
         tools = choice.get("tools")
         named = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.get("mode"), "tools": named},
-        }
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     return choice
 
 

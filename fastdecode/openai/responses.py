@@ -24,28 +24,21 @@ def response_body(
     request: BodyRequest,
     outputs: Sequence[RequestOutput],
     codec: TextCodec,
-    *,
-    answer_id: str,
-    created_s: int,
-    model: str,
+    **names: Any,
 ) -> dict[str, Any]:
-    """A ``response`` object of a request with one prompt."""
+    """Return the ``response`` of a request with one prompt. ``names``: As of ``ResponseWriter``."""
     (output,) = outputs
     (completion,) = output.completions
-    writer = ResponseWriter(
-        request, [output.prompt_token_ids], codec,
-        answer_id=answer_id, created_s=created_s, model=model,
-    )  # fmt: skip
-    writer.add(
-        Delta(
-            output.request_id,
-            0,
-            completion.text,
-            completion.token_ids,
-            finish_reason=completion.finish_reason,
-            num_cached_tokens=output.num_cached_tokens,
-        )
+    writer = ResponseWriter(request, [output.prompt_token_ids], codec, **names)
+    delta = Delta(
+        output.request_id,
+        0,
+        completion.text,
+        completion.token_ids,
+        finish_reason=completion.finish_reason,
+        num_cached_tokens=output.num_cached_tokens,
     )
+    writer.add(delta)
     return writer.response()
 
 
@@ -55,14 +48,14 @@ class _Item:
 
     kind: str
     place: int
-    its_id: str
+    item_id: str
     text: str = ""
-    """Of a call: its arguments."""
+    """A call's arguments."""
     name: str = ""
     call_id: str = ""
 
     def to_json(self, status: str) -> dict[str, Any]:
-        item: dict[str, Any] = {"id": self.its_id, "type": self.kind}
+        item: dict[str, Any] = {"id": self.item_id, "type": self.kind}
         if self.kind == "function_call":
             call = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
             return {**item, **call, "status": status}
@@ -81,11 +74,9 @@ class ResponseWriter:
     """Writes one answer as a ``response``, and its deltas as events.
 
     Args:
-        request: what was asked, with an ``echo``.
-        prompts: the tokens of its only prompt.
-        answer_id: of the response.
-        created_s: Unix time.
-        model: the name that it has.
+        request: What was asked, with an ``echo``.
+        prompts: The tokens of its only prompt.
+        answer_id, created_s, model: As of ``answer_body``.
     """
 
     def __init__(
@@ -98,49 +89,50 @@ class ResponseWriter:
         created_s: int,
         model: str,
     ) -> None:
-        assert request.echo is not None, "this is no request for a response"
+        assert request.echo is not None, "the request is not for a response"
         (self._prompt,) = prompts
         self._format = request.answer_format or AnswerFormat()
         self._parser = self._format.parser(codec, self._prompt)
         self._answer_id = answer_id
-        self._head = {
-            "id": f"resp_{answer_id}", "object": "response", "created_at": created_s,
-            "model": model, **request.echo,
-        }  # fmt: skip
+        names = {"id": f"resp_{answer_id}", "object": "response"}
+        self._head = {**names, "created_at": created_s, "model": model, **request.echo}
         self._open: _Item | None = None
         self._done: list[dict[str, Any]] = []
         self._blanks = ""
         """Text that begins no item by itself."""
         self._status = "in_progress"
-        self._offsets = None
-        if self._format.reasoning is not None:
-            tokens = TokenText(codec.vocabulary_of(request.params))
-            self._offsets = tokens.offsets_after(self._prompt)
+        tokens = TokenText(codec.vocabulary_of(request.params))
+        has_reasoning = self._format.reasoning is not None
+        self._offsets = tokens.offsets_after(self._prompt) if has_reasoning else None
         self._begins: list[int] = []
         """Where in the text each token begins, if some may be reasoning."""
         self._num_tokens = self._num_cached = self._num_events = 0
 
     def events(self, place: int, delta: Delta) -> str:
-        """A delta's events, as a stream sends them."""
+        """Return a delta's events, as a stream sends them."""
         first = []
         if not self._num_events:
             first = [self._whole("response.created"), self._whole("response.in_progress")]
         return "".join(map(self._sent, first + self.add(delta)))
 
     def end(self) -> str:
-        """What ends the stream."""
+        """Return what ends the stream."""
         return self._sent(self._whole(f"response.{self._status}"))
 
     def response(self) -> dict[str, Any]:
-        """The ``response`` as it is by now."""
+        """Return the ``response`` as it is by now."""
         is_cut = self._status == "incomplete"
-        details = {"reason": "max_output_tokens"} if is_cut else None
-        usage = None if self._status == "in_progress" else self._usage()
-        state = {"status": self._status, "incomplete_details": details, "error": None}
-        return {**self._head, **state, "output": list(self._done), "usage": usage}
+        return {
+            **self._head,
+            "status": self._status,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "error": None,
+            "output": list(self._done),
+            "usage": None if self._status == "in_progress" else self._usage(),
+        }
 
     def add(self, delta: Delta) -> list[Event]:
-        """A delta's events, but the ones that begin and end a stream."""
+        """Return a delta's events, but for those that begin and end a stream."""
         self._num_tokens += len(delta.token_ids)
         if self._offsets is not None:
             self._begins += map(self._offsets.next, delta.token_ids)
@@ -150,11 +142,10 @@ class ResponseWriter:
             parts += self._parser.finish()
         events = [event for part in parts for event in self._add(part)]
         if delta.finish_reason is not None:
-            is_whole = delta.finish_reason == "stop"
+            self._status = "completed" if delta.finish_reason == "stop" else "incomplete"
             if not self._done and self._open is None:  # an answer has an item
                 events += self._begin("message")
-            events += self._close("completed" if is_whole else "incomplete")
-            self._status = "completed" if is_whole else "incomplete"
+            events += self._close(self._status)
         return events
 
     def _add(self, part: Part) -> list[Event]:
@@ -177,22 +168,21 @@ class ResponseWriter:
 
     def _add_call(self, call: Call) -> list[Event]:
         self._blanks = ""
-        events = self._close("completed") + self._begin("function_call", call)
+        call_id = self._format.call_id(self._answer_id, call.index)
+        events = self._close("completed")
+        events += self._begin("function_call", name=call.name, call_id=call_id)
+        events += [self._event("response.function_call_arguments.delta", delta=call.arguments)]
         assert self._open is not None
         self._open.text = call.arguments
-        delta = self._of_item("response.function_call_arguments.delta", delta=call.arguments)
-        return [*events, delta, *self._close("completed")]
+        return events + self._close("completed")
 
-    def _begin(self, kind: str, call: Call | None = None) -> list[Event]:
+    def _begin(self, kind: str, **more: str) -> list[Event]:
         place = len(self._done)
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        self._open = item = _Item(kind, place, f"{prefix}_{self._answer_id}_{place}")
-        if call is not None:
-            item.name = call.name
-            item.call_id = self._format.call_id(self._answer_id, call.index)
+        self._open = item = _Item(kind, place, f"{prefix}_{self._answer_id}_{place}", **more)
         added: Event = {"type": "response.output_item.added", "output_index": place}
         events = [{**added, "item": item.to_json("in_progress")}]
-        if call is None:
+        if kind != "function_call":
             events.append(self._of_part("response.content_part.added", part=item.part()))
         return events
 
@@ -203,7 +193,7 @@ class ResponseWriter:
             return []
         if item.kind == "function_call":
             kind = "response.function_call_arguments.done"
-            events = [self._of_item(kind, arguments=item.text, name=item.name)]
+            events = [self._event(kind, arguments=item.text, name=item.name)]
         else:
             events = [
                 self._of_part(f"response.{_TEXT[item.kind]}.done", text=item.text),
@@ -217,12 +207,13 @@ class ResponseWriter:
     def _of_part(self, kind: str, **more: Any) -> Event:
         if kind.startswith("response.output_text."):
             more["logprobs"] = []
-        return self._of_item(kind, content_index=0, **more)
+        return self._event(kind, content_index=0, **more)
 
-    def _of_item(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> Event:
+        """Return an event of the open item."""
         assert self._open is not None
-        item = self._open
-        return {"type": kind, "item_id": item.its_id, "output_index": item.place, **more}
+        item_id, place = self._open.item_id, self._open.place
+        return {"type": kind, "item_id": item_id, "output_index": place, **more}
 
     def _whole(self, kind: str) -> Event:
         return {"type": kind, "response": self.response()}

@@ -43,8 +43,7 @@ MOST_HEAD_CHARS: Final = 1024
 
 def arguments_text(arguments: object) -> str | None:
     """Return a call's arguments as a JSON object, or None if they aren't one."""
-    if isinstance(arguments, str):
-        arguments = loaded(arguments)
+    arguments = loaded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         return None
     try:
@@ -58,21 +57,28 @@ def arguments_text(arguments: object) -> str | None:
 
 
 class Divider:
-    """Divides one answer's text, as it comes, into parts.
+    """Divides one answer's text, as it comes, into parts. Calls after ``most_calls`` are left out.
 
-    The step of each mode reads on in ``_text``. It returns False to wait for more, which it
-    can't after the last text (``is_final``).
+    ``_step`` reads on in ``_text``. It returns False to wait for more, which it can't after the
+    last text (``is_final``).
     """
 
-    def __init__(self, mode: str, **steps: Callable[[bool], bool]) -> None:
+    _step: Callable[[bool], bool]
+
+    def __init__(self, most_calls: int) -> None:
         self.num_calls = 0
-        self._mode, self._steps, self._text = mode, steps, ""
+        self._most_calls = most_calls
+        self._text = ""
         self._parts: list[Part] = []
+
+    @property
+    def has_calls(self) -> bool:
+        return min(self.num_calls, self._most_calls) > 0
 
     def feed(self, text: str, *, is_final: bool = False) -> list[Part]:
         """Return the parts that more text completes."""
         self._text += text
-        while self._text and self._steps[self._mode](is_final):
+        while self._text and self._step(is_final):
             pass
         parts, self._parts = self._parts, []
         return parts
@@ -80,6 +86,11 @@ class Divider:
     def finish(self) -> list[Part]:
         """Return the parts that were held back. No text follows."""
         return self.feed("", is_final=True)
+
+    def _add_call(self, name: str, arguments: str) -> None:
+        if self.num_calls < self._most_calls:
+            self._parts.append(Call(self.num_calls, name, arguments))
+        self.num_calls += 1
 
 
 class CallReader(Divider, ABC):
@@ -90,15 +101,15 @@ class CallReader(Divider, ABC):
     """
 
     @staticmethod
-    def of(family: ToolFormat, schemas: ToolSchemas) -> CallReader:
+    def of(family: ToolFormat, schemas: ToolSchemas, most_calls: int) -> CallReader:
         """Return the reader of one answer. ``schemas``: the tools that may be called."""
         if family.tags is not None:
-            return TaggedCallReader(family, schemas, family.tags)
-        return ObjectCallReader(family, schemas)
+            return TaggedCallReader(family, schemas, most_calls, family.tags)
+        return ObjectCallReader(family, schemas, most_calls)
 
-    def __init__(self, family: ToolFormat, schemas: ToolSchemas) -> None:
-        mode = "start" if family.begins_bare else "text"
-        super().__init__(mode, start=self._in_start, text=self._in_text, call=self._in_call)
+    def __init__(self, family: ToolFormat, schemas: ToolSchemas, most_calls: int) -> None:
+        super().__init__(most_calls)
+        self._step = self._in_start if family.begins_bare else self._in_text
         self.begins: Sequence[str] = (family.begin,)
         self._family, self._schemas, self._place = family, schemas, 0
         self._is_bare = self._is_first = False
@@ -115,7 +126,7 @@ class CallReader(Divider, ABC):
         if begun.startswith(("{", "[")):
             self._enter(0, is_bare=True)
         elif begun or is_final:
-            self._mode = "text"
+            self._step = self._in_text
         return begun != "" or is_final
 
     def _in_text(self, is_final: bool) -> bool:
@@ -131,7 +142,8 @@ class CallReader(Divider, ABC):
         return False
 
     def _enter(self, place: int, *, is_bare: bool) -> None:
-        self._place, self._is_bare, self._is_first, self._mode = place, is_bare, True, "call"
+        self._place, self._is_bare, self._is_first = place, is_bare, True
+        self._step = self._in_call
 
     def _say(self, end: int) -> None:
         text, self._text = self._text[:end], self._text[end:]
@@ -142,14 +154,13 @@ class CallReader(Divider, ABC):
             self._is_after_call = False
 
     def _call(self, name: str, arguments: str, end: int) -> None:
-        self._parts.append(Call(self.num_calls, name, arguments))
-        self.num_calls += 1
+        self._add_call(name, arguments)
         self._text, self._place = self._text[end:], 0
         self._is_first, self._is_after_call = False, True
 
     def _end(self, end: int) -> bool:
         """Leave the calls. What stands before ``end`` belongs to them."""
-        self._text, self._mode = self._text[end:], "text"
+        self._text, self._step = self._text[end:], self._in_text
         return True
 
     def _no_call(self) -> bool:
@@ -301,12 +312,13 @@ def _keywords(arguments: str) -> dict[str, Any] | None:
 class TaggedCallReader(CallReader):
     """Reads calls whose arguments stand in tags. The tool's schema says what a value is."""
 
-    def __init__(self, family: ToolFormat, schemas: ToolSchemas, tags: Tags) -> None:
-        super().__init__(family, schemas)
+    def __init__(
+        self, family: ToolFormat, schemas: ToolSchemas, most_calls: int, tags: Tags
+    ) -> None:
+        super().__init__(family, schemas, most_calls)
         self.begins = tuple(filter(None, (family.begin, tags.lead)))
         self._tags = tags
-        self._name = ""
-        self._key: str | None = None
+        self._name = self._key = ""
         self._arguments: dict[str, Any] = {}
         self._num_scanned = 0
         """Where in ``_text`` to look for the value's end."""
@@ -315,11 +327,6 @@ class TaggedCallReader(CallReader):
         """What may follow the last argument."""
 
     def _in_call(self, is_final: bool) -> bool:
-        if self._key is not None:
-            return self._in_value(self._key, is_final)
-        return self._in_arguments(is_final) if self._name else self._in_head(is_final)
-
-    def _in_head(self, is_final: bool) -> bool:
         tags, text, end = self._tags, self._text, self._family.end
         rest = text[self._place : self._place + MOST_HEAD_CHARS].lstrip()
         if rest.startswith(end):
@@ -335,6 +342,7 @@ class TaggedCallReader(CallReader):
             is_known = head[1] in self._schemas
             if not self._is_bare or (is_known and after.startswith(marks)):
                 self._name, self._arguments, self._place = head[1], {}, head.end()
+                self._step = self._in_arguments
                 return True
             is_begun = is_known and _may_begin(after, marks)
         may_wait = not is_final and len(rest) < MOST_HEAD_CHARS
@@ -353,6 +361,7 @@ class TaggedCallReader(CallReader):
         key = _key_pattern(tags, names).match(text, place)
         if key is not None:
             self._key, self._place, self._num_scanned = key[1], key.end(), key.end()
+            self._step = self._in_value
             return True
         if rest.startswith(tags.key_lead) and not is_final and len(rest) < MOST_HEAD_CHARS:
             return False
@@ -375,9 +384,9 @@ class TaggedCallReader(CallReader):
             self._place = 0
         else:
             self._call(self._name, arguments, end)
-        self._name = ""
+        self._step = self._in_call
 
-    def _in_value(self, key: str, is_final: bool) -> bool:
+    def _in_value(self, is_final: bool) -> bool:
         end = self._value_end(is_final)
         if end is None:
             if is_final:
@@ -387,10 +396,10 @@ class TaggedCallReader(CallReader):
         if self._tags.is_padded:
             value = value.removeprefix("\n").removesuffix("\n")
         schema = self._schemas.get(self._name, {})
-        self._arguments[key] = meant(value, self._properties.get(key), schema)
+        self._arguments[self._key] = meant(value, self._properties.get(self._key), schema)
         has_end = self._text.startswith(self._tags.value_end, end)
         self._place = end + len(self._tags.value_end) * has_end
-        self._key = None
+        self._step = self._in_arguments
         return True
 
     def _value_end(self, is_final: bool) -> int | None:
@@ -451,32 +460,24 @@ class HarmonyParser(Divider):
     Its messages stand in channels (OpenAI's harmony format): ``<|channel|>analysis<|message|>``
     begins reasoning, ``final`` the answer, and ``commentary to=functions.NAME`` the arguments of a
     call. ``<|end|>`` ends a message, and ``<|start|>assistant`` begins the next one. An answer
-    without channels is text.
-
-    Calls after the first ``most_calls`` are left out. ``is_inside``: the prompt ends inside the
-    reasoning.
+    without channels is text. ``is_inside``: the prompt ends inside the reasoning.
     """
 
-    def __init__(self, *, splits_reasoning: bool, most_calls: int, is_inside: bool = False) -> None:
-        mode = "body" if is_inside else "start"
-        super().__init__(mode, start=self._in_start, head=self._in_head, body=self._in_body)
+    def __init__(self, most_calls: int, splits_reasoning: bool, *, is_inside: bool = False) -> None:
+        super().__init__(most_calls)
+        self._step = self._in_body if is_inside else self._in_start
         self.num_reasoning_chars = self._num_read = 0
         self._splits_reasoning = splits_reasoning
-        self._most_calls = most_calls
         self._called = ""
         self._kind: Literal["reasoning", "text", "call"] = "reasoning" if is_inside else "text"
         self._has_text = self._is_first_of_text = False
         self._num_scanned = 0
 
-    @property
-    def has_calls(self) -> bool:
-        return min(self.num_calls, self._most_calls) > 0
-
     def _in_start(self, is_final: bool) -> bool:
         is_head = self._text.startswith(_BEGINS)
         if not (is_head or is_final) and any(mark.startswith(self._text) for mark in _BEGINS):
             return False
-        self._mode = "head" if is_head else "body"
+        self._step = self._in_head if is_head else self._in_body
         return True
 
     def _in_head(self, is_final: bool) -> bool:
@@ -485,7 +486,7 @@ class HarmonyParser(Divider):
             return False
         self._drop(len(head + mark) if mark else 0)
         called, channel = _CALLED.search(head) if mark else None, _CHANNEL.search(head)
-        self._mode, self._kind = "body", "text"
+        self._step, self._kind = self._in_body, "text"
         if called is not None and self._most_calls:
             self._kind, self._called, self._num_scanned = "call", called[1], 0
         elif channel is not None and channel[1] == "analysis" and self._splits_reasoning:
@@ -508,7 +509,7 @@ class HarmonyParser(Divider):
         end = len(self._text) - num_held if found is None else found.start()
         self._say(end)
         if found is not None:
-            self._mode = "head"
+            self._step = self._in_head
             self._drop(0 if found[0] == "<|start|>" else len(found[0]))
         if self._kind == "reasoning" and not (self._has_text or self.num_calls):
             self.num_reasoning_chars = self._num_read
@@ -522,9 +523,7 @@ class HarmonyParser(Divider):
         if self._kind == "reasoning":
             self._parts.append(Reasoning(text))
         elif self._kind == "call" and (arguments := arguments_text(text)) is not None:
-            if self.num_calls < self._most_calls:
-                self._parts.append(Call(self.num_calls, self._called, arguments))
-            self.num_calls += 1
+            self._add_call(self._called, arguments)
         else:
             self._parts.append("\n" * (self._is_first_of_text and self._has_text) + text)
             self._has_text, self._is_first_of_text = True, False

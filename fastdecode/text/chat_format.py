@@ -13,12 +13,12 @@ from typing import Any, Final, TypeAlias
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.calls import Call, CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
+from fastdecode.text.calls import CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.lark import calls_rules, harmony_grammar, json_rule
-from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter, State
+from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter
 from fastdecode.text.tools import CODE, TOOL_FORMATS, ToolFormat, Tools, tool_format
 
 AUTO: Final = "auto"
@@ -34,9 +34,9 @@ class ChatFormat:
     """None if it writes no known calls."""
     reasoning: ReasoningFormat | None = None
     takes_tools: bool = False
-    """Its chat template has a place for tools."""
+    """The chat template has a place for tools."""
     special: Mapping[str, int] = field(default_factory=dict)
-    """Its special tokens, by name."""
+    """Ids of special tokens, by name."""
     style: MessageStyle = field(default_factory=MessageStyle)
 
     @classmethod
@@ -49,23 +49,22 @@ class ChatFormat:
         content_format: str = AUTO,
     ) -> ChatFormat:
         """Return the formats of a chat template. The parsers are names in ``TOOL_PARSERS`` and
-        ``REASONING_PARSERS``; ``content_format`` is as of ``MessageStyle.of``."""
+        ``REASONING_PARSERS``. ``content_format`` is as of ``MessageStyle.of``."""
         if template is None:
             return cls()
-        source = template.source
-        tools = tool_format(source) if tool_parser == AUTO else TOOL_FORMATS.get(tool_parser)
-        reasoning = REASONING_FORMATS.get(reasoning_parser)
-        reasoning = ReasoningFormat.of(source) if reasoning_parser == AUTO else reasoning
-        id_chars = 0 if tools is None else tools.id_chars
-        style = MessageStyle.of(template.probe, id_chars, content_format)
-        return cls(tools, reasoning, template.takes_tools, special, style)
+        tools, reasoning = TOOL_FORMATS.get(tool_parser), REASONING_FORMATS.get(reasoning_parser)
+        if tool_parser == AUTO:
+            tools = tool_format(template.source)
+        if reasoning_parser == AUTO:
+            reasoning = ReasoningFormat.of(template.source)
+        style = MessageStyle.of(template.probe, tools.id_chars if tools else 0, content_format)
+        return cls(tools, reasoning, "tools" in template.source, special, style)
 
     def continuing(self, text: str) -> ChatFormat:
         """Return the formats of an answer whose beginning is ``text``, part of the prompt."""
         if self.reasoning is None or not text:
             return self
-        state = self.reasoning.continued_state(text)
-        return replace(self, reasoning=replace(self.reasoning, state=state))
+        return replace(self, reasoning=self.reasoning.continuing(text))
 
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
         """Return the format of one answer, or None for plain text. Raises RequestError: (code
@@ -106,14 +105,10 @@ class ChatFormat:
         answer = None
         if structured is not None:
             if tools.must_call:
-                why = (
-                    " asks for a call, and structured outputs for something else: give one of them"
-                )
+                why = " asks for a call, structured outputs for something else: give one of them"
                 raise RequestError(Given("tool_choice"), why, code=CODE)
             if structured.schema is None:
-                why = (
-                    " and structured outputs other than JSON can't be given together: leave one out"
-                )
+                why = " and structured outputs other than JSON exclude each other: leave one out"
                 raise RequestError(Given("tools"), why, code=CODE)
             try:
                 answer = json_rule(structured.schema)
@@ -141,27 +136,22 @@ class AnswerFormat:
     schemas: ToolSchemas = field(default_factory=dict)
     """Of the tools that may be called."""
     most_one: bool = False
-    """Calls after the first are left out."""
 
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:
         """Return what divides one answer to this prompt."""
         most_calls = 1 if self.most_one else MAX_CALLS
         family, tools, splitter = self.reasoning, self.tools, None
-        state: State = "after"
-        if family is not None:
-            state = family.prompt_state(codec.prompt_end(prompt_token_ids))
+        prompt_end = "" if family is None else codec.prompt_end(prompt_token_ids)
+        state = "after" if family is None else family.prompt_state(prompt_end)
         is_apart = family is not None and family.has_channels
         has_calls = tools is not None and tools.has_channels
         if is_apart or has_calls:
-            return HarmonyParser(
-                splits_reasoning=is_apart,
-                most_calls=most_calls if has_calls else 0,
-                is_inside=state == "inside",
-            )
+            most_calls = most_calls if has_calls else 0
+            return HarmonyParser(most_calls, is_apart, is_inside=state == "inside")
         if family is not None and state != "after":
             splitter = ReasoningSplitter(family, state, tools.begin if tools else "")
-        calls = None if tools is None else CallReader.of(tools, self.schemas)
-        return AnswerParser(splitter, calls, most_calls)
+        calls = None if tools is None else CallReader.of(tools, self.schemas, most_calls)
+        return AnswerParser(splitter, calls)
 
     def call_id(self, answer: str, index: int) -> str:
         """Return the id of one call of an answer with this name: the same every time."""
@@ -170,39 +160,34 @@ class AnswerFormat:
         return digest[:num_chars] if num_chars else f"call_{digest[:24]}"
 
 
+@dataclass
 class AnswerParser:
-    """Divides one answer's text into reasoning, text and the first ``most_calls`` calls."""
+    """Divides one answer's text into reasoning, text and calls."""
 
-    def __init__(
-        self, reasoning: ReasoningSplitter | None, calls: CallReader | None, most_calls: int
-    ) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-        self._most_calls = most_calls
+    reasoning: ReasoningSplitter | None
+    calls: CallReader | None
 
     @property
     def has_calls(self) -> bool:
-        return self._calls is not None and self._calls.num_calls > 0
+        return self.calls is not None and self.calls.has_calls
 
     @property
     def num_reasoning_chars(self) -> int:
         """Characters at the beginning of the text so far that are reasoning and its marks."""
-        return 0 if self._reasoning is None else self._reasoning.num_chars
+        return 0 if self.reasoning is None else self.reasoning.num_chars
 
     def feed(self, text: str) -> list[Part]:
-        if self._reasoning is None:
-            return self._divided("", text)
-        return self._divided(*self._reasoning.feed(text))
+        return self._divided(*(("", text) if self.reasoning is None else self.reasoning.feed(text)))
 
     def finish(self) -> list[Part]:
         """Return what was held back: no text follows."""
         parts: list[Part] = []
         open_call = ""
-        if self._reasoning is not None:
-            parts = self._divided(*self._reasoning.finish())
-            open_call = self._reasoning.open_call
+        if self.reasoning is not None:
+            parts = self._divided(*self.reasoning.finish())
+            open_call = self.reasoning.open_call
         rest = self._divided("", open_call)
-        rest += [] if self._calls is None else self._kept(self._calls.finish())
+        rest += [] if self.calls is None else self.calls.finish()
         if open_call:  # reasoning without an end: it has a call in it, or speaks of one
             rest = [Reasoning(each) if isinstance(each, str) else each for each in rest]
             rest = rest if self.has_calls else [Reasoning(open_call)]
@@ -211,12 +196,8 @@ class AnswerParser:
     def _divided(self, reasoning: str, answer: str) -> list[Part]:
         parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
         if answer:
-            parts += [answer] if self._calls is None else self._kept(self._calls.feed(answer))
+            parts += [answer] if self.calls is None else self.calls.feed(answer)
         return parts
-
-    def _kept(self, parts: list[Part]) -> list[Part]:
-        most = self._most_calls
-        return [part for part in parts if not isinstance(part, Call) or part.index < most]
 
 
 PartsParser: TypeAlias = "AnswerParser | HarmonyParser"

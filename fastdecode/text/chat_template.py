@@ -35,9 +35,14 @@ MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
 # What a template is given anyway, under these names.
 RESERVED = (
-    "messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception",
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "strftime_now",
+    "raise_exception",
     *SPECIAL_TOKENS,
-)  # fmt: skip
+)
 _MAX_KNOWN_ROLES: Final = 64
 _PROBED_AT: Final = datetime(2000, 1, 1)
 
@@ -46,9 +51,9 @@ class ChatTemplate:
     """A template, ready to render in a child process.
 
     Args:
-        origin: where it comes from, for the log and errors at the start.
-        special_tokens: {"bos_token": "<s>", …}, as far as the model has them.
-        tool_source: the program for conversations with tools; None: the same.
+        origin: Where it comes from, for the log and errors at the start.
+        special_tokens: ``{"bos_token": "<s>", …}``, as far as the model has them.
+        tool_source: The program for conversations with tools. None for the same one.
 
     Raises:
         CheckpointError: If the source isn't a Jinja program, or hits a limit on a word.
@@ -113,11 +118,6 @@ class ChatTemplate:
         tool_source = tool_source if isinstance(tool_source, str) else None
         return cls(found, f"chat_template in {path}", special_tokens, tool_source=tool_source)
 
-    @property
-    def takes_tools(self) -> bool:
-        """True if tools have a place in what it writes."""
-        return "tools" in self.source
-
     def render(self, messages: Sequence[Message], now: datetime, how: Rendering = PLAIN) -> str:
         """Return the conversation as text, special tokens spelled out. Templates may print ``now``.
         Raises RequestError: (code ``chat_template_failed``) If the template refuses the messages,
@@ -126,6 +126,7 @@ class ChatTemplate:
         was ended from outside."""
         if how.style is not None:
             messages = for_template(messages, how.style)
+        self._check_roles(messages, how)
         try:
             text = self._render(how.marked(messages), now, how)
         except ChildDiedError as error:
@@ -137,14 +138,18 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
-        for role in {str(message.get("role")) for message in messages}:
-            if not self._writes(role):
+        return how.cut(text)
+
+    def _check_roles(self, messages: Sequence[Message], how: Rendering) -> None:
+        lost = frozenset[str]() if how.style is None else how.style.lost
+        for role in dict.fromkeys(str(message.get("role")) for message in messages):
+            if role in lost or not self._writes(role):
+                known = ", ".join(each for each in ROLES if each not in lost)
                 raise RequestError(
                     f"the chat template leaves out messages of the role {role!r:.80}: use one of "
-                    f"{', '.join(ROLES)}",
+                    f"{known}, or give another chat_template",
                     code="invalid_messages",
                 )
-        return how.cut(text)
 
     def _render(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         """Ask the child; again with objects if the template refuses other arguments of calls."""
@@ -175,9 +180,11 @@ class ChatTemplate:
     def _ask(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         variables = {
             **how.variables,
-            "messages": messages, "tools": list(how.tools) or None, "documents": None,
+            "messages": messages,
+            "tools": list(how.tools) or None,
+            "documents": None,
             "add_generation_prompt": how.add_generation_prompt,
-        }  # fmt: skip
+        }
         return str(self._child.ask({"now": now.isoformat(), "variables": variables}))
 
     def _writes(self, role: str) -> bool:

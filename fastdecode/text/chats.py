@@ -69,15 +69,13 @@ _STRANGER: Final = "stranger"
 USER: Final = {"role": "user", "content": "Hello"}
 ASSISTANT: Final = {"role": "assistant", "content": "Hi"}
 _INSTRUCTING: Final = ("system", "developer")
-_CALL: Final = {
-    "id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}},
-}  # fmt: skip
+_FUNCTION: Final = {"name": "f", "arguments": {"a": "b"}}
+_CALL: Final = {"id": "abcdefghi", "type": "function", "function": _FUNCTION}
+_SCHEMA: Final = {"type": "object", "properties": {}}
 _TOOL: Final = {
     "type": "function",
-    "function": {
-        "name": "f", "description": "f", "parameters": {"type": "object", "properties": {}},
-    },
-}  # fmt: skip
+    "function": {"name": "f", "description": "f", "parameters": _SCHEMA},
+}
 _PROBES: Final[Mapping[str, Sequence[Message]]] = {
     "user": ({"role": "user", "content": MARK},),
     "assistant": (USER, {"role": "assistant", "content": MARK}, USER),
@@ -93,6 +91,9 @@ _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """Ends the last message while it is rendered, as in transformers. Trimming removes its blank."""
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning. Templates read the first or the last."""
+_MAY_BE_EMPTY: Final = ("assistant", "tool")
+_NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
+"""Types of parts other than text begin with one of these."""
 
 
 class _Probes:
@@ -115,7 +116,7 @@ class _Probes:
         return found is not False
 
     def find(self, *messages: Message) -> bool | None:
-        """Return whether all marks come out; None if the template refuses the messages."""
+        """Return True if all marks come out, or None if the template refuses the messages."""
         marks = [each for each in (MARK, _OTHER) if any(each == m["content"] for m in messages)]
         texts = self._text(messages), self._text(messages, _TOOL)
         said = [text for text in texts if text is not None]
@@ -135,9 +136,9 @@ class _Probes:
     def knows_developer(self) -> bool:
         """Return whether developers' messages come out, and not as any role's would."""
         roles = "developer", _STRANGER
-        known, other = (self._text([{"role": each, "content": MARK}, USER]) for each in roles)
-        is_alike = other is not None and other.replace(_STRANGER, "developer") == known
-        return known is not None and MARK in known and not is_alike
+        texts = (self._text([{"role": each, "content": MARK}, USER]) for each in roles)
+        known, other = (text or "" for text in texts)
+        return MARK in known and other.replace(_STRANGER, "developer") != known
 
     def _text(self, messages: Sequence[Message], *tools: Mapping[str, Any]) -> str | None:
         style = MessageStyle(parts=frozenset(self.parts))
@@ -145,27 +146,44 @@ class _Probes:
         return self._probe(made, tools)
 
 
+def check_content(message: Message, where: str, *, is_strict: bool) -> None:
+    """Check that a message's content is text. As in OpenAI's API, only messages of the assistant
+    and of tools may have none. Unless ``is_strict``, there may be parts that only a template
+    knows. Raises RequestError: If the content is anything else."""
+    content, name = message.get("content"), f"{where}.content"
+    is_list = isinstance(content, (list, tuple))
+    is_empty = content is None or (is_list and not content)
+    if isinstance(content, str) or (is_empty and message["role"] in _MAY_BE_EMPTY):
+        return
+    if not is_list or is_empty:
+        why = f"{name} must be a string, or a list of parts"
+        raise RequestError(why, code="invalid_messages")
+    for part in content or ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        is_text = kind in ("text", "refusal")
+        if str(kind).startswith(_NO_TEXT) or (is_strict and not is_text):
+            why = f"{name} has a part of type {kind!r:.80}, which is not supported: only text is"
+            raise RequestError(why, code="unsupported_field")
+        if isinstance(part, Mapping):
+            part = part.get(kind) if is_text else part.get("text", "")
+        if not isinstance(part, str):
+            why = f'{name} has a part without text: each is {{"type": "text", "text": "…"}}'
+            raise RequestError(why, code="invalid_messages")
+
+
 def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
     """Return messages as a template takes them. Arguments of calls become objects. Ids that are
-    too long lose their beginning. Instructions are joined, or begin the next user message. Raises
-    RequestError: (code ``invalid_messages``) If the template leaves out a role's messages."""
+    too long lose their beginning. Instructions are joined, or begin the next user message."""
     leading: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     made: list[dict[str, Any]] = []
-    for message in messages:
-        each = _message(message, style)
-        role = each["role"]
-        if role in style.lost:
-            raise RequestError(
-                f"the chat template leaves out messages of the role {role!r}: leave them out, or "
-                "give another chat_template",
-                code="invalid_messages",
-            )
-        if role in _INSTRUCTING and (style.folds == "all" or (style.folds == "late" and made)):
+    for each in (_message(message, style) for message in messages):
+        is_instruction = each["role"] in _INSTRUCTING
+        if is_instruction and (style.folds == "all" or (style.folds == "late" and made)):
             waiting.append(each)
-        elif role in _INSTRUCTING and not made:
+        elif is_instruction and not made:
             leading.append(each)
-        elif role == "user" and waiting:
+        elif each["role"] == "user" and waiting:
             made.append({**each, "content": _joined([*waiting, each])})
             waiting = []
         else:
@@ -194,7 +212,7 @@ def _message(message: Message, style: MessageStyle) -> dict[str, Any]:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
     if made["role"] == "developer" and not style.has_developer:
         made["role"] = "system"
-    if made.get("tool_calls"):
+    if "tool_calls" in made:
         made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
     if isinstance(made.get("tool_call_id"), str):
         made["tool_call_id"] = made["tool_call_id"][-style.id_chars :]
@@ -246,7 +264,8 @@ def with_objects(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         calls = [dict(call) for call in message.get("tool_calls") or ()]
         for call in calls:
-            if isinstance(function := call.get("function"), Mapping):
+            function = call.get("function")
+            if isinstance(function, Mapping):
                 arguments = function.get("arguments")
                 if not isinstance(arguments, Mapping):
                     call["function"] = {**function, "arguments": {"arguments": arguments}}
@@ -285,7 +304,7 @@ class Rendering:
         return cls(begins_turn, continue_final_message, variables or {}, tools)
 
     def continued(self, messages: Sequence[Message]) -> str:
-        """Return the text that the answer continues; empty if it continues none."""
+        """Return the text that the answer continues. It is empty if it continues none."""
         content = messages[-1].get("content") if self.continue_final_message and messages else ""
         parts = _as_parts(content or "")
         return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))

@@ -48,12 +48,11 @@ TRIAL_TEXT = "Once upon a time, 12345 naïve cafés — 你好 😀 don't\r\n\t{
     char * 100 + "!\n" for char in "a Z0.-_=\té"
 )
 TRIAL_CHAT = {
-    "now": "2000-01-01T00:00:00",
-    "variables": {
-        "messages": [{"role": "user", "content": "Hello"}], "tools": None, "documents": None,
-        "add_generation_prompt": True,
-    },
-}  # fmt: skip
+    "messages": [{"role": "user", "content": "Hello"}],
+    "tools": None,
+    "documents": None,
+    "add_generation_prompt": True,
+}
 
 
 @dataclass(frozen=True)
@@ -80,32 +79,31 @@ class ChildDiedError(ChildFailedError):
     """The child was ended from outside, for example for lack of memory, twice in a row."""
 
     def as_request_error(self) -> RequestError:
-        """Return the error of the request, which is not to blame and may be sent again."""
+        """Return the error of the request, which may be sent again."""
         return RequestError(f"a process that prepares prompts was ended: {self}", code=CHILD_DIED)
 
 
 class LimitedChild:
-    """Asks a child process, which starts with the first question and ends with this process. What
-    it does ``opening`` says: see ``open_service``."""
+    """Asks a child process, which starts with the first question and ends with this process.
+    ``opening`` says what it does: see ``open_service``."""
 
     def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
         self._opening = {"limits": asdict(limits), **opening}
         self._limits = limits
         self._asking = threading.Lock()  # an answer belongs to the caller that asked
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._stop: weakref.finalize[..., Any] | None = None
 
     def open(self) -> None:
         """Start the child, unless it runs. Raises ChildFailedError: If it can't do its work. The
         next question tries again."""
-        if self._process is not None:
+        if self._running is not None:
             return
         ours, theirs = socket.socketpair()
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         with theirs:
             # A process group of its own: an interrupt at the keyboard is for us alone.
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -114,8 +112,8 @@ class LimitedChild:
                 env=inherited | _QUIET,
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
-        self._stop = weakref.finalize(self, _end, self._process, self._connection)
+        self._running = process, Connection(ours.detach())
+        self._stop = weakref.finalize(self, _end, *self._running)
         try:
             self._exchange(self._opening, self._limits.open_cpu_s)
         except ChildFailedError:
@@ -136,11 +134,11 @@ class LimitedChild:
         """End the child. Safe to call twice; a question after that starts another."""
         if self._stop is not None:
             self._stop()
-        self._process = self._connection = self._stop = None
+        self._running = self._stop = None
 
     def _exchange(self, question: Mapping[str, Any], cpu_s: int) -> Any:
-        process, connection = self._process, self._connection
-        assert process is not None and connection is not None
+        assert self._running is not None
+        process, connection = self._running
         wall_s = cpu_s * self._limits.slowness
         try:
             raw = pack(question)
@@ -220,8 +218,8 @@ def main(fd: int) -> None:
 
 
 def open_service(opening: dict[str, Any]) -> Answer:
-    """Load what ``opening`` names, a ``template`` or a ``tokenizer``, and try it: one that never
-    ends is known before work starts. Raises whatever the libraries raise, panics among it."""
+    """Load a ``template`` or a ``tokenizer``, and try it: one that never ends is known before work
+    starts. Raises whatever the libraries raise, panics among it."""
     is_template = "template" in opening
     return _template(**opening["template"]) if is_template else _tokenizer(**opening["tokenizer"])
 
@@ -254,7 +252,7 @@ def _template(source: str, tool_source: str | None, special_tokens: dict[str, st
         return text
 
     with contextlib.suppress(Refusal):  # it may want other messages
-        render(TRIAL_CHAT)
+        render({"now": "2000-01-01T00:00:00", "variables": TRIAL_CHAT})
     return render
 
 

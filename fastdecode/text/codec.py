@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 MAX_BYTES_PER_TOKEN = 128
 """Texts of up to this many bytes per token of the model's limit are encoded whole."""
-# A million tokens of prose take 5 s.
-ENCODE_CPU_S = 30
+ENCODE_CPU_S = 30  # a million tokens of prose take 5 s
 LOAD_CPU_S = 60
 BASE_MEMORY_BYTES = 1 << 30
-# A loaded tokenizer takes twelve times its file's size.
-MEMORY_PER_FILE_BYTE = 24
+MEMORY_PER_FILE_BYTE = 24  # a loaded tokenizer takes twelve times its file's size
 _NUM_END: Final = 32
 """Tokens of a prompt's end: more than a template writes after a mark."""
 
@@ -42,17 +40,12 @@ class TextCodec:
         self.eos_token_id = eos_token_id
         """None if the tokenizer's files name no end of a text."""
         self.vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
-        """None without a tokenizer."""
         self.whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
-        """Read a model directory's tokenizer, which may be absent.
-
-        Raises:
-            CheckpointError: If a file can't be used, or has to be converted first.
-            MissingExtraError: If the package ``tokenizers`` is needed, but isn't installed.
-        """
+        """Read a model directory's tokenizer, which may be absent. Raises CheckpointError: If a
+        file can't be used. MissingExtraError: If the package ``tokenizers`` isn't installed."""
         files = TokenizerFiles.read(Path(model_dir))
         if files.path is None:
             return cls(None)
@@ -79,8 +72,8 @@ class TextCodec:
             self._encoder.close()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's token ids, with the special ones that the tokenizer puts around it.
-        Raises RequestError: (code ``no_tokenizer``) If there is none, and as ``Encoder``."""
+        """Return a prompt's token ids. Raises RequestError: (code ``no_tokenizer``) If there is no
+        tokenizer, and as ``Encoder``."""
         if self._encoder is None:
             raise no_tokenizer("the prompt is text", "give prompt_token_ids, or ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
@@ -92,14 +85,20 @@ class TextCodec:
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """Return a new sequence's text. A first word keeps the space before it. Raises
-        RequestError: (code ``no_tokenizer``) If there are stop strings, but no tokenizer."""
+        """Return a new sequence's text. Raises RequestError: (code ``no_tokenizer``) If there are
+        stop strings, but no tokenizer."""
         vocabulary = self.vocabulary_of(params)
         if params.detokenize and params.stop and vocabulary is None:
             raise no_tokenizer("stop strings need text", "use stop_token_ids, or ")
         if not params.detokenize or vocabulary is None:
             return SequenceText(Detokenizer())
         specials = vocabulary.special_tokens if params.skip_special_tokens else {}
+        reasoning = None
+        if params.reasoning_marks is not None and params.stop:
+            begin, end = params.reasoning_marks
+            family = ReasoningFormat("", begin, end, state=None if begin else "inside")
+            state = family.prompt_state(self.prompt_end(prompt_token_ids))
+            reasoning = None if state == "after" else ReasoningSplitter(family, state)
         return SequenceText(
             detokenizer_for(vocabulary, prompt_token_ids),
             params.stop,
@@ -107,27 +106,14 @@ class TextCodec:
             # The name of a special token that is skipped never appears in a text.
             {specials[stop]: stop for stop in params.stop if stop in specials},
             keeps_stop=params.include_stop_str_in_output,
-            reasoning=self._reasoning(params, prompt_token_ids),
+            reasoning=reasoning,
         )
-
-    def _reasoning(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int]
-    ) -> ReasoningSplitter | None:
-        """Return what finds the end of the reasoning, in which stop strings don't count."""
-        if params.reasoning_marks is None or not params.stop:
-            return None
-        begin, end = params.reasoning_marks
-        family = ReasoningFormat("", begin, end, state=None if begin else "inside")
-        state = family.prompt_state(self.prompt_end(prompt_token_ids))
-        return None if state == "after" else ReasoningSplitter(family, state)
 
 
 def no_tokenizer(why: str, remedy: str = "") -> RequestError:
-    return RequestError(
-        f"{why}, but the model directory has no tokenizer.json: {remedy}add the model's "
-        "tokenizer.json",
-        code="no_tokenizer",
-    )
+    what = "but the model directory has no tokenizer.json"
+    add = "add the model's tokenizer.json"
+    return RequestError(f"{why}, {what}: {remedy}{add}", code="no_tokenizer")
 
 
 class Encoder:
@@ -149,10 +135,11 @@ class Encoder:
         added: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._max_model_len = max_model_len
+        if limits is None:
+            memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
+            limits = Limits(memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
         opening = {"tokenizer": {"path": str(path.resolve()), "added": list(added)}}
-        memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
-        usual = Limits(memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
-        self._child = LimitedChild(opening, limits or usual)
+        self._child = LimitedChild(opening, limits)
         try:
             self._child.open()
         except ChildFailedError as error:
@@ -168,11 +155,9 @@ class Encoder:
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the prompt holds half a surrogate pair at character {error.start}, which is no "
-                "text: write the whole character",
-                code="invalid_prompt",
-            ) from None
+            where = f"half a surrogate pair at character {error.start}"
+            why = f"the prompt holds {where}, which is no text: write the whole character"
+            raise RequestError(why, code="invalid_prompt") from None
         limit = self._max_model_len
         if limit is not None and num_bytes > limit * MAX_BYTES_PER_TOKEN:
             start = text[: limit * MAX_BYTES_PER_TOKEN // 4]
@@ -196,10 +181,8 @@ class Encoder:
         except ChildDiedError as error:
             raise error.as_request_error() from None
         except ChildFailedError as error:
-            raise RequestError(
-                f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids",
-                code="invalid_prompt",
-            ) from None
+            why = f"the tokenizer can't encode the prompt: {error}; give prompt_token_ids"
+            raise RequestError(why, code="invalid_prompt") from None
 
 
 @dataclass(eq=False)
@@ -261,10 +244,12 @@ class SequenceText:
             return True
         if self._add(self.detokenizer.append(token_id)):
             return True
-        if self.reasoning is not None or not (self.stop and self.detokenizer.can_peek):
+        if self.reasoning is not None or not self.stop:
             return False
         # A stop string may be complete in text that later bytes might spoil.
         held = self.detokenizer.peek()
+        if not held:
+            return False
         if self._find(held) is not None:
             return self._add(self.detokenizer.flush())
         self._num_peeked = len(held)

@@ -23,17 +23,13 @@ if TYPE_CHECKING:
 class Detokenizer:
     """Turns the tokens of one sequence into text. This one gives none: there is no tokenizer."""
 
-    @property
-    def can_peek(self) -> bool:
-        """True if text is held back that would be whole characters if no token followed."""
-        return False
-
     def append(self, token_id: int) -> str:
         """Take one more token. Return the text that became final, often just the token's own."""
         return ""
 
     def peek(self) -> str:
-        """Return the text that is held back, as ``flush`` would give it."""
+        """Return the text that ``flush`` would give, if it is held back but has whole characters
+        alone."""
         return ""
 
     def flush(self) -> str:
@@ -77,18 +73,17 @@ class Vocabulary:
 
     def byte_level_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token of a byte-level vocabulary stands for."""
-        known = self._bytes.get(token_id)
-        if known is None:
+        if token_id not in self._bytes:
             token = self.token(token_id) or ""
             is_plain = any(char not in BYTE_ALPHABET for char in token)  # an added token
             known = token.encode() if is_plain else bytes(BYTE_ALPHABET[char] for char in token)
             self._bytes[token_id] = known
-        return known
+        return self._bytes[token_id]
 
     def fallback_byte(self, token_id: int) -> bytes | None:
         """Return the byte that a token ``<0xNN>`` stands for, if the decoder knows such tokens."""
         token = self.token(token_id) if "ByteFallback" in self.decoder_types else None
-        match = None if token is None else _BYTE_TOKEN.fullmatch(token)
+        match = _BYTE_TOKEN.fullmatch(token or "")
         return bytes.fromhex(match[1]) if match else None
 
 
@@ -116,9 +111,6 @@ class ByteLevelDetokenizer(Detokenizer):
 
     def append(self, token_id: int) -> str:
         return self._decoder.decode(self._vocabulary.byte_level_bytes(token_id))
-
-    def peek(self) -> str:
-        return self._decoder.getstate()[0].decode(errors="replace")
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -157,7 +149,7 @@ class WindowDetokenizer(Detokenizer):
             self._run += byte
             return ""
         self._run.clear()
-        piece = self.peek()
+        piece = self._held()
         # Of a decoder we don't know, the last characters may be half of one.
         if not piece or ("ByteLevel" in vocabulary.decoder_types and piece.endswith("\ufffd")):
             return ""
@@ -166,20 +158,19 @@ class WindowDetokenizer(Detokenizer):
         self._read_text = vocabulary.text(self._window)
         return piece
 
-    @property
-    def can_peek(self) -> bool:
-        try:
-            return bool(self._run.decode())
-        except UnicodeDecodeError:
-            return False
-
     def peek(self) -> str:
-        return self._vocabulary.text(self._window)[len(self._read_text) :]
+        try:
+            return self._held() if self._run.decode() else ""
+        except UnicodeDecodeError:
+            return ""
 
     def flush(self) -> str:
-        piece = self.peek()
+        piece = self._held()
         self._window, self._num_read, self._read_text = [], 0, ""
         return piece
+
+    def _held(self) -> str:
+        return self._vocabulary.text(self._window)[len(self._read_text) :]
 
 
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

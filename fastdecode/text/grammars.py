@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -41,28 +41,30 @@ def llguidance() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:
-        raise RequestError(
-            "structured outputs need the package 'llguidance', which is not installed here. "
-            f"Install it with: {pip_command('structured')}",
-            code="missing_extra",
-        ) from None
+        why = "structured outputs need the package 'llguidance', which is not installed here"
+        install = f"Install it with: {pip_command('structured')}"
+        raise RequestError(f"{why}. {install}", code="missing_extra") from None
     return llguidance
 
 
 def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
     """Raises RequestError: If the schema, expression or grammar can't be followed (code
     ``invalid_structured_outputs``), or the package is missing (``missing_extra``)."""
-    limits = llguidance().LLParserLimits(verbose_errors=False)
-    check = partial(llguidance().LLMatcher.validate_grammar, limits=limits)
-    said = check(grammar_of(wanted, special))
-    if not said or said.startswith("WARNING"):
+    why = _why_not(grammar_of(wanted, special))
+    if not why:
         return
     for name, rules in tool_grammars(wanted.grammar or ""):
-        why = check(rules)
-        if why and not why.startswith("WARNING"):
-            raise refuse_tool(name, _brief(_of_schema(why)))
-    said = said if wanted.grammar is not None else _of_schema(said)
-    raise refuse(f".{wanted.kind} can't be followed: {_brief(said)}")
+        if why_not := _why_not(rules):
+            raise refuse_tool(name, _brief(_of_schema(why_not)))
+    why = why if wanted.grammar is not None else _of_schema(why)
+    raise refuse(f".{wanted.kind} can't be followed: {_brief(why)}")
+
+
+def _why_not(grammar: str) -> str:
+    """Return why llguidance can't follow a grammar, or an empty text if it can."""
+    limits = llguidance().LLParserLimits(verbose_errors=False)
+    said = str(llguidance().LLMatcher.validate_grammar(grammar, limits=limits))
+    return "" if said.startswith("WARNING") else said
 
 
 def _of_schema(said: str) -> str:

@@ -51,9 +51,8 @@ def json_rule(
     ``blanks`` is the regular expression of what may stand between tokens, if not the usual one.
     If ``is_compact``, nothing may.
     """
-    exact = _exact_rule(schema)
     options = _COMPACT if is_compact else {"whitespace_pattern": blanks or _WHITESPACE}
-    return exact or _json(followable(schema), options)
+    return _exact_rule(schema) or _json(followable(schema), options)
 
 
 def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -72,18 +71,18 @@ def _exact_rule(schema: Mapping[str, Any]) -> str | None:
     return "(" + " | ".join(quoted(json.dumps(each, ensure_ascii=False)) for each in values) + ")"
 
 
-def arguments_rule(tool: Mapping[str, Any]) -> str:
+def _arguments_rule(tool: Mapping[str, Any]) -> str:
     """Return the JSON of a tool's arguments: those that its schema names, and no others, unless
-    the schema says more. Raises ValueError: see ``json_rule``."""
+    the schema says more."""
     schema = {**(tool.get("parameters") or {}), "type": "object"}
     if not any(name in schema for name in _OPENS):
         schema["additionalProperties"] = False
     return json_rule(schema, _IN_CALLS)
 
 
-def argument_rule(schema: object, parameters: Mapping[str, Any]) -> str:
-    """Return the JSON of one argument of a tool with these parameters, which its references refer
-    to. Raises ValueError: see ``json_rule``."""
+def _argument_rule(schema: object, parameters: Mapping[str, Any]) -> str:
+    """Return the JSON of one argument of a tool with these parameters, to which its references
+    refer."""
     if not isinstance(schema, Mapping):
         return json_rule({}, _IN_CALLS)
     exact = _exact_rule(resolved(schema, parameters))
@@ -108,12 +107,12 @@ def calls_rules(family: ToolFormat, tools: Functions, special: Special, *, most_
     elif family.name_end:
         one, between = f"{begin} call", ""
     more = "" if most_one else f"({between} {one})*"
-    any_tool = " | ".join(f"call_{place}" for place in range(len(tools)))
-    rules = [f"calls: {before} {one} {more} {after}", f"call: {any_tool}"]
-    for place, tool in enumerate(tools):
+    names = [f"call_{place}" for place in range(len(tools))]
+    rules = [f"calls: {before} {one} {more} {after}", f"call: {' | '.join(names)}"]
+    for name, tool in zip(names, tools, strict=True):
         rules.append(f"{_TOOL_MARK}{tool['name']}")
         try:
-            rules += _call_rules(family, mark, tool, f"call_{place}")
+            rules += _call_rules(family, mark, tool, name)
         except ValueError as error:
             raise refuse_tool(tool["name"], str(error)) from None
     return "\n".join(rules)
@@ -141,12 +140,12 @@ def _call_rules(
     elif family.has_channels:
         channel, constrain, message = map(mark, ("<|channel|>", "<|constrain|>", "<|message|>"))
         head = quoted(f"commentary to=functions.{tool['name']} ")
-        yield f'{name}: {channel} {head} {constrain} "json" {message} {arguments_rule(tool)}'
+        yield f'{name}: {channel} {head} {constrain} "json" {message} {_arguments_rule(tool)}'
     elif family.name_end:
-        yield f"{name}: {quoted(tool['name'])} {mark(family.name_end)} {arguments_rule(tool)}"
+        yield f"{name}: {quoted(tool['name'])} {mark(family.name_end)} {_arguments_rule(tool)}"
     else:
         head = f'{{"name": {json.dumps(tool["name"])}, "{family.arguments}": '
-        yield f'{name}: {quoted(head)} {arguments_rule(tool)} "}}"'
+        yield f'{name}: {quoted(head)} {_arguments_rule(tool)} "}}"'
 
 
 def _tagged_rules(tags: Tags, tool: Mapping[str, Any], name: str) -> Iterator[str]:
@@ -167,7 +166,7 @@ def _tagged_rules(tags: Tags, tool: Mapping[str, Any], name: str) -> Iterator[st
         elif "string" in types or not isinstance(schema, Mapping):
             values.append(text_until(value, after, {}))
         else:
-            values.append(f"{value}: {argument_rule(schema, parameters)} {quoted(after)}")
+            values.append(f"{value}: {_argument_rule(schema, parameters)} {quoted(after)}")
     if end:
         parts.append(quoted(end))
     yield f"{name}: {' '.join(parts)}"
@@ -180,7 +179,7 @@ def _python_rule(tool: Mapping[str, Any]) -> str:
     required: list[str] = []
     others: list[str] = []
     for key, schema in (parameters.get("properties") or {}).items():
-        rule = f"{quoted(key + '=')} {argument_rule(schema, parameters)}"
+        rule = f"{quoted(key + '=')} {_argument_rule(schema, parameters)}"
         (required if key in names else others).append(rule)
     first, later = (required, others) if required else (others[:1], others[1:])
     rule = ' ", " '.join(first) + "".join(f' (", " {each})?' for each in later)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 State: TypeAlias = Literal["before", "inside", "after"]
@@ -22,7 +22,7 @@ class ReasoningFormat:
     has_special_marks: bool = False
     """The marks are special tokens, which a text has only if it is asked for them."""
     has_channels: bool = False
-    """Answers are messages of gpt-oss: see ``HarmonyParser``."""
+    """Answers are messages of gpt-oss."""
     state: State | None = None
     """Where all prompts leave the model. None if their ends say it."""
 
@@ -52,13 +52,11 @@ class ReasoningFormat:
             return "inside"
         return "after" if end.endswith(self.end) else "before"
 
-    def continued_state(self, text: str) -> State | None:
-        """Return where an answer's beginning, which the model is to continue, leaves it: the last
-        mark counts. None if it has none."""
+    def continuing(self, text: str) -> ReasoningFormat:
+        """Return the format of an answer whose beginning is ``text``: its last mark counts."""
         begin, end = text.rfind(self.begin), text.rfind(self.end)
-        if begin == end:
-            return None
-        return "inside" if begin > end else "after"
+        state: State = "inside" if begin > end else "after"
+        return replace(self, state=None if begin == end else state)
 
 
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
@@ -134,7 +132,7 @@ class ReasoningSplitter:
         place = said.find(self.call) if self.call else -1
         if len(said) - place > MAX_HELD_CHARS:
             self.call, place = "", -1
-        marks = [each for each in (self.family.end, self.call) if each]
-        num_held = max(num_begun(said, each) for each in marks) if place < 0 else len(said) - place
-        self._text = said[len(said) - num_held :]
-        return said[: len(said) - num_held]
+        if place < 0:
+            place = len(said) - max(num_begun(said, each) for each in (self.family.end, self.call))
+        self._text = said[place:]
+        return said[:place]

@@ -20,12 +20,14 @@ _FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_NESTED: Final = frozenset({
-    "items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf",
-})  # fmt: skip
+_ITEMS: Final = frozenset({"items", "prefixItems", "additionalItems", "additionalProperties"})
+_CHOICES: Final = frozenset({"allOf", "anyOf", "oneOf"})
 _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
-    "minimum": (-1, 0), "exclusiveMinimum": (-1, 1), "maximum": (1, 0), "exclusiveMaximum": (1, -1),
-}  # fmt: skip
+    "minimum": (-1, 0),
+    "exclusiveMinimum": (-1, 1),
+    "maximum": (1, 0),
+    "exclusiveMaximum": (1, -1),
+}
 """Keywords: the sign of infinity on the open side, and what makes the bound inclusive."""
 
 
@@ -46,7 +48,7 @@ def followable(schema: Any, root: str = "#") -> Any:
         for key, value in schema.items():
             if key in _MAPS and isinstance(value, Mapping):
                 made[key] = {name: followable(each, root) for name, each in value.items()}
-            elif key in _NESTED:
+            elif key in _ITEMS | _CHOICES:
                 is_any = key == "oneOf" and _exclude_each_other(value)
                 made["anyOf" if is_any and "anyOf" not in schema else key] = followable(value, root)
             elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
@@ -67,10 +69,8 @@ def _check_exact(value: object, where: str) -> None:
 
     def check(digits: str) -> None:
         if abs(int(digits)) > _EXACT:
-            raise ValueError(
-                f"{where} has the integer {digits}, which is beyond 2^53 and would be rounded: "
-                "make it a string"
-            )
+            what = "which is beyond 2^53 and would be rounded: make it a string"
+            raise ValueError(f"{where} has the integer {digits}, {what}")
 
     json.loads(json.dumps(value), parse_int=check)
 
@@ -112,11 +112,10 @@ def _exclude_each_other(options: object) -> bool:
 
 def choices_of(schema: object) -> list[Any] | None:
     """Return the values of ``const`` or ``enum``, or None if the schema has neither."""
-    if not isinstance(schema, Mapping):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+    given = schema if isinstance(schema, Mapping) else {}
+    if "const" in given:
+        return [given["const"]]
+    return given["enum"] if isinstance(given.get("enum"), list) else None
 
 
 def resolved(
@@ -157,8 +156,7 @@ def types_of(
     schema = resolved(schema, root, seen, steps)
     said = schema.get("type")
     types = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
-    if not types:
-        types = {type_of(value) for value in choices_of(schema) or ()}
+    types = types or {type_of(value) for value in choices_of(schema) or ()}
     for options in (schema.get("anyOf"), schema.get("oneOf")):
         if not types and isinstance(options, list):
             types = set().union(*(types_of(each, root, seen, steps - 1) for each in options))

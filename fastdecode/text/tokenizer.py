@@ -35,13 +35,9 @@ class ModelTokenizer:
         chat_template: str | Path | None = None,
     ) -> None:
         if codec.vocabulary is None or codec.whole is None:
-            raise ConfigError(
-                f"{model} has no tokenizer.json: add the model's, or give token ids",
-                code="no_tokenizer",
-            )
-        self._codec = codec
-        self._model = model
-        self._chosen_template = chat_template
+            why = f"{model} has no tokenizer.json: add the model's, or give token ids"
+            raise ConfigError(why, code="no_tokenizer")
+        self._codec, self._model, self._chosen_template = codec, model, chat_template
         self._tokens, self._whole = codec.vocabulary, codec.whole
         self._tokenizer = codec.vocabulary.tokenizer
         eos = codec.eos_token_id
@@ -113,23 +109,14 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        """Return a conversation as the model's prompt: token ids, or text.
-
-        Args:
-            continue_final_message: end where the last message's text ends.
-            chat_template: a Jinja program in place of the model's own.
-            variables: more names for the template.
-
-        Raises:
-            ConfigError, RequestError: If there is no template, or it refuses the conversation.
+        """Return a conversation as the model's prompt, token ids or text, as transformers does.
+        Raises ConfigError, RequestError: If there is no template, or it refuses the conversation.
         """
         is_own = chat_template is None
         template = self._template if is_own else ChatTemplate.load(self._model, chat_template)
         if template is None:
-            raise ConfigError(
-                f"{self._model} has no chat template: give one as chat_template",
-                code="no_chat_template",
-            )
+            why = f"{self._model} has no chat template: give one as chat_template"
+            raise ConfigError(why, code="no_chat_template")
         how = Rendering.of(add_generation_prompt, continue_final_message, variables, tools or ())
         text = template.render(conversation, datetime.now(), how)
         return self.encode(text, add_special_tokens=False) if tokenize else text

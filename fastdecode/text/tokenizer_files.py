@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
-SPECIAL_TOKENS: Final = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
+SPECIAL_TOKENS: Final = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 _OF_RANKS: Final = (
     "transformers and tiktoken are installed, with the pattern that the model's tokenization_*.py "
@@ -59,8 +59,8 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, model_dir: Path) -> TokenizerFiles:
-        """Read a model directory. Raises CheckpointError: If a file can't be read or has no such
-        content, and as ``find_tokenizer``."""
+        """Read a model directory. Raises CheckpointError: If a file can't be read, and as
+        ``find_tokenizer``."""
         where, older = model_dir / "tokenizer_config.json", {}
         config = read_model_json(where)
         newer = config.get("added_tokens_decoder", {})
@@ -96,23 +96,14 @@ class TokenizerFiles:
             tokenizer = load_tokenizer(self.path, self.added)
         for name, token in self.names.items():
             if tokenizer.token_to_id(token) is None:
-                logger.warning(
-                    "%s: tokenizer_config.json names %r as %s, which is none of the tokens: texts "
-                    "can't have it",
-                    self.path,
-                    token,
-                    name,
-                )
+                why = "which is none of the tokens: texts can't have it"
+                named = "%s: tokenizer_config.json names %r as %s, %s"
+                logger.warning(named, self.path, token, name, why)
         for row in self.added:
-            found = tokenizer.token_to_id(row["content"])
+            token, found = row["content"], tokenizer.token_to_id(row["content"])
             if row["id"] not in (None, found):
-                logger.warning(
-                    "%s: the added token %r has the id %s there, and %s in the other files",
-                    self.path,
-                    row["content"],
-                    found,
-                    row["id"],
-                )
+                differs = "%s: the added token %r has the id %s there, and %s in the other files"
+                logger.warning(differs, self.path, token, found, row["id"])
         return tokenizer
 
     def special_ids(self) -> dict[str, int]:

@@ -89,17 +89,26 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
             raise _refuse("tools", f"{where} has an unknown field {field!r:.80}: known are {known}")
     name, parameters = function.get("name"), function.get("parameters")
     schema = _object(parameters)
-    for field, is_right, rule in (
-        ("name", isinstance(name, str) and _NAME.fullmatch(name),
-         f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}"),
-        ("description", isinstance(function.get("description"), str | None), "a string"),
-        ("strict", isinstance(function.get("strict"), bool | None), "true or false"),
-        ("parameters", isinstance(parameters, Mapping | None), "a JSON schema, which is an object"),
-        ("parameters.type", schema.get("type", "object") in ("object", ["object"]), '"object"'),
-        ("parameters.properties", isinstance(schema.get("properties") or {}, Mapping), "an object"),
-        ("parameters.required", isinstance(schema.get("required") or [], (list, tuple)), "a list"),
-    ):  # fmt: skip
-        if not is_right:
+    rules = {
+        "name": f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}",
+        "description": "a string",
+        "strict": "true or false",
+        "parameters": "a JSON schema, which is an object",
+        "parameters.type": '"object"',
+        "parameters.properties": "an object",
+        "parameters.required": "a list",
+    }
+    is_right = (
+        isinstance(name, str) and _NAME.fullmatch(name),
+        isinstance(function.get("description"), str | None),
+        isinstance(function.get("strict"), bool | None),
+        isinstance(parameters, Mapping | None),
+        schema.get("type", "object") in ("object", ["object"]),
+        isinstance(schema.get("properties") or {}, Mapping),
+        isinstance(schema.get("required") or [], (list, tuple)),
+    )
+    for (field, rule), is_so in zip(rules.items(), is_right, strict=True):
+        if not is_so:
             raise _refuse("tools", f"{where}.{field} must be {rule}")
     # ``strict`` asks for what a required call does anyway, and is not for the model.
     said = {k: v for k, v in function.items() if k != "strict" and v is not None}
@@ -108,7 +117,7 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
 
 def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """Return the tools that may be called, and True if one must be."""
-    if choice is None or choice == "auto":
+    if choice in (None, "auto"):
         return tuple(names), False
     if choice == "none":
         return (), False
@@ -140,42 +149,49 @@ def _named(choice: object, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Tags:
-    """Calls whose arguments stand in tags: strings as they are, other values as JSON.
-
-    Args:
-        lead: What stands before a call's name.
-        head: Regular expression from the begin mark to the first argument. Its group is the name.
-        key_lead, key_end: Around an argument's name, which may contain ``key_end``.
-        value_lead: Regular expression between ``key_end`` and the value.
-        end: What stands after the arguments. May be empty.
-        written: What the model writes: a head, what stands before and after a value, and the end.
-            ``{}`` stands for names.
-        is_padded: Values stand on lines of their own.
-    """
+    """Calls whose arguments stand in tags: strings as they are, other values as JSON."""
 
     lead: str
+    """What stands before a call's name."""
     head: str
+    """Regular expression from the begin mark to the first argument. Its group is the name."""
     key_lead: str
     key_end: str
+    """What stands after an argument's name, which may contain it."""
     value_lead: str
+    """Regular expression between ``key_end`` and the value."""
     value_end: str
     end: str
+    """What stands after the arguments. May be empty."""
     written: tuple[str, str, str, str]
+    """What the model writes: a head, what stands before and after a value, and the end. ``{}``
+    stands for names."""
     is_padded: bool
+    """Values stand on lines of their own."""
 
 
 QWEN3_CODER: Final = Tags(
-    "<function=", r"\s*<function=\s*([\w.-]{1,256})\s*>",
-    "<parameter=", ">", "", "</parameter>", "</function>",
-    ("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n"),
+    lead="<function=",
+    head=r"\s*<function=\s*([\w.-]{1,256})\s*>",
+    key_lead="<parameter=",
+    key_end=">",
+    value_lead="",
+    value_end="</parameter>",
+    end="</function>",
+    written=("\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n"),
     is_padded=True,
-)  # fmt: skip
+)
 GLM45: Final = Tags(
-    "", r"\s*([\w.-]{1,256})\s*(?=<arg_key>|</tool_call>)",
-    "<arg_key>", "</arg_key>", r"\s*<arg_value>", "</arg_value>", "",
-    ("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
+    lead="",
+    head=r"\s*([\w.-]{1,256})\s*(?=<arg_key>|</tool_call>)",
+    key_lead="<arg_key>",
+    key_end="</arg_key>",
+    value_lead=r"\s*<arg_value>",
+    value_end="</arg_value>",
+    end="",
+    written=("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
     is_padded=False,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -190,7 +206,7 @@ class ToolFormat:
     arguments: str = "arguments"
     """The key of the arguments, after ``name``."""
     is_list: bool = False
-    """The model writes all calls into one JSON list."""
+    """All calls are one JSON list."""
     name_end: str = ""
     """If set, the name precedes the arguments' object, with this mark between them."""
     takes_name: bool = False
@@ -225,12 +241,17 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
 11 on; Qwen3-Coder; GLM 4.5; Llama 3.2 and 4; gpt-oss."""
 
 _IN_TEMPLATES: Final = (
-    ("harmony", "<|channel|>"), ("qwen3_coder", "<tool_call>", "<function="),
-    ("glm45", "<arg_key>"), ("hermes", "<tool_call>"), ("mistral_args", "[ARGS]"),
-    ("mistral", "[TOOL_CALLS]"), ("pythonic", "[func_name1("), ("llama3_json", "<|python_tag|>"),
+    ("harmony", "<|channel|>"),
+    ("qwen3_coder", "<tool_call>", "<function="),
+    ("glm45", "<arg_key>"),
+    ("hermes", "<tool_call>"),
+    ("mistral_args", "[ARGS]"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("pythonic", "[func_name1("),
+    ("llama3_json", "<|python_tag|>"),
     ("llama3_json", "Environment: ipython"),
-)  # fmt: skip
-"""The format of a chat template whose source has these marks."""
+)
+"""The format of a chat template whose source has these marks: the first one counts."""
 
 
 def tool_format(template: str) -> ToolFormat | None:

@@ -2,9 +2,9 @@
 
     make campaign        # or: python tests/campaign/campaign.py --jobs 40 --minutes 20
 
-``jobs``: processes of batch jobs are killed, stopped and told to stop. ``interrupts``: calls of an
-``LLM`` are interrupted. ``frames``: messages are damaged. ``slots`` and ``disks``: blocks on disk
-are damaged, or R-workers are killed while they write them. ``systems.py`` strikes whole systems.
+``jobs``: processes of batch jobs are killed, stopped and told to stop. ``systems``: whole systems
+and servers are struck. ``frames``: messages are damaged. ``slots``: blocks on disk are damaged, or
+R-workers are killed while they write them.
 
 Answers, greedy and sampled, are compared with those of an undisturbed run. The moments are random
 within a phase, whose beginning is an event and whose length is an undisturbed job's.
@@ -28,13 +28,12 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import damaged_frames  # noqa: E402
-import disks  # noqa: E402
 import hurt_slots  # noqa: E402
-from damaged_links import to_links  # noqa: E402
 from inherited_signals import hear_interrupts  # noqa: E402
-from jobs import FASTDECODE, LIMIT_S, PATHS, R_WORKER, Jobs, addresses, drawn  # noqa: E402
-from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
+from jobs import Jobs, drawn  # noqa: E402
 from provenance import provenance  # noqa: E402
+from systems import BAD as BAD_SYSTEMS  # noqa: E402
+from systems import SYSTEMS, Systems  # noqa: E402
 
 GOOD = ("right", "ended by MPI")
 Row = dict[str, Any]
@@ -42,22 +41,13 @@ COUNTED: dict[str, Callable[[int, random.Random], Counter[str]]] = {
     "frames to the codec": damaged_frames.to_codec,
     "frames to an R-worker's state": damaged_frames.to_state,
     "frames to an R-worker's port": damaged_frames.to_port,
-    "frames on links": to_links,
     "slots: killed movers": hurt_slots.kills,
     "slots: flipped bits": hurt_slots.flips,
-    "disks: killed R-workers": disks.killed,
 }
 """Name -> function of a number and a random generator that counts outcomes."""
 SHARES = {"frames to the codec": 0.6}
 """Share of ``--frames``, where it is not an eighth."""
 BAD = ("changed", "failed", "orphans")
-INTERRUPTED: dict[str, Row] = {
-    "one thread": {"r_workers": 1},
-    "threads": {"r_workers": 2},
-    "lanes": {"r_workers": 2, "lanes": 2},
-    "zmq": {},
-    "mpi": {},
-}
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -72,44 +62,26 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             verdict = "changed" if any(counts[bad] for bad in BAD) else "right"
             yield {"part": name, "number": number, "counts": counts, "verdict": verdict}
     logging.disable(logging.NOTSET)
-    if options.interrupts:
-        for where, more in INTERRUPTED.items():
-            each = -(-options.interrupts // len(INTERRUPTED))
-            yield {"part": f"interrupts: {where}", **interrupt(where, more, each, options.seed)}
     if options.jobs:
         chance = random.Random(options.seed)
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
             jobs = Jobs(Path(directory), chance)
             for job in drawn(options.jobs, chance, options.of):
                 yield {"part": f"jobs: {job.kind}", **jobs.strike(job).row()}
+    if options.systems:
+        yield from struck_systems(options)
 
 
-def interrupt(where: str, options: Row, number: int, seed: int) -> Row:
-    """Run a program whose calls are interrupted ``number`` times."""
-    script = str(Path(__file__).with_name("interrupts.py"))
-    common = {"kv_memory_gb": 0.02, "r_threads": 1}
-
-    def program(**more: Any) -> list[str]:
-        given = json.dumps({**({} if where in ("zmq", "mpi") else common), **options, **more})
-        return [sys.executable, script, str(number), str(seed), given]
-
-    def outcome_of(line: list[str]) -> Any:
-        with running(line, **PATHS) as job:
-            return job.wait(LIMIT_S + 5 * number)
-
-    if where == "zmq":
-        with addresses(2) as (_, at):
-            outcome = outcome_of(program(r_worker_addresses=at[1::2]))
-    elif where == "mpi":
-        line = [mpirun(), *open_mpi_options(), "-n", "1", *program()]
-        outcome = outcome_of([*line, ":", "-n", "2", *FASTDECODE, *R_WORKER])
-    else:
-        outcome = outcome_of(program())
-    if outcome.exit_code != 0 or outcome.orphans:
-        verdict = "hung" if outcome.exit_code is None else "failed"
-        return {"verdict": verdict, "last_words": outcome.output[-5000:]}
-    counts = json.loads(outcome.output.strip().splitlines()[-1])
-    return {"counts": counts, "verdict": "changed" if counts.get("changed") else "right"}
+def struck_systems(options: argparse.Namespace) -> Iterator[Row]:
+    """Strike each system, and yield its counts."""
+    with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
+        systems = Systems(Path(directory), random.Random(options.seed))
+        for name, system in SYSTEMS.items():
+            if name.startswith(options.of):
+                counts = systems.run(system, options.systems)
+                verdict = "changed" if any(counts[bad] for bad in BAD_SYSTEMS) else "right"
+                row = {"part": f"systems: {name}", "number": options.systems}
+                yield {**row, "counts": counts, "verdict": verdict}
 
 
 def table(found: list[Row]) -> str:
@@ -132,16 +104,15 @@ def main() -> None:
     )
     for name, number, what in (
         ("jobs", 120, "jobs that are struck"),
-        ("interrupts", 50, "calls that are interrupted"),
+        ("systems", 16, "blows on each system or server"),
         ("frames", 800_000, "messages that are damaged"),
         ("slots", 50, "movers that are killed, and bits that are flipped on disk"),
-        ("disks", 50, "R-workers with a disk that are killed in conversations"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=number, help=f"{what} (default: {number})"
         )
     parser.add_argument("--minutes", type=float, default=120, help="start nothing after this time")
-    parser.add_argument("--of", default="", help="beginning of the kinds' names, for jobs")
+    parser.add_argument("--of", default="", help="beginning of the names of kinds and systems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file to which this run is added")
     options = parser.parse_args()

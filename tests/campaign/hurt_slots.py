@@ -1,8 +1,8 @@
-"""Kept blocks on disk whose bytes are flipped, and R-workers that are killed
-while they store: whatever is read back is right, or isn't there.
+"""Cached blocks on disk whose bytes are flipped, and R-workers that are killed while they store.
 
-As a program it stores blocks until it is killed in the middle of a write:
-``hurt_slots.py DIRECTORY SEED WRITES SHARE`` (see ``dying``).
+What is read back is right, or absent. As a program this file stores blocks until it is killed in
+the middle of a write: ``hurt_slots.py DIRECTORY SEED WRITES SHARE``. A seed chooses the write, and
+how much of it is done.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +25,14 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from dying import WRITES_A_BLOCK, die_in_write  # noqa: E402
-
-from rworker.tiers.format import SlotShape  # noqa: E402
+from rworker.tiers import slots  # noqa: E402
+from rworker.tiers.format import PAGE_BYTES, SlotShape  # noqa: E402
 from rworker.tiers.lower_tier import MoveJob  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
 from rworker.tiers.opening import open_slots  # noqa: E402
 
+WRITES_A_BLOCK = 3
+"""Its entry is cleared, its layers are written, its entry is written."""
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
 NUM_SLOTS = 16
 NUM_BLOCKS = 8
@@ -37,6 +40,38 @@ QUOTA = SHAPE.file_bytes(NUM_SLOTS)
 MOST_WRITES = 12 * NUM_BLOCKS * WRITES_A_BLOCK
 """Of one that is killed: of twelve jobs."""
 WAIT_S = 30.0
+
+
+def die_in_write(number: int, share: float) -> None:
+    """Kill this process in its ``number``-th write to a file of cached blocks.
+
+    Args:
+        share: Part of that write that is done.
+    """
+    count = itertools.count(1)
+    write_whole, write_entry = slots._write_whole, slots.SlotFile._write_entry
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()  # nothing comes after it
+
+    def dying_whole(fd: int, data: Any, at: int) -> None:
+        if next(count) != number:
+            write_whole(fd, data, at)
+            return
+        pages = int(share * len(data)) // PAGE_BYTES  # as direct writes want it
+        write_whole(fd, data[: pages * PAGE_BYTES], at)
+        end()
+
+    def dying_entry(self: slots.SlotFile, slot: int, data: bytes) -> None:
+        if next(count) != number:
+            write_entry(self, slot, data)
+            return
+        write_entry(self, slot, data[: int(share * len(data))])
+        end()
+
+    slots._write_whole = dying_whole
+    slots.SlotFile._write_entry = dying_entry  # type: ignore[method-assign]
 
 
 def block_of(key: bytes) -> np.ndarray:
@@ -70,10 +105,10 @@ def store_for_ever(directory: Path, seed: int) -> None:
 
 def look(directory: Path, counts: Counter[str]) -> None:
     """Read back all that is said to be there."""
-    slots = open_slots(directory, SHAPE, QUOTA)
-    keys = tuple(entry.key for entry in slots.entries)
+    opened = open_slots(directory, SHAPE, QUOTA)
+    keys = tuple(entry.key for entry in opened.entries)
     pool = np.zeros((SHAPE.num_layers, max(1, len(keys)), SHAPE.layer_bytes), np.uint8)
-    mover = Mover(slots, pool)
+    mover = Mover(opened, pool)
     failed = run_job(mover, MoveJob(0, True, keys, tuple(range(len(keys))))) if keys else set()
     mover.close()
     counts["missed"] += len(failed)

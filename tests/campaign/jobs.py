@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from mpi_launch import Outcome, Running, mpirun, open_mpi_options, running
+from mpi_launch import Running, running
 from random_llama import llama_config, write_checkpoint
 
 from fastdecode.core.config.instances import Instances
@@ -58,7 +58,7 @@ _CANNOT_BEGIN = ("the MPI job can't begin", "MPI hasn't returned")
 class Kind:
     """How jobs of a kind are started."""
 
-    transports: tuple[str, ...] = ("zmq", "launch", "mpi")
+    transports: tuple[str, ...] = ("zmq", "launch")
     num_r_workers: int = 4
     """R-workers, standby ones included. One of them is never struck."""
     options: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ _HEADS = ("--r-partition", "heads")
 _REPLICAS = ("--replicas", "1")
 _STAGES = ("--prefill-chunk", "4", "--max-num-sequences", "3")
 """Prompts arrive all the time: few run at once, in small chunks."""
-_MPI = ("launch", "mpi")
+_MPI = ("launch",)
 _EVERY = ("R-worker", "first", "command")
 KINDS = {
     "whole sequences": Kind(strikes=_EVERY),
@@ -203,7 +203,6 @@ def drawn(number: int, chance: random.Random, of: str = "") -> list[Struck]:
         if name.startswith(of)
         for transport in kind.transports
         for whom in kind.strikes
-        if (transport, whom) != ("mpi", "command")  # mpirun passes few signals on
     ]
     chosen: list[Struck] = []
     while len(chosen) < number:
@@ -333,7 +332,7 @@ class Jobs:
         return Report(
             job,
             [f"{blow.phase} {blow.whom} {blow.trouble}" for blow in hits],
-            self._exit_code(outcome),
+            outcome.exit_code,
             round(outcome.seconds, 1),
             len(expected) - len(answers),
             sum(answers[key] != expected[key] for key in answers),
@@ -416,8 +415,6 @@ class Jobs:
                 yield Job(command, workers)
             return
         line = self._launched(kind, words, share)
-        if job.transport == "mpi":
-            line = self._mpirun(kind, words, share)
         with running(line, **PATHS) as command:
             yield Job(command)
 
@@ -428,17 +425,6 @@ class Jobs:
         hosts = ["--hosts", f"localhost:{kind.num_r_workers or kind.num_s_ranks}"]
         share = share if kind.num_r_workers else []
         return [*FASTDECODE, "launch", *hosts, *share, "--", *words]
-
-    def _mpirun(self, kind: Kind, words: Sequence[str], share: Sequence[str]) -> list[str]:
-        line = [mpirun(), *open_mpi_options(), "-n"]
-        if kind.instances:
-            size = InstanceRanks(Instances(instances=kind.instances).placed).size
-            every = ["--instances", ",".join(kind.instances), *share]
-            return [*line, str(size), *FASTDECODE, *words, *every]
-        told = ["--exit-code-file", str(self._told)]
-        line += [str(kind.num_s_ranks), *FASTDECODE, *words, *told]
-        r_workers = [":", "-n", str(kind.num_r_workers), *FASTDECODE, *R_WORKER]
-        return [*line, *(r_workers if kind.num_r_workers else [])]
 
     def _placement(self, kind: Kind) -> str:
         instances = [
@@ -468,17 +454,6 @@ class Jobs:
         every = [process for worker in started.r_workers for process in worker.processes()]
         left = psutil.wait_procs(every, PARTING_S)[1]
         return [" ".join(process.cmdline()) for process in left]
-
-    @property
-    def _told(self) -> Path:
-        """File in which the first S-worker writes the job's exit code."""
-        return self._directory / "out.jsonl.exit_code"
-
-    def _exit_code(self, outcome: Outcome) -> int | None:
-        """Return the job's exit code; mpirun's own says little once a rank was lost."""
-        with contextlib.suppress(OSError, ValueError):
-            return int(self._told.read_text()) if outcome.exit_code is not None else None
-        return outcome.exit_code
 
     def _input(self, are_turns: bool) -> Path:
         return self._directory / ("turns.jsonl" if are_turns else "in.jsonl")

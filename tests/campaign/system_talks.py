@@ -4,26 +4,23 @@ which may be an MPI job; and whether what it said is right."""
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any, Protocol, TypeAlias
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
 
-from asking import Answer, ask
 from jobs import LIMIT_S
 from server_process import Server
 
 from fastdecode import LLM, SamplingParams
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 6, 3, 20, 40
-NEAR = 0.02
-"""Log-probabilities of this model that int8 may confuse: between the token that was said and
-the likeliest of float32. Undisturbed it is .0034 at most, of 720 tokens; with one wrong block
-of 16 tokens in a history, 310 of 360 tokens are further than .03."""
 _FREE_WITHIN_S = 20.0
 Turns: TypeAlias = list[tuple[int, ...] | None]
 """Turn after turn, a conversation each; None: it failed, or was cancelled."""
@@ -37,46 +34,85 @@ def prompts_of(turn: int) -> list[list[int]]:
     ]
 
 
-def drawing(conversation: int, *, is_greedy: bool) -> dict[str, Any]:
-    """How its tokens are drawn: every other one's are sampled, unless all are greedy."""
-    temperature = 0.0 if is_greedy else 0.9 * (conversation % 2)
+def drawing(conversation: int) -> dict[str, Any]:
+    """Return sampling parameters: every other conversation is sampled, the others are greedy."""
     return {
-        "temperature": temperature, "seed": conversation, "max_tokens": NUM_DRAWN,
+        "temperature": 0.9 * (conversation % 2), "seed": conversation, "max_tokens": NUM_DRAWN,
         "ignore_eos": True,
     }  # fmt: skip
 
 
-class Talks(Protocol):
-    """Conversations with a system that runs."""
+AGAIN = ("no_r_worker", "rate_limit_exceeded", "starting")
+"""Errors after which a client asks again."""
 
-    def talk(self, name: str) -> Turns:
-        """Tokens of all turns of new conversations."""
 
-    def cancel(self, conversation: int) -> None:
-        """Its turn, if one is under way."""
+@dataclass
+class Answer:
+    """What came of it."""
 
-    def num_kept(self) -> int:
-        """KV blocks that R-workers reserve for requests, when there are none."""
+    token_ids: list[int] = field(default_factory=list)
+    is_whole: bool = False
+    error: str | None = None
+    """Its code, or: no connection, cut off, timeout."""
 
-    def counts(self) -> Counter[str]:
-        """Sequences that went on from replicas, and that were run again."""
+
+def ask(
+    port: int,
+    line: dict[str, Any],
+    is_over: threading.Event,
+    opened: Callable[[socket.socket], None] = lambda _: None,
+) -> Answer:
+    """Ask for the answer to a line of ``jobs.lines``; again where there is
+    no R-worker for the moment, until ``is_over``. ``opened``: told each connection."""
+    body = {name: value for name, value in line.items() if name not in ("id", "prompt_token_ids")}
+    body.update(prompt=line["prompt_token_ids"], stream=True)
+    while True:
+        answer = _asked(port, json.dumps(body).encode(), opened)
+        if answer.error not in AGAIN or answer.token_ids or is_over.wait(0.2):
+            return answer
+
+
+def _asked(port: int, body: bytes, opened: Callable[[socket.socket], None]) -> Answer:
+    answer = Answer(error="no connection")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        connection.connect()
+        opened(connection.sock)
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        came = connection.getresponse()
+        answer.error = "cut off"
+        is_stream = came.headers.get_content_type() == "text/event-stream"
+        while text := came.readline() if is_stream else came.read():
+            if text.startswith(b"data: [DONE]"):
+                answer.is_whole, answer.error = True, None
+            elif text.startswith(b"data: ") or not is_stream:  # and no comment, as of silence
+                said = json.loads(text.removeprefix(b"data: "))
+                if "error" in said:
+                    answer.error = said["error"]["code"]
+                for choice in said.get("choices", ()):
+                    answer.token_ids += choice["token_ids"]
+    except TimeoutError:
+        answer.error = "timeout"
+    except (OSError, http.client.HTTPException):
+        pass
+    finally:
+        connection.close()
+    return answer
 
 
 class LocalTalks:
-    """With an engine in this process.
+    """Conversations with an engine in this process. ``talk`` returns the tokens of all turns.
 
     Args:
         llm: the engine.
-        is_greedy: no turn is sampled.
     """
 
-    def __init__(self, llm: LLM, *, is_greedy: bool = False) -> None:
+    def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        drawn = [drawing(i, is_greedy=is_greedy) for i in range(NUM_CONVERSATIONS)]
+        drawn = [drawing(i) for i in range(NUM_CONVERSATIONS)]
         self._params = [SamplingParams(**each) for each in drawn]
 
     def talk(self, name: str) -> Turns:
-        """See ``Talks``."""
         names = [f"{name}-{i}" for i in range(NUM_CONVERSATIONS)]
         said: Turns = []
         for turn in range(NUM_TURNS):
@@ -86,11 +122,10 @@ class LocalTalks:
         return said
 
     def cancel(self, conversation: int) -> None:
-        """See ``Talks``."""
         self._llm.service.cancel(str(conversation))  # as ``LLM.generate`` numbers them
 
     def num_kept(self) -> int:
-        """See ``Talks``. Of an engine that is broken 0: its turns have failed."""
+        """Return blocks in use. Those of a broken engine are 0: its turns have failed."""
         if self._llm.service.snapshot().state == "broken":
             return 0
         found: list[int] = []
@@ -105,7 +140,6 @@ class LocalTalks:
         return found[0]
 
     def counts(self) -> Counter[str]:
-        """See ``Talks``."""
         stats = self._llm.stats
         return Counter(resumed=stats.resumed.num_sequences, recomputed=stats.num_recomputed)
 
@@ -115,16 +149,13 @@ class ServedTalks:
 
     Args:
         server: one that is ready.
-        is_greedy: no turn is sampled.
     """
 
-    def __init__(self, server: Server, *, is_greedy: bool = False) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._is_greedy = is_greedy
         self._sockets: dict[int, socket.socket] = {}
 
     def talk(self, name: str) -> Turns:
-        """See ``Talks``."""
         is_over = threading.Event()
         end_s = time.monotonic() + LIMIT_S
         with ThreadPoolExecutor(NUM_CONVERSATIONS) as clients:
@@ -133,7 +164,7 @@ class ServedTalks:
             said: Turns = []
             for turn in range(NUM_TURNS):
                 lines = [
-                    {**drawing(i, is_greedy=self._is_greedy), "prompt_token_ids": prompt,
+                    {**drawing(i), "prompt_token_ids": prompt,
                      "conversation_id": f"{name}-{i}"}
                     for i, prompt in enumerate(prompts_of(turn))
                 ]  # fmt: skip
@@ -144,19 +175,18 @@ class ServedTalks:
         return said
 
     def cancel(self, conversation: int) -> None:
-        """See ``Talks``: its client goes away."""
+        """Close the connection of the conversation's client."""
         with contextlib.suppress(KeyError, OSError):
             self._sockets[conversation].shutdown(socket.SHUT_RDWR)
 
     def num_kept(self) -> int:
-        """See ``Talks``. What has just ended may take a moment to be closed everywhere."""
+        """Return blocks in use, once what has just ended had time to be closed everywhere."""
         end_s = time.monotonic() + _FREE_WITHIN_S
         while (used := self._blocks_in_use()) and time.monotonic() < end_s:
             threading.Event().wait(0.2)
         return used
 
     def counts(self) -> Counter[str]:
-        """See ``Talks``."""
         figures = self._server.status()["figures"]
         resumed = figures["resumed"]["num_sequences"]
         moved = {"moved": figures["num_moved"]} if figures.get("num_moved") else {}
@@ -166,7 +196,7 @@ class ServedTalks:
         def opened(found: socket.socket) -> None:
             self._sockets[conversation] = found
 
-        return ask(self._server.port, line, is_stream=True, is_over=is_over, opened=opened)
+        return ask(self._server.port, line, is_over=is_over, opened=opened)
 
     def _blocks_in_use(self) -> int:
         said = self._server.status()
@@ -178,48 +208,4 @@ def _blocks_in_use(r_workers: Sequence[dict[str, Any]]) -> int:
     return sum(each["kv_blocks_used"] for each in r_workers if each["lost"] is None)
 
 
-class Judge:
-    """Holds turns against those of an undisturbed engine of float32, which caches nothing.
-
-    Args:
-        llm: such an engine.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._undisturbed = LocalTalks(llm).talk("plain")
-
-    def of_exact(self, said: Turns) -> list[str]:
-        """Of each turn: right, changed or failed."""
-        return [
-            "failed" if one is None else "right" if one == other else "changed"
-            for one, other in zip(said, self._undisturbed, strict=True)
-        ]
-
-    def of_rounded(self, said: Turns) -> list[str]:
-        """The same of greedy turns with KV in int8, whose tokens may be others where two are
-        about equally likely: each has to be ``NEAR`` the likeliest after what was said before
-        it. Turns after a failed one of their conversation are right."""
-        verdicts = ["failed" if one is None else "right" for one in said]
-        wholes = [self._whole(said, i) for i in range(NUM_CONVERSATIONS)]
-        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
-        for i, output in enumerate(self._llm.generate(wholes, params)):
-            assert output.prompt_logprobs is not None
-            for turn in range(len(wholes[i]) // (NUM_NEW + NUM_DRAWN)):
-                end = (turn + 1) * (NUM_NEW + NUM_DRAWN)
-                for each in output.prompt_logprobs[end - NUM_DRAWN : end]:
-                    assert each is not None
-                    if max(logprob for _, logprob in each.top) - each.logprob > NEAR:
-                        verdicts[turn * NUM_CONVERSATIONS + i] = "changed"
-        return verdicts
-
-    @staticmethod
-    def _whole(said: Turns, conversation: int) -> list[int]:
-        """All its tokens, up to a turn that failed."""
-        tokens = prompts_of(0)[conversation][:0]
-        for turn in range(NUM_TURNS):
-            answer = said[turn * NUM_CONVERSATIONS + conversation]
-            if answer is None:
-                break
-            tokens += [*prompts_of(turn)[conversation], *answer]
-        return tokens
+Talks: TypeAlias = "LocalTalks | ServedTalks"

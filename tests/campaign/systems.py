@@ -1,26 +1,22 @@
-"""The papers' whole systems, disturbed at random moments of conversations.
+"""Whole systems and servers, disturbed at random moments of conversations.
 
-    python tests/campaign/systems.py --each 40 --minutes 20 \\
-        --out benchmarks/results/campaign_systems.json
+Each system is one configuration: of an engine in this process, or of a server, which may be an
+MPI job or stand before instances at addresses. A blow (``BLOWS``) comes a random while after a
+round of turns began. An R-worker or an instance at an address is killed, and another starts at its
+address. Or the device that keeps KV fails, a turn is cancelled, a rank is killed, or the server's
+HTTP process or engine is killed, which ends the server.
 
-Each system is one configuration: of an engine in this process, or of a server, which may
-be an MPI job. A blow comes a random while after a round of turns began (``BLOWS``): an
-R-worker, which is a process at an address, is killed, and another comes at its address;
-the device that keeps KV fails; a turn is cancelled; or a rank is killed. Turns, greedy and
-sampled, must equal the turns of an undisturbed engine of float32 without caches, stages or
-replicas. With int8 devices and R-workers round differently, so tokens depend on the side:
-there turns are greedy, and each token has to be nearly the likeliest (``system_talks``).
-Counted are turns that **failed** or were **changed**, rounds that **hung**, and KV blocks
-that are **kept** afterwards though no request wants them.
+Turns, greedy and sampled, must equal those of an undisturbed float32 engine without caches, stages
+or replicas. Of a server that ends, a turn is right or an error.
+Counted are turns that **failed** or were **changed**, rounds that **hung**, KV blocks that are
+**kept** afterwards though no request wants them, and **orphans**, processes that a server leaves.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import random
-import sys
+import signal
 import tempfile
 import threading
 import time
@@ -31,30 +27,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
-
-from inherited_signals import hear_interrupts  # noqa: E402
-from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of  # noqa: E402
-from mpi_launch import Running, mpirun, open_mpi_options, running  # noqa: E402
-from provenance import provenance  # noqa: E402
-from random_llama import llama_config, write_checkpoint  # noqa: E402
-from server_process import serving  # noqa: E402
-from system_talks import (  # noqa: E402
+from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of
+from mpi_launch import Running, mpirun, open_mpi_options, running
+from random_llama import llama_config, write_checkpoint
+from server_process import Server, serving
+from system_talks import (
     NUM_CONVERSATIONS,
-    Judge,
     LocalTalks,
     ServedTalks,
     Talks,
     Turns,
 )
 
-from fastdecode import LLM  # noqa: E402
-from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout  # noqa: E402
-from fastdecode.schedule.hybrid.rule import Margins  # noqa: E402
-from fastdecode.schedule.times import MeasuredTimes  # noqa: E402
-from sworker.paged import PagedKV  # noqa: E402
+from fastdecode import LLM
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.rule import Margins
+from fastdecode.schedule.times import MeasuredTimes
+from sworker.paged import PagedKV
 
 SILENCE_S = 2.0
 BLOWS_AN_ENGINE = 4
@@ -62,7 +51,9 @@ BLOWS_AN_ENGINE = 4
 COMMON: dict[str, Any] = {
     "dtype": "float32", "block_size": 16, "max_num_sequences": 8, "device": "cpu",
 }  # fmt: skip
-BAD = ("hung", "failed", "changed", "kept")
+BAD = ("hung", "failed", "changed", "kept", "orphans", "other exit code")
+DEADLY = {"HTTP process": 5, "engine": -signal.SIGKILL}
+"""Blows that end a server, and its exit code."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +72,8 @@ class System:
     """Of the MPI job that serves; 0: no such job."""
     is_served: bool = False
     """Behind a server, of one process or an MPI job."""
-
-    @property
-    def is_rounded(self) -> bool:
-        """Whether tokens depend on where KV is kept."""
-        return self.options.get("kv_dtype") == "int8"
+    instances: tuple[str, ...] = ()
+    """Roles of instances at addresses, in place of R-workers."""
 
 
 _ON_DEVICE: dict[str, Any] = {
@@ -112,8 +100,8 @@ SYSTEMS: dict[str, System] = {
         {"instances": "prefill:1:tp=2,decode:1:tp=2", "kv_memory_gb": 0.02, "r_threads": 1},
         "rank", num_r_workers=0, blows_an_engine=1, num_ranks=7, is_served=True,
     ),
-    "hybrid, int8, cache, replicas behind the server": System(
-        {"kv_placement": "hybrid", "device_kv_gb": 0.00025, "kv_dtype": "int8",
+    "server, hybrid, cache, replicas": System(
+        {"kv_placement": "hybrid", "device_kv_gb": 0.001,
          "prefix_cache": "on", "replicas": 1},
         is_served=True,
     ),
@@ -121,36 +109,42 @@ SYSTEMS: dict[str, System] = {
         {"kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1}
     ),
     "FastDecode's schedule on prompt stages": System({"prompt_pp": 1, "schedule": "stabilized"}),
+    "server, R-workers": System({}, is_served=True),
+    "server, engine killed": System({}, "engine", blows_an_engine=1, is_served=True),
+    "server, HTTP process killed": System({}, "HTTP process", blows_an_engine=1, is_served=True),
+    "server, instances": System(
+        {}, "instance", is_served=True, instances=("prefill", "prefill", "decode", "decode")
+    ),
+    "server, instances, engine killed": System(
+        {}, "engine", blows_an_engine=1, is_served=True, instances=("prefill", "decode")
+    ),
 }  # fmt: skip
 
 
 class Rack:
-    """R-workers' processes, and others that come at the addresses of the killed.
+    """Processes at addresses, and others that start at the addresses of the killed.
 
     Args:
-        number: of R-workers.
-        more: options of each.
+        commands: One for each, without ``--bind``.
     """
 
-    def __init__(self, number: int, more: list[str]) -> None:
-        self._more = more
+    def __init__(self, commands: list[list[str]]) -> None:
+        self._commands = commands
         self._stack = contextlib.ExitStack()
-        self.workers = [self._start("tcp://127.0.0.1:*") for _ in range(number)]
+        self.workers = [self._start(each, "tcp://127.0.0.1:*") for each in commands]
         self.addresses = [address_of(worker) for worker in self.workers]
 
     def kill(self, place: int) -> None:
-        """One, and have another at its address."""
+        """Kill one, and start another at its address."""
         self.workers[place].process.kill()
         self.workers[place].wait(LIMIT_S)
-        self.workers[place] = self._start(self.addresses[place])
+        self.workers[place] = self._start(self._commands[place], self.addresses[place])
 
     def close(self) -> None:
         self._stack.close()
 
-    def _start(self, address: str) -> Running:
-        words = [*FASTDECODE, "r-worker", "--threads", "1", "--bind", address, *self._more]
-        words += ["--silence-s", str(SILENCE_S), "--return-s", "10"]
-        return self._stack.enter_context(running(words, **PATHS))
+    def _start(self, command: list[str], address: str) -> Running:
+        return self._stack.enter_context(running([*command, "--bind", address], **PATHS))
 
 
 class Device:
@@ -186,11 +180,10 @@ class Disturbed:
     rack: Rack
     device: Device
     chance: random.Random
-    job: Running | None = None
-    """Of the server."""
+    server: Server | None = None
     num_ranks: int = 0
 
-    def kill_r_worker(self) -> None:
+    def kill_at_address(self) -> None:
         self.rack.kill(self.chance.randrange(len(self.rack.workers)))
 
     def fail_device(self) -> None:
@@ -198,8 +191,16 @@ class Disturbed:
 
     def kill_rank(self) -> None:
         """Any but the first, which is the controller."""
-        assert self.job is not None
-        self.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
+        assert self.server is not None
+        self.server.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
+
+    def kill_http(self) -> None:
+        assert self.server is not None
+        self.server.process("http").kill()
+
+    def kill_engine(self) -> None:
+        assert self.server is not None
+        self.server.process("engine").kill()
 
     def cancel_turn(self) -> int:
         """Returns the conversation whose turn is cancelled, if it has one under way."""
@@ -209,7 +210,10 @@ class Disturbed:
 
 
 BLOWS: dict[str, Callable[[Disturbed], int | None]] = {
-    "R-worker": Disturbed.kill_r_worker,
+    "R-worker": Disturbed.kill_at_address,
+    "instance": Disturbed.kill_at_address,
+    "HTTP process": Disturbed.kill_http,
+    "engine": Disturbed.kill_engine,
     "device": Disturbed.fail_device,
     "rank": Disturbed.kill_rank,
     "turn": Disturbed.cancel_turn,
@@ -232,12 +236,8 @@ class Systems:
         self._model = directory / "model"
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
-        plain = LLM(str(self._model), **COMMON, kv_memory_gb=0.02)
-        self._close = plain.close
-        self._judge = Judge(plain)
-
-    def close(self) -> None:
-        self._close()
+        with LLM(str(self._model), **COMMON, kv_memory_gb=0.02) as plain:
+            self._undisturbed = LocalTalks(plain).talk("plain")
 
     def run(self, system: System, number: int) -> Counter[str]:
         """Of one system so many blows, with an engine for a few of them each."""
@@ -254,6 +254,12 @@ class Systems:
             length_s = time.monotonic() - began_s
             for blow in range(number):
                 self._strike(system, disturbed, f"b{blow}", length_s, counts)
+            if system.blow in DEADLY:
+                assert disturbed.server is not None
+                outcome = disturbed.server.job.wait(LIMIT_S)
+                counts["orphans"] += len(outcome.orphans)
+                counts["other exit code"] += outcome.exit_code != DEADLY[system.blow]
+                return
             self._count(system, talks.talk("after"), counts)
             counts += talks.counts()
             counts["kept"] += talks.num_kept()
@@ -289,19 +295,29 @@ class Systems:
         given = {**COMMON, **system.options, "worker_silence_s": SILENCE_S}
         for name, value in given.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
-        words += [word for address in rack.addresses for word in ("--r-worker", address)]
+        if system.instances:
+            words = [*FASTDECODE, "serve", str(self._model), "--port", "0"]
+            words += ["--instances", ",".join(rack.addresses), "--worker-silence-s", str(SILENCE_S)]
+        else:
+            words += [word for address in rack.addresses for word in ("--r-worker", address)]
         with serving([*(ranks if system.num_ranks else []), *words]) as server:
-            talks = ServedTalks(server, is_greedy=system.is_rounded)
-            yield Disturbed(talks, rack, self._device, self._chance, server.job, system.num_ranks)
+            talks = ServedTalks(server)
+            yield Disturbed(talks, rack, self._device, self._chance, server, system.num_ranks)
 
     @contextlib.contextmanager
     def _rack(self, system: System) -> Iterator[Rack]:
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
-            more = ["--kv-memory-gb", "0.02"]
+            command = [*FASTDECODE, "r-worker", "--threads", "1", "--silence-s", str(SILENCE_S)]
+            command += ["--return-s", "10", "--kv-memory-gb"]
             if system.is_on_disk:
-                more = ["--kv-memory-gb", "0.006", "--cache-disk", f"{directory}/kept"]
-                more += ["--cache-disk-gb", "0.05"]
-            rack = Rack(system.num_r_workers, more)
+                command += ["0.006", "--cache-disk", f"{directory}/kept", "--cache-disk-gb", "0.05"]
+            else:
+                command += ["0.02"]
+            engine = [*FASTDECODE, "instance", str(self._model), "--dtype", "float32"]
+            engine += ["--r-threads", "1", "--kv-memory-gb", "0.02", "--block-size", "16"]
+            engine += ["--worker-silence-s", str(SILENCE_S), "--role"]
+            instances = [[*engine, role] for role in system.instances]
+            rack = Rack(instances or [command] * system.num_r_workers)
             try:
                 yield rack
             finally:
@@ -321,8 +337,12 @@ class Systems:
         self, system: System, said: Turns, counts: Counter[str], whose: int | None = None
     ) -> bool:
         """``whose``: a conversation whose turns need not be right. Whether one is not."""
-        judge = self._judge.of_rounded if system.is_rounded else self._judge.of_exact
-        verdicts = judge(said)
+        verdicts = [
+            "failed" if one is None else "right" if one == other else "changed"
+            for one, other in zip(said, self._undisturbed, strict=True)
+        ]
+        if system.blow in DEADLY:
+            verdicts = ["an error" if each == "failed" else each for each in verdicts]
         for place in range(whose if whose is not None else len(said), len(said), NUM_CONVERSATIONS):
             if verdicts[place] != "right":
                 verdicts[place] = "cut short"
@@ -338,54 +358,3 @@ def _keep_away(llm: LLM) -> None:
 
     control = llm._running.engine._lifecycle.scheduler.hybrid
     control._options = replace(control._options, rule=rule)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--each", type=int, default=40, help="blows of each system (default: 40)")
-    parser.add_argument("--of", default="", help="systems whose names begin so")
-    parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so long")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file for the counts, behind those in it")
-    options = parser.parse_args()
-    hear_interrupts()
-    sys.exit(0 if run(options) else 1)
-
-
-def run(options: argparse.Namespace) -> bool:
-    """All systems in turns, a few blows each, until the time is over. Whether all went well."""
-    end_s = time.monotonic() + 60 * options.minutes
-    chosen = [name for name in SYSTEMS if name.startswith(options.of)]
-    counts: dict[str, Counter[str]] = {name: Counter() for name in chosen}
-    out = options.out
-    before = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd", dir="/tmp"))
-        systems = Systems(Path(directory), random.Random(options.seed))
-        stack.callback(systems.close)
-        left = dict.fromkeys(chosen, options.each)
-        while time.monotonic() < end_s and any(number > 0 for number in left.values()):
-            for name in (name for name in chosen if left[name] > 0):
-                system = SYSTEMS[name]
-                number = max(system.blows_an_engine, BLOWS_AN_ENGINE)
-                counts[name] += systems.run(system, min(left[name], number))
-                left[name] = options.each - counts[name]["blows"]
-                print(name, dict(counts[name]), flush=True)
-                _write(options, counts, before)
-    return not any(each[what] for each in counts.values() for what in BAD)
-
-
-def _write(
-    options: argparse.Namespace, counts: dict[str, Counter[str]], before: list[dict[str, Any]]
-) -> None:
-    if options.out is not None:
-        none = dict.fromkeys(BAD, 0)
-        systems = {name: {**none, **found} for name, found in counts.items()}
-        found = {**provenance(), "seed": options.seed, "systems": systems}
-        options.out.write_text(json.dumps({"runs": [*before, found]}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -38,22 +38,13 @@ BY_HAND: list[tuple[float, Callable[[dict[str, Any]], float]]] = [
     (ALONE, lambda plan: plan["gpu_only"]["batch"]),
     (ALONE_RATE, lambda plan: plan["gpu_only"]["tokens_per_s"]),
     (8 * EPYC / (512 * KV_7), lambda plan: plan["headline"]["tokens_per_s"]),
-    (
-        math.ceil(MOST_7 * 512 * INT8 / EPYC),
-        lambda plan: plan["what_ifs"][0]["sockets"],
-    ),
+    (math.ceil(MOST_7 * 512 * INT8 / EPYC), lambda plan: plan["what_ifs"][0]["sockets"]),
     (H100_ALONE / H100_STEP, lambda plan: plan["gpu_only"]["tokens_per_s"]),
-    (
-        (2 * H200_ROOM - 2 * SEVENTY) / (1536 * KV_70),
-        lambda plan: plan["gpu_only"]["batch"],
-    ),
+    ((2 * H200_ROOM - 2 * SEVENTY) / (1536 * KV_70), lambda plan: plan["gpu_only"]["batch"]),
     (0.9 * 10e9 / 8 / (32 * 3 * 4096 * 2), lambda plan: plan["most_tokens_per_s"]),
     (1.9e9 / 655_360, lambda plan: plan["most_tokens_per_s"]),
     (1000 * 2 * EIGHT / A10_BYTES, lambda plan: 1000 * plan["plan"]["expected"]["step_s"]),
-    (
-        1e6 * 640 * 2 * EIGHT / (0.6 * 362.05e12) / 3600,
-        lambda plan: plan["job"]["hours"],
-    ),
+    (1e6 * 640 * 2 * EIGHT / (0.6 * 362.05e12) / 3600, lambda plan: plan["job"]["hours"]),
 ]
 
 

@@ -205,16 +205,8 @@ def test_at_addresses_where_a_job_is_served_afterwards(
     source = tmp_path / "in.jsonl"
     output = tmp_path / "out.jsonl"
     source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2, "temperature": 0}\n')
-    command = [
-        *FASTDECODE,
-        "r-worker",
-        "--bind",
-        "tcp://127.0.0.1:*",
-        "--threads",
-        "1",
-        "--kv-memory-gb",
-        "0.1",
-    ]
+    command = [*FASTDECODE, "r-worker", "--bind", "tcp://127.0.0.1:*"]
+    command += ["--threads", "1", "--kv-memory-gb", "0.1"]
     with running([*command, "--model-hash", "another"], **PATHS) as job:
         job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
         address = job.output().split(" listens at ")[1].split()[0]
@@ -229,20 +221,6 @@ def test_at_addresses_where_a_job_is_served_afterwards(
             assert sorted(wrong) == kinds and "another" in wrong["model"], wrong
             assert not more or "127.0.0.1:9" in wrong["reach"]
             assert written["r_workers"][0]["link"]["bytes_per_s"] > 0
-        assert (
-            main(
-                [
-                    "generate",
-                    "--model",
-                    model,
-                    "-i",
-                    str(source),
-                    "-o",
-                    str(output),
-                    "--r-worker",
-                    address,
-                ]
-            )
-            == 4
-        )
+        files = ["-i", str(source), "-o", str(output)]
+        assert main(["generate", model, *files, "--r-worker", address]) == 4
         assert "another" in capsys.readouterr().err  # it was there, and refused the wrong model

@@ -9,21 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.cli.errors import as_typed
 from fastdecode.cli.main import main
-from fastdecode.cli.options import add_sampling_options
+from fastdecode.cli.options import add_sampling_options, as_typed
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.sequence import SamplingParams
 
-PARAMETERS = {
-    "kv_memory_gb",
-    "device",
-    "lanes",
-    "key",
-    "length_quantile",
-    "r_worker_addresses",
-    "model",
+FLAGS = {
+    **{name: "--" + name.replace("_", "-") for name in ("kv_memory_gb", "device", "key")},
+    "length_quantile": "--length-quantile",
+    "r_worker_addresses": "--r-worker",
 }
 
 
@@ -61,7 +56,7 @@ def test_parameters_become_options(
 ) -> None:
     error = ConfigError(*words)
     assert str(error) == error.message == told
-    assert as_typed(error, PARAMETERS) == (typed or told)
+    assert as_typed(error, FLAGS) == (typed or told)
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,8 @@ def run(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Run:
     def run(lines: list[str | bytes], *options: str) -> tuple[int, list[dict[str, Any]]]:
         raw = [text.encode() if isinstance(text, str) else text for text in lines]
         (tmp_path / "in.jsonl").write_bytes(b"\n".join(raw))
-        command = [
-            "generate",
-            "--model",
-            str(tiny_checkpoint("llama")),
-            "--dtype",
-            "float32",
-            "--kv-memory-gb",
-            "0.01",
-        ]
+        model = [str(tiny_checkpoint("llama")), "--dtype", "float32"]
+        command = ["generate", *model, "--kv-memory-gb", "0.01"]
         files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
         code = main([*command, *files, *options])
         return code, [
@@ -85,11 +78,8 @@ def test_every_line_is_answered_in_order(run: Run) -> None:
         assert set(answer) == {"id", "text", "token_ids", "finish_reason", "usage"}
         assert len(answer["token_ids"]) == 9 - i
         assert answer["finish_reason"] == "length"
-        assert answer["usage"] == {
-            "prompt_tokens": 1 + i,
-            "completion_tokens": 9 - i,
-            "total_tokens": 10,
-        }
+        usage = {"prompt_tokens": 1 + i, "completion_tokens": 9 - i, "total_tokens": 10}
+        assert answer["usage"] == usage
 
 
 def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
@@ -119,20 +109,11 @@ def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
         line(7, prompt_token_ids=[-1]): "invalid_token_id",
         line("7", prompt_token_ids=[9]): "duplicate_id",
     }
-    lines: list[str | bytes] = [
-        good,
-        *bad,
-        b'{"id": "o", "prompt": "\xff"}',
-        line("last", prompt_token_ids=[5, 6, 7]),
-    ]
-    code, out = run(lines)
+    last = line("last", prompt_token_ids=[5, 6, 7])
+    code, out = run([good, *bad, b'{"id": "o", "prompt": "\xff"}', last])
     assert code == 3
-    assert [answer.get("error", {}).get("code") for answer in out] == [
-        None,
-        *bad.values(),
-        "invalid_json",
-        None,
-    ]
+    codes = [answer.get("error", {}).get("code") for answer in out]
+    assert codes == [None, *bad.values(), "invalid_json", None]
     assert all(answer["error"]["message"] for answer in out if "error" in answer)
     assert out[0] == alone
     assert out[-1] == {**alone, "id": "last"}
@@ -219,15 +200,8 @@ def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:
     assert (summary["requests"], summary["failed"]) == (4, 1)
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 12)
     assert summary["r_workers"] == 2
-    for name in (
-        "load_s",
-        "prefill_s",
-        "decode_s",
-        "total_s",
-        "output_tokens_per_s",
-        "peak_rss_bytes",
-    ):
-        assert summary[name] > 0, name
+    names = "load_s prefill_s decode_s total_s output_tokens_per_s peak_rss_bytes"
+    assert all(summary[name] > 0 for name in names.split())
     assert summary["total_s"] > summary["load_s"] + summary["prefill_s"] + summary["decode_s"]
     assert summary["s_share"] + summary["wait_share"] == pytest.approx(1)
     assert 0 < summary["r_share"] < 1

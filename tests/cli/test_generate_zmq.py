@@ -128,11 +128,7 @@ MORE_LOSSES = [(signal.SIGKILL, "sequences"), (signal.SIGKILL, "heads")]
 
 @pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals,
-    partition: str,
-    asked: Asked,
-    tmp_path: Path,
-    limit: StepLimit,
+    trouble: signal.Signals, partition: str, asked: Asked, tmp_path: Path, limit: StepLimit
 ) -> None:
     options, output, expected = asked(60)
     summary = tmp_path / "summary.json"
@@ -317,10 +313,7 @@ def test_a_job_without_any_is_refused(asked: Asked) -> None:
     ],
 )
 def test_options_that_are_refused(
-    options: list[str],
-    match: str,
-    asked: Asked,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], match: str, asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, _, _ = asked(1)
     assert main([*command, *options]) == 2

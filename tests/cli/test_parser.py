@@ -1,29 +1,93 @@
-"""Short help, whole help, a group's help; errors that say the mend."""
+"""Options as dataclasses declare them; help by group; errors of command lines."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from fastdecode.cli.parser import Parser, Rare, add_model
+from fastdecode.cli.main import main
+from fastdecode.cli.options import add_options, as_typed, read_options
+from fastdecode.cli.parser import Parser, add_model
 from fastdecode.cli.vllm_words import as_here
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.options import REMOVED
+from fastdecode.core.config.options import (
+    REMOVED,
+    REQUIRED,
+    check_options,
+    duration,
+    option,
+    switch,
+)
 from fastdecode.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SPart:
+    dtype: str = option("auto", "a common option", common=True)
+    count: int = option(2, "how many", low=1, high=9)
+    share: float | None = option(None, "a part", read=duration, metavar="S", high=9)
+    mode: str = option("fast", "one of two", choices=("fast", "slow"))
+    cuda_graphs: str | None = option(None, "a rare option")
+    names: tuple[str, ...] = option((), "repeatable")
+    sizes: tuple[int, ...] = option((), "repeatable")
+    lanes: int | None = option(None, "how many, or auto", auto=True)
+    is_on: bool = option(True, "can be off", flag="--on")
+    text: bool = option(True, "no text", flag="--no-text", is_switch=True)
+    no_hands: bool = switch("a name that begins like a negation")
+    first: bool = switch("an alternative", is_alternative=True)
+    second: bool = switch("another", is_alternative=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class Files:
+    input: Path = option(REQUIRED, "what to read", short="-i", metavar="FILE")
 
 
 def parser() -> Parser:
     made = Parser(prog="tool", description="Do something.")
     add_model(made)
-    made.add_argument("--input", required=True, metavar="FILE", help="what to read")
-    group = made.add_argument_group("S-part")
-    group.add_argument("--dtype", help="a common option")
-    group.add_argument("--count", type=int, help=Rare("how many"))
-    group.add_argument("--share", type=float, help=Rare("a part"))
-    group.add_argument("--mode", choices=("fast", "slow"), help=Rare("one of two"))
-    group.add_argument("--cuda-graphs", help=Rare("a rare option"))
+    add_options(made, Files)
+    add_options(made, SPart, "S-part")
     return made
+
+
+def ended(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """Return what the command prints before it exits."""
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == code
+    printed = capsys.readouterr()
+    return printed.err if code else printed.out
+
+
+def test_options_are_read_as_their_dataclass_declares_them() -> None:
+    words = "m -i f --count 3 --share 5ms --names a --names b --sizes 1 --lanes auto --no-on"
+    args = parser().parse_args([*words.split(), "--no-text", "--no-hands", "--second"])
+    assert read_options(args, Files) == Files(Path("f")) and args.model == "m"
+    given = {"count": 3, "share": 0.005, "names": ("a", "b"), "sizes": (1,), "second": True}
+    given |= {"no_hands": True}
+    assert read_options(args, SPart) == SPart(**given, is_on=False, text=False)
+    assert read_options(parser().parse_args(["m", "-i", "f"]), SPart) == SPart()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--count 10", "--count 10 is not a whole number from 1 to 9"),
+        ("--share 10s", "--share 10.0 is not a number from -inf to 9"),
+    ],
+)
+def test_a_value_beyond_its_limits_is_refused_by_its_option(words: str, says: str) -> None:
+    args = parser().parse_args(["m", "-i", "f", *words.split()])
+    with pytest.raises(ConfigError) as refused:
+        read_options(args, SPart)
+    assert as_typed(refused.value, args.flags) == says
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -51,38 +115,31 @@ def test_the_short_help_leaves_rare_options_out(capsys: pytest.CaptureFixture[st
 def test_an_unknown_group_is_refused_with_those_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "no such group of options. Groups are" in refusal(["--help=x"], capsys)
+    assert "--help=x is not a group of options: arguments" in refusal(["--help=x"], capsys)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
-        (
-            ["m", "--input", "f", "--transport", "zmq"],
-            "FastDecode has nothing like it. Remove it",
-        ),
+        (["m", "--input", "f", "--transport", "zmq"], "FastDecode has nothing like it. Remove it"),
         (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
         (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
-        (["m", "n", "--input", "f"], "unexpected argument 'n'"),
-        (["--input", "f"], "missing: MODEL"),
-        (["m"], "missing: --input FILE"),
-        ([], "missing: MODEL, --input FILE"),
-        (["m", "--input"], "--input needs a value behind it"),
-        (["m", "--input", "f", "--count", "x"], "--count x is not a whole number"),
-        (["m", "--input", "f", "--share", "x"], "--share x is not a number"),
-        (["m", "--input", "f", "--mode", "fsat"], "--mode fsat is unknown: did you mean fast?"),
-        (
-            ["m", "--model", "n", "--input", "f"],
-            "--model and MODEL cannot be used together: remove one of them",
-        ),
+        (["m", "n", "--input", "f"], "unrecognized arguments: n"),
+        (["--input", "f"], "one of the arguments MODEL --model is required"),
+        (["m"], "the following arguments are required: --input/-i"),
+        (["m", "--input", "f", "--count", "x"], "argument --count: invalid int value: 'x'"),
+        (["m", "--input", "f", "--share", "x"], "'x' is no time: give seconds, or like 5ms"),
+        (["m", "--input", "f", "--mode", "x"], "argument --mode: invalid choice: 'x'"),
+        (["m", "-i", "f", "--first", "--second"], "not allowed with argument --first"),
+        (["m", "--model", "n", "-i", "f"], "not allowed with argument"),
     ],
 )
-def test_the_reason_comes_first_and_the_usage_is_one_line(
+def test_a_bad_command_line_is_refused_behind_one_line_of_usage(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, usage = refusal(words, capsys).splitlines()
-    assert first.startswith("tool: ") and says in first
+    usage, error = refusal(words, capsys).splitlines()
+    assert error.startswith("tool: error: ") and says in error
     assert usage == "usage: tool [options] MODEL --input FILE"
 
 
@@ -98,48 +155,33 @@ def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> Non
     commands.add_parser("run").add_argument("--seed")
     with pytest.raises(SystemExit):
         top.parse_args(["run", "--sead", "3"])
-    assert "top run: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
+    assert "top run: error: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
 
 
 def test_the_whole_help_of_a_command_with_subcommands_lists_their_groups(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from fastdecode.cli.main import main
-
-    texts = []
-    for word in ("--help", "--help=all"):
-        with pytest.raises(SystemExit) as stopped:
-            main([word])
-        assert stopped.value.code == 0
-        texts.append(capsys.readouterr().out)
-    short, whole = texts
+    short, whole = (ended([word], capsys, code=0) for word in ("--help", "--help=all"))
     assert "prefix-cache" in whole and "plan goodput" in whole
     assert "prefix-cache" not in short
 
 
 @pytest.mark.parametrize("command", ["generate", "run-batch", "serve"])
 def test_no_default_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastdecode.cli.main import main
-
-    with pytest.raises(SystemExit):
-        main([command, "--help=all"])
-    assert "None" not in capsys.readouterr().out
+    assert "None" not in ended([command, "--help=all"], capsys, code=0)
 
 
 def test_options_of_earlier_versions_say_what_took_their_place(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from fastdecode.cli.main import main
-
     for name, new in REMOVED.items():
         mend = "leave it out" if new is None else f"did you mean {new}?"
         with pytest.raises(ConfigError, match=re.escape(f"no option '{name}': {mend}")):
             EngineConfig.of("dir", **{name: 1})
         flag = "--" + name.replace("_", "-")
-        with pytest.raises(SystemExit):
-            main(["generate", "m", flag, "1"])
         mend = "Remove it" if new is None else f"did you mean --{new.replace('_', '-')}?"
-        assert f"unknown option {flag}: " in (said := capsys.readouterr().err) and mend in said
+        said = ended(["generate", "m", flag, "1"], capsys)
+        assert f"unknown option {flag}: " in said and mend in said
 
 
 FLAGS = ["--tp", "--pp", "--kv-dtype", "--dtype", "--prefix-cache", "--cuda-graphs"]
@@ -194,26 +236,18 @@ def test_option_of_vllm_without_anything_like_it_is_refused(words: str, why: str
 
 @pytest.mark.parametrize("name", ["serve", "generate", "run-batch"])
 def test_commands_take_names_of_vllm(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastdecode.cli.main import main
-
-    with pytest.raises(SystemExit):
-        main([name, "m", "--tensor-parallel-size", "two"])
-    assert "--tp two is not a whole number" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([name, "m", "--trust-remote-code"])
-    assert "--trust-remote-code is not supported: code" in capsys.readouterr().err
+    said = ended([name, "m", "--tensor-parallel-size", "two"], capsys)
+    assert "argument --tp: invalid int value: 'two'" in said
+    said = ended([name, "m", "--trust-remote-code"], capsys)
+    assert "--trust-remote-code is not supported: code" in said
 
 
 def test_a_key_in_a_command_line_is_refused_and_not_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from fastdecode.cli.main import main
-
     for words in (["--api-key", "first-key-0001"], ["--api-key=first-key-0001"]):
         for command in (["serve", "m"], ["top", "http://localhost:1"]):
-            with pytest.raises(SystemExit):
-                main([*command, *words])
-            said = capsys.readouterr().err
+            said = ended([*command, *words], capsys)
             assert "--api-key-file" in said and "first-key" not in said
 
 
@@ -224,26 +258,15 @@ def test_a_key_in_a_command_line_is_refused_and_not_shown(
         ("--api-key-flie", "--api-key-file?"),
         ("--max-tokns", "--max-tokens?"),
         ("--root-path", "see fastdecode serve --help=all"),
-        ("--lora-modules", "see fastdecode serve --help=all"),
-        ("--response-role", "see fastdecode serve --help=all"),
     ],
 )
 def test_unknown_option_suggests_what_is_like_it(
     option: str, mend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fastdecode.cli.main import main
-
-    with pytest.raises(SystemExit):
-        main(["serve", "m", option, "1"])
-    assert f"unknown option {option}: " in (said := capsys.readouterr().err)
-    assert said.splitlines()[0].endswith(mend), said
+    said = ended(["serve", "m", option, "1"], capsys)
+    assert f"unknown option {option}: " in said and said.splitlines()[1].endswith(mend), said
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
-    from fastdecode.cli.main import main
-
     for words, shown in ((["help"], "COMMAND"), (["help", "size"], "fastdecode size")):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 0
-        assert shown in capsys.readouterr().out.splitlines()[0]
+        assert shown in ended(words, capsys, code=0).splitlines()[0]

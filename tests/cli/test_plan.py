@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from fastdecode.cli.common import progress_teller
 from fastdecode.cli.main import main
+from fastdecode.cli.options import progress_teller
 from fastdecode.core.config.placement import read_placement
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     example
-    for page in ("design/disaggregation.md", "design/goodput.md", "evidence/papers.md")
+    for page in ("design/disaggregation.md", "design/goodput.md")
     for example in re.findall(
         r"```console\n\$ fastdecode (plan [^\n]*)\n(.*?)```",
         (ROOT / "docs" / page).read_text("utf-8"),
@@ -46,10 +46,7 @@ def plan(*arguments: str) -> int:
 
 @pytest.mark.parametrize(("command", "answer"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
 def test_documented_answers(
-    command: str,
-    answer: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, answer: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command)) == 0

@@ -47,16 +47,8 @@ SPEC = AttentionSpec(4, 2, 20, scale=0.2)  # its kernels are compiled by other t
 HELLO = Hello(
     PROTOCOL_VERSION, "a model", KVSpec(2, 2, 20, DType.FLOAT32, 64), (SPEC, SPEC), DType.FLOAT32
 )
-R_WORKER = [
-    sys.executable,
-    "-m",
-    "fastdecode.cli.main",
-    "r-worker",
-    "--threads",
-    "1",
-    "--kv-memory-gb",
-    "0.001",
-]
+R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker"]
+R_WORKER += ["--threads", "1", "--kv-memory-gb", "0.001"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
@@ -193,9 +185,7 @@ def test_nobody_at_the_address() -> None:
     hub.close()
 
 
-def test_reach_a_refused_port_warns_before_the_deadline(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_reach_a_refused_port_warns_before_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
     with closing(ZmqHub()) as hub:
         hub.add("tcp://127.0.0.1:9")
         hub.reach(1.0)

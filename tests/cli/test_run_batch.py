@@ -31,16 +31,9 @@ NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "20" if TRIES_ALL else "
 
 
 def line(custom_id: str, *, tokens: int = 6, **body: Any) -> str:
-    asked = {
-        "prompt": [5, 6, 7],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **body,
-    }
-    return json.dumps(
-        {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": asked}
-    )
+    asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, **body}
+    request = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions"}
+    return json.dumps({**request, "body": {"return_token_ids": True, **asked}})
 
 
 LINES = [line(f"id-{i}", prompt=[3 + i % 200] * (1 + i % 7), tokens=1 + i % 9) for i in range(40)]
@@ -51,15 +44,8 @@ class Command:
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
-        self._words = [
-            "run-batch",
-            "--model",
-            str(model),
-            "-i",
-            str(self.input),
-            "-o",
-            str(self.output),
-        ]
+        files = ["-i", str(self.input), "-o", str(self.output)]
+        self._words = ["run-batch", "--model", str(model), *files]
         self._words += ["--dtype", "float32", "--kv-memory-gb", "0.01", "--r-threads", "1"]
 
     def write(self, lines: list[str]) -> None:
@@ -69,10 +55,7 @@ class Command:
         return main([*self._words, *options])
 
     def start(
-        self,
-        *options: str,
-        limit: StepLimit | None = None,
-        stdin: IO[bytes] | None = None,
+        self, *options: str, limit: StepLimit | None = None, stdin: IO[bytes] | None = None
     ) -> subprocess.Popen[str]:
         code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
         fastdecode = [sys.executable, "-c", code] if limit is None else limit.fastdecode
@@ -132,27 +115,14 @@ def test_completions_equal_generates(
 ) -> None:
     command.write([line("a", seed=3, n=2), line("b", prompt=[9], temperature=0)])
     assert command.run() == 0
+    same = {"max_tokens": 6, "ignore_eos": True}
     simple = [
-        {
-            "id": "a",
-            "prompt_token_ids": [5, 6, 7],
-            "max_tokens": 6,
-            "ignore_eos": True,
-            "seed": 3,
-            "n": 2,
-        },
-        {"id": "b", "prompt_token_ids": [9], "max_tokens": 6, "ignore_eos": True, "temperature": 0},
+        {"id": "a", "prompt_token_ids": [5, 6, 7], **same, "seed": 3, "n": 2},
+        {"id": "b", "prompt_token_ids": [9], **same, "temperature": 0},
     ]
     (tmp_path / "simple.jsonl").write_text("\n".join(map(json.dumps, simple)))
     files = ["-i", str(tmp_path / "simple.jsonl"), "-o", str(tmp_path / "simple-out.jsonl")]
-    model = [
-        "--model",
-        str(tiny_checkpoint("llama")),
-        "--dtype",
-        "float32",
-        "--kv-memory-gb",
-        "0.01",
-    ]
+    model = [str(tiny_checkpoint("llama")), "--dtype", "float32", "--kv-memory-gb", "0.01"]
     assert main(["generate", *model, *files]) == 0
     first, second = (
         json.loads(text) for text in (tmp_path / "simple-out.jsonl").read_text().splitlines()
@@ -343,15 +313,8 @@ def test_a_links_target_is_written_and_nothing_but_files_is(
     link.symlink_to(target)
     os.mkfifo(pipe)
     for command in ("generate", "run-batch"):
-        words = [
-            command,
-            "--model",
-            str(tiny_checkpoint("llama")),
-            "--kv-memory-gb",
-            "0.01",
-            "-i",
-            str(requests),
-        ]
+        model = [str(tiny_checkpoint("llama")), "--kv-memory-gb", "0.01"]
+        words = [command, *model, "-i", str(requests)]
         assert main([*words, "-o", str(link)]) == 0
         assert link.is_symlink() and target.read_text().count("\n") == 1
         target.unlink()

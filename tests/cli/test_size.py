@@ -25,7 +25,7 @@ def _examples(page: str) -> list[tuple[str, str]]:
 
 
 GUIDE = _examples("guides/sizing.md")
-EXAMPLES = GUIDE + _examples("evidence/papers.md")
+EXAMPLES = GUIDE
 QUESTION = ["--model", "Llama-2 7B", "--gpu", "A10", "--cpu", "EPYC 7452", "--seq-len", "1024"]
 
 

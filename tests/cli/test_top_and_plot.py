@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
-from fastdecode.measure.run_plot import TraceSeries, read_events
+from fastdecode.measure.run_plot import TraceSeries
 from fastdecode.server.activity import Activity, ActivityLines
 from fastdecode.wire.instances.messages import StatusReport
 
@@ -212,55 +212,35 @@ def test_a_restarted_command_is_no_part_of_the_last_minute() -> None:
     assert "tokens/s 10 generated" in "\n".join(view.lines()), "50 tokens in its 5 s"
 
 
-def test_pictures_of_a_summary_and_of_a_trace(
+def test_a_picture_of_a_trace(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, says in (("summary.json", "output tokens/s"), ("trace.json", "R-workers compute")):
-        picture = tmp_path / f"{name}.svg"
-        assert main(["plot", str(run / name), "--output", str(picture)]) == 0
-        assert picture.read_text().startswith("<?xml") and says in picture.read_text()
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    assert main(["plot", str(tmp_path / "other.json")]) == 2
-    assert "neither a summary nor a trace" in capsys.readouterr().err
+    picture = tmp_path / "trace.svg"
+    assert main(["plot", str(run / "trace.json"), "--output", str(picture)]) == 0
+    assert picture.read_text().startswith("<?xml") and "R-workers compute" in picture.read_text()
+    for bad, why in (("{}", "is no trace"), ("[\n", "has no spans")):
+        (tmp_path / "other.json").write_text(bad)
+        assert main(["plot", str(tmp_path / "other.json")]) == 2
+        assert why in capsys.readouterr().err
 
 
-def test_shares_of_a_trace_that_was_cut_off(tmp_path: Path) -> None:
-    def span(pid: int, tid: int, start: float, length: float) -> str:
-        return json.dumps({"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length}) + ",\n"
+def test_shares_and_counters_of_a_trace_that_was_cut_off(tmp_path: Path) -> None:
+    def span(pid: int, tid: int, start: float, length: float) -> dict[str, Any]:
+        return {"ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": length}
 
-    lines = [span(1, 1, 0, 100), span(1, 0, 50, 25), span(2, 0, 0, 50), span(2, 1, 25, 50)]
-    (tmp_path / "trace").write_text("[\n" + "".join(lines) + '{"ph": "X", "pi')
-    series = _series(read_events(tmp_path / "trace"), 4, 25.0)
-    assert series.s_shares() == [1, 1, 0, 1] and series.r_shares() == [0.5, 1, 0.5, 0]
-
-
-def _series(events: Iterable[dict[str, Any]], num_bins: int, width_us: float) -> TraceSeries:
-    series = TraceSeries(num_bins, width_us)
-    for event in events:
-        series.add(event)
-    return series
-
-
-def test_a_long_trace_has_fewer_and_longer_parts() -> None:
-    """What each part says is the same, however often its width was doubled."""
-    spans = [{"ph": "X", "pid": 1, "tid": 0, "ts": at, "dur": at / 2} for at in range(1, 900, 7)]
-    late, early = _series(spans, 8, 1.0), _series(spans, 8, 256.0)
-    assert (
-        late.seconds()
-        == early.seconds()
-        == pytest.approx([128e-6, 384e-6, 640e-6, 896e-6, 1152e-6, 1408e-6])
-    )
-    assert late.s_shares() == pytest.approx(early.s_shares())
-
-
-def test_a_counter_holds_until_the_next() -> None:
     def counter(at: float, running: int) -> dict[str, Any]:
         args = {"running": running, "waiting": 0}
         return {"ph": "C", "name": "sequences", "ts": at, "args": args}
 
-    span = {"ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 100}
-    series = _series([counter(0, 4), counter(30, 8), span], 4, 25.0)
-    assert series.levels("running") == pytest.approx([4, 0.2 * 4 + 0.8 * 8, 8, 8])
+    events = [span(1, 1, 0, 100), span(1, 0, 50, 25), span(2, 0, 0, 50), counter(0, 4)]
+    events += [counter(30, 8), span(2, 1, 25, 50)]
+    text = "[\n" + "".join(json.dumps(each) + ",\n" for each in events) + '{"ph": "X", "pi'
+    (tmp_path / "trace").write_text(text)
+    series = TraceSeries(tmp_path / "trace", 4)
+    assert series.seconds == pytest.approx([12.5e-6, 37.5e-6, 62.5e-6, 87.5e-6])
+    assert series.waited == pytest.approx([0, 0, 1, 0])
+    assert series.attended == pytest.approx([0.5, 1, 0.5, 0])
+    assert series.levels["running"] == pytest.approx([4, 0.2 * 4 + 0.8 * 8, 8, 8])
 
 
 def test_a_server_that_works_says_so_every_ten_seconds() -> None:

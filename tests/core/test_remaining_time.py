@@ -3,9 +3,11 @@ of jobs whose answers differ most."""
 
 from __future__ import annotations
 
+import math
 import random
-import sys
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import pytest
@@ -13,8 +15,99 @@ import pytest
 from fastdecode.core.answer_lengths import EndedAnswers, LengthTable, few_limits, spread_evenly
 from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from remaining_time import LENGTHS, MARKS, Shape, drawn_shape, is_right, judged
+MARKS = tuple(tenth / 10 for tenth in range(1, 10))
+MEAN = 150
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A job in virtual time: what its answers get, and what its steps cost."""
+
+    lengths: list[int]
+    most: int | None
+    """Tokens that an answer may get."""
+    width: int = 64
+    prompt: int = 200
+    prompt_s: float = 0.0003
+    step_s: float = 0.15
+    """Seconds of a step with a full batch."""
+    fixed: float = 0.5
+    """The share of it that doesn't depend on how many sequences run."""
+
+
+def samples(job: Shape) -> Iterator[tuple[float, JobCounts, int]]:
+    """Seconds, counts and output tokens, whenever an answer began or ended, and at
+    least once in 32 steps."""
+    waiting = list(reversed(job.lengths))
+    most = job.most or 1 << 30
+    running: list[tuple[int, int]] = []  # the rounds at which each ends and began
+    now_s, rounds, prompts, outputs, done = 0.0, 0, 0, 0, 0
+    ended = EndedAnswers()
+    each_s = job.step_s * (1.0 - job.fixed) / job.width
+    num = len(job.lengths)
+    while waiting or running:
+        while waiting and len(running) < job.width:
+            running.append((rounds + min(waiting.pop(), most), rounds))
+            prompts += job.prompt
+            now_s += job.prompt * job.prompt_s
+        steps = min(32, min(running)[0] - rounds)
+        rounds += steps
+        now_s += steps * (job.step_s * job.fixed + each_s * len(running))
+        outputs += steps * len(running)
+        for end, begin in running:
+            if end == rounds:
+                ended.add(end - begin, is_cut=end - begin == most)
+                done += 1
+        running = [each for each in running if each[0] > rounds]
+        ages = Counter((rounds - begin, job.most or 0) for _, begin in running)
+        limits = {job.most or 0: num}
+        yield now_s, JobCounts(num, done, ages, prompts, ended, limits, num), outputs
+
+
+def judged(job: Shape, marks: tuple[float, ...] = MARKS) -> list[tuple[float, float]]:
+    """Return the ETA and the truth, in seconds, at these shares of a job's time."""
+    *_, (end_s, _, _) = samples(job)
+    left, found, times = list(marks), [], TokenTimes()
+    for now_s, counts, outputs in samples(job):
+        times.add(now_s, counts.prompt_tokens, outputs, counts.num_running)
+        while left and now_s >= left[0] * end_s:
+            left.pop(0)
+            found.append((remaining_s(counts, times) or 0.0, end_s - now_s))
+    return found
+
+
+def _log_normal(sigma: float) -> Callable[[random.Random], float]:
+    return lambda rng: MEAN * math.exp(rng.gauss(-sigma * sigma / 2, sigma))
+
+
+LENGTHS: Mapping[str, Callable[[random.Random], float]] = {
+    "log-normal, sigma 0.25": _log_normal(0.25),
+    "log-normal, sigma 0.5": _log_normal(0.5),
+    "log-normal, sigma 0.8": _log_normal(0.8),
+    "log-normal, sigma 1": _log_normal(1.0),
+    "exponential": lambda rng: rng.expovariate(1 / MEAN),
+    "100 to 300": lambda rng: rng.uniform(100, 300),
+    "short and long": lambda rng: rng.gauss(*((40, 10) if rng.random() < 0.6 else (400, 60))),
+}
+
+
+def drawn_shape(kind: str, seed: int) -> Shape:
+    """A job whose answers have such lengths; all else is drawn, too."""
+    rng = random.Random(f"{kind} {seed}")
+    num = rng.choice([640, 1000, 1500, 3000])
+    return Shape(
+        [max(1, round(LENGTHS[kind](rng))) for _ in range(num)],
+        most=rng.choice([None, 1024, 512, 256]),
+        width=rng.choice([32, 64, 128]),
+        prompt=rng.randint(50, 400),
+        fixed=rng.uniform(0.2, 0.8),
+    )
+
+
+def is_right(estimate: float, true: float) -> bool:
+    """Within a fifth."""
+    return abs(estimate - true) <= 0.2 * true
+
 
 WIDTH, JOBS = 64, 8
 LEAST_RIGHT = {"log-normal, sigma 0.8": 0.75, "log-normal, sigma 1": 0.55, "exponential": 0.75}

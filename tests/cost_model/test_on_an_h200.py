@@ -30,10 +30,10 @@ def s_part() -> SPartModel:
 def _engine_config() -> dict[str, Any]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        import gpu_engines
+        import gpu
     finally:
         sys.path.remove(str(BENCHMARKS))
-    return dict(gpu_engines.CONFIG)
+    return dict(gpu.CONFIG)
 
 
 def rows(step: str, **wanted: object) -> list[dict[str, Any]]:

@@ -18,8 +18,6 @@ from fastdecode.text.detokenizer import Vocabulary, detokenizer_for
 class Letters:
     """A detokenizer whose token i is the i-th of some strings, all final at once."""
 
-    can_peek = False
-
     def __init__(self, *strings: str) -> None:
         self._strings = strings
 
@@ -140,12 +138,11 @@ def test_a_broken_run_of_bytes_can_be_seen_only_when_it_ends_and_spoils_no_later
     letter, of_byte = id_of(TOKENIZERS["llama"], "a"), byte_ids("llama")
     for byte in b"\xff\xc3\xa9!":
         assert detokenizer.append(of_byte[byte]) == ""
-        assert not detokenizer.can_peek
+        assert not detokenizer.peek()
     assert detokenizer.append(letter) == "\ufffd" * 4 + "a"
-    for byte, can_peek in zip("é".encode(), (False, True), strict=True):
+    for byte, held in zip("é".encode(), ("", "é"), strict=True):
         assert detokenizer.append(of_byte[byte]) == ""
-        assert detokenizer.can_peek == can_peek
-    assert detokenizer.peek() == "é"
+        assert detokenizer.peek() == held
 
 
 def test_a_stop_string_across_the_border_of_text_and_held_back_bytes() -> None:

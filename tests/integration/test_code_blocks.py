@@ -27,8 +27,6 @@ RUN_BY = {
     ("docs/guides/sizing.md", "$ fastdecode size"): "tests/cli/test_size.py",
     ("docs/design/disaggregation.md", "$ fastdecode plan"): "tests/cli/test_plan.py",
     ("docs/design/goodput.md", "$ fastdecode plan"): "tests/cli/test_plan.py",
-    ("docs/evidence/papers.md", "$ fastdecode plan"): "tests/cli/test_plan.py",
-    ("docs/evidence/papers.md", "$ fastdecode size"): "tests/cli/test_size.py",
     ("docs/guides/serving.md", "fastdecode serve examples"): "tests/integration/test_readme.py",
     ("docs/guides/serving.md", "from openai import"): "tests/server/test_openai_client.py",
     ("docs/guides/conversations.md", "asked = {"): "tests/server/test_conversations.py",
@@ -43,9 +41,6 @@ LISTED = {
     ("docs/design/stages.md", "first stage"): "a picture",
     ("docs/design/stages.md", "compute      |"): "a picture",
     ("docs/design/goodput.md", "python -c"): "reads a published trace, which is not in the tree",
-    ("docs/design/hybrid.md", "hybrid KV, steps"): "output of a run with a GPU",
-    ("docs/design/streams.md", "from rworker"): "goes on with open sequences; "
-    "tests/rworker/test_stream_plans.py runs these calls",
     ("docs/guides/batch.md", "{"): "a file's format; tests/jobs read and write such lines",
     ("docs/guides/batch.md", "$ fastdecode run-batch"): "shows times and paths; "
     "tests/cli/test_run_batch.py runs such jobs",

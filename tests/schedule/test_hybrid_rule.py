@@ -1,19 +1,16 @@
-"""KV on both sides: who goes to R-workers, and that it never costs anything.
-
-``benchmarks/hybrid_rule.py`` runs 10,000 cases of each kind; here are some.
-"""
+"""KV on both sides: which sequences go to R-workers, and that it never costs anything."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
+from drawn_hybrid import DrawnCase, draw, judge, run
+from shared_device import SharedDevice
 
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.hybrid.control import HybridOptions
@@ -34,10 +31,6 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.simulation.simulation import Simulation
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from hybrid_drawn import DrawnCase, draw, judge, run
-from shared_device import SharedDevice
 
 NOW = Course(Layout.SPLIT_1)
 

@@ -91,8 +91,8 @@ def test_byte_level_text_lags_by_no_more_than_part_of_a_character(ids: list[int]
     text = ""
     for count, token in enumerate(ids, 1):
         text += detokenizer.append(token)
-        assert text + detokenizer.peek() == TOKENIZERS["byte-level"].decode(ids[:count])
-        assert len(detokenizer.peek()) <= 3  # of at most three bytes
+        whole = TOKENIZERS["byte-level"].decode(ids[:count])
+        assert whole.startswith(text) and len(whole) <= len(text) + 3  # of at most three bytes
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "metaspace"])

@@ -68,8 +68,8 @@ def outcome(model: tuple[ChatTemplate, ChatFormat], *messages: Any, **how: Any) 
 
 @each_template
 def test_formats_are_found(name: str, models: Any) -> None:
-    public, (template, chat_format) = PUBLIC[name], models(name)
-    assert template.takes_tools or public.tools is None
+    public, (_, chat_format) = PUBLIC[name], models(name)
+    assert chat_format.takes_tools or public.tools is None
     found = chat_format.reasoning, chat_format.tools
     assert [each and each.name for each in found] == [public.reasoning, public.tools]
     assert chat_format.style.parts == set(public.parts) | ({"developer"} if public.parts else set())

@@ -59,12 +59,12 @@ def divided(
     """Text, reasoning and calls of an answer that comes in these pieces."""
     parser: PartsParser
     if TOOL_FORMATS[family].has_channels:
-        parser = HarmonyParser(splits_reasoning=True, most_calls=9)
+        parser = HarmonyParser(9, splits_reasoning=True)
     else:
         splitter = None if reasoning is None else ReasoningSplitter(
             REASONING_FORMATS[reasoning], "inside" if is_inside else "before"
         )  # fmt: skip
-        parser = AnswerParser(splitter, CallReader.of(TOOL_FORMATS[family], SCHEMAS), 9)
+        parser = AnswerParser(splitter, CallReader.of(TOOL_FORMATS[family], SCHEMAS, 9))
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     text = "".join(part for part in parts if isinstance(part, str))
     thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -264,7 +264,7 @@ def test_a_long_argument_is_read_once(family: str, begin: str, piece: str) -> No
     """Twice the text takes twice the steps of Python, but for one in ten."""
 
     def num_steps(num_pieces: int) -> int:
-        reader = CallReader.of(TOOL_FORMATS[family], SCHEMAS)
+        reader = CallReader.of(TOOL_FORMATS[family], SCHEMAS, 9)
         steps = 0
 
         def count(frame: Any, event: str, argument: object) -> Any:
@@ -287,7 +287,7 @@ def test_a_long_argument_is_read_once(family: str, begin: str, piece: str) -> No
 
 
 def test_an_unclosed_first_key_is_text_once_it_is_too_long_for_a_call() -> None:
-    parser = CallReader.of(TOOL_FORMATS["llama3_json"], SCHEMAS)
+    parser = CallReader.of(TOOL_FORMATS["llama3_json"], SCHEMAS, 9)
     answer = '{"' + "x" * 1200
     said = [piece for char in answer for piece in parser.feed(char)]
     assert "".join(map(str, said)) == answer
@@ -388,7 +388,7 @@ def test_schemas_say_what_a_tagged_argument_means(schema: Any, said: str, meant:
         "Self": {"anyOf": [{"$ref": "#/$defs/Self"}, {"type": "integer"}]},
     }  # fmt: skip
     schemas = {"f": {"properties": properties, "$defs": definitions}}
-    parser = CallReader.of(TOOL_FORMATS["glm45"], schemas)
+    parser = CallReader.of(TOOL_FORMATS["glm45"], schemas, 9)
     pieces = parser.feed(f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{said}</arg_value>")
     pieces += parser.feed("</tool_call>")
     (call,) = pieces

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.common import progress_teller
-from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
+from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, progress_teller, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.plan.load import read_load
 from fastdecode.cli.size import add_hardware_file, read_part_of_setup

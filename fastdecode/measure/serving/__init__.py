@@ -1,5 +1,5 @@
-"""``fastdecode bench-serve``: what a server does under a load, seen from its clients."""
+"""``fastdecode bench-serve``: a server under a load, measured by its clients."""
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-"""Where a client's key is read from."""
+"""Environment variable with a client's key."""
 TIMEOUT_S = 600.0

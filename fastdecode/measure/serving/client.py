@@ -27,7 +27,7 @@ _SHOWN = 300
 
 @dataclass
 class Record:
-    """What became of a request. Times are seconds after the start of the load."""
+    """Outcome of a request. Times are seconds after the start of the load."""
 
     due_s: float
     sent_s: float = 0.0

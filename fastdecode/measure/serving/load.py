@@ -1,4 +1,4 @@
-"""Which requests come when. Seeded: the same load again is the same."""
+"""Requests of a load and their times, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from fastdecode.core.os_errors import explained
 FIRST_TOKEN = 10
 """Lower ids are often special."""
 _MAX_CHOICES = 1 << 16
-"""Of one line of a request log."""
+"""Most choices in one line of a request log."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A request that is to be sent."""
+    """A request to send."""
 
     due_s: float
-    """After the start; 0 where a number of clients send one after the other."""
+    """Seconds after the start. 0 if clients send one after the other."""
     prompt: tuple[int, ...]
     output_tokens: int
 
 
 @dataclass(frozen=True)
 class LoadShape:
-    """What a load is drawn from.
+    """Distribution of a load.
 
     Args:
-        num_requests: of them.
-        prompt_tokens, output_tokens: of each, on average.
-        spread: standard deviation of the lengths' logarithms; 0: all alike.
-        vocab_size: token ids are below it.
-        seed: of all that is drawn.
+        num_requests: Number of requests.
+        prompt_tokens, output_tokens: Mean of each.
+        spread: Standard deviation of the lengths' logarithms. 0 makes all lengths equal.
+        vocab_size: Token ids are below it.
+        seed: Seed of everything that is drawn.
     """
 
     num_requests: int
@@ -49,17 +49,16 @@ class LoadShape:
 
 
 def closed(shape: LoadShape) -> list[Planned]:
-    """For clients that send one request after the other."""
+    """Return requests for clients that send one after the other."""
     return [_planned(0.0, *size, shape, i) for i, size in enumerate(_sizes(shape))]
 
 
 def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
-    """Requests that don't wait for answers.
+    """Return requests that don't wait for answers.
 
     Args:
-        rate: a second, on average.
-        cv: coefficient of variation of the gaps, which are gamma: 1 is Poisson,
-            0 is a clock.
+        rate: Requests per second, on average.
+        cv: Coefficient of variation of the gaps, which are gamma: 1 is Poisson, 0 is a clock.
     """
     random_ = random.Random(shape.seed * 2 + 1)
     due_s, planned = 0.0, []
@@ -72,14 +71,15 @@ def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
 
 
 def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
-    """A request log's requests, as far as they were answered. One of several
-    prompts or choices counts as that many: they were answered side by side.
+    """Return the answered requests of a request log.
+
+    A request of several prompts or choices counts as several: they were answered side by side.
 
     Args:
-        speed: so many times as fast.
+        speed: Factor by which they are sent faster.
 
     Raises:
-        ConfigError: the file has none.
+        ConfigError: If the file has none.
     """
     found = []
     try:
@@ -99,8 +99,11 @@ def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
 
 
 def _entries(line: str, where: str) -> list[tuple[float, int, int]]:
-    """When, and of how many tokens of prompt and output, for each choice of
-    each prompt. Raises ConfigError."""
+    """Return time, prompt tokens and output tokens for each choice of each prompt of a line.
+
+    Raises:
+        ConfigError: If the line is not one of a request log.
+    """
     try:
         said: Mapping[str, Any] = json.loads(line)
         if not said.get("output_tokens"):

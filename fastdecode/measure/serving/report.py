@@ -1,4 +1,4 @@
-"""From what became of requests to what one wants to know."""
+"""Figures of a load, from the records of its requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.measure.serving.client import Record
 
 CLIENT_LAG_S = 0.010
-"""Where the client sends this much late, what it measures is itself."""
+"""A client that sends later than this measures itself."""
 _UNITS = {"ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep to; None: anything will do."""
+    """Limits of a request. None sets none."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """ttft=400ms,tpot=40ms. Raises ConfigError."""
+        """Read ``ttft=400ms,tpot=40ms``.
+
+        Raises:
+            ConfigError: If the text has another form.
+        """
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.partition("=")
@@ -41,7 +45,7 @@ class Slo:
         return cls(**limits)
 
     def is_kept(self, record: Record) -> bool:
-        """Whether a request was answered within the limits."""
+        """Return True if a request was answered within the limits."""
         if record.error is not None:
             return False
         tpot_s = record.tpot_s
@@ -51,7 +55,7 @@ class Slo:
 
 
 def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
-    """Figures of a load, all times in seconds."""
+    """Return the figures of a load, all times in seconds."""
     done = [record for record in records if record.error is None]
     duration_s = max((record.chunk_s[-1] for record in done), default=0.0)
     gaps = [
@@ -61,11 +65,15 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
     ]
     lags = [record.sent_s - record.due_s for record in records]
     tokens = sum(record.num_tokens for record in done)
+    messages: dict[str, str] = {}  # of the first error of each kind
+    for record in records:
+        if record.error is not None and record.message:
+            messages.setdefault(record.error, record.message)
     figures: dict[str, Any] = {
         "requests": len(records),
         "answered": len(done),
         "errors": dict(Counter(r.error for r in records if r.error is not None)),
-        "error_messages": _first_messages(records),
+        "error_messages": messages,
         "without_usage": sum(not record.has_usage for record in done),
         "duration_s": duration_s,
         "requests_per_s": len(done) / duration_s if duration_s else 0.0,
@@ -88,17 +96,8 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
     return figures
 
 
-def _first_messages(records: Sequence[Record]) -> dict[str, str]:
-    """What was said of the first error of each kind."""
-    first: dict[str, str] = {}
-    for record in records:
-        if record.error is not None and record.message:
-            first.setdefault(record.error, record.message)
-    return first
-
-
 def summary(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and nearest-rank percentiles; None of nothing."""
+    """Return mean and nearest-rank percentiles, or None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -115,7 +114,7 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """For a person."""
+    """Return the figures as lines for a person."""
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in "
         f"{figures['duration_s']:.2f} s: {figures['requests_per_s']:.2f} requests/s, "
@@ -141,7 +140,12 @@ def told(figures: dict[str, Any]) -> str:
             f"{figures['attainment']:.1%} of requests kept the SLO"
         )
     if "greatest_rate" in figures:
-        lines.append(_told_rate(figures["greatest_rate"], figures["wanted_attainment"]))
+        rate, keep = figures["greatest_rate"], f"{figures['wanted_attainment']:.1%} of requests"
+        lines.append(
+            f"greatest rate found at which {keep} keep the SLO: {rate:.3g} requests/s"
+            if rate
+            else f"no rate was found at which {keep} keep the SLO"
+        )
     if figures["client_was_the_limit"]:
         lag_ms = figures["client_lag_s"]["p99"] * 1e3
         lines.append(
@@ -149,12 +153,3 @@ def told(figures: dict[str, Any]) -> str:
             "rate, or another machine"
         )
     return "\n".join(lines)
-
-
-def _told_rate(rate: float, attainment: float) -> str:
-    if not rate:
-        return f"no rate was found at which {attainment:.1%} of requests keep the SLO"
-    return (
-        f"greatest rate found at which {attainment:.1%} of requests keep the SLO: "
-        f"{rate:.3g} requests/s"
-    )

@@ -1,4 +1,4 @@
-"""Runs a load, and looks for the greatest one that is still good."""
+"""Run a load, and search for the greatest rate that keeps an SLO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HALVINGS = 5
 
 
 async def run_open(endpoint: Endpoint, model: str, load: Sequence[Planned]) -> list[Record]:
-    """Every request when it is due, whatever has become of the others."""
+    """Send every request when it is due, without waiting for answers."""
     async with endpoint.keeping_connections():
         start_s = time.monotonic()
         tasks = []
@@ -30,7 +30,7 @@ async def run_open(endpoint: Endpoint, model: str, load: Sequence[Planned]) -> l
 async def run_closed(
     endpoint: Endpoint, model: str, load: Sequence[Planned], concurrency: int
 ) -> list[Record]:
-    """So many clients, each of which sends the next request once it has its answer."""
+    """Run ``concurrency`` clients, each of which sends the next request after its answer."""
     start_s = time.monotonic()
     records: list[Record] = []
     waiting = iter(load)
@@ -53,19 +53,17 @@ def find_goodput(
     attainment: float,
     tell: Callable[[str], None],
 ) -> tuple[float, dict[str, Any] | None]:
-    """The greatest rate, within 3%, at which this part of the requests keep the
-    SLO: by doubling and halving.
+    """Find the greatest rate, within 3%, at which ``attainment`` of the requests keep the SLO.
 
     Args:
-        measure: the figures at a rate.
-        measure_alone: the figures of requests that have the server for
-            themselves, one after the other. Asked once, where the first rate is
-            too great: if those don't keep the SLO, no rate does, and to look for
-            it at ever lower ones would take hours.
+        measure: Returns the figures at a rate.
+        measure_alone: Returns the figures of requests that run one after the other. Called once,
+            if the first rate is too great: if those don't keep the SLO, no rate does, and a
+            search at ever lower ones would take hours.
 
     Returns:
-        The rate, 0 if there is none, and the figures at it or, if not even
-        requests alone keep the SLO, theirs.
+        The rate, or 0 if there is none. The figures at it, or those of ``measure_alone`` if not
+        even they keep the SLO.
     """
     best, figures = 0.0, None
     bad: float | None = None

@@ -1,9 +1,8 @@
-"""The ways between R-workers, on which replicas travel.
+"""Links between R-workers, on which replicas travel.
 
-An R-worker is given a few sequences, and told to have its neighbour keep a
-replica of them; then one token is appended. The neighbour has that token once
-it has all before it. So the time until it says so, from when it has made room,
-is what copying them takes, over the very links that ``--replicas`` uses.
+An R-worker gets a few sequences and replicates them to its neighbour. Then one token is appended.
+The neighbour reports that token once it has everything before it. The time from when the
+neighbour has made room to that report is the time of the copy, over the links of ``--replicas``.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ _THERE: Final = HolderId(1)
 
 @dataclass(frozen=True)
 class NeighbourFacts:
-    """The way from one R-worker to the next; and what went wrong, if it couldn't
-    be measured."""
+    """The link from one R-worker to the next, or the error if it could not be measured."""
 
     peer: str
     neighbour: str
@@ -79,14 +77,12 @@ class NeighbourFacts:
 def examine_neighbours(
     connections: Sequence[RConnection], addresses: Sequence[str], kv_bytes: Sequence[int]
 ) -> list[NeighbourFacts]:
-    """Each R-worker's way to the next, and of the last to the first, as a ring
-    of replicas has them. Fewer than two have none.
+    """Measure the links of a ring of replicas. Fewer than two R-workers have none.
 
     Args:
-        connections: one an R-worker; whatever was greeted for over them is
-            gone afterwards.
-        addresses: what R-workers call each other.
-        kv_bytes: memory that each has for K and V.
+        connections: Connections to the R-workers. Caches opened over them are lost.
+        addresses: Addresses of the R-workers for each other.
+        kv_bytes: Memory of each for K and V.
     """
     if len(connections) < 2:
         return []
@@ -130,8 +126,11 @@ class _Member:
         self._is_full = False
 
     def fill(self) -> None:
-        """Have its cache, with all sequences and room for one more, once.
-        Raises FastDecodeError."""
+        """Open a cache with all sequences and room for one more, unless that was done.
+
+        Raises:
+            FastDecodeError: If the R-worker refuses.
+        """
         if self._is_full:
             return
         # An earlier measurement may hold all memory, and the name of a neighbour's cache.
@@ -155,16 +154,25 @@ class _Member:
         self._is_full = True
 
     def expect_guest(self, address: str, line: int) -> None:
-        """Another one is going to have its replica kept here."""
+        """Accept the replica of the R-worker at ``address``."""
         self._replicate(Replicate("", address, LINK_BYTES, 0, REACH_S, guest_line=line))
 
     def copy_to(self, address: str, line: int) -> float:
-        """Have a replica kept there, and wait until it has all: the seconds that
-        took once there was room. Raises FastDecodeError."""
+        """Replicate to ``address``. Return the seconds of the copy, once there was room.
+
+        Raises:
+            FastDecodeError: If one of the two fails.
+        """
         self._replicate(Replicate(address, "", LINK_BYTES, 0, REACH_S, line=line))
         self._await(NO_STEP)
         started = time.perf_counter()
-        self._append_one()
+        # One token of one more sequence, in every layer.
+        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+        ids = np.array([self._num_sequences], np.int64)
+        self._connection.send(BeginStep(0, 0, ids, none, one, none, one))
+        rows = np.zeros((1, KV.num_kv_heads, KV.head_dim), np.uint16)
+        for layer in range(KV.num_layers):
+            self._connection.send(Attend(0, 0, layer, rows[:0], rows, rows))
         self._await(0)
         return time.perf_counter() - started
 
@@ -172,17 +180,8 @@ class _Member:
         self._num_links += 1
         self._connection.send(replace(message, link=self._num_links))
 
-    def _append_one(self) -> None:
-        """One token of one more sequence, in every layer."""
-        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
-        ids = np.array([self._num_sequences], np.int64)
-        self._connection.send(BeginStep(0, 0, ids, none, one, none, one))
-        rows = np.zeros((1, KV.num_kv_heads, KV.head_dim), np.uint16)
-        for layer in range(KV.num_layers):
-            self._connection.send(Attend(0, 0, layer, rows[:0], rows, rows))
-
     def _await(self, step: int) -> None:
-        """Until the neighbour has this step."""
+        """Wait until the neighbour reports this step."""
         while True:
             news = self._receive(Replicated, AttendResult)
             if isinstance(news, Replicated) and (news.link, news.step) == (self._num_links, step):

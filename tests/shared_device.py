@@ -16,7 +16,7 @@ class SharedDevice:
     """KV on both sides: lanes share a device and R-workers, and step when they
     are ready. Lane 0 has the sequences whose KV is on the device.
 
-    In between, lanes go on at the speed that the device and the R-workers leave
+    In between, lanes continue at the speed that the device and the R-workers leave
     them: an away lane needs the device for its S-part, and R-workers for its
     attention, and waits for a layer of the home lane's before each of its own;
     the home lane has what is left of the device.
@@ -29,7 +29,7 @@ class SharedDevice:
     times: StepTime
     device: HolderId
     steps: list[SimulatedStep] = field(default_factory=list)
-    """None: lanes don't step in rounds."""
+    """Always empty, since lanes don't step in rounds."""
 
     def flight(self, run: Run) -> Flight:
         """As ``Resources``. A step of lane 0 has rows of both sides: R-workers

@@ -31,9 +31,9 @@ class DrawnTimes(StepTime):
     weights_s: float
     """To read the weights: what an S-part takes at least."""
     row_s: float
-    """Of a row, where the S-part is bound by arithmetic."""
+    """Seconds of a row, where the S-part is bound by arithmetic."""
     step_s: float
-    """Of every S-part beside."""
+    """Fixed seconds of every S-part."""
     token_s: tuple[float, ...]
     """A cached token on each holder."""
     way_s: float
@@ -53,7 +53,7 @@ class DrawnTimes(StepTime):
         return self.way_s
 
     def misjudged(self, random: Random, error: float) -> DrawnTimes:
-        """As somebody might predict who is off by up to this part of each."""
+        """Return predictions that are off by up to this part of each time."""
 
         def off() -> float:
             return 1 + random.uniform(-error, error)
@@ -143,8 +143,7 @@ def judge(case: DrawnCase, *, error: float = 0.0, random: Random | None = None) 
 def run(
     case: DrawnCase, predicted: DrawnTimes | None, error: float = 0.0
 ) -> tuple[SimulationOutcome, HybridControl | None]:
-    """Run a case; ``predicted``: what the rule is told of times; None: on the
-    device alone."""
+    """Run a case with the times that the rule predicts. With None it runs on the device alone."""
     clock = VirtualClock()
     options = None
     if predicted is not None:
