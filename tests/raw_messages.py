@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.wire import codec
-from fastdecode.wire.instances.messages import Deltas, StatusReport, Submit
+from fastdecode.wire.instances.messages import Deltas, Submit
 from fastdecode.wire.opcodes import OPCODES
 
 Raw = Annotated[NDArray[np.uint8], "N"]
@@ -27,29 +27,9 @@ class RawDeltas:
     deltas: Raw
 
 
-@dataclass(frozen=True, eq=False)
-class RawReport:
-    num_steps: int
-    stepped_s: float | None
-    longest_step_s: float
-    num_unfinished: int
-    num_running: int
-    num_r_workers: int
-    num_live_r_workers: int
-    has_hung_r_workers: bool
-    state: str
-    error: str | None
-    figures: Raw
-
-
-def raw_report(report: StatusReport, figures: bytes) -> RawReport:
-    """The same with other figures."""
-    return RawReport(**{**vars(report), "figures": raw(figures)})
-
-
 def raw(said: bytes) -> Any:
     return np.frombuffer(said, np.uint8)
 
 
-for _raw, _kind in ((RawSubmit, Submit), (RawDeltas, Deltas), (RawReport, StatusReport)):
+for _raw, _kind in ((RawSubmit, Submit), (RawDeltas, Deltas)):
     codec._BY_KIND[_raw] = codec._Layout(_raw, OPCODES[_kind])  # type: ignore[index,arg-type]

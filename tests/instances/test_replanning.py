@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from instance_processes import instances
 from instance_runs import OPTIONS, answers, assert_alike, params, prompts, requests_of, role_turns
 
 from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, Roles, to_json
 from cost_model.goodput.traffic_watch import WatchRules
-from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
@@ -51,16 +49,6 @@ def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
     with LLM(model, instances=FOUR, replan_slo=SLO,
              **OPTIONS) as llm:  # fmt: skip
         assert_flips(llm, one, ["p0", "d0", "p1", "d1"])
-
-
-@pytest.mark.skipif(
-    not TRIES_ALL, reason="make campaign: at random in test_instance_processes.py, and as ranks"
-)
-def test_roles_of_processes_flip_each_second_under_load(model: str, one: LLM) -> None:
-    with instances(model, "prefill", "decode", "decode") as processes:
-        addresses = [each.address for each in processes]
-        with LLM(model, instances=addresses) as llm:
-            assert_flips(llm, one, addresses)
 
 
 def assert_flips(llm: LLM, one: LLM, names: list[str]) -> None:
@@ -99,11 +87,7 @@ class Planned:
 
 
 def watched(
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    planned: Planned,
-    told: list[str],
-    looks: int = 2,
+    model: str, monkeypatch: pytest.MonkeyPatch, planned: Planned, told: list[str], looks: int = 2
 ) -> tuple[list[Any], dict[str, Any]]:
     """Two prefill and two decode instances under load until roles were looked at so
     many times. Gives what was answered, and the instances' roles."""
