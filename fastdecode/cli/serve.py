@@ -182,11 +182,8 @@ def _start(
     wishes: Wishes,
     stops: StopsWhileStarting,
 ) -> int:
-    """Start, and serve until asked to stop. Return the exit code.
-
-    Raises:
-        KeyboardInterrupt: If asked to stop while it starts.
-    """
+    """Start, and serve until asked to stop. Returns the exit code. Raises
+    KeyboardInterrupt: asked while it starts."""
     from fastdecode.server.process import HttpProcess
 
     with contextlib.ExitStack() as stack:
@@ -249,7 +246,7 @@ def _serve(
             say(f"keys that let in: {len(keys) or 'none is needed'}")
         bridge.send(Reopen())
         if options.request_log not in (None, "-"):
-            say(f"reopening {options.request_log}")
+            say(f"opening {options.request_log} anew")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
