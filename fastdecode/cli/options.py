@@ -79,7 +79,8 @@ def add_options(
 def _help(each: Declared, default: object) -> str:
     text = each.option.help
     if default is not None:
-        text = f"{text.rpartition('; default: ')[0] or text}; default: {default}"
+        head, is_named, _ = text.rpartition("; default: ")
+        text = f"{head}; default: {default}" if is_named else f"{text} (default: {default})"
     elif "default" not in text and not each.option.is_switch:
         shown = f"{each.default:g}" if isinstance(each.default, float) else each.default
         if shown not in (None, (), "", REQUIRED):
