@@ -26,7 +26,7 @@ from cpu_kernels.prefetch import PREFETCH_T0
 from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
-from cpu_kernels.tokens.append import append_row, append_unit
+from cpu_kernels.tokens.append import append_unit
 from cpu_kernels.tokens.gather import gather_unit
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
@@ -174,12 +174,6 @@ def attend_entry(variant: Variant) -> int:
 def append_entry() -> int:
     """Address of ``append_unit``."""
     return _address_of(append_unit, plain_variant(4, False))
-
-
-@cache
-def append_row_entry() -> int:
-    """Address of ``append_row``."""
-    return _address_of(append_row, plain_variant(4, False))
 
 
 @cache

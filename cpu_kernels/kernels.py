@@ -21,7 +21,6 @@ from cpu_kernels.checks import (
 )
 from cpu_kernels.dispatch import (
     append_entry,
-    append_row_entry,
     gather_entry,
     plan_attend,
     shape_record,
@@ -217,7 +216,7 @@ def attend(
             _NO_SLOPES if alibi_slopes is None else alibi_slopes,
             out, _NO_LSE if lse is None else lse, float(scale), float(logit_softcap or 0.0),
             min(sliding_window or 0, driver.MAX_POSITION),
-            0 if last is None else append_row_entry(), k, v, prefetch.pieces_ahead,
+            0 if last is None else append_entry(), k, v, prefetch.pieces_ahead,
         )  # fmt: skip
         room = index
     if code != driver.OK:

@@ -313,7 +313,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
                     prefetch(scales + 4 * job.padded_tokens + line)
             head_tiles = h * num_tiles
             if job.append_entry != 0 and first + job.block_size >= context_len:
-                row = sequence * job.num_kv_heads + head_begin + h
+                row = (sequence + 1) * job.num_kv_heads + head_begin + h
                 spare = scratch + (SCRATCH_BYTES - APPEND_SCRATCH_BYTES)
                 call_entry(job.append_entry, job.append_job, row, spare)
             ahead, is_asking = values, False

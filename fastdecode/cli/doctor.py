@@ -220,11 +220,11 @@ def _compiled_for_s_worker(dtype: DType) -> DType:
     import torch
 
     from fastdecode.engine.setup.resolve import computed_in
-    from rworker.compiling import ROW_LOOPS
-    from sworker.kernels import narrow
+    from sworker.kernels import narrow, row_loops
 
-    importlib.import_module(ROW_LOOPS)
     activations = computed_in(dtype, torch.device("cpu"))
+    if activations is not DType.FLOAT16:
+        row_loops.compiled(is_wide=activations is DType.FLOAT32)
     if activations is not dtype and narrow.is_possible():
         from sworker.kernels import narrow_loops
 
