@@ -152,7 +152,6 @@ def _last_slots(shape, tables, starts, positions, context_lens, slots):
 def run_attend(
     entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts,
     positions, context_lens, slopes, out, lse, scale, softcap, window, append_entry, k, v,
-    pieces_ahead,
 ):  # fmt: skip
     """Check, partition, run. Returns (code, index) as ``check_values``, or
     (MORE_ROOM, the length that ``partials``, memory for what chunks leave, must
@@ -160,7 +159,7 @@ def run_attend(
 
     Sequences whose partial results fit into ``partials`` together run as one,
     the others after them. ``append_entry``: what writes k and v, each sequence's
-    last token; 0: nothing does. ``pieces_ahead``: how far memory is prefetched.
+    last token; 0: nothing does.
     """
     shape = as_record(fields.ctypes.data, SHAPE)
     code, index = check_values(
@@ -184,7 +183,6 @@ def run_attend(
     if append_entry != 0:
         no_scales = np.zeros((0, 0, 2), np.float32)
         fill_append_job(append_jobs[0], fields, pool, k, v, no_scales, slots, 0)
-    job.pieces_ahead = pieces_ahead
     job.append_entry, job.append_job = append_entry, append_jobs.ctypes.data
 
     num_base_units, num_partials, most_partials = 0, 0, 0

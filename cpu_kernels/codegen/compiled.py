@@ -22,7 +22,7 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-from cpu_kernels.codegen.kept import digest, keep
+from cpu_kernels.codegen.kept import keep
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -92,11 +92,6 @@ class _PartCompiler(EntryCompiler):
 @cache
 def _sources():
     return sorted(_PACKAGE.rglob("*.py"))
-
-
-def sources_digest() -> str:
-    """It changes with this package's sources and Numba's version."""
-    return digest(*_sources())
 
 
 def entry(function):

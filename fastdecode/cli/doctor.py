@@ -126,7 +126,6 @@ def run_doctor(args: argparse.Namespace) -> int:
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
-    findings.add(*_prefetches())
     findings.add(*_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
     if args.conversations is not None:
         findings.add(_conversations(args.conversations))
@@ -230,18 +229,6 @@ def _compiled_for_s_worker(dtype: DType) -> DType:
 
         narrow_loops.compiled(is_half=dtype is DType.FLOAT16)
     return activations
-
-
-def _prefetches() -> Iterator[Finding]:
-    """How R-workers on this host prefetch, as far as they have measured it."""
-    from fastdecode.core.host.user_cache import user_cache
-    from fastdecode.measure.doctor import Finding
-    from rworker.prefetching import PREFETCH_VARIABLE, kept_trials
-
-    if named := os.environ.get(PREFETCH_VARIABLE):
-        yield Finding("PASS", "prefetch", f"{PREFETCH_VARIABLE} names {named}")
-    for kept in kept_trials(user_cache("prefetch")):
-        yield Finding("PASS", "prefetch", kept.text())
 
 
 def _cache_disk(directory: Path) -> Finding:

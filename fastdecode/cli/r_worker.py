@@ -191,7 +191,6 @@ def _serve_at(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         disk=disk_of(args.cache_disk, args.cache_disk_gb),
         serving=serving,
-        report=tell,
     )
     _limit_files()
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
