@@ -178,6 +178,30 @@ def as_record(typingctx, address, like):
 
 
 @intrinsic
+def new_record(typingctx, like):
+    """A structure of zeros that lives until the caller returns, of the record type that the
+    literal or dtype ``like`` names."""
+    record = like.dtype
+
+    def codegen(context, builder, signature, args):
+        kind = ir.ArrayType(I64, -(-record.size // 8))
+        with builder.goto_entry_block():
+            memory = builder.alloca(kind)
+        builder.store(ir.Constant(kind, None), memory)
+        return builder.bitcast(memory, context.get_value_type(record))
+
+    return record(like), codegen
+
+
+@intrinsic
+def address_of_record(typingctx, record):
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(args[0], I64)
+
+    return types.int64(record), codegen
+
+
+@intrinsic
 def bits_of(typingctx, value):
     """float32 → its bits."""
 

@@ -18,6 +18,7 @@ from cpu_kernels.codegen.compiled import entry, part
 from cpu_kernels.codegen.elements import float_to_brain, float_to_half, read_row
 from cpu_kernels.codegen.memory import (
     LINE_BYTES,
+    address_of_record,
     as_record,
     bits_of,
     keep_alive,
@@ -26,6 +27,7 @@ from cpu_kernels.codegen.memory import (
     load_u8,
     load_u16,
     load_u32,
+    new_record,
     prefetch,
     store_f32,
     store_u8,
@@ -303,10 +305,9 @@ def append_unit(variant, job_address, unit, scratch):
 @entry
 def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
-    jobs = np.zeros(1, JOB)
-    if not fill_job(jobs[0], fields, pool, k, v, scales, slots, first_head):
+    job = new_record(JOB)
+    if not fill_job(job, fields, pool, k, v, scales, slots, first_head):
         return False
-    run_units(team, entry, jobs.ctypes.data, k.shape[1], scratch)
-    keep_alive(jobs)
+    run_units(team, entry, address_of_record(job), k.shape[1], scratch)
     keep_alive(fields)
     return True
