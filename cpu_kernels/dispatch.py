@@ -39,7 +39,7 @@ _MOST_SPREAD = 4
 _MOST_WORDS = 2
 _LEAST_DIM_ALONE = 128
 """Head dim from which AMX is quicker without prefetches: by 3 to 9% on a Granite Rapids, where
-a head dim of 64 lost 20%. Other levels prefetch: nothing else gained 4% on a Zen 5, but with int4."""
+a head dim of 64 lost 20%. Other levels prefetch always: on a Zen 5 only int4 gained otherwise."""
 
 
 def _fits_amx(layout: BlockLayout, source: str) -> bool:
