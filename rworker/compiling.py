@@ -27,7 +27,7 @@ from rworker.instructions import Prepare
 
 _BOOT: Final = "from rworker.compiling import main; main(given)"
 ROW_LOOPS: Final = "sworker.kernels.row_loops"
-"""Compiled when it is imported, which an S-worker on a CPU does."""
+"""What an S-worker on a CPU needs."""
 
 
 @contextlib.contextmanager
@@ -57,8 +57,9 @@ def compiled_by_two(prepare: Prepare) -> Iterator[None]:
 
 
 def _start(prepare: Prepare) -> subprocess.Popen[bytes]:
+    has_loops = "sworker" in sys.modules and prepare.activation_dtype is not DType.FLOAT16
     work = {
-        "modules": [ROW_LOOPS] * ("sworker" in sys.modules),
+        "modules": [ROW_LOOPS] * has_loops,
         "layout": asdict(prepare.layout),
         "groups": sorted({x.num_q_heads // x.num_kv_heads for x in prepare.attention}),
         "source": prepare.activation_dtype.value,
@@ -84,7 +85,7 @@ def main(text: str) -> None:
     gc.disable()
     work = json.loads(text)
     for name in work["modules"]:
-        importlib.import_module(name)
+        importlib.import_module(name).compiled(is_wide=work["source"] == "float32")
     for group in work["groups"]:
         layout = BlockLayout(**work["layout"])
         plan_attend(layout, group, work["source"], True, None, compare_levels)

@@ -146,7 +146,6 @@ def run_doctor(args: argparse.Namespace) -> int:
             add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
-    add(*_prefetches())
     add(_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
     if options.conversations is not None:
         add(_conversations(options.conversations))
@@ -222,18 +221,6 @@ def _compiled(directory: str | None) -> Finding:
     heads = sorted({each.num_q_heads for each in spec.attention})
     AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, activations))
     return ok("kernels", f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s")
-
-
-def _prefetches() -> Iterator[Finding]:
-    """Yield how R-workers on this host prefetch, if they have measured it."""
-    from fastdecode.core.host.user_cache import user_cache
-    from fastdecode.measure.doctor import ok
-    from rworker.prefetching import PREFETCH_VARIABLE, kept_trials
-
-    if named := os.environ.get(PREFETCH_VARIABLE):
-        yield ok("prefetch", f"{PREFETCH_VARIABLE} names {named}")
-    for kept in kept_trials(user_cache("prefetch")):
-        yield ok("prefetch", kept.text())
 
 
 def _cache_disk(directory: Path) -> Finding:
