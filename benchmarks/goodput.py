@@ -48,8 +48,8 @@ from end_to_end import VOCAB
 from provenance import keep, provenance
 from r_worker_processes import add_model_options, model_or_random, pinned_instances
 
-from cost_model.goodput.replanning.measured import LinearTimes, StepLog
-from cost_model.goodput.replanning.roles import Alike, Roles, simulation_of
+from cost_model.goodput.measured import LinearTimes, StepLog
+from cost_model.goodput.replanning import InstanceProfile, Roles, simulation_of
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Draw, Lengths, drawn
@@ -91,7 +91,9 @@ class SharedCores:
     num_cores: int
     token_s: float
 
-    def slowed(self, alike: Alike, num_instances: int, tokens_per_s: float) -> Alike:
+    def slowed(
+        self, alike: InstanceProfile, num_instances: int, tokens_per_s: float
+    ) -> InstanceProfile:
         """The instances at this rate, each on a core of its own, without what the controller
         takes of their cores."""
         free = self.num_cores - num_instances
@@ -106,7 +108,7 @@ class SharedCores:
 class Observed:
     """What instances are like, and the cores that they run on."""
 
-    alike: Alike
+    alike: InstanceProfile
     cores: SharedCores
 
     def run(self, roles: Roles, draw: Draw, rate: float, num: int) -> GoodputRun:
@@ -149,7 +151,7 @@ class Driver:
         measured = log.measured()
         assert measured is not None, "too few steps: --requests"
         sizes = running.engine.remote[0]
-        alike = Alike(measured.times, BATCH_TOKENS, sizes.num_tokens, sizes.max_sequences)
+        alike = InstanceProfile(measured, BATCH_TOKENS, sizes.num_tokens, sizes.max_sequences)
         return Observed(alike, SharedCores(len(os.sched_getaffinity(0)), token_s))
 
     def run(

@@ -554,15 +554,13 @@ def engines(setup: Setup) -> Rows:
 
 
 def more_engines(setup: Setup) -> Rows:
-    """Measure int8 KV, no graphs, lanes that are swapped, and longer prompts."""
+    """Measure int8 KV, no graphs, and longer prompts."""
     usual = setup.pick(USUAL, Workload(6, 20, 6))
     long = setup.pick(Workload(64, 2048, 48), Workload(3, 40, 4))
-    local, both = (first_engines(setup, usual)[i][-1] for i in (0, -1))
-    swapped = {"kv_placement": "swap", "kv_memory_gb": both["kv_memory_gb"]}
+    local = first_engines(setup, usual)[0][-1]
     more: list[Engine] = [
         ("KV on the GPU, int8", 1.0, {**local, "kv_dtype": "int8"}),
         ("KV on the GPU, no graphs", 1.0, {**local, "cuda_graphs": "off"}),
-        ("KV swapped by lane", 1.0, {**local, **swapped}),
     ]
     yield from _engines(setup, usual, more)
     yield from _engines(setup, long, first_engines(setup, long)[:2])

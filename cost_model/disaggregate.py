@@ -12,22 +12,24 @@ Microbatches leave the pipelines every
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cost_model.numbers import LARGEST, at_most, number_within, whole_number
+from cost_model.numbers import LARGEST, at_most
 from cost_model.printing import labelled
 from cost_model.quantities import counted, round_to, seconds_text
+from fastdecode.core.config.options import REQUIRED, check_options, option
 
 MAX_MACHINES = 10_000
 MAX_LAYERS = 10_000
 MAX_TOKENS = 10_000_000
 MAX_SEQUENCES = 1 << 20
+_LEAST = 1e-15
 
 
-def _positive(name: str, value: float, least: float = 1e-15) -> float:
-    return number_within(name, value, least, LARGEST)
+def _positive(help: str, metavar: str, low: float = _LEAST) -> Any:
+    return option(REQUIRED, help, low=low, high=LARGEST, metavar=metavar)
 
 
 @dataclass(frozen=True)
@@ -39,22 +41,14 @@ class StageMemory:
     machine more brings a microbatch more, so more machines may hold less.
     """
 
-    layers: int
-    weights_gb: float
-    """Weights of one layer."""
-    prompt_kv_gb: float
-    """K and V of a microbatch's prompt in one layer."""
-    token_kv_gb: float
-    """K and V, in one layer, of the tokens that a microbatch generates."""
-    memory_gb: float
-    """Memory of one machine."""
+    layers: int = option(REQUIRED, "of the model", low=1, high=MAX_LAYERS, metavar="L")
+    weights_gb: float = _positive("of one layer", "GB")
+    prompt_kv_gb: float = _positive("of one layer, for a microbatch's prompt", "GB", 0.0)
+    token_kv_gb: float = _positive("of one layer, for the tokens of a microbatch", "GB", 0.0)
+    memory_gb: float = _positive("of a machine", "GB")
 
     def __post_init__(self) -> None:
-        whole_number("layers", self.layers, 1, MAX_LAYERS)
-        for name in ("weights_gb", "memory_gb"):
-            _positive(name, getattr(self, name))
-        for name in ("prompt_kv_gb", "token_kv_gb"):
-            _positive(name, getattr(self, name), 0.0)
+        check_options(self)
 
     def prompts_fit(self, machines: int) -> bool:
         stage_gb = -(-self.layers // machines) * (self.weights_gb + self.prompt_kv_gb)
@@ -71,15 +65,22 @@ class StageMemory:
         return next(filter(fit, range(1, self.layers + 1)), None)
 
 
-def streaming_overhead(kv_gb: float, bandwidth_gbps: float, prompt_time: float) -> float:
-    """Return m. Layers are streamed while later ones run, so only a longer transfer counts.
+@dataclass(frozen=True)
+class Streaming:
+    """A transfer of K and V. Layers are streamed while later ones run, so only a longer one
+    counts."""
 
-    Args:
-        kv_gb: K and V that the largest prompt stage sends of a microbatch.
-        bandwidth_gbps: Of a machine's port, in 10⁹ bits a second.
-    """
-    transfer_s = _positive("kv_gb", kv_gb) * 8 / _positive("bandwidth_gbps", bandwidth_gbps)
-    return max(1.0, transfer_s / _positive("prompt_time", prompt_time))
+    kv_gb: float = _positive(
+        "in place of --overhead: K and V that the largest prompt stage sends", "GB"
+    )
+    bandwidth_gbps: float = _positive("of a machine's port, in 10^9 bits a second", "GBIT")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def overhead(self, prompt_time: float) -> float:
+        """Return m."""
+        return max(1.0, self.kv_gb * 8 / self.bandwidth_gbps / prompt_time)
 
 
 @dataclass(frozen=True)
@@ -87,31 +88,31 @@ class Split:
     prompt_machines: int
     token_machines: int
     interval_s: float
-    """Between microbatches that leave the pipelines."""
+    """Time between microbatches that leave the pipelines."""
 
 
 @dataclass(frozen=True)
 class Disaggregation:
     """D machines, and what a microbatch asks of them."""
 
-    machines: int
-    prompt_time: float
-    """Y: seconds of a stage for a microbatch's prompt, all machines in one pipeline."""
-    token_time: float
-    """t: the same of one token."""
-    tokens: int
-    """N, that a microbatch generates."""
-    overhead: float = 1.0
-    """m."""
+    machines: int = option(
+        REQUIRED, "machines in all; without them, swapping alone", low=1, high=MAX_MACHINES,
+        metavar="D",
+    )  # fmt: skip
+    prompt_time: float = _positive(
+        "seconds of a stage for a microbatch's prompt, all machines in one pipeline", "S"
+    )
+    token_time: float = _positive("the same of one token of a microbatch", "S")
+    tokens: int = option(REQUIRED, "tokens that a microbatch generates", low=1, high=MAX_TOKENS)
+    overhead: float = option(
+        1.0, "prompts take this many times as long, by streaming K and V to the token machines",
+        low=1.0, high=LARGEST, metavar="M",
+    )  # fmt: skip
     memory: StageMemory | None = None
     """None if everything fits."""
 
     def __post_init__(self) -> None:
-        whole_number("machines", self.machines, 1, MAX_MACHINES)
-        whole_number("tokens", self.tokens, 1, MAX_TOKENS)
-        _positive("prompt_time", self.prompt_time)
-        _positive("token_time", self.token_time)
-        number_within("overhead", self.overhead, 1.0, LARGEST)
+        check_options(self)
 
     @property
     def colocated_s(self) -> float:
@@ -125,17 +126,13 @@ class Disaggregation:
         denominator = self.machines * (2 - self.overhead) - 1
         return (self.machines - 1) / denominator if denominator > 1e-9 else None
 
-    def interval_s(self, prompt_machines: int, token_machines: int) -> float:
-        prompts_s = self.overhead * self.machines * self.prompt_time / prompt_machines
-        return max(prompts_s, self.tokens * self.machines * self.token_time / token_machines)
-
     def splits(self) -> Iterator[Split]:
-        """Yield all that fit, by machines for prompts."""
+        prompts_s = self.overhead * self.machines * self.prompt_time
+        tokens_s = self.tokens * self.machines * self.token_time
         for few in range(1, self.machines):
-            rest = self.machines - few
-            memory = self.memory
+            rest, memory = self.machines - few, self.memory
             if memory is None or (memory.prompts_fit(few) and memory.tokens_fit(rest)):
-                yield Split(few, rest, self.interval_s(few, rest))
+                yield Split(few, rest, max(prompts_s / few, tokens_s / rest))
 
     @property
     def best(self) -> tuple[Split, ...]:
@@ -146,7 +143,6 @@ class Disaggregation:
 
     @property
     def wins(self) -> bool:
-        """True if the best split is strictly better than one pipeline."""
         return any(not at_most(self.colocated_s, split.interval_s) for split in self.best)
 
 
@@ -159,21 +155,18 @@ class Swapping:
     tokens i = p+1 … p+N. (The paper prints B, and one term more.)
     """
 
-    prompt_tokens: int
-    tokens: int
-    token_time: float
-    batch: int
-    kv_kb: float
-    """K and V of one token and sequence on a stage, in 1000 bytes."""
-    bandwidth_gb: float
-    """From the host's memory, in 10⁹ bytes a second."""
+    prompt_tokens: int = option(REQUIRED, "of each sequence", low=0, high=MAX_TOKENS, metavar="P")
+    tokens: int = option(REQUIRED, "that a microbatch generates", low=1, high=MAX_TOKENS)
+    token_time: float = _positive("of a stage, for one token of a microbatch", "S")
+    batch: int = option(
+        REQUIRED, "sequences of a microbatch that fits without swapping", low=1,
+        high=MAX_SEQUENCES, metavar="B",
+    )  # fmt: skip
+    kv_kb: float = _positive("K and V of a sequence's token on a stage, in 1000 bytes", "KB")
+    bandwidth_gb: float = _positive("from host memory, in 10^9 bytes a second", "GB")
 
     def __post_init__(self) -> None:
-        whole_number("prompt_tokens", self.prompt_tokens, 0, MAX_TOKENS)
-        whole_number("tokens", self.tokens, 1, MAX_TOKENS)
-        whole_number("batch", self.batch, 1, MAX_SEQUENCES)
-        for name in ("token_time", "kv_kb", "bandwidth_gb"):
-            _positive(name, getattr(self, name))
+        check_options(self)
 
     @property
     def unswapped_s(self) -> float:
@@ -182,7 +175,7 @@ class Swapping:
 
     @property
     def _cached_token_s(self) -> float:
-        """What bringing back takes for each cached token of a sequence."""
+        """Time to bring back one cached token of each sequence."""
         return 2 * self.batch * self.kv_kb * 1e3 / (self.bandwidth_gb * 1e9)
 
     @property
@@ -207,12 +200,12 @@ def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, An
     """Return the answer with units in the names. None where there is no such number."""
     tree: dict[str, Any] = {"format": "fastdecode.plan.disaggregate", "version": 2}
     if asked is not None:
-        best, memory = asked.best, asked.memory
+        memory = asked.memory
         tree |= {
             "asked": asked,
             "one_pipeline_s": asked.colocated_s,
             "break_even_prompt_over_token": asked.break_even_ratio,
-            "splits": best,
+            "splits": asked.best,
             "wins": asked.wins,
             "min_prompt_machines": memory and memory.fewest(tokens=False),
             "min_token_machines": memory and memory.fewest(tokens=True),
@@ -224,11 +217,7 @@ def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, An
 
 
 def as_text(asked: Disaggregation | None, swap: Swapping | None) -> str:
-    rows: list[tuple[str, str]] = []
-    if asked is not None:
-        rows += _split_rows(asked)
-    if swap is not None:
-        rows += _swap_rows(swap)
+    rows = [*(_split_rows(asked) if asked else ()), *(_swap_rows(swap) if swap else ())]
     return "\n".join(labelled(rows, label_width=14))
 
 
@@ -236,8 +225,7 @@ def _split_rows(asked: Disaggregation) -> Iterator[tuple[str, str]]:
     times = f"{seconds_text(asked.prompt_time)} a prompt, {seconds_text(asked.token_time)} a token"
     yield "Machines", f"{asked.machines:,}; as stages of one pipeline {times}"
     yield "One pipeline", f"{seconds_text(asked.colocated_s)} a microbatch"
-    best = asked.best
-    for split in best:
+    for split in asked.best:
         pace = f"{seconds_text(split.interval_s)} a microbatch"
         machines = f"{split.prompt_machines} for prompts, {split.token_machines} for tokens"
         options = f"--prompt-pp {split.prompt_machines} --pp {split.token_machines}"
@@ -247,20 +235,20 @@ def _split_rows(asked: Disaggregation) -> Iterator[tuple[str, str]]:
     pays = "too long to pay" if ratio is None else f"it pays above {_short(ratio)}"
     yield "Prompt/token", f"{own}; {streaming}: {pays}"
     if asked.memory is not None:
-        prompts, tokens = (asked.memory.fewest(tokens=each) for each in (False, True))
-        yield "Memory", f"prompts need {_at_least(prompts)}, tokens {_at_least(tokens)}"
-    yield "Verdict", _split_verdict(asked, best)
+        prompts, tokens = (_at_least(asked.memory.fewest(tokens=each)) for each in (False, True))
+        yield "Memory", f"prompts need {prompts}, tokens {tokens}"
+    yield "Verdict", _verdict(asked)
 
 
-def _split_verdict(asked: Disaggregation, best: Sequence[Split]) -> str:
+def _verdict(asked: Disaggregation) -> str:
     if asked.machines == 1:
         return "one pipeline: one machine can't be split"
-    if not best:
+    if not asked.best:
         return (
             f"nothing fits: {counted(asked.machines, 'machine')} can't hold prompts and tokens "
             "apart; take more machines, more memory, or smaller microbatches"
         )
-    gain = asked.colocated_s / best[0].interval_s
+    gain = asked.colocated_s / asked.best[0].interval_s
     if not asked.wins:
         return f"one pipeline: the best split takes {_short(1 / gain)} times as long"
     return f"disaggregate: {_short(gain)} times the throughput of one pipeline"

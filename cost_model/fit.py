@@ -51,7 +51,6 @@ class Curve:
 
 
 def fit_curve(points: Sequence[Point]) -> Curve:
-    """Fit a time over a size."""
     if not points:
         raise ConfigError("nothing to fit: the profile has no points", code="invalid_profile")
     merged = _by_size(points)
@@ -72,7 +71,6 @@ def fit_curve(points: Sequence[Point]) -> Curve:
 
 
 def _by_size(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """(size, median seconds), by rising size; points of one size are averaged."""
     ordered = sorted(points, key=lambda point: point.size)
     groups = itertools.groupby(ordered, key=lambda point: point.size)
     return [
@@ -180,7 +178,6 @@ class DecodeFit:
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
-    """Fit the R-part's time over sequences and cached tokens."""
     if len(points) < 3:
         raise ConfigError(
             "an R-part needs at least 3 decode points to be fitted", code="invalid_profile"

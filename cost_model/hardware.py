@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_object
 
 if sys.version_info >= (3, 11):
@@ -50,9 +50,9 @@ class Gpu:
     source: str
     fp16_flops_per_s: float
     bf16_flops_per_s: float | None
-    """None: the GPU has no bfloat16 units."""
+    """None if the GPU has no bfloat16 units."""
     fp8_flops_per_s: float | None
-    """None: the GPU has no FP8 units."""
+    """None if the GPU has no FP8 units."""
     memory_bytes: int
     memory_bytes_per_s: float
     pcie_bytes_per_s: float
@@ -111,14 +111,12 @@ class Cpu:
     isa: str
     """Instruction set of the attention kernels: avx2, avx512 or neon."""
     fp32_flops_per_cycle: int
-    """Of one core."""
     bf16_flops_per_cycle: float | None
     """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
     memory_channels: int
     transfers_per_s: float
-    """Of one channel of 8 bytes."""
+    """Transfers of one channel of 8 bytes."""
     memory_bytes: int
-    """Installed, unless the user says otherwise."""
     memory_source: str
     sockets_per_host: int
     power_w: float | None
@@ -198,7 +196,6 @@ class Nic:
 
     @property
     def bytes_per_s(self) -> float:
-        """Payload each way."""
         return self.line_bits_per_s / 8 * self.line_efficiency.value
 
 
@@ -232,7 +229,7 @@ class Hardware:
 
     def _with(self, path: Path) -> Hardware:
         def refuse(why: str) -> ConfigError:
-            return ConfigError(f"--hardware {path}: {why}")
+            return ConfigError(Given("hardware", str(path)), f": {why}")
 
         tree = read_object(path, most_bytes=MAX_BYTES, refuse=refuse, parse=parse_toml)
         tables = {kind: dict(rows) for kind, rows in self._tables.items()}
@@ -248,7 +245,6 @@ class Hardware:
         return Hardware(tables)
 
     def _row(self, kind: str, name: str, row: Any) -> dict[str, Any]:
-        """A user's part, with the fields of the one that it is like."""
         if not isinstance(row, dict):
             raise ConfigError("it must be a table of fields")
         rows, row = self._tables[kind], dict(row)
@@ -275,12 +271,12 @@ class Hardware:
         return self._parts("nic")
 
     def gpu(self, name: str) -> Gpu:
-        """Raises ConfigError with the nearest names if there is none of this name."""
+        """Look a GPU up. The error for an unknown name has the nearest ones."""
         return self.gpus[self._find("gpu", name)]
 
     def printed_gpu(self, name: str) -> Gpu | None:
-        """As a driver prints it: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB". None: not
-        known, whatever words are left out at its end."""
+        """Look up a driver's name such as "NVIDIA H100 80GB HBM3", also without its last words.
+        None if it is unknown."""
         words = name.split()
         for count in range(len(words), 0, -1):
             try:
@@ -290,20 +286,17 @@ class Hardware:
         return None
 
     def cpu(self, name: str) -> Cpu:
-        """Raises ConfigError with the nearest names if there is none of this name."""
         return self.cpus[self._find("cpu", name)]
 
     def own_cpu(self, name: str, row: Mapping[str, Any]) -> Cpu:
-        """Raises ConfigError if a field is missing or makes no sense."""
         cpu: Cpu = self._part("cpu", name, row)
         return cpu
 
     def nic(self, name: str) -> Nic:
-        """Raises ConfigError with the nearest names if there is none of this name."""
         return self.nics[self._find("nic", name)]
 
     def faster_nic(self, nic: Nic) -> Nic | None:
-        """The next faster port of the same kind (Ethernet or InfiniBand); None at the top."""
+        """Return the next faster port of the same kind (Ethernet, InfiniBand). None at the top."""
         family = _nic_family(nic)
         faster = [
             other
@@ -333,14 +326,16 @@ class Hardware:
         family = [own for own, its_family in named if _plain(its_family) == _plain(name)]
         if family:
             raise ConfigError(
-                f"--{kind} {name} names a family, whose parts differ: give one of "
-                f"{', '.join(family)}",
+                Given(kind, name),
+                f" names a family, whose parts differ: give one of {', '.join(family)}",
                 code=f"unknown_{kind}",
             )
         described = f", or a description such as {CPU_SYNTAX!r}" if kind == "cpu" else ""
         return find_name(name, names, option=kind, also=described)
 
 
+GIB_PER_CHANNEL = 32
+"""Memory that is assumed if a description has none: one DIMM."""
 CPU_SYNTAX = "12xDDR5-4800, 64 cores, 2.4 GHz, avx512"
 """A CPU in words, where its name is not known."""
 _MOST_LISTED = 40
@@ -363,7 +358,7 @@ def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "
     names = list(dict.fromkeys(known.values()))
     listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
     why = f"is not known. {hint}Known: {listed}; or give the path of a file{also}"
-    raise ConfigError(f"--{option} {name!r} {why}", code=f"unknown_{option}")
+    raise ConfigError(Given(option, name), f" {why}", code=f"unknown_{option}")
 
 
 def _nic_family(nic: Nic) -> str:
@@ -373,7 +368,6 @@ def _nic_family(nic: Nic) -> str:
 _NOISE = re.compile(
     r"\((r|tm)\)|\bcpu @.*|\b\d+-core processor.*|\b(nvidia|amd|intel|cpu|tesla|infiniband)\b"
 )
-"""Of names as nvidia-smi, rocm-smi and lscpu print them."""
 
 
 def _plain(name: str) -> str:
@@ -411,7 +405,6 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and most of each field, units as in the file; far beyond any part that is sold."""
 _PART = (0.001, 0.999)
-"""Of an efficiency."""
 
 
 def _number(row: Mapping[str, Any], name: str, *, is_whole: bool = False) -> float:
@@ -438,7 +431,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
     "float | None": _optional,
     "Efficiency": _efficiency,
 }
-"""How a field is read, by its type."""
 
 
 def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **sizes: int) -> _Kind:
@@ -468,4 +460,73 @@ _KINDS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
     "cpu": lambda name, row: _read(Cpu, name, row, memory_gib=GIB),
     "nic": lambda name, row: _read(Nic, name, row),
 }
-"""How a table's rows are read."""
+
+
+_WORDS = {
+    "channels": r"(?P<memory_channels>\d+) ?(?:x|ch|channels?(?: of)?) ?(?:[a-z0-9]*ddr\dx?[ -]?)?"
+    r"(?P<transfers_per_s>\d{4,5})(?: ?mt/s)?",
+    "cores": r"(?P<cores>\d+) ?(?:cores?|c)",
+    "GHz": r"(?P<base_ghz>\d+(?:\.\d+)?) ?ghz",
+    "instruction set": r"(?P<isa>avx-?2|avx-?512(?:[_-]bf16)?|amx|neon|sve2?)",
+    "memory": r"(?P<memory_gib>\d+) ?gi?b",
+}
+_ISAS: dict[str, dict[str, Any]] = {
+    "avx2": {"isa": "avx2", "fp32_flops_per_cycle": 32},
+    "avx512": {"isa": "avx512", "fp32_flops_per_cycle": 64},
+    "avx512bf16": {"isa": "avx512", "fp32_flops_per_cycle": 64, "bf16_flops_per_cycle": 128},
+    "amx": {"isa": "avx512", "fp32_flops_per_cycle": 64, "bf16_flops_per_cycle": 2048},
+    "neon": {"isa": "neon", "fp32_flops_per_cycle": 32},
+}
+
+
+def is_described(text: str) -> bool:
+    """Return True if this is a description of a CPU rather than a name."""
+    return "," in text or re.search(r"ddr\d|channel", text.lower()) is not None
+
+
+def described_cpu(text: str, hardware: Hardware) -> Cpu:
+    """Read a description: channels by speed, cores, clock and instruction set, in any order.
+
+    Raises:
+        ConfigError: If a part is missing, given twice, or not understood.
+    """
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(Given("cpu", text), f" {why}")
+
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    for part in filter(None, (each.strip().lower() for each in text.split(","))):
+        matches = {kind: re.fullmatch(word, part) for kind, word in _WORDS.items()}
+        kind = next((kind for kind, match in matches.items() if match), None)
+        if kind is None or kind in seen:
+            why = f"gives {kind} twice" if kind else f"has {part!r}, which is not understood"
+            raise refuse(f"{why}. Write it as {CPU_SYNTAX!r}")
+        seen.add(kind)
+        match = matches[kind]
+        assert match is not None
+        found |= match.groupdict()
+    missing = [kind for kind in list(_WORDS)[:4] if kind not in seen]
+    if missing:
+        raise refuse(
+            f"lacks its {' and '.join(missing)}. Write it as {CPU_SYNTAX!r}, and add 512 GB if the "
+            "memory is known"
+        )
+    isa = re.sub(r"[-_]", "", found["isa"]).replace("sve2", "neon").replace("sve", "neon")
+    channels, memory = int(found["memory_channels"]), found.get("memory_gib")
+    assumed = f"assumed: {GIB_PER_CHANNEL} GiB a channel"
+    row = {
+        "source": "given by --cpu",
+        "cores": int(found["cores"]),
+        "base_ghz": float(found["base_ghz"]),
+        "memory_channels": channels,
+        "transfers_per_s": float(found["transfers_per_s"]) * 1e6,
+        "memory_gib": int(memory or GIB_PER_CHANNEL * channels),
+        "memory_source": "given by --cpu" if memory else assumed,
+        "sockets_per_host": 2,
+        **_ISAS[isa],
+    }
+    try:
+        return hardware.own_cpu(text, row)
+    except ConfigError as error:
+        raise ConfigError(Given("cpu", text), f": {error.message}") from None

@@ -17,8 +17,7 @@ _ROUNDING = 1e-12
 
 
 def whole(count: float) -> int:
-    """The least whole number that isn't below ``count``, but for rounding:
-    100.00000000000001 is 100. At least 1."""
+    """Round up to a whole number, at least 1. 100.00000000000001 is 100."""
     nearest = round(count)
     if math.isclose(count, nearest, rel_tol=_ROUNDING):
         return max(1, nearest)
@@ -26,19 +25,19 @@ def whole(count: float) -> int:
 
 
 def at_most(value: float, limit: float) -> bool:
-    """``value <= limit``, but for rounding."""
+    """Return True if ``value <= limit``, but for rounding."""
     return value <= limit or math.isclose(value, limit, rel_tol=_ROUNDING)
 
 
 def smallest(holds: Callable[[int], bool], known: int, *, above: int = 0) -> int:
-    """The smallest whole number that holds, up to ``known``, which holds. All that follow a
-    number that holds must hold, too."""
+    """Return the smallest number that holds, up to ``known``, which holds. All above a number that
+    holds must hold, too."""
     return above + 1 + bisect_left(range(above + 1, known), True, key=holds)
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to ``most`` that holds; 0: none does. All below a number that
-    holds must hold, too."""
+    """Return the largest number from 1 to ``most`` that holds. 0 if none does. All below a number
+    that holds must hold, too."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -46,14 +45,14 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
 
 
 def number_within(name: str, value: float, low: float, high: float, what: str = "number") -> float:
-    """Raises ConfigError if it isn't within these bounds. ``what``: with its unit."""
+    """Check a number against its bounds. ``what``: a noun with its unit."""
     if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
         raise ConfigError(Given(name, value), f" is not a {what} from {low:g} to {high:g}")
     return value
 
 
 def whole_number(name: str, value: int, low: int, high: int) -> int:
-    """Raises ConfigError if it isn't within these bounds."""
+    """Check a whole number against its bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(Given(name, value), f" is not a whole number from {low} to {high}")
     return value
@@ -62,7 +61,6 @@ def whole_number(name: str, value: int, low: int, high: int) -> int:
 def count(
     fields: Mapping[str, Any], name: str, where: str, low: int = 1, most: int = MAX_TOKENS
 ) -> int:
-    """A whole number. Raises ConfigError."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
         raise _refused(fields, name, where, f"a whole number from {low} to {most}")
@@ -86,7 +84,6 @@ def _refused(fields: Mapping[str, Any], name: str, where: str, wanted: str) -> C
 
 
 def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raises ConfigError: there is a field of another name."""
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}")

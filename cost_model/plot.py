@@ -11,7 +11,7 @@ from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
 from cost_model.predict import StepPrediction
 from cost_model.quantities import counted, rate_text, seconds_text
-from fastdecode.core.errors import ConfigError, imports_for
+from fastdecode.core.errors import ConfigError, Given, imports_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,64 +38,59 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Find out about a bad path before anything is computed.
+    """Refuse a bad path before anything is computed.
 
     Raises:
         ConfigError: If the file's name has no known ending.
         MissingExtraError: If matplotlib isn't installed.
     """
     if path.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+        raise ConfigError(Given("plot", str(path)), ": the name must end in .png, .svg or .pdf")
     with imports_for("--plot"):
         import matplotlib  # noqa: F401
-
-
-def save_plot(sizing: Sizing, path: Path) -> None:
-    """Draw the plan's batch from one socket to twice the plan's, as png, svg or
-    pdf by the file's suffix."""
-    plan = sizing.plan
-    if plan is None:
-        raise ConfigError("--plot: there is no plan to draw")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = [plan.on(sizing.system, count) for count in range(1, 2 * plan.sockets + 1)]
-    with pyplot.rc_context(
-        {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
-    ):
-        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-        _shade_limits(axes, steps)
-        _throughput(axes, sizing, plan, steps)
-        tpot = axes.twinx()
-        _tpot(tpot, sizing, steps)
-        axes.set_title(_title(sizing, plan), loc="left", fontsize=12)
-        try:
-            _save(figure, path)
-        finally:
-            pyplot.close(figure)
 
 
 def _save(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
-        raise ConfigError(f"--plot {path}: can't write there: {error.strerror}") from None
+        raise ConfigError(
+            Given("plot", str(path)), f": can't write there: {error.strerror}"
+        ) from None
 
 
-def _title(sizing: Sizing, plan: Plan) -> str:
-    setup = sizing.setup
-    return (
-        f"{setup.spec.name} on {sizing.system.s.name}, R-workers on {sizing.system.r.name}, "
-        f"{sizing.system.link.name}\n"
-        f"{counted(plan.batch, 'sequence')} in {counted(plan.lanes, 'lane')}, "
-        f"{setup.workload.peak_context_tokens:,} tokens each"
-    )
+def save_plot(sizing: Sizing, path: Path) -> None:
+    """Draw the plan's batch from one socket to twice the plan's."""
+    plan, system, setup = sizing.plan, sizing.system, sizing.setup
+    if plan is None:
+        raise ConfigError(Given("plot"), ": there is no plan to draw")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [plan.on(system, count) for count in range(1, 2 * plan.sockets + 1)]
+    with pyplot.rc_context(
+        {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
+    ):
+        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+        _shade_limits(axes, steps)
+        _throughput(axes, sizing, plan, steps)
+        _tpot(axes.twinx(), sizing, steps)
+        title = (
+            f"{setup.spec.name} on {system.s.name}, R-workers on {system.r.name}, "
+            f"{system.link.name}\n{counted(plan.batch, 'sequence')} in "
+            f"{counted(plan.lanes, 'lane')}, {setup.workload.peak_context_tokens:,} tokens each"
+        )
+        axes.set_title(title, loc="left", fontsize=12)
+        try:
+            _save(figure, path)
+        finally:
+            pyplot.close(figure)
 
 
 def _shade_limits(axes: Axes, steps: list[StepPrediction]) -> None:
-    """A band for each stretch of sockets with one limit, its name at the top."""
+    """Draw a band for each stretch of sockets with one limit, its name at the top."""
     for limit, group in itertools.groupby(steps, key=lambda step: step.limit):
         stretch = list(group)
         left, right = stretch[0].sockets - 0.5, stretch[-1].sockets + 0.5
@@ -112,14 +107,14 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
 
     sockets = [step.sockets for step in steps]
     slow, fast = (
-        [plan.on(system, count).tokens_per_s for count in sockets]
-        for system in (sizing.system.scaled(+1), sizing.system.scaled(-1))
+        [plan.on(sizing.system.scaled(sign), count).tokens_per_s for count in sockets]
+        for sign in (+1, -1)
     )
     axes.fill_between(sockets, slow, fast, color=_THROUGHPUT, alpha=0.15, linewidth=0)
     axes.plot(sockets, [step.tokens_per_s for step in steps], color=_THROUGHPUT, linewidth=2.2)
-    axes.plot([plan.sockets], [plan.expected.tokens_per_s], "o", color=_THROUGHPUT, markersize=9)
-    best = f"{counted(plan.sockets, 'socket')}: {rate_text(plan.expected.tokens_per_s)} tokens/s"
     at = (plan.sockets, plan.expected.tokens_per_s)
+    axes.plot(*at, "o", color=_THROUGHPUT, markersize=9)
+    best = f"{counted(plan.sockets, 'socket')}: {rate_text(plan.expected.tokens_per_s)} tokens/s"
     axes.annotate(best, at, color=_THROUGHPUT, xytext=(8, -16), textcoords="offset points")
     rival = 0.0
     if sizing.gpu_only is not None:
@@ -147,16 +142,15 @@ def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
     axes.set_ylabel("ms a token", color=_TPOT)
     if sizing.goal.tpot_s is not None:
         axes.axhline(1e3 * sizing.goal.tpot_s, color=_TPOT, linewidth=0.8)
-        asked = f"asked: {seconds_text(sizing.goal.tpot_s)}"
-        axes.annotate(asked, (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)
+        words = f"asked: {seconds_text(sizing.goal.tpot_s)}"
+        axes.annotate(words, (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)
 
 
 def plot_run(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
-    """Draw one column a mode: the load above; below, what a step takes, and the
-    S-part's and the R-part's share in it."""
+    """Draw one column per mode: the load, and below it a step's time with its S-part and R-part."""
     from matplotlib.figure import Figure
 
-    from cost_model.simulate.report import summarise
+    from cost_model.simulate import summarise
 
     figure = Figure(figsize=(1 + 3.2 * len(outcomes), 5), layout="constrained")
     axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)

@@ -31,22 +31,20 @@ class LaneTimes:
     """The S-part, the lane's share of prompts included."""
     out_s: float
     r_s: float
-    """Of the busiest R-worker."""
+    """R-part of the busiest R-worker."""
     back_s: float
     round_trip_s: float
     messages_s: float = 0.0
-    """Of the S-worker's thread, for all R-workers."""
+    """Time of the S-worker's thread, for all R-workers."""
     io_s: float = 0.0
-    """Of the S-worker's I/O threads, out and back."""
+    """Time of the S-worker's I/O threads, out and back."""
 
     @property
     def link_s(self) -> float:
-        """The link is busy."""
         return max(self.out_s, self.back_s, self.messages_s, self.io_s)
 
     @property
     def trip_s(self) -> float:
-        """To R-workers and back."""
         return self.messages_s + self.out_s + self.back_s + self.round_trip_s
 
     @property
@@ -73,14 +71,13 @@ class LaneTimes:
 @dataclass(frozen=True)
 class StepPrediction:
     batch: int
-    """Sequences that run at once, in all lanes."""
     lanes: int
     sockets: int
     step_s: float
     """One token for every running sequence: the TPOT."""
     tokens_per_s: float
     latency_s: float
-    """Of a whole sequence from its start: its prompt, then every output token."""
+    """Time of a whole sequence: its prompt, then every output token."""
     s_utilisation: float
     r_utilisation: float
     network_utilisation: float
@@ -124,7 +121,7 @@ class System:
 
     @cached_property
     def prompt_s(self) -> float:
-        """Of one prompt, but for what the prefix cache holds of it."""
+        """Time of one prompt, without what the prefix cache holds of it."""
         workload = self.workload
         whole_s = self.s.prefill_s(workload.prompt_tokens)
         return whole_s - self.s.prefill_s(workload.cached_prompt_tokens)
@@ -168,7 +165,7 @@ class System:
 
     def r_s(self, lane_batch: int, sockets: float) -> float:
         """The R-part of one lane and layer. A sequence lives on one R-worker,
-        so sockets beyond one a sequence idle."""
+        so more sockets than sequences idle."""
         sequences = max(1.0, lane_batch / sockets)
         return self.r.r_s(sequences, sequences * self.attended_tokens)
 
@@ -184,7 +181,6 @@ class System:
         return max(links_s, self.transport.io_s(num_bytes, sockets))
 
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
-        """One lane of ``lane_batch`` sequences through one layer."""
         return self.lane_over(lane_batch)(sockets)
 
     def lane_over(self, lane_batch: int) -> Callable[[float], LaneTimes]:
@@ -232,7 +228,7 @@ class System:
         )
 
     def latency_s(self, step_s: float) -> float:
-        """Of a whole sequence: its prompt, then a step for each output token."""
+        """Return the time of a prompt and a step for each output token."""
         return self.prompt_s + self.workload.output_tokens * step_s
 
     def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:

@@ -36,7 +36,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def round_to(value: float, digits: int) -> float:
-    """The nearest number with so many significant digits."""
+    """Round to this many significant digits."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, digits - 1 - math.floor(math.log10(abs(value))))

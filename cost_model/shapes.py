@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cost_model.hardware import find_name
-from fastdecode.core.errors import CheckpointError, ConfigError
+from fastdecode.core.errors import CheckpointError, ConfigError, Given
 from fastdecode.core.json_file import read_object
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.local_models import find_model
@@ -33,7 +33,7 @@ class KnownModel:
 
     name: str
     id: str | None
-    """``org/name`` at Hugging Face; None: it isn't there."""
+    """``org/name`` at Hugging Face. None if it has none."""
     parameters: int
     config: Mapping[str, Any]
 
@@ -77,14 +77,15 @@ def _refuse(name: str) -> None:
         if re.match(pattern, own):
             (row,) = (each for each in REFUSED if architecture in each.architectures)
             raise ConfigError(
-                f"--model {name}: it has {row.what}, which FastDecode does not implement. "
-                f"Use another model; --list has the names",
+                Given("model", name),
+                f": it has {row.what}, which FastDecode does not implement. Use another model; "
+                "--list has the names",
                 code="unsupported_model",
             )
 
 
 def _untuned(name: str) -> str:
-    """A release's name without what says how it was trained, which has the same shape:
+    """Strip what says how a release was trained, which does not change its shape:
     ``Qwen/Qwen2.5-7B-Instruct`` is ``qwen2.5-7b``."""
     own = name.rpartition("/")[2].lower().replace(" ", "-")
     return _TUNED.sub("", own)
@@ -103,7 +104,9 @@ def read_model(model: str) -> ModelSpec:
         path = path / "config.json"
     if not path.is_file():
         if path.name == "config.json" or path.suffix == ".json":
-            raise ConfigError(f"--model {model}: there is no file {path}", code="unknown_model")
+            raise ConfigError(
+                Given("model", model), f": there is no file {path}", code="unknown_model"
+            )
         try:
             return model_named(model)
         except ConfigError:
@@ -129,5 +132,5 @@ def _read(model: str, path: Path) -> dict[str, Any]:
     return read_object(
         path,
         most_bytes=MAX_CONFIG_BYTES,
-        refuse=lambda why: ConfigError(f"--model {model}: {path}: {why}"),
+        refuse=lambda why: ConfigError(Given("model", model), f": {path}: {why}"),
     )

@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import ModelShape, NetProfile, RProfile, SProfile
 
 TimeOf: TypeAlias = Callable[[float], float]
@@ -60,19 +60,17 @@ class _Roofline:
     num_gpus: int
     costs: TokenCosts
     flops_per_s: float
-    """Of all of them."""
+    """Peak of all of them."""
     bytes_per_s: float
-    """Of each one's memory."""
+    """Bandwidth of each one's memory."""
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> _Roofline:
-        """Raises ConfigError if the GPU doesn't compute in the costs' dtype."""
         flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
         bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
         return cls(gpu, num_gpus, costs, flops_per_s, bytes_per_s)
 
     def all_reduce_s(self, batch: float) -> float:
-        """Of one token's hidden states for each of the batch."""
         if self.num_gpus == 1:
             return 0.0
         ring = 2 * (self.num_gpus - 1) / self.num_gpus
@@ -81,14 +79,12 @@ class _Roofline:
         return self.gpu.all_reduce_s + ring * num_bytes / peer_bytes_per_s
 
     def layer_s(self, batch: float) -> float:
-        """Of one layer, the mean of all."""
         busy_s = sum(count * self._busy_s(layer, batch) for layer, count in self.costs.layer_kinds)
         mean_s = busy_s / self.costs.num_layers
         return mean_s + self.gpu.layer_overhead_s + 2 * self.all_reduce_s(batch)
 
     @cached_property
     def _row_costs(self) -> dict[int, tuple[float, float]]:
-        """Of a layer of each kind: bytes of activations and FLOPs of one row."""
         costs = self.costs
         return {
             layer: (costs.layer_activation_bytes(layer), costs.layer_flops(layer))
@@ -102,7 +98,6 @@ class _Roofline:
         return max(memory_s, flops * batch / self.flops_per_s)
 
     def head_s(self, batch: float) -> float:
-        """Of the logits."""
         if not self.costs.has_ends:
             return 0.0
         logits_bytes = 8.0 * self.costs.spec.vocab_size * batch
@@ -111,8 +106,7 @@ class _Roofline:
         return max(num_bytes / self.bytes_per_s, compute_s) + self.gpu.layer_overhead_s
 
     def prompt_s(self, tokens: float) -> float:
-        """Of a prompt, all layers. It joins the step of a running batch, which
-        reads the weights anyway."""
+        """Return the time of a prompt that joins a step, which reads the weights anyway."""
         attention_flops = self.costs.attention_flops * tokens * tokens / 2
         kinds = self.costs.layer_kinds
         flops = sum(count * self._row_costs[layer][1] for layer, count in kinds)
@@ -126,11 +120,11 @@ class SPartModel(HardwarePart):
 
     num_layers: int
     layer_s: TimeOf
-    """Of one layer over tokens in the batch."""
+    """Time of one layer over tokens in the batch."""
     head_s: TimeOf
-    """Of all else in a step over tokens in the batch: embedding, logits, sampling."""
+    """Time of the rest of a step over tokens in the batch: embedding, logits, sampling."""
     prompt_s: TimeOf
-    """Of all layers over the tokens of one prompt, its own attention included, whoever attends."""
+    """Time of all layers over the tokens of one prompt, its attention included."""
     usable_memory_bytes: float
     kv_read_bytes_per_s: float
     """At which attention on the GPU itself would read a KV cache."""
@@ -138,8 +132,7 @@ class SPartModel(HardwarePart):
     """PCIe, one direction; None if it is part of what was measured."""
     power_w: float | None
     max_batch: int | None = None
-    """The largest that was measured: beyond it nothing is known. None: a
-    formula, which has no end."""
+    """The largest batch that was measured. None for a formula."""
     prompts_on_r: bool = False
     """R-workers attend prompts: their q and o cross the network, too."""
 
@@ -149,7 +142,6 @@ class SPartModel(HardwarePart):
         return self.pace * (self.layer_s(batch) + self.head_s(batch) / self.num_layers)
 
     def prefill_s(self, prompt_tokens: float) -> float:
-        """Seconds of one prompt through all layers."""
         return self.pace * self.prompt_s(prompt_tokens) if prompt_tokens > 0 else 0.0
 
     @classmethod
@@ -195,7 +187,9 @@ class SPartModel(HardwarePart):
         if profile.dtype != costs.dtype.value:
             raise ConfigError(
                 f"the S-part profile was measured in {profile.dtype}, but the plan asks for "
-                f"{costs.dtype}: use --dtype {profile.dtype}, or calibrate again",
+                f"{costs.dtype}: use ",
+                Given("dtype", profile.dtype),
+                ", or calibrate again",
                 code="profile_mismatch",
             )
         layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
@@ -228,22 +222,20 @@ class RPartModel(HardwarePart):
     or one measured host. Its pace leaves the read ceiling as it is."""
 
     call_s: float
-    """Of one call, beside what it works on."""
+    """Fixed time of one call."""
     sequence_s: float
-    """Of one sequence, beside its tokens."""
+    """Fixed time of one sequence."""
     token_s: float
-    """R in the paper: of one cached token."""
+    """R in the paper: time of one cached token."""
     read_token_s: float
-    """Of one cached token at the read ceiling: no kernel can be faster."""
+    """Time of one cached token at the read ceiling: no kernel can be faster."""
     capacity_bytes: float
-    """That the KV cache may take."""
+    """Memory for the KV cache."""
     memory_bytes: float
     sockets_per_host: int
     power_w: float | None
 
     def r_s(self, num_sequences: float, num_tokens: float) -> float:
-        """Seconds of one layer for one R-worker that holds so many sequences
-        and cached tokens of the lane."""
         return self.pace * (
             self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens
         )
@@ -284,7 +276,7 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
-        """A line through what was measured. An R-worker of the measured host counts as one socket.
+        """Fit a line. An R-worker of the measured host counts as one socket.
 
         Raises:
             ConfigError: If the profile is of another head shape or KV dtype.
@@ -305,7 +297,9 @@ class RPartModel(HardwarePart):
         if profile.kv_dtype != costs.kv_dtype:
             raise ConfigError(
                 f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan "
-                f"asks for {costs.kv_dtype}: use --kv-dtype {profile.kv_dtype}, or calibrate again",
+                f"asks for {costs.kv_dtype}: use ",
+                Given("kv_dtype", profile.kv_dtype),
+                ", or calibrate again",
                 code="profile_mismatch",
             )
         fit = fit_decode(profile.decode)
@@ -339,7 +333,6 @@ class LinkModel(HardwarePart):
     """What one message out and its answer cost the S-worker's thread, the bytes aside."""
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Seconds that so many bytes take one way, latency aside."""
         return self.pace * num_bytes / self.bytes_per_s
 
     @property

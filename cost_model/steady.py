@@ -9,7 +9,7 @@ from pathlib import Path
 from cost_model.numbers import at_most, count
 from cost_model.predict import System
 from cost_model.workload import Workload
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_object
 
 MAX_PLAN_BYTES = 16 << 20
@@ -17,7 +17,7 @@ MAX_PLAN_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class SteadyBatch:
-    """So many sequences, all with the same context, none starting or ending."""
+    """Sequences with the same context, none of which starts or ends."""
 
     batch: int
     lanes: int
@@ -72,16 +72,17 @@ def read_plan(path: Path) -> PlannedBatch:
         ConfigError: If the file is missing, isn't such a plan, or has none because
             the question was infeasible.
     """
+    given = Given("plan", str(path))
     tree = read_object(
-        path, most_bytes=MAX_PLAN_BYTES, refuse=lambda why: ConfigError(f"--plan {path}: {why}")
+        path, most_bytes=MAX_PLAN_BYTES, refuse=lambda why: ConfigError(given, f": {why}")
     )
     if (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
         raise ConfigError(
-            f"--plan {path} isn't a plan of this release: write it with fastdecode size --json"
+            given, " isn't a plan of this release: write it with fastdecode size --json"
         )
     plan, question = tree.get("plan"), tree.get("question")
     if not isinstance(plan, dict) or not isinstance(question, dict):
-        raise ConfigError(f"--plan {path} holds no plan: what it asks is infeasible")
+        raise ConfigError(given, " holds no plan: what it asks is infeasible")
     where = f"--plan {path}"
     batch, lanes, sockets = (count(plan, name, where) for name in ("batch", "lanes", "sockets"))
     workload = Workload(
@@ -91,7 +92,7 @@ def read_plan(path: Path) -> PlannedBatch:
     )
     model, dtype, kv_dtype = (question.get(name) for name in ("model", "dtype", "kv_dtype"))
     if not (isinstance(model, str) and isinstance(dtype, str) and isinstance(kv_dtype, str)):
-        raise ConfigError(f"--plan {path}: model, dtype and kv_dtype must be strings")
+        raise ConfigError(given, ": model, dtype and kv_dtype must be strings")
     steady = SteadyBatch(batch, lanes, sockets, round(workload.mean_context_tokens))
     return PlannedBatch(model, dtype, kv_dtype, steady)
 

@@ -26,7 +26,7 @@ def machine_times(system: System, sequences: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class SystemTime(StepTime):
-    """Of an S-worker and its R-workers, which are alike and share sequences evenly.
+    """Step times of an S-worker and equal R-workers, which share sequences evenly.
     The prompts of the system's workload are counted in, at their average.
 
     Args:
@@ -52,7 +52,6 @@ class SystemTime(StepTime):
         return own_s + self._way_s(sum(new for _, new in prompts))
 
     def _way_s(self, num_tokens: int) -> float:
-        """Of q, k, v and o of prompts that R-workers attend, through all layers."""
         system, costs = self.system, self.system.costs
         if not system.s.prompts_on_r:
             return 0.0
@@ -81,7 +80,6 @@ class SystemTime(StepTime):
         return self._layers * self.system.r.r_s(num_sequences, attended)
 
     def link_s(self, num_tokens: int) -> float:
-        """Of ports, I/O threads, and the S-worker's thread."""
         return self._layers * self._lane(num_tokens).link_s
 
     def trip_s(self, num_tokens: int) -> float:
@@ -95,7 +93,6 @@ class SystemTime(StepTime):
         return self.system.costs.num_layers
 
     def _lane(self, num_decoding: int) -> LaneTimes:
-        """Through one layer."""
         if num_decoding not in self._lanes:
             self._lanes[num_decoding] = self.system.lane(num_decoding, self.sockets)
         return self._lanes[num_decoding]
@@ -107,7 +104,6 @@ class SystemTime(StepTime):
         return windows if any(windows) else Counter()
 
     def _attended(self, context: float) -> float:
-        """Keys that a query sees a layer, averaged over layers."""
         seen = (
             count * (context if window is None else min(context, window))
             for window, count in self._windows.items()

@@ -1,9 +1,5 @@
-"""Traces of requests.
-
-====== ====================================================================
-own    JSON Lines ``{"num_prompt_tokens": 512, "num_output_tokens": 128}``
-server JSON Lines of ``fastdecode serve --request-log``
-====== ====================================================================
+"""Traces of requests: own JSON Lines ``{"num_prompt_tokens": 512, "num_output_tokens": 128}``, or
+lines of ``fastdecode serve --request-log``.
 
 Own lines may have ``max_tokens``, all that the scheduler knows of the output's length (if
 absent, it knows the length), and ``arrival_s`` or ``arrival_step``, when the request arrives (0
@@ -14,14 +10,13 @@ answer are left out, and counted.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from cost_model.numbers import MAX_TOKENS, check_known, count, number
+from cost_model.numbers import check_known, count, number
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
 
@@ -36,7 +31,11 @@ _FIELDS = ("num_prompt_tokens", "num_output_tokens", "max_tokens", "arrival_s", 
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """Read a file of own lines. Raises ConfigError if it can't be read, or a line is broken."""
+    """Read a file of own lines.
+
+    Raises:
+        ConfigError: If it can't be read, or a line is broken.
+    """
     return read_file(path, parse_trace, str(path))
 
 
@@ -72,7 +71,7 @@ def _own_request(fields: Fields, where: str, units: set[ArrivalUnit]) -> TracedR
 
 
 def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str) -> T:
-    """Parse a trace file, which errors call ``name``. Raises ConfigError."""
+    """Parse a trace file, which errors call ``name``."""
     try:
         with path.open("rb") as lines:
             return parse(lines, name)
@@ -81,7 +80,6 @@ def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str)
 
 
 def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each line is, and its JSON object."""
     for where, line in lines:
         fields = json_object(line, where)
         check_known(fields, known, where)
@@ -89,8 +87,11 @@ def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[st
 
 
 def bounded(lines: Iterable[bytes], name: str) -> Iterator[Located]:
-    """Lines that aren't blank, and where each is. Raises ConfigError: there are too
-    many, or one is too long."""
+    """Yield lines that aren't blank, and where each is.
+
+    Raises:
+        ConfigError: If there are too many, or one is too long.
+    """
     for place, line in enumerate(lines, 1):
         where = f"{name}, line {place}"
         if len(line) > MAX_LINE_BYTES or place > MAX_REQUESTS:
@@ -102,7 +103,6 @@ def bounded(lines: Iterable[bytes], name: str) -> Iterator[Located]:
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """Raises ConfigError: the line holds something else."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -154,26 +154,13 @@ def _read(file: Iterable[bytes], name: str) -> ReadTrace:
 
 
 def _logged(record: Fields, where: str) -> TracedRequest | None:
-    """Returns None if it has no prompt or no answer."""
-    prompt, output = (_count(record, each, where) for each in ("prompt_tokens", "output_tokens"))
-    time: Any = record.get("time")
-    is_number = isinstance(time, (int, float)) and not isinstance(time, bool)
-    if not is_number or not math.isfinite(time):
-        raise ConfigError(f"{where}: time={time!r} is not a number of seconds")
-    return TracedRequest(prompt, output, output, float(time)) if prompt and output else None
-
-
-def _count(record: Fields, name: str, where: str) -> int:
-    value = record.get(name)
-    if value is None:
-        return 0  # a request that failed has no answer
-    try:
-        count = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, TypeError):
-        count = math.nan
-    if not (0 <= count <= MAX_TOKENS and count == int(count)):
-        raise ConfigError(f"{where}: {name}={value!r} is not a whole number up to {MAX_TOKENS}")
-    return int(count)
+    # A request that failed has no answer.
+    prompt, output = (
+        0 if record.get(name) is None else count(record, name, where, low=0)
+        for name in ("prompt_tokens", "output_tokens")
+    )
+    time = number(record, "time", where, may_be_0=True)
+    return TracedRequest(prompt, output, output, time) if prompt and output else None
 
 
 def _from_zero(requests: list[TracedRequest]) -> RequestTrace:

@@ -18,7 +18,7 @@ _MEASURED: Final = (
 class Transport:
     name: str
     thread_bytes_per_s: float
-    """That one I/O thread carries, both directions together; infinity: there are none."""
+    """Rate of one I/O thread, both directions together. Infinite if there are none."""
     work: str
     source: str
     num_threads: int = 1
@@ -29,8 +29,7 @@ class Transport:
         return math.isfinite(self.thread_bytes_per_s)
 
     def io_s(self, num_bytes: float, sockets: float) -> float:
-        """Seconds that the I/O threads need for so many bytes, out and back, to
-        and from all of ``sockets`` R-workers."""
+        """Return seconds of the I/O threads for these bytes, out and back, of all R-workers."""
         if not self.is_bounded:
             return 0.0
         return num_bytes / (self.thread_bytes_per_s * min(self.num_threads, max(1.0, sockets)))

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from fastdecode.core.config.options import REQUIRED, check_options, option
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_TOKENS = 10_000_000
@@ -23,7 +24,7 @@ _KV_BITS = {
     "fp8": (8, 0),
 }
 FP8 = "fp8"
-"""Of rivals only, with one scale a tensor: FastDecode has no such cache."""
+"""Only for rivals, with one scale per tensor: FastDecode has no such cache."""
 KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
 
 
@@ -34,11 +35,12 @@ def parse_kv_dtype(name: str) -> str:
     try:
         return DType.parse(name).value
     except ConfigError:
-        raise ConfigError(f"--kv-dtype {name!r} is not one of {', '.join(KV_DTYPES)}") from None
+        raise ConfigError(
+            Given("kv_dtype", name), f" is not one of {', '.join(KV_DTYPES)}"
+        ) from None
 
 
 def kv_token_layer_bytes(num_kv_heads: int, head_dim: int, kv_dtype: str) -> float:
-    """K and V of one token in one layer, scales included."""
     element_bits, scale_bits = _KV_BITS[kv_dtype]
     return 2 * num_kv_heads * (head_dim * element_bits + scale_bits) / 8
 
@@ -54,30 +56,24 @@ class Workload:
     half of what it grows to when all start at once (F = output).
     """
 
-    prompt_tokens: int
-    output_tokens: int
-    start_interval_steps: int = 1
-    prefix_hit: float = 0.0
-    """The part of a prompt that the prefix cache holds. It isn't computed, and not sent; each
-    sequence still counts as having room for all of it."""
+    prompt_tokens: int = option(REQUIRED, "prompt tokens a sequence", low=0, high=MAX_TOKENS)
+    output_tokens: int = option(REQUIRED, "output tokens a sequence", low=1, high=MAX_TOKENS)
+    start_interval_steps: int = option(
+        1, "steps between starts", low=1, flag="--start-interval", metavar="F"
+    )
+    prefix_hit: float = option(0.0, "part of a prompt that the prefix cache holds", metavar="X")
+    """This part isn't computed, and not sent. Each sequence still reserves memory for all of it."""
 
     def __post_init__(self) -> None:
+        check_options(self)
         if not 0.0 <= self.prefix_hit < 1.0:
-            raise ConfigError(f"--prefix-hit {self.prefix_hit!r} is not a part from 0 to below 1")
-        if not 0 <= self.prompt_tokens <= MAX_TOKENS:
             raise ConfigError(
-                f"prompt length {self.prompt_tokens} (--prompt-len) is not within 0..{MAX_TOKENS} "
-                "tokens"
+                Given("prefix_hit", self.prefix_hit), " is not a part from 0 to below 1"
             )
-        if not 1 <= self.output_tokens <= MAX_TOKENS:
+        if self.start_interval_steps > self.output_tokens:
             raise ConfigError(
-                f"output length {self.output_tokens} (--output-len, --seq-len) is not within "
-                f"1..{MAX_TOKENS} tokens"
-            )
-        if not 1 <= self.start_interval_steps <= self.output_tokens:
-            raise ConfigError(
-                f"start interval {self.start_interval_steps} (--start-interval) is not within "
-                f"1..{self.output_tokens}"
+                Given("start_interval_steps", self.start_interval_steps),
+                f" is more than the {self.output_tokens} output tokens",
             )
 
     @property
@@ -87,7 +83,7 @@ class Workload:
 
     @property
     def cached_prompt_tokens(self) -> float:
-        """Of a prompt, in the prefix cache."""
+        """Tokens of a prompt in the prefix cache."""
         return self.prompt_tokens * self.prefix_hit
 
     @property
@@ -126,9 +122,9 @@ class WeightBytes:
 
     experts: float
     layers: float
-    """Of all else in layers."""
+    """All other weights of layers."""
     others: float
-    """Of embeddings, head and final norm."""
+    """Embeddings, head and final norm."""
 
     @classmethod
     def decoded(cls, dtype: DType) -> WeightBytes:
@@ -154,9 +150,9 @@ class TokenCosts:
     dtype: DType
     kv_dtype: str
     kept: WeightBytes | None = None
-    """What weights take in memory; None: all are in ``dtype``."""
+    """What weights take in memory. None if all are in ``dtype``."""
     has_ends: bool = True
-    """Embedding, final norm and head are here; False: only layers, as in a later pipeline stage."""
+    """False for a later pipeline stage, without embedding, final norm and head."""
 
     @cached_property
     def weights(self) -> WeightBytes:
@@ -175,7 +171,7 @@ class TokenCosts:
 
     @cached_property
     def layer_weight_bytes(self) -> float:
-        """Of one layer, the mean of all; every expert counts."""
+        """Mean of all layers, with every expert."""
         return self._all_layers_bytes / self.num_layers
 
     @cached_property
@@ -186,15 +182,15 @@ class TokenCosts:
         return self.layer_read_bytes(layer, math.inf)
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:
-        """Weights that a step of so many rows reads in one layer: of experts, the ones that
-        the router chooses."""
+        """Return the weights that a step of this many rows reads in one layer, with the experts
+        that the router chooses."""
         others, experts = self._read_parts[self.spec.has_experts(layer)]
         moe = self.spec.moe
         return others + (experts * moe.experts_hit(batch) if moe and experts else 0)
 
     @cached_property
     def _read_parts(self) -> dict[bool, tuple[float, float]]:
-        """Of layers with and without experts: bytes that every step reads, and of one expert."""
+        """By whether a layer has experts: bytes that every step reads, and bytes of one expert."""
         spec, moe, weights, parts = self.spec, self.spec.moe, self.weights, {}
         for layer, _ in self.layer_kinds:
             others, expert = spec.layer_parameters(layer), 0
@@ -205,13 +201,11 @@ class TokenCosts:
         return parts
 
     def mean_read_bytes(self, batch: float) -> float:
-        """``layer_read_bytes``, the mean of all layers."""
         kinds = self.layer_kinds
         total = sum(count * self.layer_read_bytes(layer, batch) for layer, count in kinds)
         return total / self.spec.num_layers
 
     def layer_flops(self, layer: int) -> float:
-        """Of one token through one layer's matrices."""
         return 2.0 * self.spec.active_layer_parameters(layer)
 
     def layer_activation_bytes(self, layer: int) -> float:
@@ -230,7 +224,6 @@ class TokenCosts:
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
     def _mlp_elements(self, layer: int) -> int:
-        """Elements that a layer's MLP makes of one token."""
         spec, moe = self.spec, self.spec.moe
         if moe is None or not spec.has_experts(layer):
             return (3 if spec.gated_mlp else 2) * spec.intermediate_size
@@ -282,15 +275,13 @@ class TokenCosts:
 
     @property
     def kv_bytes(self) -> float:
-        """K and V of one cached token over all layers."""
         return self.num_layers * self.kv_layer_bytes
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
         return self.spec.num_q_heads // self.spec.num_kv_heads
 
     @property
     def attention_flops(self) -> float:
-        """Of one query over one key, all heads of one layer: q·k and p·v."""
+        """FLOPs of one query over one key, all heads of one layer: q·k and p·v."""
         return 4.0 * self.spec.num_q_heads * self.spec.head_dim

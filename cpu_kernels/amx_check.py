@@ -7,13 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from cpu_kernels.layout import BlockLayout, allocate_pool
-from cpu_kernels.prefetch import find_prefetch
 from cpu_kernels.reference import from_float32, to_float32
 
-_LAYOUTS = {
-    "bfloat16": BlockLayout(2, 80, "bfloat16"),  # dims that fill two tiles and a half
-    "int8": BlockLayout(2, 128, "int8"),
-}
+_LAYOUT = BlockLayout(2, 80, "bfloat16")  # dims that fill two tiles and a half
 _GROUP_SIZE = 16
 _CONTEXTS = (191, 64)  # ends within a tile, and within a word; a whole block
 _TOLERANCE = 0.02
@@ -24,7 +20,6 @@ place of either, for outputs below 2."""
 def disagreement(
     tested: str,
     trusted: str,
-    dtype: str,
     append: Callable[..., None],
     attend: Callable[..., None],
 ) -> str:
@@ -32,11 +27,9 @@ def disagreement(
     if it agrees with ``trusted``.
 
     Args:
-        dtype: of the cache.
         append, attend: of ``cpu_kernels.kernels``.
     """
-    layout, tiles = _LAYOUTS[dtype], find_prefetch("t0-tiles")
-    rng = np.random.default_rng(0)
+    layout, rng = _LAYOUT, np.random.default_rng(0)
     blocks = [-(-context // layout.block_size) for context in _CONTEXTS]
     pool = allocate_pool(layout, 1, sum(blocks))[0]
     pool[:] = 0xFF  # NaN, where nothing gets written
@@ -57,7 +50,7 @@ def disagreement(
             layout, pool, q, tables, np.arange(3, dtype=np.int32), np.array(_CONTEXTS,
                 np.int32) - 1,
             np.array(_CONTEXTS, np.int32), scale=layout.head_dim**-0.5, out=out, lse=lse,
-            source="bfloat16", level=level, prefetch=tiles,
+            source="bfloat16", level=level,
         )  # fmt: skip
         results.append(np.concatenate([to_float32(out, "bfloat16"), lse[..., None]], axis=-1))
     off = np.abs(results[0] - results[1])

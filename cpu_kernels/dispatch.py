@@ -22,23 +22,24 @@ from cpu_kernels.codegen.amx import TILE_ROWS
 from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
-from cpu_kernels.prefetch import PREFETCH_T0
 from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
-from cpu_kernels.tokens.append import append_row, append_unit
+from cpu_kernels.tokens.append import append_unit
 from cpu_kernels.tokens.gather import gather_unit
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)
 
-Comparison: TypeAlias = Callable[[str, str, str], str]
-"""What attention at one level shows against another, which is trusted, of a cache of some
-dtype; nothing if they agree."""
+Comparison: TypeAlias = Callable[[str, str], str]
+"""What attention at one level shows against another, which is trusted; nothing if they agree."""
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
 _MOST_WORDS = 2
+_LEAST_DIM_ALONE = 128
+"""Head dim from which AMX is quicker without prefetches: by 3 to 9% on a Granite Rapids, where
+a head dim of 64 lost 20%. Other levels prefetch always: on a Zen 5 only int4 gained otherwise."""
 
 
 def _fits_amx(layout: BlockLayout, source: str) -> bool:
@@ -47,33 +48,25 @@ def _fits_amx(layout: BlockLayout, source: str) -> bool:
     return layout.dtype == source == "bfloat16" and layout.block_size % 32 == 0
 
 
-def fits_byte_tiles(layout: BlockLayout, isa: Isa) -> bool:
-    """Whether products of int8 can be made in AMX tiles: a step of 64 elements must end with
-    the block, and with the head's dims."""
-    fits = layout.block_size % 64 == layout.head_dim % 64 == 0
-    return bool(isa.tiles) and layout.dtype == "int8" and fits
-
-
 def _amx_variant(layout: BlockLayout, group_size: int, isa: Isa, ragged: bool) -> Variant:
-    planes = 2 if layout.dtype == "int8" else 1
-    most_vectors = MAX_TOTALS // planes
     num_products = 1 if ragged else -(-group_size // TILE_ROWS)
     product_rows = TILE_ROWS if ragged else -(-group_size // num_products)
     product_tiles = -(-product_rows // _MOST_ROWS)
     return Variant(
         dtype=layout.dtype,
-        dot="int8" if layout.dtype == "int8" else "amx",
+        dot="amx",
         lanes=isa.lanes,
         has_fma=isa.has_fma,
         has_f16c=isa.has_fma,
         rows=-(-product_rows // product_tiles),
-        score_vectors=_largest_divisor(layout.padded_tokens // isa.lanes, most_vectors),
-        value_vectors=_largest_divisor(layout.tile_dims // isa.lanes, most_vectors),
-        q_planes=planes,
-        p_planes=planes,
+        score_vectors=_largest_divisor(layout.padded_tokens // isa.lanes, MAX_TOTALS),
+        value_vectors=_largest_divisor(layout.tile_dims // isa.lanes, MAX_TOTALS),
+        q_planes=1,
+        p_planes=1,
         spread=min(_MOST_SPREAD, num_products),
         product_tiles=product_tiles,
         tiles=isa.tiles,
+        has_prefetch=layout.head_dim < _LEAST_DIM_ALONE,
     )
 
 
@@ -96,7 +89,6 @@ def choose_variant(
     source: str,
     *,
     ragged: bool,
-    byte_tiles: bool = False,
 ) -> Variant:
     """The register tile that keeps the products of this shape busiest without
     spilling. Rows by the dozen share what unpacking a vector of cells takes: as
@@ -110,11 +102,8 @@ def choose_variant(
         group_size: query heads a KV head.
         ragged: some sequence has more than one query; rows then come by the
             dozen.
-        byte_tiles: products of int8 are made in AMX tiles, where these can.
     """
     if isa.tiles and _fits_amx(layout, source):
-        return _amx_variant(layout, group_size, isa, ragged)
-    if byte_tiles and fits_byte_tiles(layout, isa):
         return _amx_variant(layout, group_size, isa, ragged)
     dot = _choose_dot(layout.dtype, isa)
     score_vectors, value_vectors = layout.padded_tokens // isa.lanes, layout.tile_dims // isa.lanes
@@ -177,12 +166,6 @@ def append_entry() -> int:
 
 
 @cache
-def append_row_entry() -> int:
-    """Address of ``append_row``."""
-    return _address_of(append_row, plain_variant(4, False))
-
-
-@cache
 def gather_entry() -> int:
     """Address of ``gather_unit``."""
     return _address_of(gather_unit, plain_variant(4, False))
@@ -233,30 +216,27 @@ def plan_attend(
     ragged: bool,
     level: str | None,
     compare: Comparison,
-    hint: int = PREFETCH_T0,
-    byte_tiles: bool = False,
 ) -> AttendPlan:
     """The kernel for calls of this shape, compiled. Tiles must have proved
     themselves in a comparison, unless ``level`` names them."""
     isa = find_level(level) if level else default_level()
-    choose = partial(choose_variant, source=source, ragged=ragged, byte_tiles=byte_tiles)
+    choose = partial(choose_variant, source=source, ragged=ragged)
     variant = choose(layout, group_size, isa)
-    if variant.tiles and not level and not tiles_work(isa, compare, layout.dtype):
+    if variant.tiles and not level and not tiles_work(isa, compare):
         variant = choose(layout, group_size, replace(isa, tiles=""))
-    variant = replace(variant, hint=hint)
     return AttendPlan(attend_entry(variant), variant.product_rows, shape_record(layout, source))
 
 
 @cache
-def tiles_work(isa: Isa, compare: Comparison, dtype: str) -> bool:
+def tiles_work(isa: Isa, compare: Comparison) -> bool:
     """Whether a small random problem gives with a level's tiles what it gives
-    without, for a cache of this dtype; if not, a warning is logged.
+    without; if not, a warning is logged.
 
     AMX kernels were written without a CPU to run them on, so each process
     convinces itself before it trusts them.
     """
     trusted = next(known for known in reversed(host_levels()) if not known.tiles)
-    problem = compare(isa.name, trusted.name, dtype)
+    problem = compare(isa.name, trusted.name)
     if problem:
         logger.warning(
             "attention kernels don't use %s in this process: %s. Please report this; %s=%s avoids "

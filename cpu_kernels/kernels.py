@@ -21,7 +21,6 @@ from cpu_kernels.checks import (
 )
 from cpu_kernels.dispatch import (
     append_entry,
-    append_row_entry,
     gather_entry,
     plan_attend,
     shape_record,
@@ -30,7 +29,6 @@ from cpu_kernels.dispatch import (
     thread_scratch,
 )
 from cpu_kernels.layout import CARRIERS, BlockLayout
-from cpu_kernels.prefetch import DEFAULT_PREFETCH, Prefetch
 from cpu_kernels.team import OpenMPTeam, Team
 from cpu_kernels.tokens.append import run_append
 from cpu_kernels.tokens.gather import run_gather
@@ -151,7 +149,6 @@ def attend(
     num_threads: int = 1,
     team: Team | OpenMPTeam | None = None,
     level: str | None = None,
-    prefetch: Prefetch = DEFAULT_PREFETCH,
 ) -> None:
     """o = softmax(f(scale · q·kᵀ) + bias) · v of every query over its own
     sequence's cached tokens.
@@ -188,7 +185,6 @@ def attend(
         team: ``num_threads`` threads in place of the process's own helpers.
         level: one of ``isa.LEVELS``' names; None: the host's best, or what the
             environment forces.
-        prefetch: how memory is prefetched, and where int8 is multiplied. It changes no result.
 
     Bit by bit means: among calls that all have one query a sequence, or among
     those that don't.
@@ -205,7 +201,6 @@ def attend(
     ragged = num_rows > context_lens.shape[0]
     plan = plan_attend(
         layout, num_q_heads // layout.num_kv_heads, source, ragged, level, compare_levels,
-        prefetch.hint, prefetch.byte_tiles,
     )  # fmt: skip
     k, v = last or (_NO_ROWS[q.dtype], _NO_ROWS[q.dtype])
     room, code, index = 0, driver.MORE_ROOM, 0
@@ -217,7 +212,7 @@ def attend(
             _NO_SLOPES if alibi_slopes is None else alibi_slopes,
             out, _NO_LSE if lse is None else lse, float(scale), float(logit_softcap or 0.0),
             min(sliding_window or 0, driver.MAX_POSITION),
-            0 if last is None else append_row_entry(), k, v, prefetch.pieces_ahead,
+            0 if last is None else append_entry(), k, v,
         )  # fmt: skip
         room = index
     if code != driver.OK:
@@ -233,10 +228,10 @@ def attend(
         )
 
 
-def compare_levels(tested: str, trusted: str, dtype: str) -> str:
-    """What attention to a cache of this dtype shows against the level ``tested``; nothing
-    if it agrees with ``trusted``."""
-    return disagreement(tested, trusted, dtype, append, attend)
+def compare_levels(tested: str, trusted: str) -> str:
+    """What attention shows against the level ``tested``; nothing if it agrees with
+    ``trusted``."""
+    return disagreement(tested, trusted, append, attend)
 
 
 def copy_blocks(

@@ -12,7 +12,13 @@ from numba import types
 from numba.extending import intrinsic
 
 from cpu_kernels.codegen.compiled import entry
-from cpu_kernels.codegen.memory import as_record, emit_prefetch, keep_alive, store_i64
+from cpu_kernels.codegen.memory import (
+    address_of_record,
+    as_record,
+    emit_prefetch,
+    new_record,
+    store_i64,
+)
 from cpu_kernels.codegen.simd import I8, I32, I64, TileType, call, fold_lanes, load_at, pointer, vec
 from cpu_kernels.team import run_units
 
@@ -95,14 +101,12 @@ def read_unit(variant, job_address, unit, scratch):
 def run_read(entry, team, scratch, memory, unit_bytes, ahead):
     """Read all of ``memory`` (uint8, a multiple of STEP_BYTES), ``unit_bytes``
     at a time. Returns the xor of all."""
-    jobs = np.zeros(1, READ_JOB)
-    job = jobs[0]
+    job = new_record(READ_JOB)
     num_units = (memory.size + unit_bytes - 1) // unit_bytes
     sink = np.zeros(num_units, np.int64)
     job.address, job.num_bytes, job.unit_bytes = memory.ctypes.data, memory.size, unit_bytes
     job.ahead, job.sink = ahead, sink.ctypes.data
-    run_units(team, entry, jobs.ctypes.data, num_units, scratch)
-    keep_alive(jobs)
+    run_units(team, entry, address_of_record(job), num_units, scratch)
     total = np.int64(0)
     for unit in range(num_units):
         total ^= sink[unit]
@@ -132,11 +136,9 @@ def copy_unit(variant, job_address, unit, scratch):
 @entry
 def run_copy(entry, team, scratch, source, target, unit_bytes):
     """Copy ``source`` to ``target``, both uint8 of one length, ``unit_bytes`` at a time."""
-    jobs = np.zeros(1, COPY_JOB)
-    job = jobs[0]
+    job = new_record(COPY_JOB)
     job.source, job.target = source.ctypes.data, target.ctypes.data
     job.num_bytes, job.unit_bytes = min(source.size, target.size), unit_bytes
     run_units(
-        team, entry, jobs.ctypes.data, (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch
+        team, entry, address_of_record(job), (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch
     )
-    keep_alive(jobs)

@@ -21,8 +21,6 @@ from numba.extending import (
     unbox,
 )
 
-from cpu_kernels.prefetch import PREFETCH_T0
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -32,8 +30,7 @@ class Variant:
     """Element type of the cache."""
     dot: str
     """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words,
-    "int16" on bytes unpacked to pairs, "amx" on tiles of bfloat16; "int8" with ``tiles`` in
-    these, too."""
+    "int16" on bytes unpacked to pairs, "amx" on tiles of bfloat16."""
     lanes: int
     has_fma: bool
     has_f16c: bool
@@ -56,8 +53,8 @@ class Variant:
     """Register tiles of rows that are multiplied as one."""
     tiles: str = ""
     """What makes the products, where AMX tiles do: a key of ``amx.TILE_UNITS``."""
-    hint: int = PREFETCH_T0
-    """How lines are prefetched: NO_PREFETCH, PREFETCH_T0 or PREFETCH_T1."""
+    has_prefetch: bool = True
+    """Whether the next piece of memory is prefetched, into all caches."""
 
     @property
     def pack(self) -> int:
@@ -100,7 +97,7 @@ class Variant:
     def passes(self) -> int:
         """Times that a piece is multiplied: once for each plane where planes
         can't be summed in one go."""
-        return self.q_planes if self.is_integer and not self.tiles else 1
+        return self.q_planes if self.is_integer else 1
 
     @property
     def max_query(self) -> int:

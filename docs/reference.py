@@ -27,8 +27,8 @@ from fastdecode.core.vllm_names import OPTION_NAMES
 from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.stats import EngineStats
-from fastdecode.server.messages import StatusReport
-from fastdecode.server.observations import Observations
+from fastdecode.server.link import StatusReport
+from fastdecode.server.metrics import Metrics
 from fastdecode.wire.codec import KINDS
 from fastdecode.wire.messages import PROTOCOL_VERSION
 
@@ -207,8 +207,11 @@ def metrics_page() -> Iterator[str]:
     )
     yield from ("| name | kind | |", "|---|---|---|")
     seen = StatusReport(state="open", num_r_workers=1, num_live_r_workers=1, figures=_FIGURES)
-    for name, family in Observations(4096).families(seen).items():
-        yield f"| `{name}` | {family.kind} | {family.help} |"
+    metrics = Metrics(4096)
+    metrics.see(0.0, seen)
+    for family in metrics.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        yield f"| `{name}` | {family.type} | {family.documentation} |"
 
 
 def messages_page() -> Iterator[str]:

@@ -43,7 +43,6 @@ from rworker.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
-    from rworker.prefetching import PrefetchChoices
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +98,6 @@ class AttentionExecutor:
         kernels: ``cpu_kernels`` by default.
         free_bytes: memory that this process may still take.
         tiers: where kept blocks go beside the caches; None: nowhere.
-        prefetches: how attention prefetches; None: by default.
-        report: Takes a line of progress while prefetching is measured. None if nothing reads it.
     """
 
     def __init__(
@@ -112,11 +109,7 @@ class AttentionExecutor:
         kernels: Kernels = cpu_kernels,
         free_bytes: Callable[[], int] = free_memory_bytes,
         tiers: Tiers | None = None,
-        prefetches: PrefetchChoices | None = None,
-        report: Callable[[str], None] | None = None,
     ) -> None:
-        self._report = report
-        self._prefetches = prefetches
         self._free_bytes = free_bytes
         self.tiers = tiers or Tiers()
         self._threads: dict[str, Any] = {"num_threads": num_threads}
@@ -157,7 +150,6 @@ class AttentionExecutor:
                 "give the R-worker less KV memory"
             ) from error
         layers = [self._make_layer(prepare, *x) for x in zip(pool, prepare.attention, strict=True)]
-        self._set_prefetches(prepare, layers, total_bytes)
         self._caches[prepare.holder] = _Cache(prepare, pool, layers)
         logger.info(
             "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after "
@@ -176,19 +168,6 @@ class AttentionExecutor:
             return allocate_pool(*shape)
         with tempfile.TemporaryFile(dir=self.tiers.directory) as file:
             return allocate_pool(*shape, file.fileno())
-
-    def _set_prefetches(self, prepare: Prepare, layers: list[_Layer], cache_bytes: int) -> None:
-        if self._prefetches is None:
-            return
-        source = prepare.activation_dtype.value
-        chosen = {
-            num_q_heads: self._prefetches.choose(
-                prepare.layout, num_q_heads, source, cache_bytes, self._threads, self._report
-            )
-            for num_q_heads in {layer.spec.num_q_heads for layer in layers}
-        }
-        for layer in layers:
-            layer.attending["prefetch"] = chosen[layer.spec.num_q_heads]
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         self._kernels.copy_blocks(self._caches[copy.holder].pool, copy.source_ids, copy.target_ids)

@@ -19,16 +19,15 @@ from typing import Final
 from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
+from fastdecode.core.host.child_process import python_command
 from fastdecode.core.host.cpus import usable_cpus
 from fastdecode.core.host.parents import end_with
 from fastdecode.core.spec import AttentionSpec
 from rworker.instructions import Prepare
 
-_BOOT: Final = (
-    "import sys; sys.path[:] = sys.argv[2:]; from rworker.compiling import main; main(sys.argv[1])"
-)
+_BOOT: Final = "from rworker.compiling import main; main(given)"
 ROW_LOOPS: Final = "sworker.kernels.row_loops"
-"""Compiled when it is imported, which an S-worker on a CPU does."""
+"""What an S-worker on a CPU needs."""
 
 
 @contextlib.contextmanager
@@ -58,15 +57,15 @@ def compiled_by_two(prepare: Prepare) -> Iterator[None]:
 
 
 def _start(prepare: Prepare) -> subprocess.Popen[bytes]:
+    has_loops = "sworker" in sys.modules and prepare.activation_dtype is not DType.FLOAT16
     work = {
-        "modules": [ROW_LOOPS] * ("sworker" in sys.modules),
+        "modules": [ROW_LOOPS] * has_loops,
         "layout": asdict(prepare.layout),
         "groups": sorted({x.num_q_heads // x.num_kv_heads for x in prepare.attention}),
         "source": prepare.activation_dtype.value,
     }
-    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(work), *sys.path]
     return subprocess.Popen(
-        command,
+        python_command(_BOOT, json.dumps(work)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -86,7 +85,7 @@ def main(text: str) -> None:
     gc.disable()
     work = json.loads(text)
     for name in work["modules"]:
-        importlib.import_module(name)
+        importlib.import_module(name).compiled(is_wide=work["source"] == "float32")
     for group in work["groups"]:
         layout = BlockLayout(**work["layout"])
         plan_attend(layout, group, work["source"], True, None, compare_levels)

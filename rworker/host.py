@@ -4,7 +4,6 @@ on; and how it serves as an MPI rank."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
@@ -39,7 +38,6 @@ def make_worker(
     num_sharing: int = 1,
     disk: Disk | None = None,
     serving: ServingTerms = ANYBODY_ONCE,
-    report: Callable[[str], None] | None = None,
 ) -> tuple[RWorkerState, AttentionExecutor]:
     """An R-worker's two halves, with its share of a host that ``num_sharing``
     processes use.
@@ -49,14 +47,12 @@ def make_worker(
         num_threads: CPU threads; None: its CPUs, or its share of the host's.
         disk: where kept blocks may go; None: nowhere.
         serving: whom, and for how long.
-        report: takes lines of progress.
 
     Raises:
         ConfigError: an option is out of range.
     """
     # Numba counts CPUs when it is imported, so that comes after they have been bound.
     from rworker.attention import AttentionExecutor
-    from rworker.prefetching import PrefetchChoices
     from rworker.state import RWorkerState
     from rworker.tiers.tiers import Tiers
 
@@ -74,10 +70,7 @@ def make_worker(
         has_tier=disk is not None,
         serving=serving,
     )
-    prefetches = PrefetchChoices.of_host()
-    return state, AttentionExecutor(
-        num_threads=threads, tiers=Tiers(disk), prefetches=prefetches, report=report
-    )
+    return state, AttentionExecutor(num_threads=threads, tiers=Tiers(disk))
 
 
 def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.attention import AttentionExecutor
-from rworker.prefetching import PrefetchChoices
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
@@ -155,7 +153,6 @@ def make_inline_worker(
     num_threads: int,
     openmp_library: str | None = None,
     disk: Disk | None = None,
-    report: Callable[[str], None] | None = None,
 ) -> InlineConnection:
     """An R-worker in this thread.
 
@@ -167,7 +164,6 @@ def make_inline_worker(
             thread: its threads run the kernels, too. None, or if it can't be
                 used: the kernels have their own.
         disk: where kept blocks may go; None: nowhere.
-        report: takes lines of progress.
 
     Raises:
         ConfigError: an option is out of range.
@@ -183,8 +179,5 @@ def make_inline_worker(
             team = OpenMPTeam(num_threads, openmp_library)
         except OSError as error:
             logger.info("R-worker %s has threads of its own: %s", name, error)
-    executor = AttentionExecutor(
-        num_threads=num_threads, team=team, tiers=Tiers(disk),
-        prefetches=PrefetchChoices.of_host(), report=report,
-    )  # fmt: skip
+    executor = AttentionExecutor(num_threads=num_threads, team=team, tiers=Tiers(disk))
     return InlineConnection(state, executor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -58,7 +58,6 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.prefetching import PrefetchChoices
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
@@ -402,7 +401,6 @@ def start_worker_thread(
     executor: RWorkerExecutor | None = None,
     neighbours: Neighbourhood | None = None,
     disk: Disk | None = None,
-    report: Callable[[str], None] | None = None,
 ) -> WorkerThread:
     """Start an R-worker as a daemon thread of this process.
 
@@ -416,7 +414,6 @@ def start_worker_thread(
         executor: in place of ``AttentionExecutor``, for tests.
         neighbours: others, which it joins; None: it reaches nobody.
         disk: where kept blocks may go; None: nowhere.
-        report: takes lines of progress, in the worker's thread.
 
     Raises:
         ConfigError: an option is out of range.
@@ -424,10 +421,7 @@ def start_worker_thread(
     state = RWorkerState(
         name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None
     )
-    runner = executor or AttentionExecutor(
-        num_threads=num_threads, clock=clock, tiers=Tiers(disk),
-        prefetches=PrefetchChoices.of_host(), report=report,
-    )  # fmt: skip
+    runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock, tiers=Tiers(disk))
     peers: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"

@@ -60,10 +60,7 @@ SWAPPED_BYTES = 2_000_000
 
 @contextlib.contextmanager
 def device_engine(
-    path: Path,
-    gpu: Gpu | None,
-    ranks: Ranks | None = None,
-    **options: Any,
+    path: Path, gpu: Gpu | None, ranks: Ranks | None = None, **options: Any
 ) -> Iterator[Engine]:
     """An engine of float32 on ``gpu``, which takes in operators from then on;
     None: on the CPU. ``ranks``: S-workers that act as one, of which this one is

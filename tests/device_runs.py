@@ -183,13 +183,7 @@ class Run:
         self.fleet = LateFleet(self.gpu, self.at_once)
         fleet: Any = self.fleet
         self.remote = AttentionPlan(
-            self.spec.attention,
-            DType.FLOAT32,
-            fleet,
-            CPU,
-            HOLDERS,
-            gpu=self.gpu,
-            slot_bytes=4096,
+            self.spec.attention, DType.FLOAT32, fleet, CPU, HOLDERS, gpu=self.gpu, slot_bytes=4096
         )
         self.plan: Attention = self.remote
 

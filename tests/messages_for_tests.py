@@ -9,31 +9,12 @@ from msgspec import Struct
 from values import replace
 
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
-from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.codec import Codec
-from fastdecode.wire.instances.messages import (
-    Cancel,
-    Deltas,
-    EndConversation,
-    InstanceHello,
-    InstanceSays,
-    InstanceWelcome,
-    SetRole,
-    StatusReport,
-    Submit,
-    ToInstance,
-)
-from fastdecode.wire.kv.chunks import (
-    ChunkForm,
-    ChunkStored,
-    FetchChunk,
-    FetchedChunk,
-    StoreChunk,
-)
+from fastdecode.wire.instances.messages import InstanceWelcome
+from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, FetchChunk, FetchedChunk, StoreChunk
 from fastdecode.wire.kv.exporting import (
     DescribeExport,
     ExportDescription,
@@ -77,22 +58,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.stages import (
-    ColumnLost,
-    ColumnReady,
-    ColumnTakenOver,
-    ColumnVacant,
-    ColumnWelcome,
-    FromStage,
-    GreetColumn,
-    PlaceColumn,
-    StageAnswer,
-    StageDone,
-    StageHello,
-    StageMessage,
-    StagePass,
-    StageWelcome,
-)
+from fastdecode.wire.stages import StageHello, StageWelcome
 from rworker.stream.chunks import expectation
 
 _CODEC = Codec()
@@ -234,61 +200,24 @@ def from_r_worker() -> list[FromRWorker]:
     ]
 
 
-def between_stages() -> list[StageMessage | FromStage]:
-    """One of each that stages of a pipeline say to each other."""
-    ids, counts, marks = np.arange(3), np.arange(3, dtype=np.int32), np.ones(3, np.uint8)
-    none = np.zeros(0, np.int32)
-    hello = StageHello(
-        PROTOCOL_VERSION, "a hash", 1, 2, 4, 10, 12, 64, 16, DType.BFLOAT16, DType.INT8
-    )
-    x = np.arange(64 * 700, dtype=np.int64).astype(np.uint16).reshape(700, 64)
-    return [
-        hello,
-        replace(hello, stage=2, sessions=(7, 1 << 62)),
-        replace(hello, session=1 << 62, resumes=True),
-        StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é"), np.eye(7, dtype=np.int32)),
-        StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
-        StagePass(
-            7, 1, x, ids, counts, counts, counts + 1, marks, none, members=np.eye(7, dtype=np.int32)
-        ),
-        StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
-        StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
-        StageAnswer(1, 5, "out_of_capacity", "no room: é"),
-        ColumnLost(1, "worker_timeout", "it is silent", 2, 3),
-        ColumnTakenOver(1, counts - 2, np.ones(3, np.uint8)),
-        PlaceColumn(1, 2),
-        GreetColumn(1, 2),
-        ColumnReady(1),
-        ColumnVacant(1),
-        ColumnWelcome(
-            1,
-            2,
-            100,
-            16,
-            has_tier=True,
-            members=np.eye(7, dtype=np.int32),
-            address="r1",
-            newcomers=("r2",),
-        ),
-    ]
-
-
-def between_instances() -> list[ToInstance | InstanceSays]:
-    """One of every kind that a controller and an instance say."""
-    welcome = InstanceWelcome(
-        "p0", InstanceRole.PREFILL, "a hash", DType.FLOAT32, DType.INT8, 4096, 1 << 16, 16, 64, 512,
-        2, 8,
-    )  # fmt: skip
-    return [
-        InstanceHello(PROTOCOL_VERSION, "a hash"),
-        welcome,
-        Submit((Request("0.1", (1, 2), SamplingParams(stop=("é",)), 3, seed=4),)),
-        Cancel(("0.1", "0.2")),
-        SetRole(InstanceRole.BOTH),
-        EndConversation((0, 1, 2), "salt"),
-        Deltas((Delta("0.1", 0, text="é", token_ids=(7,)),)),
-        StatusReport(7, state="ready", num_live_r_workers=2, figures={"é": [1]}),
-    ]
+STAGE_HELLO = StageHello(
+    PROTOCOL_VERSION, "a hash", 1, 2, 4, 10, 12, 64, 16, DType.BFLOAT16, DType.INT8
+)
+STAGE_WELCOME = StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é"), np.eye(7, dtype=np.int32))
+INSTANCE_WELCOME = InstanceWelcome(
+    "p0",
+    InstanceRole.PREFILL,
+    "a hash",
+    DType.FLOAT32,
+    DType.INT8,
+    4096,
+    1 << 16,
+    16,
+    64,
+    512,
+    2,
+    8,
+)
 
 
 def small_attend(*, dtype: Any = np.float32, k_tokens: int = 3) -> Attend:

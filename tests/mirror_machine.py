@@ -9,13 +9,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from state_machine import step_of
 from stream_suite import Memory, hello_for
 from values import replace
@@ -26,13 +20,7 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.chunks import ChunkStored, StoreChunk
-from fastdecode.wire.kv.kept import (
-    EndSequence,
-    ForgetBlocks,
-    KeepBlocks,
-    ResumeSequence,
-    words_of,
-)
+from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence, words_of
 from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,

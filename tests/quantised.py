@@ -68,10 +68,7 @@ def pack_awq(values: np.ndarray) -> Tensor:
 
 
 def scaled(
-    values: np.ndarray,
-    scale: np.ndarray,
-    block: tuple[int, int],
-    zero: np.ndarray | None = None,
+    values: np.ndarray, scale: np.ndarray, block: tuple[int, int], zero: np.ndarray | None = None
 ) -> Decoded:
     """(value - zero) · scale, one weight at a time, in float32."""
     out = np.empty(values.shape, np.float32)

@@ -28,13 +28,10 @@ from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
-from fastdecode.server.bridge import Bridge
 from fastdecode.server.keys import key_hashes
-from fastdecode.server.messages import Opening, Ready
+from fastdecode.server.link import Opening, Ready
 from fastdecode.server.options import ServeOptions
-from fastdecode.server.process import HttpProcess
-from fastdecode.server.serving import Serving, Wishes
-from fastdecode.server.silence import Silence
+from fastdecode.server.serving import Bridge, HttpProcess, Serving, Wishes
 
 VOCAB = 1536
 BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
@@ -183,8 +180,8 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     service.open()
-    silence = Silence(options.write_timeout_s)
-    bridge = Bridge(service, http.channel, RequestLimits(VOCAB, 4096), figures, silence)
+    limits = RequestLimits(VOCAB, 4096)
+    bridge = Bridge(service, http.channel, limits, figures, options.write_timeout_s)
     bridge.start()
     if not args.never_ready:
         bridge.send(Ready(args.kv_tokens))

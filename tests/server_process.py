@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 from mpi_launch import Running, running
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "examples" / "model" / "checkpoint"
@@ -81,6 +82,17 @@ class Server:
     def status(self) -> dict[str, Any]:
         said: dict[str, Any] = self.get("/status.json")
         return said
+
+    def metric(self, name: str, authorization: str = "", **labels: str) -> float:
+        """A number of ``/metrics``, as Prometheus reads it."""
+        text = self.ask("GET", "/metrics", authorization=authorization)[2].decode()
+        (value,) = (
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+        return value
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Until something has come true while the server runs."""

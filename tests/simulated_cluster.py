@@ -1,28 +1,282 @@
 """R-workers at the end of a network that a test makes up: one thread, a clock
-that only moves when somebody waits, and faults at chosen moments.
+that only moves when a thread waits, and faults at chosen moments.
 
 What an R-worker does is the real thing (``rworker.worker.serve_next``: its
 state, its kernels). Messages take a while and keep their order; a **crashed**
 R-worker's connections close, one that **hangs** does nothing for a while and
-then goes on where it was, and a **cut** link delivers nothing until it heals.
+then continues where it was, and a **cut** link delivers nothing until it heals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol
 
-from simulated_disk import SimulatedDisk
-from simulated_process import End, Process
-
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.kv.replicating import ReplicationNews
+from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
+from rworker.attention import AttentionExecutor
 from rworker.caches import Caches, HolderCache
+from rworker.grace_period import GracePeriod
+from rworker.instructions import Compute, LinkReplica, ReadReplica
+from rworker.serving_terms import ServingTerms
+from rworker.state import RWorkerState
+from rworker.stream.mirror import UNANSWERED
+from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.replica_file import ReplicaSink, answer_of
+from rworker.worker import RWorker, serve_next
+
+Name = tuple[int, int, int]
+
+
+class SimulatedDisk:
+    """Its files, by session, holder and link.
+
+    Args:
+        network: whose clock and chance it has.
+        most_bytes: Most bytes of K and V in a file before it is rewritten.
+    """
+
+    def __init__(self, network: Network, most_bytes: float = math.inf) -> None:
+        self.files: dict[Name, list[ToRWorker]] = {}
+        self.num_settled = 0
+        """Files that took the place of ones before."""
+        self.network = network
+        self.most_bytes = most_bytes
+
+    def of(self, owner: Process) -> ProcessFiles:
+        return ProcessFiles(self, owner)
+
+
+class ProcessFiles:
+    """See ``ReplicaFiles``: as one process uses them."""
+
+    def __init__(self, disk: SimulatedDisk, owner: Process) -> None:
+        self._disk = disk
+        self._owner = owner
+
+    def sink(self, order: LinkReplica) -> ReplicaSink:
+        session = order.books.hello.session
+        self.remove(session, order.holder, order.number)
+        name = session, order.holder, order.number
+        written: list[_File] = []
+
+        def connect() -> Any:
+            written.append(_File(self._disk, self._owner))
+            if len(written) == 1:
+                self._disk.files[name] = written[-1].records
+            return written[-1]
+
+        def settle() -> None:
+            self._disk.num_settled += 1
+            self._disk.files[name] = written[-1].records
+
+        def discard() -> None:
+            self._disk.files.pop(name, None)
+
+        return ReplicaSink(connect, self._disk.most_bytes, settle, discard)
+
+    def read(self, order: ReadReplica) -> Iterator[ToRWorker]:
+        name = order.session, order.holder, order.link
+        if name not in self._disk.files:
+            raise ConfigError("there is no such file")
+        yield from list(self._disk.files[name])
+
+    def remove(self, session: int, holder: int, link: int) -> None:
+        files = self._disk.files
+        for name in [x for x in files if x[:2] == (session, holder) and x[2] <= link]:
+            del files[name]
+
+
+class _File:
+    peer = "a file"
+    is_reached = True
+
+    def __init__(self, disk: SimulatedDisk, owner: Process) -> None:
+        self.records: list[ToRWorker] = []
+        self._answers: deque[FromRWorker] = deque()
+        self._disk = disk
+        self._owner = owner
+        self._last_s = 0.0
+        self._is_cut = False
+
+    def send(self, message: ToRWorker) -> None:
+        network = self._disk.network
+        at_s = max(network.time.now + network.latency_s(), self._last_s)
+        self._last_s = at_s
+        network.time.at(at_s, lambda: self._arrive(message))
+
+    def _arrive(self, message: ToRWorker) -> None:
+        if not self._owner.is_up:
+            return
+        self.records.append(message)
+        if not isinstance(message, UNANSWERED):
+            self._answers.append(answer_of(message))
+            self._owner.wake()
+
+    def poll(self) -> FromRWorker | None:
+        if self._is_cut:
+            raise WorkerError("it is closed")
+        return self._answers.popleft() if self._answers else None
+
+    def close(self) -> None:
+        self._is_cut = True
+
+
+class End(Enum):
+    END = "the other side has closed the connection"
+
+
+class _Executor(AttentionExecutor):
+    """An executor that can fail a number of computations."""
+
+    num_failures = 0
+    """Computations that still fail."""
+
+    def compute(self, compute: Compute) -> AttendResult:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise MemoryError("no more memory")
+        return super().compute(compute)
+
+
+class Side(Protocol):
+    """A process's side of a connection."""
+
+    def send(self, message: FromRWorker) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Process:
+    """One R-worker's process, and its side of every connection to it.
+
+    Args:
+        name: of the R-worker.
+        kv_bytes: its memory for K and V.
+        keep_s: for how long it keeps caches of an S-worker that is lost.
+        time: that passes.
+        chance: Source of random moments.
+        reach: makes what it reaches its neighbours by.
+        disk: Where replicas are stored. None stores none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kv_bytes: int,
+        keep_s: float,
+        time: VirtualClock,
+        chance: random.Random,
+        reach: Callable[[Process], Any],
+        disk: SimulatedDisk | None = None,
+    ) -> None:
+        serving = ServingTerms(keeps_serving=True, keep_s=keep_s)
+        has_tier = disk is not None
+        self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving, has_tier=has_tier)
+        self._grace_period = GracePeriod(serving, time)
+        self._awaits = False
+        self.executor = _Executor(num_threads=1, clock=time)
+        self.neighbours = reach(self)
+        files: Any = None if disk is None else disk.of(self)
+        reached = self.executor, self.neighbours, self._tell, time, files
+        self.links = BackgroundTransfers(*reached)
+        self.is_up = True
+        self.hangs_until_s = 0.0
+        self.hung_since_s = math.inf
+        self.connections: list[Side] = []
+        self._time = time
+        self._chance = chance
+        self._inbox: deque[tuple[int, ToRWorker | End]] = deque()
+        self._has_answers = False
+        self._is_busy = False
+
+    def connect(self, side: Side) -> int:
+        self.connections.append(side)
+        return len(self.connections) - 1
+
+    def deliver(self, peer: int, message: ToRWorker | End) -> None:
+        self._inbox.append((peer, message))
+        self._go_on()
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToRWorker]:
+        """As a hub's; if there is nothing, links have something to do."""
+        if not self._inbox:
+            raise timeout_error("every peer", 0.0)
+        peer, message = self._inbox.popleft()
+        if isinstance(message, End):
+            raise PeerLostError(peer, closed_error("the S-worker", by_peer=True))
+        return peer, message
+
+    def crash(self) -> None:
+        self.is_up = False
+        self.links.close()
+        for side in self.connections:
+            side.close()
+
+    def wake(self) -> None:
+        """Continue after a neighbour's answer."""
+        self._has_answers = True
+        self._go_on()
+
+    def hang(self, for_s: float) -> None:
+        if self._time.now >= self.hangs_until_s:
+            self.hung_since_s = self._time.now
+        self.hangs_until_s = max(self.hangs_until_s, self._time.now + for_s)
+        self._time.at(self.hangs_until_s, self._go_on)
+
+    @property
+    def hangs(self) -> bool:
+        return self._time.now < self.hangs_until_s
+
+    @property
+    def _has_work(self) -> bool:
+        wait_s = self.links.wait_s  # None: there are no links any more
+        return bool(self._inbox or wait_s == 0 or (self._has_answers and wait_s is not None))
+
+    def _go_on(self) -> None:
+        if self._has_work and self.is_up and not self.hangs and not self._is_busy:
+            self._is_busy = True
+            self._time.at(self._time.now + self._chance.uniform(0, 2e-4), self._work)
+
+    def _work(self) -> None:
+        self._is_busy = False
+        if not self.is_up or self.hangs or not self._has_work:
+            return
+        if not self._inbox:  # else what neighbours say waits
+            self._has_answers = False
+        if not self._serve_next():
+            self.crash()
+        self._await_returns()
+        self._go_on()
+
+    def _serve_next(self) -> bool:
+        worker = RWorker(self, self.state, self.executor, self.links)
+        return serve_next(self, worker, self._grace_period)
+
+    def _await_returns(self) -> None:
+        """Look again when an S-worker that is lost has been for too long."""
+        wait_s = self._grace_period.wait_s(self.state)
+        if wait_s is not None and not self._awaits:
+            self._awaits = True
+            self._time.at(self._time.now + wait_s, self._look_again)
+
+    def _look_again(self) -> None:
+        self._awaits = False
+        if self.is_up and not self._is_busy:
+            self._serve_next()
+            self._await_returns()
+
+    def _tell(self, peer: int, news: ReplicationNews) -> None:
+        with contextlib.suppress(WorkerError):
+            self.connections[peer].send(news)
 
 
 class _WorkersSide:
@@ -48,7 +302,7 @@ class _WorkersSide:
 
 
 class Link:
-    """The S-worker's side of a connection; ``ZmqConnection``, to whoever uses it.
+    """The S-worker's side of a connection, in place of ``ZmqConnection``.
 
     Args:
         network: whose process of this number it leads to.
@@ -91,7 +345,7 @@ class Link:
         return not self.is_closed and not self.has_ended
 
     def cut(self, for_s: float) -> None:
-        """What is under way arrives; what is sent from now on, only then."""
+        """Deliver what is under way, and hold later messages for ``for_s``."""
         now_s = self._network.time.now
         if now_s >= self._cut_until_s:
             self._cut_since_s = now_s
@@ -141,7 +395,7 @@ class Link:
             self._tell(End.END)
 
     def forsake(self, *, is_seen: bool) -> None:
-        """Nobody is at this side any more."""
+        """Close this side, as a process that ended."""
         if not self.is_closed:
             self.is_closed = True
             if is_seen:
@@ -162,7 +416,7 @@ class Link:
             self.travel(lambda: process.deliver(index, message), to_worker=True)
 
     def _bind(self) -> None:
-        """To the process that is there, if one is and this side has none."""
+        """Connect this side to the process that listens, unless it has one."""
         process = self._network.processes[self._number]
         if self._process is None and process.is_up:
             self._process = process
@@ -204,7 +458,7 @@ class _Neighbours:
         return link
 
     def cut(self, for_s: float) -> None:
-        """Links that are there, and those that begin meanwhile."""
+        """Cut all links, and those that begin within ``for_s``."""
         self._cut_until_s = max(self._cut_until_s, self._network.time.now + for_s)
         for link in self._links:
             link.cut(for_s)
@@ -214,15 +468,14 @@ class _Neighbours:
 
 
 class Network:
-    """The S-worker's hub (``ZmqHub``, to whoever uses it), and the processes behind it.
+    """The S-worker's hub, in place of ``ZmqHub``, and the processes behind it.
 
     Args:
         num_workers: processes, one connection each.
         kv_bytes: memory of each for K and V.
-        chance: what nobody chooses.
-        session_keep_s: for how long processes keep caches of an S-worker that
-            is lost; 0: they don't.
-        most_file_bytes: of a replica's file on the disk that all share; None: there is none.
+        chance: Source of random moments.
+        session_keep_s: How long processes keep caches of a lost S-worker. 0 drops them.
+        most_file_bytes: Most bytes of a replica's file on a shared disk. None for no disk.
     """
 
     def __init__(
@@ -265,7 +518,7 @@ class Network:
         )
 
     def when_sent(self, number: int, act: Callable[[], None]) -> None:
-        """Do it when so many messages have been sent."""
+        """Act once ``number`` messages have been sent."""
         self._when_sent.setdefault(number, []).append(act)
 
     def count_sent(self) -> None:

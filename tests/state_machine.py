@@ -8,13 +8,7 @@ import numpy as np
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.messages import (
-    PROTOCOL_VERSION,
-    Attend,
-    BeginStep,
-    Failed,
-    Hello,
-)
+from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, BeginStep, Failed, Hello
 from rworker.instructions import Compute, HangUp, Instruction, Send
 from rworker.state import RWorkerState
 

@@ -4,18 +4,19 @@ checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass, field
 
+import numpy as np
 from remembering_store import Store
-from schedule_choices import MAX_SEQUENCES
-from traffic_checks import check_loads, check_memory, check_sizes, contexts_of, last_part
-from traffic_moves import Moves
+from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, Sequence
+from fastdecode.core.spec import first_seen
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
     Came,
@@ -25,12 +26,14 @@ from fastdecode.schedule.life.events import (
     Event,
     Extend,
     Fail,
+    Fetching,
     Finish,
     Fork,
     Instruction,
     LaneIdle,
     LaneReady,
     Lost,
+    Moved,
     Open,
     Opened,
     Resume,
@@ -42,6 +45,106 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Restore
 from fastdecode.schedule.plan import Offload as StoreDown
+
+
+@dataclass
+class Moves:
+    """They arrive one job after the other."""
+
+    fail: Callable[[], bool] = lambda: False
+    """Asked for each block."""
+    tell: Callable[[], bool] = lambda: False
+    """Return True to report progress while blocks are fetched."""
+    num_fetched: int = 0
+    under_way: list[tuple[StoreDown | Restore, np.ndarray]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.under_way)
+
+    def begin(self, order: StoreDown | Restore, store: Store) -> None:
+        blocks = store.begin_move(order.keys, is_fetch=isinstance(order, Restore))
+        self.under_way.append((order, blocks))
+
+    def next(self, stores: Seq[Store]) -> Fetching | Moved | None:
+        """What is longest on its way arrives, or comes half of the way; None:
+        nothing is."""
+        if not self.under_way:
+            return None
+        order, blocks = self.under_way[0]
+        is_fetch = isinstance(order, Restore)
+        if is_fetch and self.tell():
+            return Fetching(order.holder, order.job, 0.5, 0.5)
+        self.under_way.pop(0)
+        failed = {key for key in order.keys if self.fail()}
+        failed = stores[order.holder].end_move(order.keys, blocks, is_fetch=is_fetch, failed=failed)
+        self.num_fetched += (len(order.keys) - len(failed)) * is_fetch
+        return Moved(order.holder, order.job, tuple(failed), 1, 1.0)
+
+    def lose(self, worker: int) -> None:
+        self.under_way = [move for move in self.under_way if move[0].holder != worker]
+
+
+def contexts_of(sequence: Sequence) -> list[int]:
+    """Return a hash of the salt and all tokens up to it, for each token of a sequence."""
+    context = hash(sequence.request.cache.salt)
+    contexts = []
+    for token in sequence.token_ids:
+        context = hash((context, token))
+        contexts.append(context)
+    return contexts
+
+
+def last_part(sequence: Sequence) -> Part:
+    """The one that grows."""
+    assert sequence.residence is not None
+    return sequence.residence.parts[sequence.residence.index_of(sequence.num_cached)]
+
+
+def check_memory(
+    chunk: Chunk, contexts: Seq[int], stores: Mapping[int, Store], window: int | None
+) -> None:
+    """Check that what it attends to was written for it, and that missing blocks are missing.
+
+    Args:
+        contexts: of its sequence's tokens.
+        stores: of the R-workers that aren't lost.
+    """
+    sequence, last = chunk.sequence, chunk.first + chunk.num_tokens
+    assert sequence.residence is not None
+    assert sequence.residence.parts[0].first_token <= first_seen(chunk.first, window)
+    for part in sequence.residence.parts:
+        if part.holder in stores:
+            there = stores[part.holder].contexts(part.part_id)
+            assert None not in there[: max(0, last - part.first_token)]
+            assert all(
+                context in (None, expected)
+                for context, expected in zip(there, contexts[part.first_token :], strict=False)
+            )
+
+
+def check_sizes(run: Run) -> None:
+    """Check the size of a step, and of each sequence's share in it."""
+    assert sum(chunk.num_tokens for chunk in run.chunks) <= MAX_STEP_TOKENS
+    sequences = {chunk.sequence.sequence_id: chunk.sequence for chunk in run.chunks}
+    assert len(sequences) <= MAX_SEQUENCES
+    for sequence in sequences.values():
+        count = sum(chunk.num_tokens for chunk in run.chunks if chunk.sequence is sequence)
+        assert 1 <= count <= max(1, min(PREFILL_CHUNK, sequence.num_uncached))
+
+
+def check_loads(run: Run, limits: Seq[int]) -> None:
+    """No R-worker attends more of a lane than it may, unless it is for one sequence."""
+    loads = [0] * len(limits)
+    here = [0] * len(limits)  # of each R-worker: sequences that have a part there
+    for chunk in {chunk.sequence.sequence_id: chunk for chunk in run.chunks}.values():
+        assert chunk.sequence.residence is not None
+        for part in chunk.sequence.residence.parts:
+            num_cached = chunk.sequence.num_cached + chunk.num_tokens  # at least
+            loads[part.holder] += max(0, min(num_cached - part.first_token, part.num_tokens))
+        for worker in set(chunk.sequence.residence.holders):
+            here[worker] += 1
+    for load, members_here, limit in zip(loads, here, limits, strict=True):
+        assert load <= limit or members_here == 1, "no start above the limit"
 
 
 @dataclass(eq=False)
@@ -57,8 +160,8 @@ class Harness:
     """Asked for each answer of an R-worker, whether it comes after the step
     that it was asked for has begun."""
     goes_ahead: Callable[[], bool] = lambda: False
-    """Asked at the end of each step, whether its tokens are told only when the
-    lane's next one is over, or nobody steps."""
+    """Return True to hand on a step's tokens only after the lane's next step, or when all
+    lanes are idle."""
     coming: dict[int, tuple[Drawn, ...]] = field(default_factory=dict)
     """By lane, those tokens."""
     in_flight: dict[int, Run] = field(default_factory=dict)
@@ -75,12 +178,12 @@ class Harness:
     together: set[tuple[int, ...]] = field(default_factory=set)
     """Sequences that stepped together."""
     stepped: set[int] = field(default_factory=set)
-    """Those that have, since they started last."""
+    """Sequences that stepped since they last started."""
     moves: Moves = field(default_factory=Moves)
     num_stepped_early: int = 0
     """Chunks of sequences of which blocks were still coming."""
     num_disbelieved: int = 0
-    """Those of them whose step came to nothing, since blocks didn't come."""
+    """Chunks of these whose step was void, since blocks did not come."""
     has_forks: bool = False
     num_resumed_tokens: int = 0
     num_gaps: int = 0
@@ -140,7 +243,7 @@ class Harness:
         return news is not None
 
     def begin(self, lane: int) -> Run | None:
-        """Begin the lane's next step, if anybody can step."""
+        """Begin the lane's next step, if a sequence can step."""
         self._check_order(self._tell(LaneIdle(lane), lane))
         for part in [part for part in self.unanswered if not self.is_late()]:
             self._answer(part)
@@ -214,7 +317,7 @@ class Harness:
         return any(self.stores[part.holder].awaits(part.part_id) for part in parts)
 
     def take_in(self, lane: int) -> bool:
-        """The tokens of the lane's step before are known. Whether there were any."""
+        """Take in the tokens of the lane's previous step. Return True if there were any."""
         drawn = self.coming.pop(lane, ())
         if drawn:
             self._tell(Came(drawn))
@@ -291,7 +394,7 @@ class Harness:
             assert said <= there and (not is_exact or said == there)
 
     def _fetching(self) -> set[int]:
-        """Those that wait for blocks, and hold their room meanwhile."""
+        """Return sequences that wait for blocks and hold their room."""
         lives = self.lifecycle.sequences.by_sequence
         return {i for i, life in lives.items() if life.state is SequenceState.FETCHING}
 

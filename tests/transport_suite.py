@@ -9,14 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from messages_for_tests import (
-    answer,
-    attend,
-    from_r_worker,
-    packed_attend,
-    same,
-    to_r_worker,
-)
+from messages_for_tests import answer, attend, from_r_worker, packed_attend, same, to_r_worker
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.messages import (

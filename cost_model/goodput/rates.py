@@ -1,4 +1,8 @@
-"""The greatest rate that instances carry within an SLO."""
+"""The greatest rate that instances carry within an SLO, and mean TTFT in closed form.
+
+Prompts that arrive at random and all take the same time find an M/D/1 queue. Two devices are a
+pipeline, or share every layer (K times as fast).
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,28 @@ from dataclasses import dataclass
 
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import Attainment, Slo
-from cost_model.goodput.workload import Draw
+from cost_model.goodput.workload import MIN_REQUESTS, Draw
 from cost_model.numbers import smallest
+from fastdecode.core.errors import ConfigError
 
 PRECISION = 0.02
-"""Of a rate that is found."""
-MIN_REQUESTS = 300
+"""Relative precision of a rate."""
 MAX_REQUESTS = 6000
 RESIDENCES = 2.5
-"""A run is at least so many times as long as a request decodes at the SLO's
-pace: before that, batches are still growing."""
+"""Shortest run, in times that a request decodes at the SLO's pace. Before that, batches grow."""
 _SPAN = 1 << 12
-"""Rates this many times below the greatest are no longer tried."""
+"""Rates this many times below the greatest are not tried."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What comes, and what it must keep."""
+    """Requests and the limits that they are to keep."""
 
     draw: Draw
     slo: Slo
     how: Attainment = "both"
     min_requests: int = MIN_REQUESTS
-    """Of a run."""
+    """Fewest requests of a run."""
 
     @property
     def residence_s(self) -> float:
@@ -39,11 +42,10 @@ class Load:
 
     def requests(self, rate: float) -> list[tuple[float, int, int]]:
         wanted = math.ceil(RESIDENCES * rate * self.residence_s)
-        num = max(self.min_requests, min(MAX_REQUESTS, wanted))
-        return self.draw.at(rate, num)
+        return self.draw.at(rate, max(self.min_requests, min(MAX_REQUESTS, wanted)))
 
     def is_carried(self, run: GoodputRun) -> bool:
-        """Enough requests keep the SLO, and they don't wait longer and longer."""
+        """True if enough requests keep the SLO, and waits do not grow."""
         counted = run.counted(self.residence_s)
         return self.slo.is_attained(counted, self.how) and run.is_sustained
 
@@ -54,26 +56,21 @@ def greatest_rate(
     most: float,
     top: float | None = None,
 ) -> float:
-    """Requests a second, to 2 %, and no more than ``most``; 0 if the SLO isn't kept at any rate
-    worth the name. The same requests come at every rate, only closer.
+    """Return requests per second to 2 %, at most ``most``. 0 if no rate keeps the SLO.
 
     Args:
-        top: rates that are looked at are this, and 2 % apart from each other
-            below it, so that what instances carry can be compared; None:
-            ``most``.
+        top: Rates to try are this, and 2 % apart below it, so that rates of several instances
+            can be compared. None for ``most``.
     """
     top = most if top is None else top
     step = 1 + PRECISION
 
-    def rate(place: int) -> float:
-        return top / step**place
-
-    def is_carried(place: int) -> bool:
-        return load.is_carried(run_at(load.requests(rate(place))))
+    def is_carried(index: int) -> bool:
+        return load.is_carried(run_at(load.requests(top / step**index)))
 
     high = max(0, math.ceil(math.log(top / most) / math.log(step) - 1e-9))
     if is_carried(high):
-        return rate(high)
+        return top / step**high
     least = high + math.ceil(math.log(_SPAN) / math.log(step))
     if not is_carried(least):
         return 0.0
@@ -81,4 +78,27 @@ def greatest_rate(
     low = high + halving
     while low < least and not is_carried(low):
         low, high = low + halving, low
-    return rate(smallest(is_carried, min(low, least), above=high))
+    return top / step ** smallest(is_carried, min(low, least), above=high)
+
+
+def mean_ttft_s(bare_s: float, stage_s: float, rate: float) -> float:
+    """Return the mean TTFT. Infinite if requests arrive at least as fast as they are served.
+
+    Args:
+        bare_s: Time of a prompt from first stage to last, with none before it.
+        stage_s: Time of the slowest stage: the queue moves once in this time.
+    """
+    busy = rate * stage_s
+    return bare_s + busy * stage_s / (2.0 * (1.0 - busy)) if busy < 1.0 else math.inf
+
+
+def crossing(speed_up: float) -> float:
+    """Return R·D of equal mean TTFT: below it two devices are better as tensor parallel ones, which
+    are ``speed_up`` times as fast as one (1 to 2), and above it as a pipeline."""
+    k = speed_up
+    if not 1.0 <= k <= 2.0:
+        raise ConfigError(f"speed_up={k!r}: two devices are 1 to 2 times as fast as one")
+    # (3K-2)x² - (3K-2)(K+2)x + 8K(K-1) = 0, its smaller root.
+    half = (k + 2.0) / 2.0
+    square = half * half - 8.0 * k * (k - 1.0) / (3.0 * k - 2.0)
+    return half - math.sqrt(max(0.0, square))

@@ -1,6 +1,6 @@
 """From hardware, requests and an SLO to a placement.
 
-The instances of a phase carry the asked rate at the least cost: ``⌈rate / goodput⌉`` of one kind.
+The instances of a phase carry the given rate at the least cost: ``⌈rate / goodput⌉`` of one kind.
 The objective ``gpu`` counts GPUs before money. What an instance could carry beyond the rate is
 worth nothing, and more sockets pay only where fewer instances do.
 """
@@ -10,24 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
-from cost_model.goodput.hardware import InstanceHardware, prompts_of
-from cost_model.goodput.placements import (
-    Degrees,
-    InstanceGroup,
-    Pair,
-    PlacementPlan,
-    PlacementPrices,
-)
+from cost_model.goodput.instances import DecodeSpec, PrefillSpec
+from cost_model.goodput.placements import Degrees, InstanceHardware, Pair, prompts_of
 from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.simulator import (
-    DecodeSpec,
-    GoodputRun,
-    PrefillSpec,
-    simulate,
-    simulate_colocated,
-)
+from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
+from cost_model.goodput.slo import RequestTimes
 from cost_model.numbers import largest, smallest, whole
 
 Role = Literal["prefill", "decode", "both"]
@@ -37,35 +27,134 @@ What: TypeAlias = Degrees | Pair
 Requests: TypeAlias = list[tuple[float, int, int]]
 _SLACK = 1.25
 """Bounds from means are this much above what they say."""
-_MOST_INSTANCES = 1 << 12
+_MAX_INSTANCES = 1 << 12
 _MAX_BATCH = 1 << 16
 STEP_TOKENS = 512
-"""Of prompts in a step of an instance for both phases."""
+"""Prompt tokens in a step of an instance for both phases."""
+
+
+@dataclass(frozen=True)
+class PlacementPrices:
+    """Prices in any one unit. A socket costs a twentieth of a GPU, unless given."""
+
+    gpu: float = 1.0
+    socket: float = 0.05
+
+    def of(self, gpus: int, sockets: int) -> float:
+        return gpus * self.gpu + sockets * self.socket
+
+
+@dataclass(frozen=True)
+class InstanceGroup:
+    role: Role
+    degrees: Degrees
+    count: int
+    sockets: int
+    """Sockets of each, beside those of its own host."""
+    goodput: float
+    """Requests per second of each, by itself."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """True if K and V are in the GPUs' memory while it decodes."""
+        return self.role != "prefill" and not self.sockets
+
+    @property
+    def num_gpus(self) -> int:
+        return self.count * self.degrees.num_gpus
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    kind: Literal["disaggregated", "colocated"]
+    instances: tuple[InstanceGroup, ...]
+    goodput: float
+    """Requests per second that they carry."""
+    load: Load
+    run: GoodputRun
+    """Run at the rate that they were made for."""
+    segments: int = 1
+    """Nodes that a pair is spread over."""
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(each.num_gpus for each in self.instances)
+
+    @property
+    def num_sockets(self) -> int:
+        return sum(each.count * each.sockets for each in self.instances)
+
+    @cached_property
+    def counted(self) -> list[RequestTimes]:
+        """Requests of the run that decide whether the SLO is kept."""
+        return self.run.counted(self.load.residence_s)
+
+    @property
+    def share(self) -> float:
+        """Share of the requests that keep the SLO."""
+        return self.load.slo.share(self.counted)
+
+    @cached_property
+    def is_carried(self) -> bool:
+        """True if enough requests keep the SLO, and waits do not grow."""
+        return self.load.is_carried(self.run)
+
+    @cached_property
+    def quantiles(self) -> tuple[float, float]:
+        """TTFT and TPOT at the attainment."""
+        return self.load.slo.quantiles(self.counted)
+
+    @property
+    def binds(self) -> str:
+        """The limit that the requests come nearer to."""
+        (ttft_s, tpot_s), slo = self.quantiles, self.load.slo
+        return "ttft" if ttft_s / slo.ttft_s >= tpot_s / slo.tpot_s else "tpot"
+
+    @property
+    def gpu_goodput(self) -> float:
+        return self.goodput / self.num_gpus
+
+    def carried_by(self, gpus: int) -> float:
+        """Return requests per second of such instances on this many GPUs. 0 if those do not hold
+        one of each role."""
+        first, *others = self.instances
+        most = 0.0
+        for count in range(1, gpus // first.degrees.num_gpus + 1):
+            left, carried = gpus - count * first.degrees.num_gpus, count * first.goodput
+            for other in others:
+                num = count if self.segments > 1 else left // other.degrees.num_gpus
+                fits = num * other.degrees.num_gpus <= left
+                carried = min(carried, num * other.goodput) if fits else 0.0
+            most = max(most, carried)
+        return most
+
+    def price(self, prices: PlacementPrices) -> float:
+        return prices.of(self.num_gpus, self.num_sockets)
 
 
 @dataclass(frozen=True)
 class Simulated:
     run: Callable[[Requests, int], GoodputRun]
-    """Requests through so many of them."""
+    """Runs requests through this many of them."""
     most: float
-    """Requests a second of one: about a bound of what it carries."""
+    """Requests per second of one: about an upper bound."""
 
 
 @dataclass
 class Phase:
-    """Instances of one kind, with so many sockets each: how many carry the rate."""
+    """Instances of one kind and number of sockets, and how many carry the rate."""
 
     load: Load
     rate: float
-    """The asked requests a second: more counts for nothing."""
+    """Requests per second. More counts for nothing."""
     num_gpus: int
-    """That there are. Of more than fit on them, one is simulated with its part of the rate."""
+    """GPUs at hand. If more instances are needed, one is simulated with its part of the rate."""
     simulated: Callable[[What, int], Simulated]
     progress: Callable[[], object] = lambda: None
     _goodputs: dict[tuple[What, int], float] = field(default_factory=dict)
 
     def goodput(self, what: What, sockets: int) -> float:
-        """Requests a second of one; 0: it doesn't meet the SLO at any rate."""
+        """Return requests per second of one. 0 if it meets the SLO at no rate."""
         found = self._goodputs.get((what, sockets))
         if found is None:
             one = self.simulated(what, sockets)
@@ -75,7 +164,7 @@ class Phase:
         return found
 
     def fewest(self, what: What, sockets: int, most: int) -> int:
-        """The fewest of up to ``most`` that carry the rate together; 0: none do."""
+        """Return the fewest, up to ``most``, that carry the rate together. 0 if none do."""
         one = self.simulated(what, sockets)
         least = whole(self.rate / one.most)
         if least > most:
@@ -87,26 +176,22 @@ class Phase:
             requests = self.load.requests(self.rate * together / count)
             return self.load.is_carried(one.run(requests, together))
 
-        if most == _MOST_INSTANCES:
-            most = self._enough(what, sockets, carry)
+        if most == _MAX_INSTANCES:
+            # As many as one's goodput says. With queues of their own it may take some more.
+            goodput = self.goodput(what, sockets)
+            most = whole(self.rate / goodput) if goodput else 0
+            while 0 < most < _MAX_INSTANCES and not carry(most):
+                most += 1 + most // 8
         if most and carry(most):
             return smallest(carry, most, above=least - 1)
         return 0
-
-    def _enough(self, what: What, sockets: int, carry: Callable[[int], bool]) -> int:
-        """How many do, by what one carries. With queues of their own it may take some more."""
-        goodput = self.goodput(what, sockets)
-        count = whole(self.rate / goodput) if goodput else 0
-        while 0 < count < _MOST_INSTANCES and not carry(count):
-            count += 1 + count // 8
-        return count
 
 
 @dataclass(frozen=True)
 class Chosen:
     what: What
     sockets: int
-    """Of each that decodes; 0: K and V are on its GPUs."""
+    """Sockets of each that decodes. 0 if K and V are on its GPUs."""
     count: int
 
 
@@ -115,56 +200,42 @@ class Search:
     hardware: InstanceHardware
     load: Load
     rate: float
-    """Requests a second that are to be carried."""
+    """Requests per second to carry."""
     objective: Objective = "gpu"
     prices: PlacementPrices = field(default_factory=PlacementPrices)
     progress: Callable[[str], object] = lambda _: None
     limits: dict[Degrees, tuple[int, int]] = field(default_factory=dict)
-    """Where fewer instances would do with more sockets than there may be: how many
-    are taken, and with how many they would."""
+    """Where more sockets than there may be would do with fewer instances: the chosen number of
+    sockets, and that number."""
     _num_found: int = 0
 
     def phase(self, kind: Role | Literal["pair"]) -> Phase:
-        """Prompts alone, by TTFT; tokens alone, by TPOT; or both, by both."""
-        of: dict[str, Callable[[What, int], Simulated]] = {
-            "prefill": self._prefill,
-            "decode": self._decode,
-            "both": self._both,
-            "pair": self._pair,
-        }
-        return Phase(self.load, self.rate, self.hardware.cluster.num_gpus, of[kind], self._tell)
+        """Return prompts alone, judged by TTFT; tokens alone, by TPOT; or both, by both."""
 
-    def _tell(self) -> None:
-        self._num_found += 1
-        self.progress(f"{self._num_found} instances and pairs simulated")
+        def simulated(what: What, sockets: int) -> Simulated:
+            return self._simulated(kind, what, sockets)
 
-    def _prefill(self, what: What, _: int = 0) -> Simulated:
-        spec = self.hardware.prefill(what.prefill)
-        return Simulated(lambda r, num: simulate(r, [spec] * num, []), self._most_prompts(spec))
+        def tell() -> None:
+            self._num_found += 1
+            self.progress(f"{self._num_found} instances and pairs simulated")
 
-    def _decode(self, what: What, sockets: int) -> Simulated:
-        spec = self.hardware.decode(what.decode, sockets)
-        return Simulated(lambda r, num: simulate(r, [], [spec] * num), self._most_decoding(spec))
+        return Phase(self.load, self.rate, self.hardware.cluster.num_gpus, simulated, tell)
 
-    def _both(self, what: What, sockets: int) -> Simulated:
-        spec = self.hardware.decode(what.decode, sockets)
-        most = min(self._prefill(what).most, self._decode(what, sockets).most)
-        return Simulated(lambda r, num: simulate_colocated(r, [spec] * num, STEP_TOKENS), most)
+    def _simulated(self, kind: str, what: What, sockets: int) -> Simulated:
+        most, prefill, decode = math.inf, list[PrefillSpec](), list[DecodeSpec]()
+        if kind != "decode":
+            prefill = [self.hardware.prefill(what.prefill)]
+            prompts = prompts_of(prefill[0].batch_tokens, self.hardware.mean_prompt)
+            most = _SLACK * len(prompts) / prefill[0].times.prefill_s(prompts)
+        if kind != "prefill":
+            decode = [self.hardware.decode(what.decode, sockets)]
+            most = min(most, self._max_decoding(decode[0]))
+        if kind == "both":
+            return Simulated(lambda r, num: simulate_colocated(r, decode * num, STEP_TOKENS), most)
+        return Simulated(lambda r, num: simulate(r, prefill * num, decode * num), most)
 
-    def _pair(self, what: What, sockets: int) -> Simulated:
-        prefill = self.hardware.prefill(what.prefill)
-        decode = self.hardware.decode(what.decode, sockets)
-        most = min(self._prefill(what).most, self._decode(what, sockets).most)
-        return Simulated(lambda r, num: simulate(r, [prefill] * num, [decode] * num), most)
-
-    def _most_prompts(self, spec: PrefillSpec) -> float:
-        """Requests a second, if it never had to wait for one: a bound."""
-        prompts = prompts_of(spec.batch_tokens, self.hardware.mean_prompt)
-        return _SLACK * len(prompts) / spec.times.prefill_s(prompts)
-
-    def _most_decoding(self, spec: DecodeSpec) -> float:
-        """Requests a second of the largest batch that keeps the TPOT at mean
-        contexts: about a bound."""
+    def _max_decoding(self, spec: DecodeSpec) -> float:
+        """Requests per second of the largest batch that keeps the TPOT at mean contexts."""
         draw, tpot_s = self.load.draw, self.load.slo.tpot_s
         context = round(draw.mean_prompt + draw.mean_output / 2)
         room = max(1, spec.capacity_tokens // round(draw.mean_prompt + draw.mean_output))
@@ -178,7 +249,7 @@ class Search:
         return _SLACK * most
 
     def degrees(self) -> list[Degrees]:
-        """Of instances that hold the model, the smallest first."""
+        """Return instances that hold the model, the smallest first."""
         found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 
@@ -190,11 +261,11 @@ class Search:
     def cheapest(
         self, phase: Phase, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
     ) -> Chosen | None:
-        """That carries the rate at the least cost; None: none meets the SLO, or is cheaper.
+        """Return what carries the rate at the least cost. None if nothing does.
 
         Args:
-            candidates: instances, or pairs, and the sockets of each.
-            than: what has to be cheaper.
+            candidates: Instances or pairs, and the sockets of each.
+            than: What the result must be cheaper than.
         """
         best, least = None, (math.inf, math.inf)
         if than is not None:
@@ -208,24 +279,23 @@ class Search:
         return best
 
     def _most_below(self, least: tuple[float, float], what: What, sockets: int) -> int:
-        """How many instances would still cost less; 0: not even one."""
-        return largest(lambda count: self._cost(what, sockets, count) < least, _MOST_INSTANCES)
+        """Return how many instances would still cost less. 0 if not even one."""
+        return largest(lambda count: self._cost(what, sockets, count) < least, _MAX_INSTANCES)
 
     def choose(
         self, phase: Phase, whats: Sequence[What], sockets_per_node: int | None = None
     ) -> Chosen | None:
-        """The cheapest, with K and V on GPUs or on R-workers. Where more sockets than there may be
-        would make them cheaper, ``limits`` has them.
+        """Return the cheapest, with K and V on GPUs or on R-workers, and set ``limits``.
 
         Args:
-            sockets_per_node: an instance may have its share of them, by its part of a node's
-                GPUs; None: all that there may be of one.
+            sockets_per_node: Sockets that a node's instances share by their GPUs. None if an
+                instance may have as many as there are.
         """
         best = self.cheapest(phase, self._with_sockets(whats, sockets_per_node))
         if best is not None:
-            there = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}
+            tried = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}
             every = self.hardware.sockets(best.what.decode, limited=False)
-            beyond = ((best.what, count) for count in every if count > max(there))
+            beyond = ((best.what, count) for count in every if count > max(tried))
             cheaper = self.cheapest(phase, beyond, best)
             if cheaper is not None:
                 self.limits[best.what.decode] = best.sockets, cheaper.sockets
@@ -234,67 +304,60 @@ class Search:
     def _with_sockets(
         self, whats: Iterable[What], sockets_per_node: int | None
     ) -> Iterator[tuple[What, int]]:
-        gpus_per_node, share = self.hardware.gpus_per_node, None
+        share = None
         for what in whats:
             if sockets_per_node is not None:
-                share = sockets_per_node * what.num_gpus // gpus_per_node
+                share = sockets_per_node * what.num_gpus // self.hardware.gpus_per_node
             if self.hardware.fits_on_device(what.decode):
                 yield what, 0
             for sockets in self.hardware.sockets(what.decode, share):
                 yield what, sockets
 
+    def group(self, role: Role, phase: Phase, chosen: Chosen) -> InstanceGroup:
+        """Return the instances of one role. One by itself carries at least its share."""
+        what, sockets = chosen.what, 0 if role == "prefill" else chosen.sockets
+        goodput = max(phase.goodput(what, sockets), self.rate / chosen.count)
+        degrees = what.prefill if role == "prefill" else what.decode
+        return InstanceGroup(role, degrees, chosen.count, sockets, goodput)
+
 
 def plan_colocated(search: Search, sockets_per_node: int | None = None) -> PlacementPlan | None:
-    """Instances for both phases. None: none keeps the SLO.
-
-    Args:
-        sockets_per_node: an instance gets the part of them that its GPUs are of
-            a node's. None: as many as are best.
-    """
+    """Plan instances for both phases. None if none keeps the SLO."""
     phase, requests = search.phase("both"), search.load.requests(search.rate)
     chosen = search.choose(phase, search.degrees(), sockets_per_node)
     if chosen is None:
         return None
-    outcome = phase.simulated(chosen.what, chosen.sockets).run(requests, chosen.count)
-    group = _group(search, "both", phase, chosen)
-    goodput = chosen.count * group.goodput
-    return PlacementPlan("colocated", (group,), goodput, search.load, outcome)
-
-
-def _group(search: Search, role: Role, phase: Phase, chosen: Chosen) -> InstanceGroup:
-    """The instances of one role, with what one of them carries by itself: at least its share."""
-    what, sockets = chosen.what, 0 if role == "prefill" else chosen.sockets
-    goodput = max(phase.goodput(what, sockets), search.rate / chosen.count)
-    degrees = what.prefill if role == "prefill" else what.decode
-    return InstanceGroup(role, degrees, chosen.count, sockets, goodput)
+    run = phase.simulated(chosen.what, chosen.sockets).run(requests, chosen.count)
+    group = search.group("both", phase, chosen)
+    return PlacementPlan("colocated", (group,), chosen.count * group.goodput, search.load, run)
 
 
 def plan_high_affinity(search: Search) -> PlacementPlan | None:
-    """Each phase by itself, as algorithm 1 does, then as many of both as carry the rate
-    together. None: a phase keeps its limit on no instance."""
-    degrees = search.degrees()
+    """Plan each phase by itself, as algorithm 1 does, then as many of both as carry the rate
+    together. None if a phase keeps its limit on no instance.
+
+    Each phase alone keeps its limit for enough requests; both together may not. The phase that
+    breaks more gets an instance more, a few times.
+    """
+    hardware, load, degrees = search.hardware, search.load, search.degrees()
     prompts, tokens = search.phase("prefill"), search.phase("decode")
-    first = search.cheapest(prompts, ((each, 0) for each in degrees))
-    second = search.choose(tokens, degrees) if first is not None else None
-    if first is None or second is None:
+    best_prompts = search.cheapest(prompts, ((each, 0) for each in degrees))
+    best_tokens = search.choose(tokens, degrees) if best_prompts is not None else None
+    if best_prompts is None or best_tokens is None:
         return None
-    groups = _group(search, "prefill", prompts, first), _group(search, "decode", tokens, second)
-    return _together(search, *groups)
-
-
-def _together(search: Search, prefill: InstanceGroup, decode: InstanceGroup) -> PlacementPlan:
-    """Each phase alone keeps its limit for enough requests; both together may
-    not. Whichever phase breaks more gets an instance more, a few times."""
-    hardware, load, gpus = search.hardware, search.load, search.hardware.cluster.num_gpus
+    prefill = search.group("prefill", prompts, best_prompts)
+    decode = search.group("decode", tokens, best_tokens)
     first = hardware.prefill(prefill.degrees)
     second = hardware.decode(decode.degrees, decode.sockets)
     requests = load.requests(search.rate)
     while True:
         run = simulate(requests, [first] * prefill.count, [second] * decode.count)
-        is_first_late = _slow_first_tokens(load, run) >= 0.5
+        broken = [each for each in run.counted(load.residence_s) if not load.slo.is_met_by(each)]
+        late = sum(each.ttft_s > load.slo.ttft_s for each in broken)
+        is_first_late = 2 * late >= len(broken)
         more = prefill if is_first_late else decode
         used = prefill.num_gpus + decode.num_gpus + more.degrees.num_gpus
-        if load.is_carried(run) or used > gpus:
+        if load.is_carried(run) or used > hardware.cluster.num_gpus:
             break
         more = replace(more, count=more.count + 1)
         prefill, decode = (more, decode) if is_first_late else (prefill, more)
@@ -302,16 +365,9 @@ def _together(search: Search, prefill: InstanceGroup, decode: InstanceGroup) -> 
     return PlacementPlan("disaggregated", (prefill, decode), goodput, load, run)
 
 
-def _slow_first_tokens(load: Load, run: GoodputRun) -> float:
-    """Of the requests that break the SLO, the part whose first token is late."""
-    broken = [each for each in run.counted(load.residence_s) if not load.slo.is_met_by(each)]
-    late = sum(each.ttft_s > load.slo.ttft_s for each in broken)
-    return late / len(broken) if broken else 1.0
-
-
 def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | None:
-    """Pairs whose segments stay on a node, as algorithm 2 has them, with the sockets that
-    are their part of it."""
+    """Plan pairs whose segments stay on a node, as algorithm 2 has them, with their part of its
+    sockets. None if no pair keeps the SLO."""
     hardware = replace(search.hardware, crosses_nodes=False)
     search = replace(search, hardware=hardware)
     every = sorted(hardware.cluster.pairs(), key=lambda each: (each.num_gpus, each))
@@ -322,8 +378,8 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
         return None
     pair = chosen.what
     assert isinstance(pair, Pair)
-    outcome = phase.simulated(pair, chosen.sockets).run(requests, chosen.count)
+    run = phase.simulated(pair, chosen.sockets).run(requests, chosen.count)
     roles: tuple[Role, ...] = ("prefill", "decode")
-    groups = tuple(_group(search, role, search.phase(role), chosen) for role in roles)
+    groups = tuple(search.group(role, search.phase(role), chosen) for role in roles)
     goodput = max(search.rate, chosen.count * phase.goodput(pair, chosen.sockets))
-    return PlacementPlan("disaggregated", groups, goodput, search.load, outcome, pair.pp_cross)
+    return PlacementPlan("disaggregated", groups, goodput, search.load, run, pair.pp_cross)

@@ -1,8 +1,8 @@
-"""Service-level objectives, and what part of the requests meets them.
+"""Service-level objectives, and the share of requests that meets them.
 
-Attainment is two things in the literature, which are never one here: the share of requests that
-meet both limits (``both``, the paper's), or the quantiles of TTFT and of TPOT, each strictly below
-its own limit (``each``, the published simulator's; quantiles are interpolated).
+Attainment has two meanings in the literature: the share of requests that meet both limits
+(``both``, the paper's), or the quantiles of TTFT and of TPOT, each strictly below its own limit
+(``each``, the published simulator's; quantiles are interpolated).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RequestTimes:
     arrived_s: float
     ttft_s: float
     tpot_s: float | None
-    """None: its output is one token, which keeps any limit."""
+    """None if its output is one token, which keeps any limit."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class Slo:
     ttft_s: float
     tpot_s: float
     attainment: float = 0.9
-    """The part of them that is enough."""
+    """The share of requests that must meet the limits."""
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
             if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"--slo {name} must be a time above 0, got {value!r} s")
+                raise ConfigError(Given("slo"), f" {name} must be a time above 0, got {value!r} s")
         if not 0 < self.attainment <= 1:
             raise ConfigError(
-                f"--attainment {self.attainment!r} is not a part above 0 and at most 1"
+                Given("attainment", self.attainment), " is not a part above 0 and at most 1"
             )
 
     @classmethod
     def parse(cls, text: str, attainment: float, option: str = "slo") -> Slo:
-        """``ttft=400ms,tpot=40ms``, or one of ``PRESETS``; times have units.
+        """Read ``ttft=400ms,tpot=40ms``, or one of ``PRESETS``. Times have units.
 
         Args:
-            option: where it was given.
+            option: The parameter that the text was given as, for errors.
         """
         found: dict[str, float] = {}
         for part in PRESETS.get(text, text).split(","):
@@ -78,26 +78,23 @@ class Slo:
         return cls(found["ttft"], found["tpot"], attainment)
 
     def is_met_by(self, request: RequestTimes) -> bool:
-        """It keeps both limits."""
+        """True if the request keeps both limits."""
         is_quick = request.tpot_s is None or request.tpot_s <= self.tpot_s
         return is_quick and request.ttft_s <= self.ttft_s
 
     def share(self, requests: Sequence[RequestTimes]) -> float:
-        """The part of the requests that keep both limits; 1 if there are none."""
-        if not requests:
-            return 1.0
-        return sum(map(self.is_met_by, requests)) / len(requests)
+        """Return the share of requests that keep both limits. 1 if there are none."""
+        return sum(map(self.is_met_by, requests)) / len(requests) if requests else 1.0
 
     def is_attained(self, requests: Sequence[RequestTimes], how: Attainment = "both") -> bool:
-        """Enough requests keep the limits."""
+        """True if enough requests keep the limits."""
         if how == "both":
             return at_most(self.attainment * len(requests), sum(map(self.is_met_by, requests)))
         ttft_s, tpot_s = self.quantiles(requests)
         return ttft_s < self.ttft_s and tpot_s < self.tpot_s
 
     def quantiles(self, requests: Sequence[RequestTimes]) -> tuple[float, float]:
-        """TTFT and TPOT at the attainment, each by itself: with these as limits,
-        each would be attained. 0 where there are none."""
+        """Return TTFT and TPOT at the attainment, each by itself. 0 where there are none."""
         ttfts = [each.ttft_s for each in requests]
         tpots = [each.tpot_s for each in requests if each.tpot_s is not None]
         return _quantile(ttfts, self.attainment), _quantile(tpots, self.attainment)

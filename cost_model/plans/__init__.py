@@ -1,1 +1,1 @@
-"""From a question to plans: constraints, the search, what-ifs, and how they are told."""
+"""From a question to plans: constraints, the search, what-ifs, and reports."""

@@ -12,7 +12,7 @@ from cost_model.plans.size import Headline, Job, Sizing, job
 from cost_model.plans.stages import PlanOf, slowest_stage
 from cost_model.printing import labelled, table
 from cost_model.quantities import counted, rate_text, round_to, seconds_text
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 MILLION = 1e6
 SORTS: dict[str, Callable[[Choice], float]] = {
@@ -27,11 +27,11 @@ _WHERE = {"gpu": "GPU", "r": "R-workers", "hybrid": "both"}
 class Choice:
     name: str
     headline: Headline
-    """Of one system."""
+    """Headline of one system."""
     copies: int
     """Systems side by side."""
     num_stages: int
-    """Of each."""
+    """Stages of each system."""
     job: Job
     """A million output tokens."""
     is_without_gpu: bool = False
@@ -111,7 +111,7 @@ def arrange(
         by: what is best of the placements of one way: one of ``SORTS``.
     """
     if goal.max_sockets is None:
-        raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")
+        raise ConfigError("how many CPU sockets are there? Give ", Given("max_sockets"))
     found, left_out = [], {}
     workers = [num_gpus]
     if setup.is_without_gpu:  # between which the sockets are shared out evenly
@@ -153,7 +153,6 @@ def _best(
     name: str, sizing: Sizing, prices: Prices | None, by: str,
     copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
 ) -> list[Choice]:  # fmt: skip
-    """Return the best placement of the KV cache that keeps the promises, if there is one."""
     found = []
     placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
     if by == "tokens" and placed:
@@ -170,7 +169,7 @@ def _best(
 def check_sort(by: str, prices: Prices | None) -> None:
     """Raises ConfigError: If by cost, without prices."""
     if by == "cost" and prices is None:
-        raise ConfigError("--sort cost: what do they cost? Give --prices FILE")
+        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
 
 
 def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:

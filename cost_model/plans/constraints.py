@@ -12,7 +12,7 @@ from cost_model.quantities import bytes_text, counted, seconds_text
 
 MAX_SOCKETS = 100_000
 _FLAT = 4
-"""Up to so many sockets share a host, and so its port."""
+"""Most sockets that share a host, and so its port."""
 _ROUNDING = 1e-12
 
 
@@ -20,7 +20,7 @@ _ROUNDING = 1e-12
 class Constraint:
     name: str
     min_sockets: int | None
-    """0: satisfied without any. None: no number of sockets satisfies it."""
+    """0 if satisfied without any. None if no number of sockets satisfies it."""
     detail: str
     """The numbers behind it, in words."""
     mend: str

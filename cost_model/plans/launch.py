@@ -81,7 +81,7 @@ def _generate(sizing: Sizing, plan: Plan, model: str) -> tuple[str, ...]:
 
 
 def _for_shell(line: str) -> str:
-    """Have the shell put the script's arguments in."""
+    """Let the shell put the script's arguments in."""
     return line.replace("'$INPUT'", '"$INPUT"').replace("'$OUTPUT'", '"$OUTPUT"')
 
 

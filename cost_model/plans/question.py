@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
-from cost_model.numbers import number_within, whole_number
 from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
 from cost_model.workload import FP8, TokenCosts, WeightBytes, Workload
+from fastdecode.core.config.options import check_options, duration, option
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_object
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile
 from fastdecode.core.model.spec import ModelSpec
@@ -35,6 +36,8 @@ NicSource: TypeAlias = Nic | NetProfile
 
 @dataclass(frozen=True)
 class Setup:
+    """A model on hardware, with a workload."""
+
     spec: ModelSpec
     dtype: DType
     kv_dtype: str
@@ -42,36 +45,36 @@ class Setup:
     cpu: CpuSource
     nic: NicSource
     workload: Workload
-    num_gpus: int = 1
-    num_nics: int = 1
+    num_gpus: int = option(1, "GPUs that share every layer", low=1, high=MAX_GPUS, flag="--gpus")
+    num_nics: int = option(1, "ports of the S-worker", low=1, high=MAX_NICS, flag="--nics")
     transport: Transport = MPI
-    memory_bytes_per_socket: int | None = None
-    """None: what the data file installs in this CPU, or what the profile says."""
+    dram_gb: float | None = option(
+        None, "memory a socket; default: the data file's", low=0.25, high=65536, metavar="GB",
+        unit="GB",
+    )  # fmt: skip
     keeps_quantised: bool = False
     """Weights stay in memory as the checkpoint holds them, which FastDecode doesn't do yet."""
     has_ends: bool = True
-    """Embedding and head are there; False: a pipeline's stage after the first."""
+    """False for a pipeline's stage after the first, without embedding and head."""
     is_fp8: bool = False
     """Weights of layers take a byte, and the GPU computes in FP8 where it can."""
     is_without_gpu: bool = False
     """The S-worker is a socket, too: ``gpu`` is what its CPU computes."""
 
     def __post_init__(self) -> None:
-        whole_number("gpus", self.num_gpus, 1, MAX_GPUS)
-        whole_number("nics", self.num_nics, 1, MAX_NICS)
+        check_options(self)
         if self.spec.num_q_heads % self.num_gpus:
             raise ConfigError(
-                f"--gpus {self.num_gpus}: the {self.spec.num_q_heads} query heads of "
-                f"{self.spec.name} can't be split evenly over them; try "
-                f"{' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}"
+                Given("num_gpus", self.num_gpus),
+                f": the {self.spec.num_q_heads} query heads of {self.spec.name} can't be split "
+                "evenly over them; try "
+                f"{' or '.join(str(n) for n in split_counts(self.spec, self.num_gpus)[:2])}",
             )
         if isinstance(self.gpu, SProfile) and self.num_gpus != 1:
             raise ConfigError(
-                "--gpus with a measured --gpu profile: the profile is of all the GPUs it was "
-                "measured on"
-            )
-        if self.memory_bytes_per_socket is not None:
-            number_within("dram_gb", self.memory_bytes_per_socket / 1e9, 0.25, 65536)
+                Given("num_gpus"), " with a measured ", Given("gpu"),
+                " profile: the profile is of all the GPUs it was measured on",
+            )  # fmt: skip
         if self.workload.peak_context_tokens > self.spec.max_model_len:
             raise ConfigError(
                 f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; "
@@ -82,6 +85,10 @@ class Setup:
     def s_part_word(self) -> str:
         """What the S-worker computes on, for people."""
         return "S-worker's CPU" if self.is_without_gpu else "GPU"
+
+    @property
+    def dram_bytes(self) -> int | None:
+        return None if self.dram_gb is None else int(self.dram_gb * 1e9)
 
     @property
     def costs(self) -> TokenCosts:
@@ -109,7 +116,7 @@ class Setup:
             else SPartModel.from_profile(gpu, costs)
         )
         r = (
-            RPartModel.from_cpu(cpu, costs, self.memory_bytes_per_socket)
+            RPartModel.from_cpu(cpu, costs, self.dram_bytes)
             if isinstance(cpu, Cpu)
             else RPartModel.from_profile(cpu, costs)
         )
@@ -124,62 +131,78 @@ class Setup:
         )
 
 
+def _requests(text: str) -> int:
+    """Read ``1000000`` or ``1e6``."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value.is_integer() and value <= MAX_REQUESTS):
+        raise ValueError(
+            f"{text} is not a whole number from 1 to {MAX_REQUESTS}, such as 1000000 or 1e6"
+        )
+    return int(value)
+
+
 @dataclass(frozen=True)
 class Goal:
     """What to hold, and how to choose among what holds."""
 
-    latency_s: float | None = None
-    """Of a whole sequence."""
-    tpot_s: float | None = None
-    headroom: float = 0.10
-    """The R-part may take this much longer than predicted before the GPU waits."""
-    survive: int = 0
-    """R-workers that may be lost and everything still holds."""
-    replicas: int = 0
-    """Copies of every R-worker's KV cache, kept by another: 0 or 1."""
-    batch: int | None = None
-    """Sequences at once; None: chosen."""
-    lanes: int | None = None
-    """None: chosen."""
-    max_sockets: int | None = None
-    users: int | None = None
-    """People who ask again ``think_s`` after each answer; the batch follows from them."""
-    think_s: float = 0.0
-    requests: int | None = None
-    """That are to be done, for the hours, energy and money of the job."""
-    min_gain: float | None = None
-    """The batch is the smallest to which no other adds more than this part of tokens a second;
-    None: a tenth, or a hundredth of sockets that there are anyway (``max_sockets``)."""
+    latency_s: float | None = option(
+        None, "most seconds for a whole sequence, or like 30s, 800ms", flag="--latency",
+        read=duration, low=1e-6, high=MAX_SECONDS, unit="seconds", metavar="S",
+    )  # fmt: skip
+    tpot_s: float | None = option(
+        None, "most seconds a token, or like 40ms", flag="--tpot", read=duration, low=1e-6,
+        high=MAX_SECONDS, unit="seconds", metavar="S",
+    )  # fmt: skip
+    headroom: float = option(
+        0.10, "the R-part may take this part longer than predicted before the GPU waits", low=0.0,
+        high=10.0, metavar="X",
+    )  # fmt: skip
+    survive: int = option(0, "R-workers that may be lost", low=0, high=MAX_SOCKETS, metavar="K")
+    replicas: int = option(
+        0, "copies of every R-worker's KV cache that another keeps, 0 or 1", low=0, high=1
+    )
+    batch: int | None = option(
+        None, "sequences at once; default: chosen", low=1, high=MAX_BATCH, metavar="B"
+    )
+    lanes: int | None = option(
+        None, "lanes in flight; default: chosen", low=1, high=MAX_LANES, metavar="K"
+    )
+    max_sockets: int | None = option(None, "sockets at hand", low=1, high=MAX_SOCKETS, metavar="P")
+    users: int | None = option(
+        None, "people who wait for an answer, read it, and ask again; says how many sequences run "
+        "at once, in place of --batch", low=1, high=MAX_BATCH,
+    )  # fmt: skip
+    think_s: float = option(
+        0.0, "seconds from an answer to the user's next request, or like 30s", flag="--think-time",
+        read=duration, low=0.0, high=MAX_SECONDS, unit="seconds", metavar="S",
+    )  # fmt: skip
+    requests: int | None = option(
+        None, "how long, how much energy and money for this many", read=_requests, low=1,
+        high=MAX_REQUESTS,
+    )  # fmt: skip
+    min_gain: float | None = option(
+        None, "no batch gives this part more tokens/s than the chosen one (default: 0.10; with "
+        "--max-sockets 0.01)", low=1e-3, high=10.0, metavar="X",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, seconds in (("latency", self.latency_s), ("tpot", self.tpot_s)):
-            if seconds is not None:
-                number_within(name, seconds, 1e-6, MAX_SECONDS, "number of seconds")
-        number_within("think_time", self.think_s, 0.0, MAX_SECONDS, "number of seconds")
-        number_within("headroom", self.headroom, 0.0, 10.0)
-        if self.min_gain is not None:
-            number_within("min_gain", self.min_gain, 1e-3, 10.0)
-        whole_number("survive", self.survive, 0, MAX_SOCKETS)
-        whole_number("replicas", self.replicas, 0, 1)
-        for name, count, most in (
-            ("batch", self.batch, MAX_BATCH),
-            ("lanes", self.lanes, MAX_LANES),
-            ("max_sockets", self.max_sockets, MAX_SOCKETS),
-            ("requests", self.requests, MAX_REQUESTS),
-            ("users", self.users, MAX_BATCH),
-        ):
-            if count is not None:
-                whole_number(name, count, 1, most)
+        check_options(self)
+        batch, max_sockets = Given("batch", self.batch), Given("max_sockets", self.max_sockets)
         if self.batch is not None and self.lanes is not None and self.batch < self.lanes:
-            raise ConfigError(f"--batch {self.batch} can't be split into {self.lanes} lanes")
+            raise ConfigError(batch, f" can't be split into {self.lanes} lanes")
         if self.users is not None and self.batch is not None:
-            raise ConfigError("--users says how many sequences run at once. Remove --batch")
-        if self.think_s and self.users is None:
-            raise ConfigError("--think-time is what users take between requests. Give --users N")
-        if self.max_sockets is not None and self.survive >= self.max_sockets:
             raise ConfigError(
-                f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}"
+                Given("users"), " says how many sequences run at once. Remove ", Given("batch")
             )
+        if self.think_s and self.users is None:
+            raise ConfigError(
+                Given("think_s"), " is what users take between requests. Give ", Given("users")
+            )
+        if self.max_sockets is not None and self.survive >= self.max_sockets:
+            raise ConfigError(Given("survive", self.survive), " leaves none of ", max_sockets)
 
     @property
     def gain(self) -> float:
@@ -209,54 +232,49 @@ class Prices:
 
     @classmethod
     def read(cls, path: Path) -> Prices:
-        """Raises ConfigError if the file is missing, broken, or holds anything
-        but prices above 0."""
+        """
+        Raises:
+            ConfigError: If the file is missing, broken, or holds anything but prices above 0.
+        """
+
+        def refuse(why: str) -> ConfigError:
+            return ConfigError(Given("prices", str(path)), why)
+
         tree = read_object(
             path,
             most_bytes=MAX_PRICES_BYTES,
-            refuse=lambda why: ConfigError(f"--prices {path} (TOML, or JSON by its suffix): {why}"),
+            refuse=lambda why: refuse(f" (TOML, or JSON by its suffix): {why}"),
             parse=json.loads if path.suffix == ".json" else parse_toml,
         )
         if set(tree) - {"currency", "gpu_per_hour", "socket_per_hour"}:
-            raise ConfigError(
-                f'--prices {path} may hold "currency", "gpu_per_hour" and "socket_per_hour" only'
-            )
+            raise refuse(' may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
         currency = tree.get("currency", "USD")
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:
-            raise ConfigError(f'--prices {path}: "currency" must be a short string')
-        return cls(
-            currency,
-            *(_read_prices(path, tree, name) for name in ("gpu_per_hour", "socket_per_hour")),
-        )
-
-
-def split_counts(spec: ModelSpec, more_than: int) -> list[int]:
-    """Numbers of GPUs beyond ``more_than`` over which the heads split evenly."""
-    return [
-        n
-        for n in range(more_than + 1, min(spec.num_q_heads, MAX_GPUS) + 1)
-        if spec.num_q_heads % n == 0
-    ]
-
-
-def _read_prices(path: Path, tree: Mapping[str, Any], name: str) -> dict[str, float]:
-    table = tree.get(name)
-    if not isinstance(table, dict) or not table:
-        raise ConfigError(
-            f'--prices {path}: "{name}" must be a table of prices by hardware name, or "default"'
-        )
-    for key, value in table.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
-            raise ConfigError(
-                f"--prices {path}: {name}.{key} = {value!r} is not a price an hour above 0 and "
-                "below 1e6"
-            )
-    return {str(key): float(value) for key, value in table.items()}
+            raise refuse(': "currency" must be a short string')
+        tables = []
+        for name in ("gpu_per_hour", "socket_per_hour"):
+            table = tree.get(name)
+            if not isinstance(table, dict) or not table:
+                words = 'must be a table of prices by hardware name, or "default"'
+                raise refuse(f': "{name}" {words}')
+            for key, value in table.items():
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not is_number or not 0 < value < 1e6:
+                    raise refuse(
+                        f": {name}.{key} = {value!r} is not a price an hour above 0 and below 1e6"
+                    )
+            tables.append({str(key): float(value) for key, value in table.items()})
+        return cls(currency, *tables)
 
 
 def _price(table: Mapping[str, float], name: str, kind: str) -> float:
-    if name in table:
-        return table[name]
-    if "default" in table:
-        return table["default"]
-    raise ConfigError(f'--prices has no {kind} for {name!r} and no "default"')
+    price = table.get(name, table.get("default"))
+    if price is None:
+        raise ConfigError(Given("prices"), f' has no {kind} for {name!r} and no "default"')
+    return price
+
+
+def split_counts(spec: ModelSpec, more_than: int) -> list[int]:
+    """Return the numbers of GPUs beyond ``more_than`` over which the heads split evenly."""
+    counts = range(more_than + 1, min(spec.num_q_heads, MAX_GPUS) + 1)
+    return [count for count in counts if spec.num_q_heads % count == 0]

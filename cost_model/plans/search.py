@@ -26,14 +26,14 @@ from cost_model.plans.constraints import (
     sockets_for,
     sockets_with_room,
 )
-from cost_model.plans.gpu_only import best_gpu_only
+from cost_model.plans.placement import best_gpu_only
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 _NEAR_FEWEST = 1.25
-"""Of the plans with up to this many times the fewest sockets, the smallest batch is taken."""
+"""The smallest batch wins among plans with up to this many times the fewest sockets."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Plan:
     sockets: int
     """R-workers, one a socket, spare ones included."""
     spare_sockets: int
-    """Of these, how many may be lost."""
+    """Sockets that may be lost."""
     sockets_per_host: int
     expected: StepPrediction
     fast: StepPrediction
@@ -93,7 +93,7 @@ class Search:
 
     @property
     def most_sockets(self) -> int:
-        """That work; spare ones come on top."""
+        """Most working sockets, without spare ones."""
         most = MAX_SOCKETS if self.goal.max_sockets is None else self.goal.max_sockets
         return most - self.goal.survive
 
@@ -107,15 +107,15 @@ class Search:
         return min(lane_batch * lanes, self.goal.batch or MAX_BATCH * MAX_LANES)
 
     def _room(self, lane_batch: int, lanes: int) -> int | None:
-        """The fewest sockets that hold the KV cache; None: there are too few, or the S-worker's
-        memory is."""
+        """Return the fewest sockets that hold the KV cache. None if there are too few, or the
+        S-worker's memory is too small."""
         if not s_worker_fits(self.system, lane_batch, lanes):
             return None
         room = sockets_with_room(self.system, lane_batch, lanes, self.promises.replicas)
         return room if room <= self.most_sockets else None
 
     def best_sockets(self, lane_batch: int, lanes: int) -> int | None:
-        """The sockets that give the most tokens a second; None: no number of them keeps the
+        """Return the sockets that give the most tokens per second. None if no number keeps the
         promises."""
         system, promises = self.system, self.promises
         room = self._room(lane_batch, lanes)
@@ -139,7 +139,7 @@ class Search:
         return best
 
     def rate(self, lane_batch: int, lanes: int) -> float:
-        """Tokens a second on as many sockets as give the most; 0: it can't run."""
+        """Return tokens per second on the best number of sockets. 0 if it can't run."""
         sockets = self.best_sockets(lane_batch, lanes)
         return 0.0 if sockets is None else self.rate_on(lane_batch, lanes, sockets)
 
@@ -164,8 +164,9 @@ class Search:
         if asked is not None:
             if measured is not None and -(-asked // max(self.num_lanes)) > measured:
                 raise ConfigError(
-                    f"--batch {asked}: the S-part was measured up to {measured} tokens in a "
-                    "lane; calibrate with larger batches"
+                    Given("batch", asked),
+                    f": the S-part was measured up to {measured} tokens in a lane; calibrate with "
+                    "larger batches",
                 )
             lane_batch = -(-asked // lanes)
             yield from (lane_batch,) if measured is None or lane_batch <= measured else ()
@@ -177,7 +178,6 @@ class Search:
             yield most
 
     def _largest(self, lanes: int, most: int) -> int:
-        """A lane's largest batch that can run; 0: none."""
         # Where nothing is promised of a step, room is all that it takes.
         is_free = self.promises.step_limit_s == float("inf")
         runs = self._room if is_free else self.best_sockets
@@ -194,12 +194,12 @@ class Search:
             # A batch somewhat larger than needed first: with it the fewest sockets are found.
             nearly = min(first, top)
             if self.goal.batch is None:
-                lane_batch = self._smallest(lanes, nearly, lane_batch)
-            yield self._fewest(lane_batch, lanes, wanted)
 
-    def _smallest(self, lanes: int, rate: float, known: int) -> int:
-        """A lane's smallest batch that gives ``rate``, which ``known`` does."""
-        return smallest(lambda lane_batch: self.rate(lane_batch, lanes) >= rate, known)
+                def is_enough(batch: int, lanes: int = lanes, rate: float = nearly) -> bool:
+                    return self.rate(batch, lanes) >= rate
+
+                lane_batch = smallest(is_enough, lane_batch)
+            yield self._fewest(lane_batch, lanes, wanted)
 
     def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:
         for promises in (self.promises, replace(self.promises, headroom=0.0)):
@@ -210,25 +210,22 @@ class Search:
         else:
             sockets = self.best_sockets(lane_batch, lanes)
             assert sockets is not None
-        if self.goal.batch is None:
-            lane_batch = self._shrunk(lane_batch, lanes, wanted, promises, sockets)
-        return self.plan(lane_batch, lanes, sockets, self.rows(lane_batch, lanes, wanted, promises))
+        working = sockets
 
-    def _shrunk(
-        self, lane_batch: int, lanes: int, wanted: float, promises: Promises, sockets: int
-    ) -> int:
-        def enough(batch: int) -> bool:
-            if self.rate_on(batch, lanes, sockets) < wanted:
+        def is_enough(batch: int) -> bool:
+            if self.rate_on(batch, lanes, working) < wanted:
                 return False
             needed = sockets_of(self.rows(batch, lanes, wanted, promises))
-            return needed is not None and needed <= sockets
+            return needed is not None and needed <= working
 
-        return smallest(enough, lane_batch)
+        if self.goal.batch is None:
+            lane_batch = smallest(is_enough, lane_batch)
+        return self.plan(lane_batch, lanes, working, self.rows(lane_batch, lanes, wanted, promises))
 
     def rows(
         self, lane_batch: int, lanes: int, rate: float, promises: Promises
     ) -> tuple[Constraint, ...]:
-        """What so many tokens a second ask for."""
+        """Return what this rate asks for."""
         cycle_s = self.batch(lane_batch, lanes) / (self.system.costs.num_layers * rate)
         return constraints(self.system, lane_batch, lanes, promises, cycle_s)
 
@@ -268,7 +265,7 @@ class Search:
 
 
 def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
-    """The fewest that satisfy all rows; None: no number does."""
+    """Return the fewest that satisfy all rows. None if no number does."""
     needs = [row.min_sockets for row in rows if row.min_sockets is not None]
     return max(1, *needs) if len(needs) == len(rows) else None
 
@@ -290,7 +287,12 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
     if goal.batch is not None:
         plan, _ = replace(search, goal=replace(goal, batch=None)).best()
         if plan is not None:
-            return in_the_way, _nearest(plan, "another --batch"), plan
+            step, sequences = plan.expected, counted(plan.batch, "sequence")
+            nearest = (
+                f"another --batch: {sequences} on {counted(plan.sockets, 'socket')} give "
+                f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
+            )
+            return in_the_way, nearest, plan
     relaxed = Promises(float("inf"), goal.headroom, goal.replicas)
     plan, _ = replace(search, promises=relaxed, goal=replace(goal, batch=None)).best()
     if plan is None:
@@ -298,16 +300,8 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
     return in_the_way, _shortest_step(replace(search, promises=relaxed)), None
 
 
-def _nearest(plan: Plan, change: str) -> str:
-    step = plan.expected
-    return (
-        f"{change}: {counted(plan.batch, 'sequence')} on {counted(plan.sockets, 'socket')} give "
-        f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
-    )
-
-
 def _capped(row: Constraint, goal: Goal) -> Constraint:
-    """A need beyond the sockets at hand is as good as none that satisfies."""
+    """Turn a need beyond the sockets at hand into one that nothing satisfies."""
     if (
         goal.max_sockets is None
         or row.min_sockets is None

@@ -24,9 +24,16 @@ from cost_model.plans.constraints import (
     sockets_for,
     sockets_with_room,
 )
-from cost_model.plans.gpu_only import GpuOnly, best_gpu_only, gpu_only_on
-from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid, hybrid_on
-from cost_model.plans.placement import PlacementRates
+from cost_model.plans.placement import (
+    MOST_OF_GAIN,
+    GpuOnly,
+    Hybrid,
+    PlacementRates,
+    best_gpu_only,
+    best_hybrid,
+    gpu_only_on,
+    hybrid_on,
+)
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -83,9 +90,9 @@ class Job:
 
     hours: float
     kwh: float | None
-    """GPUs and sockets at their rated power; None: a profile has none."""
+    """GPUs and sockets at their rated power. None if a profile has none."""
     money: float | None
-    """None: without prices."""
+    """None without prices."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Headline:
     sockets: int
     batch: int
     tpot_s: float
-    """Of the slower side."""
+    """TPOT of the slower side."""
     ttft_s: float
     """To the first token: half a step until the next one starts, the prompt, and a step."""
     latency_s: float
@@ -154,7 +161,7 @@ class Sizing:
     """The plan's sockets, or all that there are, beside a GPU that holds what KV it can. None if
     there is no plan, or the GPU alone can't run it."""
     most_tokens_per_s: float
-    """That any batch on R-workers gives: the plan gives nearly as many."""
+    """Most of any batch on R-workers. The plan gives nearly as many."""
     over_sockets: tuple[StepPrediction, ...] = ()
     """The plan's batch over rising numbers of sockets."""
     what_ifs: tuple[WhatIf, ...] = ()
@@ -209,8 +216,7 @@ class Sizing:
 
     @property
     def placement(self) -> str | None:
-        """Of the KV cache, that gives most, by the rule that ``--kv-placement
-        auto`` goes by; None: nothing can run."""
+        """KV placement that gives most, as ``--kv-placement auto`` has it. None if none runs."""
         return PlacementRates(
             gpu=None if self.gpu_only is None else self.gpu_only.tokens_per_s,
             r=None if self.plan is None else self.plan.expected.tokens_per_s,
@@ -457,7 +463,7 @@ def _cost(setup: Setup, headline: Headline, gpu_only: GpuOnly | None, prices: Pr
 
 
 def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
-    """Money for the GPUs and so many sockets. Raises ConfigError: a price is missing."""
+    """Return money for the GPUs and sockets. A missing price is a ConfigError."""
     gpus = setup.num_gpus * _gpu_price(setup, prices)
     return gpus + (sockets * prices.socket(_cpu_name(setup)) if sockets else 0.0)
 

@@ -15,7 +15,7 @@ from cost_model.plans.constraints import s_worker_fits
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import Sizing
 from cost_model.quantities import bytes_text, counted, rate_text, seconds_text
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.stages import layers_of_stages, stage_spec
 
 PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
@@ -27,10 +27,10 @@ class StageShare:
     first_layer: int
     num_layers: int
     weight_bytes: int
-    """Of each of its GPUs."""
+    """Bytes on each of its GPUs."""
     num_gpus: int
     sockets: int | None
-    """R-workers, one a socket; None: there is no plan."""
+    """R-workers, one per socket. None if there is no plan."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ def _pace(sizing: Sizing) -> float:
 
 
 def _stage_goal(goal: Goal, num_stages: int) -> Goal:
-    for option, count in (
-        ("lanes", goal.lanes),
-        ("batch", goal.batch),
-        ("max-sockets", goal.max_sockets),
-    ):
+    for name in ("lanes", "batch", "max_sockets"):
+        count = getattr(goal, name)
         if count is not None and count < num_stages:
             raise ConfigError(
-                f"--{option} {count}: each of the {num_stages} stages of --pp has one"
+                Given(name, count),
+                f": each of the {num_stages} stages of ",
+                Given("pp"),
+                " has one",
             )
     return replace(
         goal,
@@ -89,7 +89,7 @@ def _stage_goal(goal: Goal, num_stages: int) -> Goal:
 
 
 def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
-    """Of each stage. ``setup``: the whole model's; ``sizing``: one stage's."""
+    """Return each stage's share. ``setup`` is the whole model's, ``sizing`` one stage's."""
     spec, costs = setup.spec, setup.costs
     ends = spec.num_embedding_parameters + spec.num_head_parameters
     shares = []
@@ -110,7 +110,7 @@ def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageSh
 
 
 def staged_plan(setup: Setup, num_stages: int, sizing: Sizing) -> StagedPlan | None:
-    """All stages together; None: one of them has no plan."""
+    """Return all stages together. None if one of them has no plan."""
     plan = sizing.plan
     if plan is None:
         return None

@@ -12,13 +12,6 @@ up to four, are scores of 16 tokens or outputs at 16 dims each::
     tile 4, 5    operands, cells     rows x 32 and 32 x 16 bfloat16
     tile 6, 7    the same for what is left of a head_dim that 32 doesn't divide
 
-Of int8 a product sums up 64 elements, and both planes of the operands are multiplied with
-cells that are loaded once; their totals are int32::
-
-    tile 0 … 3   totals          of the high and the low plane, vector by vector
-    tile 4, 5    operands        high and low plane, rows x 64 bytes
-    tile 6       cells           16 words of 4 bytes x 16
-
 A product of tiles takes 16 cycles for 1 KB of cells, several times as fast as
 memory brings them.
 """
@@ -31,15 +24,10 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from cpu_kernels.attention.operands import BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT
+from cpu_kernels.attention.operands import FACTOR_BYTES, ROW_BYTES
 from cpu_kernels.codegen.amx import (
-    BRAINS,
-    CONFIG_BYTES,
     NUM_TILES,
-    SIGNED_BY_UNSIGNED,
-    TILE_BYTES,
     TILE_UNITS,
-    UNSIGNED_BY_SIGNED,
     clear_config,
     set_tile,
 )
@@ -47,12 +35,9 @@ from cpu_kernels.codegen.compiled import part
 from cpu_kernels.codegen.simd import (
     F32,
     I1,
-    I32,
     I64,
     broadcast,
-    constant,
     load_at,
-    multiply_add,
     store_at,
     vec,
 )
@@ -61,26 +46,18 @@ WORDS = 16
 """Cells that a product sums up: 32 elements."""
 MAX_TOTALS = 4
 _OPERANDS, _CELLS, _LAST_OPERANDS, _LAST_CELLS = 4, 5, 6, 7
-_BYTE_CELLS = 6
-_QUERY_BITS, _WEIGHT_BITS = 7, 8
-"""By which a high plane is worth more than a low one."""
 
 
 class AmxTileType(types.Type):
     """The totals of a product. The value is the address of the tile file, as
-    the registers have no other name.
-
-    Args:
-        planes: of integers that are multiplied; 0: floats are.
-    """
+    the registers have no other name."""
 
     integer = False
     lanes = 16
 
-    def __init__(self, rows: int, vectors: int, planes: int = 0) -> None:
-        self.rows, self.vectors, self.planes = rows, vectors, planes
-        self.num_totals = vectors * max(1, planes)
-        super().__init__(name=f"AmxTile({rows}x{vectors}x{planes})")
+    def __init__(self, rows: int, vectors: int) -> None:
+        self.rows, self.vectors = rows, vectors
+        super().__init__(name=f"AmxTile({rows}x{vectors})")
 
 
 @register_model(AmxTileType)
@@ -127,10 +104,8 @@ def _configure(variant, file, dim_words):
     clear_config(file)
     whole, left = np.int64(WORDS), dim_words % WORDS
     for tile in range(NUM_TILES):
-        words = whole if tile < _LAST_OPERANDS or variant.is_integer else left
+        words = whole if tile < _LAST_OPERANDS else left
         are_cells = tile in (_CELLS, _LAST_CELLS)
-        if variant.is_integer:
-            are_cells = tile == _BYTE_CELLS
         if words > 0:
             rows = words if are_cells else variant.product_rows
             column_words = words if tile in (_OPERANDS, _LAST_OPERANDS) else whole
@@ -140,7 +115,7 @@ def _configure(variant, file, dim_words):
 
 def zero_totals(context, builder, shape, tile_type, file):
     unit = TILE_UNITS[shape.tiles]
-    for total in range(tile_type.num_totals):
+    for total in range(tile_type.vectors):
         unit.zero(context, builder, file, total)
     return file
 
@@ -156,11 +131,6 @@ def accumulate_totals(
 ):
     """totals += operands · cells over WORDS words; of keys, over those that are left."""
     unit = TILE_UNITS[shape.tiles]
-    if tile_type.planes:
-        _accumulate_bytes(
-            context, builder, unit, tile_type, file, operands, cells, row_bytes, of_keys
-        )
-        return file
 
     def emit(operand_tile: int, cell_tile: int) -> None:
         unit.load(context, builder, file, operand_tile, operands, I64(ROW_BYTES))
@@ -168,7 +138,7 @@ def accumulate_totals(
             unit.load(
                 context, builder, file, cell_tile, builder.add(cells, I64(64 * vector)), row_bytes
             )
-            unit.multiply(context, builder, file, vector, operand_tile, cell_tile, BRAINS)
+            unit.multiply(context, builder, file, vector, operand_tile, cell_tile)
 
     if not of_keys:
         emit(_OPERANDS, _CELLS)
@@ -179,72 +149,6 @@ def accumulate_totals(
         with rest:
             emit(_LAST_OPERANDS, _LAST_CELLS)
     return file
-
-
-def _accumulate_bytes(context, builder, unit, tile_type, file, operands, cells, row_bytes, of_keys):
-    """Both planes' totals. Keys are unsigned, and values signed; operands are the other."""
-    planes, product = range(tile_type.planes), SIGNED_BY_UNSIGNED if of_keys else UNSIGNED_BY_SIGNED
-    for plane in planes:
-        address = builder.add(operands, I64(plane * PLANE_BYTES))
-        unit.load(context, builder, file, _OPERANDS + plane, address, I64(ROW_BYTES))
-    for vector in range(tile_type.vectors):
-        address = builder.add(cells, I64(64 * vector))
-        unit.load(context, builder, file, _BYTE_CELLS, address, row_bytes)
-        for plane in planes:
-            total = vector * tile_type.planes + plane
-            unit.multiply(context, builder, file, total, _OPERANDS + plane, _BYTE_CELLS, product)
-
-
-def _integer_totals(context, builder, shape, tile_type, file, bits):
-    """The planes' totals as one, by way of the tile file: a vector by row and vector."""
-    unit = TILE_UNITS[shape.tiles]
-    for total in range(tile_type.num_totals):
-        address = builder.add(file, I64(CONFIG_BYTES + TILE_BYTES * total))
-        unit.store(context, builder, file, total, address, I64(64))
-
-    def read(row, vector):
-        total = None
-        for plane in range(tile_type.planes):
-            tile = vector * tile_type.planes + plane
-            offset = CONFIG_BYTES + TILE_BYTES * tile + 64 * row
-            part = load_at(builder, file, vec(I32, 16), offset)
-            if total is not None:
-                part = builder.add(builder.shl(total, constant(I32, 16, bits)), part)
-            total = part
-        return total
-
-    return read
-
-
-def store_integer_scores(context, builder, shape, tile_type, file, operands, address):
-    """Scores of each row to float32 [rows][ROW_BYTES]: what the operands' bias adds is taken
-    off, and an integer is worth their unit."""
-    read = _integer_totals(context, builder, shape, tile_type, file, _QUERY_BITS)
-    for row in range(tile_type.rows):
-        bias, unit = (
-            broadcast(builder, load_at(builder, operands, kind, row * ROW_BYTES + offset), 16)
-            for kind, offset in ((I32, BIAS), (F32, UNIT))
-        )
-        for vector in range(tile_type.vectors):
-            exact = builder.sitofp(builder.sub(read(row, vector), bias), vec(F32, 16))
-            score = builder.fmul(exact, unit)
-            store_at(builder, score, address, row * ROW_BYTES + 64 * vector)
-
-
-def add_integer_values(context, builder, shape, tile_type, file, factors, state, row_bytes, due):
-    """state = state · rescale + totals · unit, of float32 rows."""
-    read = _integer_totals(context, builder, shape, tile_type, file, _WEIGHT_BITS)
-    for row in range(tile_type.rows):
-        offset = _factor_offset(shape, row)
-        rescale = builder.select(due, load_at(builder, factors, F32, offset), F32(1.0))
-        unit = load_at(builder, factors, F32, offset + FACTOR_BYTES)
-        rescale, unit = broadcast(builder, rescale, 16), broadcast(builder, unit, 16)
-        target = builder.add(state, builder.mul(row_bytes, I64(row)))
-        for vector in range(tile_type.vectors):
-            old = builder.fmul(load_at(builder, target, vec(F32, 16), 64 * vector), rescale)
-            exact = builder.sitofp(read(row, vector), vec(F32, 16))
-            new = multiply_add(builder, exact, unit, old, shape.has_fma)
-            store_at(builder, new, target, 64 * vector)
 
 
 def _factor_offset(shape, row: int) -> int:

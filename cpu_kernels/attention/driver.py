@@ -18,7 +18,7 @@ import numpy as np
 from cpu_kernels.attention.kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
 from cpu_kernels.attention.merge import PARTIAL_HEADER
 from cpu_kernels.codegen.compiled import entry, part
-from cpu_kernels.codegen.memory import as_record, keep_alive
+from cpu_kernels.codegen.memory import address_of_record, as_record, keep_alive, new_record
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.team import run_units
 from cpu_kernels.tokens.job import JOB as APPEND_JOB
@@ -152,7 +152,6 @@ def _last_slots(shape, tables, starts, positions, context_lens, slots):
 def run_attend(
     entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts,
     positions, context_lens, slopes, out, lse, scale, softcap, window, append_entry, k, v,
-    pieces_ahead,
 ):  # fmt: skip
     """Check, partition, run. Returns (code, index) as ``check_values``, or
     (MORE_ROOM, the length that ``partials``, memory for what chunks leave, must
@@ -160,7 +159,7 @@ def run_attend(
 
     Sequences whose partial results fit into ``partials`` together run as one,
     the others after them. ``append_entry``: what writes k and v, each sequence's
-    last token; 0: nothing does. ``pieces_ahead``: how far memory is prefetched.
+    last token; 0: nothing does.
     """
     shape = as_record(fields.ctypes.data, SHAPE)
     code, index = check_values(
@@ -169,8 +168,7 @@ def run_attend(
     if code != OK:
         return code, index
     num_sequences = context_lens.shape[0]
-    jobs = np.zeros(1, JOB)
-    job = jobs[0]
+    job = new_record(JOB)
     _fill_job(
         job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale,
         softcap, window,
@@ -180,12 +178,11 @@ def run_attend(
     index = _last_slots(shape, tables, starts, positions, context_lens, slots)
     if index >= 0:
         return NOT_LAST, index
-    append_jobs = np.zeros(1, APPEND_JOB)
+    append_job = new_record(APPEND_JOB)
     if append_entry != 0:
         no_scales = np.zeros((0, 0, 2), np.float32)
-        fill_append_job(append_jobs[0], fields, pool, k, v, no_scales, slots, 0)
-    job.pieces_ahead = pieces_ahead
-    job.append_entry, job.append_job = append_entry, append_jobs.ctypes.data
+        fill_append_job(append_job, fields, pool, k, v, no_scales, slots, 0)
+    job.append_entry, job.append_job = append_entry, address_of_record(append_job)
 
     num_base_units, num_partials, most_partials = 0, 0, 0
     # A sequence's number of float32 first, then their address.
@@ -229,13 +226,11 @@ def run_attend(
         num_units = _list_units(
             job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending,
         )  # fmt: skip
-        run_units(team, entry, jobs.ctypes.data, num_units, scratch)
+        run_units(team, entry, address_of_record(job), num_units, scratch)
         first = end
-    keep_alive(jobs)
     keep_alive(units)
     keep_alive(partials)
     keep_alive(partial_starts)
     keep_alive(pending)
     keep_alive(slots)
-    keep_alive(append_jobs)
     return OK, 0

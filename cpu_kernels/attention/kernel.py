@@ -15,8 +15,7 @@ within each, in the order in which they lie in memory::
 
 K and V of one head and block are **pieces** of memory, and memory is kept busy
 all the time: while scores are made, the head's V is prefetched, and while V is
-multiplied, the next head's K; or each a piece further. Which hint and which
-distance are best depends on the CPU and the layout (``cpu_kernels.prefetch``).
+multiplied, the next head's K.
 Of a block that is at most half full, only the lines that hold its tokens are
 prefetched and read. Everything a row keeps (running max, sum, weighted values)
 is float32. A sequence longer than a chunk gives one partial result a chunk; the
@@ -65,7 +64,6 @@ from cpu_kernels.codegen.memory import (
 )
 from cpu_kernels.codegen.rows import clear_tail, fill_row, read_row
 from cpu_kernels.codegen.simd import maximum, splat
-from cpu_kernels.prefetch import NO_PREFETCH
 from cpu_kernels.team import SCRATCH_BYTES, call_entry, fetch_add
 from cpu_kernels.tokens.append import APPEND_SCRATCH_BYTES
 
@@ -86,7 +84,6 @@ JOB = np.dtype(
             "source", "num_q_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks",
             "window", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens",
             "padded_dims", "dim_words", "tile_dims", "tile_bytes", "chunk_blocks",
-            "pieces_ahead",
         )
     ]
     + [("scale", np.float32), ("softcap", np.float32)],
@@ -200,7 +197,7 @@ def _ask(variant, job, keys, of_values, num_tokens):
         num_tokens: the sequence's tokens of that block; 0: the walk has ended.
     """
     if _tokens_to_read(job, num_tokens) == job.block_size:
-        return variant.hint != NO_PREFETCH
+        return variant.has_prefetch != 0
     if of_values:
         ask_values(variant, job, keys + job.v_offset, num_tokens)
     else:
@@ -313,16 +310,12 @@ def attend_unit(variant, job_address, unit_index, scratch):
                     prefetch(scales + 4 * job.padded_tokens + line)
             head_tiles = h * num_tiles
             if job.append_entry != 0 and first + job.block_size >= context_len:
-                row = sequence * job.num_kv_heads + head_begin + h
+                row = (sequence + 1) * job.num_kv_heads + head_begin + h
                 spare = scratch + (SCRATCH_BYTES - APPEND_SCRATCH_BYTES)
                 call_entry(job.append_entry, job.append_job, row, spare)
-            ahead, is_asking = values, False
-            if job.pieces_ahead == 1:
-                is_asking = _ask(variant, job, keys, True, num_tokens)
-            else:
-                ahead, is_asking = next_keys, _ask(variant, job, next_keys, False, tokens_after)
+            is_asking = _ask(variant, job, keys, True, num_tokens)
             score_block(
-                variant, job, file, keys, is_asking, ahead,
+                variant, job, file, keys, is_asking, values,
                 queries + head_tiles * rows * ROW_BYTES, scores, num_scores, num_tiles,
             )  # fmt: skip
             value_unit = np.float32(1)
@@ -346,11 +339,9 @@ def attend_unit(variant, job_address, unit_index, scratch):
                     totals + (head_tiles + tile) * _ROW_STATE, factors + tile * 2 * FACTOR_BYTES,
                     weights + tile * rows * ROW_BYTES,
                 )  # fmt: skip
-            of_values = job.pieces_ahead > 1
-            is_asking = _ask(variant, job, next_keys, of_values, tokens_after)
-            ahead = next_keys + job.v_offset if of_values else next_keys
+            is_asking = _ask(variant, job, next_keys, False, tokens_after)
             add_block(
-                variant, job, file, values, num_tokens, is_asking, ahead, weights, factors,
+                variant, job, file, values, num_tokens, is_asking, next_keys, weights, factors,
                 state + head_tiles * rows * state_bytes, num_tiles, last_step,
             )  # fmt: skip
         block = next_block

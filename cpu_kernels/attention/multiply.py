@@ -12,7 +12,7 @@ from cpu_kernels.attention.operands import PLANE_BYTES, ROW_BYTES
 from cpu_kernels.attention.tiles import accumulate_scores, store_scores, zero_scores
 from cpu_kernels.codegen.amx import FILE_BYTES
 from cpu_kernels.codegen.compiled import entry
-from cpu_kernels.codegen.memory import as_record, keep_alive
+from cpu_kernels.codegen.memory import address_of_record, as_record, new_record
 from cpu_kernels.codegen.rows import fill_row
 from cpu_kernels.team import run_units
 
@@ -46,7 +46,6 @@ def multiply_unit(variant, job_address, unit, scratch):
 @entry
 def run_multiply(entry, team, scratch, num_units, repeats):
     """Run ``multiply_unit`` once for each of ``num_units``."""
-    jobs = np.zeros(1, MULTIPLY_JOB)
-    jobs[0].repeats = repeats
-    run_units(team, entry, jobs.ctypes.data, num_units, scratch)
-    keep_alive(jobs)
+    job = new_record(MULTIPLY_JOB)
+    job.repeats = repeats
+    run_units(team, entry, address_of_record(job), num_units, scratch)

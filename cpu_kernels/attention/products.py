@@ -6,6 +6,8 @@ the memory that is needed next is prefetched."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from cpu_kernels.attention.operands import FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, copy_masked
 from cpu_kernels.attention.tiles import (
     accumulate_scores,
@@ -224,19 +226,16 @@ def add_block(
     made on a copy in ``spare``.
     """
     num_words = (num_tokens + variant.pack - 1) // variant.pack
-    rescaling = True
-    left = num_tokens % (variant.pack * variant.step_words)
+    left, first_step = num_tokens % (variant.pack * variant.step_words), 1
     if variant.pack == 2 and left > 0:
-        num_words = (num_tokens - left) // variant.pack
+        num_words, first_step = (num_tokens - left) // variant.pack, 0
         _copy_last_step(variant, job, values, num_words, left, spare)
-        last = weights + num_words * variant.word_bytes
-        tile_bytes = 4 * variant.step_words * job.tile_dims
+    for step in range(first_step, 2):  # the copy, then whole steps: one call is compiled once
+        cells, tile_bytes, words, rows = values, job.tile_bytes, num_words, weights
+        if step == 0:
+            cells, tile_bytes = spare, 4 * variant.step_words * job.tile_dims
+            words, rows = np.int64(variant.step_words), weights + num_words * variant.word_bytes
         _add_values(
-            variant, job, file, spare, tile_bytes, variant.step_words, False,
-            ahead, last, factors, state, num_tiles, rescaling,
+            variant, job, file, cells, tile_bytes, words, is_asking and step == 1, ahead, rows,
+            factors, state, num_tiles, step == first_step,
         )  # fmt: skip
-        rescaling = False
-    _add_values(
-        variant, job, file, values, job.tile_bytes, num_words, is_asking, ahead, weights, factors,
-        state, num_tiles, rescaling,
-    )  # fmt: skip

@@ -24,9 +24,7 @@ from numba.extending import intrinsic
 from cpu_kernels.attention.amx_products import (
     AmxTileType,
     accumulate_totals,
-    add_integer_values,
     load_state,
-    store_integer_scores,
     store_totals,
     zero_totals,
 )
@@ -53,15 +51,13 @@ from cpu_kernels.codegen.simd import (
 
 def scores_type(shape) -> TileType | AmxTileType:
     if shape.tiles:
-        planes = shape.q_planes if shape.is_integer else 0
-        return AmxTileType(shape.product_rows, shape.score_vectors, planes)
+        return AmxTileType(shape.product_rows, shape.score_vectors)
     return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.is_integer)
 
 
 def values_type(shape) -> TileType | AmxTileType:
     if shape.tiles:
-        planes = shape.p_planes if shape.is_integer else 0
-        return AmxTileType(shape.product_rows, shape.value_vectors, planes)
+        return AmxTileType(shape.product_rows, shape.value_vectors)
     return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.is_integer)
 
 
@@ -332,7 +328,8 @@ def prefetch_share(typingctx, variant, tile, address):
     num_bytes = tile.vectors * tile.lanes * shape.cell_bytes * shape.step_words // shape.spread
 
     def codegen(context, builder, signature, args):
-        emit_prefetches(builder, args[2], num_bytes, shape.hint)
+        if shape.has_prefetch:
+            emit_prefetches(builder, args[2], num_bytes)
         return context.get_dummy_value()
 
     return types.void(variant, tile, types.int64), codegen
@@ -349,11 +346,7 @@ def store_scores(typingctx, variant, tile, operands, address):
     def codegen(context, builder, signature, args):
         _, value, rows, target = args
         if isinstance(tile, AmxTileType):
-            shape = variant.variant
-            if tile.planes:
-                store_integer_scores(context, builder, shape, tile, value, rows, target)
-            else:
-                store_totals(context, builder, shape, tile, value, target, I64(ROW_BYTES))
+            store_totals(context, builder, variant.variant, tile, value, target, I64(ROW_BYTES))
             return context.get_dummy_value()
         for row in range(tile.rows):
             for vector in range(tile.vectors):
@@ -383,8 +376,7 @@ def begin_values(typingctx, variant, file, factors, state, row_bytes, rescaling)
     def codegen(context, builder, signature, args):
         scales, address, stride, due = args[2:]
         if isinstance(result, AmxTileType):
-            begin = (zero_totals, args[1:2]) if result.planes else (load_state, args[1:])
-            return begin[0](context, builder, variant.variant, result, *begin[1])
+            return load_state(context, builder, variant.variant, result, *args[1:])
         if result.integer:
             return ir.Constant(result.value, None)
         targets = _row_addresses(builder, result, address, stride)
@@ -414,10 +406,7 @@ def end_values(typingctx, variant, tile, factors, state, row_bytes, rescaling):
     def codegen(context, builder, signature, args):
         _, value, scales, address, stride, due = args
         if isinstance(tile, AmxTileType):
-            if tile.planes:
-                add_integer_values(context, builder, shape, tile, *args[1:])
-            else:
-                store_totals(context, builder, shape, tile, value, address, stride)
+            store_totals(context, builder, shape, tile, value, address, stride)
             return context.get_dummy_value()
         lanes = tile.lanes
         targets = _row_addresses(builder, tile, address, stride)

@@ -24,12 +24,10 @@ from cpu_kernels.codegen.compiled import part
 from cpu_kernels.codegen.elements import brain_to_float
 from cpu_kernels.codegen.memory import (
     load_f32,
-    load_i32,
     load_u8,
     load_u16,
     load_u32,
     store_f32,
-    store_i32,
     store_i64,
     store_u8,
     store_u16,
@@ -88,12 +86,6 @@ def set_tile(file, tile, rows, column_bytes):
     store_u8(file + _ROWS + tile, np.uint8(rows))
 
 
-BRAINS = "tdpbf16ps"
-"""Elements are pairs of bfloat16, totals float32."""
-SIGNED_BY_UNSIGNED, UNSIGNED_BY_SIGNED = "tdpbsud", "tdpbusd"
-"""Elements are four bytes, signed or not in the first matrix and in the second, totals int32."""
-
-
 # --- the instructions
 # ------------------------------------------------------------------------------
 
@@ -130,10 +122,9 @@ class AmxTiles:
             [I8(tile), pointer(builder, address, I8), stride],
         )
 
-    def multiply(self, context, builder, file, total, a, b, product):
-        """total [m, n] += a [m, k] · b [k, n]. ``product``: BRAINS, SIGNED_BY_UNSIGNED or
-        UNSIGNED_BY_SIGNED."""
-        call(builder, f"llvm.x86.{product}", ir.VoidType(), [I8(total), I8(a), I8(b)])
+    def multiply(self, context, builder, file, total, a, b):
+        """total [m, n] += a [m, k] · b [k, n], pairs of bfloat16."""
+        call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), [I8(total), I8(a), I8(b)])
 
 
 # --- their twins
@@ -200,28 +191,6 @@ def soft_multiply(file, total, a, b):
             store_f32(target, load_f32(target) + np.float32(even + odd))
 
 
-@part
-def _byte(word, index, is_signed):
-    byte = np.int64((word >> np.uint32(8 * index)) & np.uint32(0xFF))
-    return byte - 256 if is_signed and byte > 127 else byte
-
-
-@part
-def soft_multiply_bytes(file, total, a, b, is_a_signed):
-    """One of the two matrices has signed bytes, and the other unsigned ones."""
-    rows, column_bytes = _shape(file, total)
-    depth = _shape(file, a)[1] // 4
-    for m in range(rows):
-        for n in range(column_bytes // 4):
-            target = _row(file, total, m) + 4 * n
-            products = np.int64(load_i32(target))
-            for k in range(depth):
-                x, y = load_u32(_row(file, a, m) + 4 * k), load_u32(_row(file, b, k) + 4 * n)
-                for i in range(4):
-                    products += _byte(x, i, is_a_signed != 0) * _byte(y, i, is_a_signed == 0)
-            store_i32(target, np.int32(products))
-
-
 class SoftTiles:
     """Emits calls of the twins."""
 
@@ -245,12 +214,8 @@ class SoftTiles:
     def store(self, context, builder, file, tile, address, stride):
         self._call(context, builder, soft_store, file, tile, address, stride)
 
-    def multiply(self, context, builder, file, total, a, b, product):
-        if product == BRAINS:
-            self._call(context, builder, soft_multiply, file, total, a, b)
-        else:
-            signs = int(product == SIGNED_BY_UNSIGNED)
-            self._call(context, builder, soft_multiply_bytes, file, total, a, b, signs)
+    def multiply(self, context, builder, file, total, a, b):
+        self._call(context, builder, soft_multiply, file, total, a, b)
 
 
 TILE_UNITS = {"amx": AmxTiles(), "soft": SoftTiles()}

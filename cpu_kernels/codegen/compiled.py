@@ -17,13 +17,34 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from numba import njit
+from numba import njit, types
+from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-from cpu_kernels.codegen.kept import digest, keep
+from cpu_kernels.codegen.kept import keep
 
 _PACKAGE = Path(__file__).parents[1]
+
+
+_UNUSED_PASSES = frozenset({
+    "annotate_types", "dump_parfor_diagnostics", "find_literally", "inline_closure_likes",
+    "inline_inlinables", "inline_overloads", "LiteralPropagation", "literal_unroll",
+    "make_function_op_code_to_jit_function", "nopython_rewrites",
+    "nopython_supported_feature_validation", "rewrite_semantic_constants",
+    "Rewrite dynamic raises", "with_lifting",
+})  # fmt: skip
+"""Numba's passes for what this code has none of: closures, comprehensions, exceptions, and
+expressions of whole arrays."""
+
+
+class _EntryLibrary(JITCodeLibrary):
+    """Machine code that is optimised once. Numba's own is optimised twice: before and after
+    it prunes reference counts."""
+
+    def _optimize_final_module(self):
+        manager, builder = self._codegen._module_pass_manager()
+        manager.run(self._final_module, builder)
 
 
 class _NoCodegen:
@@ -35,9 +56,12 @@ class _NoCodegen:
 
 
 class _PartLibrary(JITCodeLibrary):
-    """LLVM IR to link into the callers' libraries."""
+    """LLVM IR to link into the callers' libraries, which optimise it."""
 
     codegen = _NoCodegen
+
+    def _optimize_functions(self, ll_module):
+        ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self):
         pass
@@ -46,12 +70,23 @@ class _PartLibrary(JITCodeLibrary):
         self._finalized = True
 
 
-class _PartCompiler(Compiler):
-    """Numba's own, but for the library that it writes to."""
+class EntryCompiler(Compiler):
+    """Numba's own, but for passes that find nothing here, and the library that it writes to."""
+
+    library_type = _EntryLibrary
 
     def define_pipelines(self):
-        self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")
-        return super().define_pipelines()
+        codegen, name = self.state.targetctx.codegen(), self.state.func_id.func_qualname
+        self.state.library = self.library_type(codegen, name)
+        self.state.library.enable_object_caching()
+        pipelines = super().define_pipelines()
+        for each in pipelines:
+            each.passes = [x for x in each.passes if x[0].name() not in _UNUSED_PASSES]
+        return pipelines
+
+
+class _PartCompiler(EntryCompiler):
+    library_type = _PartLibrary
 
 
 @cache
@@ -59,25 +94,41 @@ def _sources():
     return sorted(_PACKAGE.rglob("*.py"))
 
 
-def sources_digest() -> str:
-    """It changes with this package's sources and Numba's version."""
-    return digest(*_sources())
-
-
 def entry(function):
     """A function that is called from Python or by its address; compiled once a
     host, where its disk allows."""
-    dispatcher = njit(nogil=True, no_cfunc_wrapper=True)(function)
+    dispatcher = njit(
+        nogil=True, no_cfunc_wrapper=True, pipeline_class=EntryCompiler, error_model="numpy"
+    )(function)
     keep(dispatcher, function, *_sources())
     return dispatcher
 
 
 part = njit(
-    nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler
+    nogil=True,
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    pipeline_class=_PartCompiler,
+    error_model="numpy",  # no exceptions where a divisor is 0: none is
 )
 """A function that only entries and other parts call. It is compiled once more
 for each literal argument, a type of its own: where that is not wanted,
 ``np.int64(0)`` is no literal."""
+
+
+def compiled_job(function, *sources):
+    """Compile a function that takes a job's address, for any thread to call: a ``CFunc``. It
+    is compiled once a host, where its disk allows.
+
+    Args:
+        sources: the files of all that it is made from, but for this one.
+    """
+    signature = (types.int64,), types.void
+    options = {"error_model": "numpy"}
+    compiled = CFunc(function, signature, {}, options, pipeline_class=EntryCompiler)
+    keep(compiled, function, Path(__file__), *sources)
+    compiled.compile()
+    return compiled
 
 
 def address_of(dispatcher, *signature) -> int:

@@ -27,7 +27,6 @@ from cpu_kernels.codegen.simd import (
     pointer,
     store_at,
 )
-from cpu_kernels.prefetch import NO_PREFETCH, PREFETCH_T0
 
 LINE_BYTES = 64
 
@@ -38,20 +37,19 @@ def emit_prefetch(builder, address, offset: int = 0, locality: int = 3) -> None:
     call(builder, f"llvm.prefetch{suffix}", ir.VoidType(), [target, I32(0), I32(locality), I32(1)])
 
 
-def emit_prefetches(builder, address, num_bytes: int, hint: int) -> None:
-    """The lines of ``num_bytes`` from ``address`` on; none where the hint is NO_PREFETCH."""
-    if hint == NO_PREFETCH:
-        return
+def emit_prefetches(builder, address, num_bytes: int) -> None:
+    """The lines of ``num_bytes`` from ``address`` on."""
     for offset in range(0, num_bytes, LINE_BYTES):
-        emit_prefetch(builder, address, offset, locality=3 if hint == PREFETCH_T0 else 2)
+        emit_prefetch(builder, address, offset)
 
 
 @intrinsic
 def prefetch_line(typingctx, variant, address):
-    """Prefetch one line, with the variant's hint."""
+    """Prefetch one line, if the variant prefetches."""
 
     def codegen(context, builder, signature, args):
-        emit_prefetches(builder, args[1], LINE_BYTES, variant.variant.hint)
+        if variant.variant.has_prefetch:
+            emit_prefetch(builder, args[1])
         return context.get_dummy_value()
 
     return types.void(variant, types.int64), codegen
@@ -177,6 +175,30 @@ def as_record(typingctx, address, like):
         return builder.inttoptr(args[0], context.get_value_type(record))
 
     return record(types.int64, like), codegen
+
+
+@intrinsic
+def new_record(typingctx, like):
+    """A structure of zeros that lives until the caller returns, of the record type that the
+    literal or dtype ``like`` names."""
+    record = like.dtype
+
+    def codegen(context, builder, signature, args):
+        kind = ir.ArrayType(I64, -(-record.size // 8))
+        with builder.goto_entry_block():
+            memory = builder.alloca(kind)
+        builder.store(ir.Constant(kind, None), memory)
+        return builder.bitcast(memory, context.get_value_type(record))
+
+    return record(like), codegen
+
+
+@intrinsic
+def address_of_record(typingctx, record):
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(args[0], I64)
+
+    return types.int64(record), codegen
 
 
 @intrinsic

@@ -18,6 +18,7 @@ from cpu_kernels.codegen.compiled import entry, part
 from cpu_kernels.codegen.elements import float_to_brain, float_to_half, read_row
 from cpu_kernels.codegen.memory import (
     LINE_BYTES,
+    address_of_record,
     as_record,
     bits_of,
     keep_alive,
@@ -26,6 +27,7 @@ from cpu_kernels.codegen.memory import (
     load_u8,
     load_u16,
     load_u32,
+    new_record,
     prefetch,
     store_f32,
     store_u8,
@@ -49,7 +51,7 @@ from cpu_kernels.tokens.job import (
 )
 
 APPEND_SCRATCH_BYTES = 16 << 10
-"""What ``append_row`` and ``append_unit`` take of a thread's memory."""
+"""What ``append_unit`` takes of a thread's memory."""
 TOKENS_AHEAD = 2
 """Whose memory is asked for while a token is written."""
 
@@ -254,11 +256,11 @@ def _append_run(job, shape, base, offset, count, row, spare):
 def _append_token(job, shape, base, offset, row, scratch):
     """One token whose rows are not, or not quite, stored rows."""
     spare, codes, made = scratch, scratch + 4096, scratch + 8192
-    num_bytes = _stored_bytes(shape)
+    num_bytes, one, none = _stored_bytes(shape), np.int64(1), np.int64(0)
     k_scale = _make_row(job, shape, job.k + row * job.row_bytes, codes, made)
-    _put_k(shape, base, offset, 1, made, 0, num_bytes)
+    _put_k(shape, base, offset, one, made, none, num_bytes)
     v_scale = _make_row(job, shape, job.v + row * job.row_bytes, codes, made)
-    _put_v(job, shape, base, offset, 1, made, 0, num_bytes, spare)
+    _put_v(job, shape, base, offset, one, made, none, num_bytes, spare)
     if shape.dtype >= INT8:
         if shape.source == shape.dtype:
             k_scale = load_f32(job.scales + 8 * row)
@@ -274,34 +276,23 @@ def _stores_runs(shape):
 
 
 @entry
-def append_row(variant, job_address, row, scratch):
-    """Write one token's K and V of one head; ``row``: token · heads + head.
-    ``variant`` is not used."""
-    job = as_record(job_address, JOB)
-    shape = as_record(job.shape, SHAPE)
-    token, head = row // job.num_heads, row % job.num_heads
-    base, offset = cells_of(job, shape, load_i64(job.slots + 8 * token), head)
-    if _stores_runs(shape):
-        _append_run(job, shape, base, offset, 1, row, scratch)
-    else:
-        _append_token(job, shape, base, offset, row, scratch)
-
-
-@entry
-def append_unit(variant, job_address, head, scratch):
-    """Write all tokens' K and V of one head. ``variant`` is not used."""
+def append_unit(variant, job_address, unit, scratch):
+    """Write K and V of one head: all tokens' where ``unit`` is below the number of heads, else
+    those of token ``unit // num_heads - 1``. ``variant`` is not used."""
     job = as_record(job_address, JOB)
     shape = as_record(job.shape, SHAPE)
     in_runs = _stores_runs(shape)
-    for t in range(min(TOKENS_AHEAD, job.num_tokens)):
-        _ask_for(job, shape, t, head)
-    token = 0
-    while token < job.num_tokens:
+    head, token, end = unit % job.num_heads, unit // job.num_heads - 1, unit // job.num_heads
+    if token < 0:
+        token, end = np.int64(0), job.num_tokens
+        for t in range(min(TOKENS_AHEAD, end)):
+            _ask_for(job, shape, np.int64(t), head)
+    while token < end:
         base, offset = cells_of(job, shape, load_i64(job.slots + 8 * token), head)
-        count = 1
+        count = np.int64(1)
         if in_runs:
-            count = run_length(job, token, job.num_tokens, shape.block_size - offset)
-        if token + count + TOKENS_AHEAD <= job.num_tokens:
+            count = run_length(job, token, end, shape.block_size - offset)
+        if token + count + TOKENS_AHEAD <= end:
             _ask_for(job, shape, token + count + TOKENS_AHEAD - 1, head)
         row = token * job.num_heads + head
         if in_runs:
@@ -314,10 +305,9 @@ def append_unit(variant, job_address, head, scratch):
 @entry
 def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
-    jobs = np.zeros(1, JOB)
-    if not fill_job(jobs[0], fields, pool, k, v, scales, slots, first_head):
+    job = new_record(JOB)
+    if not fill_job(job, fields, pool, k, v, scales, slots, first_head):
         return False
-    run_units(team, entry, jobs.ctypes.data, k.shape[1], scratch)
-    keep_alive(jobs)
+    run_units(team, entry, address_of_record(job), k.shape[1], scratch)
     keep_alive(fields)
     return True

@@ -13,11 +13,13 @@ import numpy as np
 
 from cpu_kernels.codegen.compiled import entry, part
 from cpu_kernels.codegen.memory import (
+    address_of_record,
     as_record,
     keep_alive,
     load_f32,
     load_i64,
     load_u8,
+    new_record,
     store_f32,
     store_u8,
 )
@@ -148,11 +150,10 @@ def gather_unit(variant, job_address, unit, scratch):
 @entry
 def run_gather(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
-    jobs = np.zeros(1, JOB)
-    if not fill_job(jobs[0], fields, pool, k, v, scales, slots, first_head):
+    job = new_record(JOB)
+    if not fill_job(job, fields, pool, k, v, scales, slots, first_head):
         return False
     num_units = (slots.shape[0] + UNIT_TOKENS - 1) // UNIT_TOKENS * k.shape[1]
-    run_units(team, entry, jobs.ctypes.data, num_units, scratch)
-    keep_alive(jobs)
+    run_units(team, entry, address_of_record(job), num_units, scratch)
     keep_alive(fields)
     return True

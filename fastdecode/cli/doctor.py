@@ -36,7 +36,7 @@ from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
     from fastdecode.measure.doctor import Finding, WorkerFacts
-    from fastdecode.measure.links.neighbours import NeighbourFacts
+    from fastdecode.measure.neighbours import NeighbourFacts
     from fastdecode.wire.measure import RConnection
 
 EXIT_FAILED = 1
@@ -146,7 +146,6 @@ def run_doctor(args: argparse.Namespace) -> int:
             add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
-    add(*_prefetches())
     add(_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
     if options.conversations is not None:
         add(_conversations(options.conversations))
@@ -222,18 +221,6 @@ def _compiled(directory: str | None) -> Finding:
     heads = sorted({each.num_q_heads for each in spec.attention})
     AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, activations))
     return ok("kernels", f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s")
-
-
-def _prefetches() -> Iterator[Finding]:
-    """Yield how R-workers on this host prefetch, if they have measured it."""
-    from fastdecode.core.host.user_cache import user_cache
-    from fastdecode.measure.doctor import ok
-    from rworker.prefetching import PREFETCH_VARIABLE, kept_trials
-
-    if named := os.environ.get(PREFETCH_VARIABLE):
-        yield ok("prefetch", f"{PREFETCH_VARIABLE} names {named}")
-    for kept in kept_trials(user_cache("prefetch")):
-        yield ok("prefetch", kept.text())
 
 
 def _cache_disk(directory: Path) -> Finding:
@@ -335,7 +322,7 @@ def _reach_all(
 def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[NeighbourFacts]:
     """Measure the links between those R-workers that passed so far."""
     from fastdecode.measure.doctor import WorkerFacts
-    from fastdecode.measure.links.neighbours import examine_neighbours
+    from fastdecode.measure.neighbours import examine_neighbours
 
     reports = {facts.peer: facts.report for facts in found if not facts.error}
     well = [
@@ -350,39 +337,31 @@ def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[Neighbour
 
 def _launcher() -> Finding:
     """Check that mpirun belongs to the MPI library that mpi4py loads."""
+    from fastdecode.cli.launch import find_mpirun, vendor_of_mpirun
     from fastdecode.measure.doctor import fail, ok, warn
-    from fastdecode.wire.mpirun_line import vendor_of
 
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     # In another process: loading MPI changes a process, and may end it.
     script = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
         "print(MPI.Get_library_version())"
     )
-    library = _output_of([sys.executable, "-c", script])
-    if not library or mpirun is None:
+    command, library, mpirun = [sys.executable, "-c", script], "", ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ConfigError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        library = done.stdout.split("\n")[0].split(",")[0].strip("\0 ")
+        mpirun = find_mpirun()
+    if not mpirun:
         missing = "mpirun" if library else "mpi4py with an MPI library"
         text = f"there is no {missing} here: only threads and ZeroMQ can be used"
         return warn("mpi", text, f"for jobs over MPI: {pip_command('mpi')}")
-    library = library.split("\n")[0].split(",")[0].strip("\0 ")
     try:
-        vendor = vendor_of(_output_of([mpirun, "--version"]))
+        vendor = vendor_of_mpirun(mpirun)
     except ConfigError as error:
         return warn("mpi", f"{mpirun}: {error}", "use the launcher of the MPI library")
     if vendor.lower() not in library.lower():
         mend = "use that library's mpirun, or install mpi4py for this launcher's MPI"
         return fail("mpi", f"{mpirun} is {vendor}'s, but mpi4py loads {library}", mend)
     return ok("mpi", f"{library}, and {mpirun} belongs to it")
-
-
-def _output_of(command: list[str]) -> str:
-    """Return what a command prints. Empty if it can't run, or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout + done.stderr
 
 
 def _interfaces(num_hosts: int) -> Finding:

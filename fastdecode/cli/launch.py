@@ -40,7 +40,7 @@ from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
 from fastdecode.wire.mpi import launcher_end
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
-from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
+from fastdecode.wire.mpirun_line import JobHost, JobLine, Vendor, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
@@ -120,7 +120,7 @@ def run_launch(args: argparse.Namespace) -> int:
     if not command or command[0] not in COMMANDS:
         named = f"{command[0]} cannot be launched: " if command else ""
         raise ConfigError(f"{named}name a command behind --: one of {', '.join(COMMANDS)}")
-    mpirun = _mpirun(options.mpirun)
+    mpirun = find_mpirun(options.mpirun)
     hosts = None if options.hosts is None else parse_hosts(options.hosts)
     job = args.parse(command)
     instances = _instances(options, job)
@@ -216,7 +216,7 @@ def _line(
         r_command += [] if value is None else [flag.replace("--r-", "--"), str(value)]
     shared: dict[str, Any] = {
         "hosts": hosts,
-        "vendor": vendor_of(_version(mpirun)),
+        "vendor": vendor_of_mpirun(mpirun),
         "mpirun": mpirun,
         "s_host": options.s_host,
         "interface": options.interface,
@@ -289,29 +289,30 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
 
 def _why_none_reported(mpirun_code: int, hosts: Sequence[str]) -> str:
     """Return a message for a job that failed without a report of its S-worker."""
-    unknown = [host for host in hosts if not _is_resolved(host)]
+    unknown = []
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            unknown.append(host)
     said = (
         f"fastdecode launch: mpirun ended with exit code {mpirun_code}, and the S-worker reported "
         "no exit code: see the messages above"
     )
-    if unknown:
-        said += (
-            f". This host cannot resolve {', '.join(unknown)}: check --hosts, or name them by "
-            "IP address"
-        )
-    return said
+    if not unknown:
+        return said
+    return (
+        f"{said}. This host cannot resolve {', '.join(unknown)}: check --hosts, or name them by "
+        "IP address"
+    )
 
 
-def _is_resolved(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
+def find_mpirun(given: str | None = None) -> str:
+    """Return the launcher beside this Python, which most likely is that of mpi4py's MPI.
 
-
-def _mpirun(given: str | None) -> str:
-    """Return the launcher beside this Python, which most likely is that of mpi4py's MPI."""
+    Raises:
+        ConfigError: If there is none.
+    """
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
@@ -321,16 +322,20 @@ def _mpirun(given: str | None) -> str:
     return found
 
 
-def _version(mpirun: str) -> str:
+def vendor_of_mpirun(mpirun: str) -> Vendor:
+    """Run a launcher to find out whose it is.
+
+    Raises:
+        ConfigError: If it can't be run, or its vendor isn't known.
+    """
+    command = [mpirun, "--version"]
     try:
-        done = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except OSError as error:
         raise ConfigError(f"can't run {mpirun}: {explained(error)}") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{mpirun} --version does not end: name another --mpirun") from None
-    return done.stdout + done.stderr
+    return vendor_of(done.stdout + done.stderr)
 
 
 def _fastdecode() -> list[str]:

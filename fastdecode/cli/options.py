@@ -27,6 +27,7 @@ EXIT_INFEASIBLE = 1
 """A question has an answer: what was asked for is impossible."""
 EXIT_SOME_FAILED = 3
 EXIT_WORKERS_LOST = 4
+_METAVARS = {"GB": "GB", "s": "S"}
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
 
 
@@ -79,7 +80,8 @@ def add_options(
 def _help(each: Declared, default: object) -> str:
     text = each.option.help
     if default is not None:
-        text = f"{text.rpartition('; default: ')[0] or text}; default: {default}"
+        head, is_named, _ = text.rpartition("; default: ")
+        text = f"{head}; default: {default}" if is_named else f"{text} (default: {default})"
     elif "default" not in text and not each.option.is_switch:
         shown = f"{each.default:g}" if isinstance(each.default, float) else each.default
         if shown not in (None, (), "", REQUIRED):
@@ -98,13 +100,19 @@ def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
         if not each.option.is_switch:
             return {**known, "action": argparse.BooleanOptionalAction}
         return {**known, "action": "store_const", "const": not each.default}
-    known["metavar"] = each.metavar
+    known["metavar"] = each.option.metavar or _usual_metavar(each)
     if each.option.choices and each.kind is str:
         known["choices"] = each.option.choices
     if each.kind is tuple and each.option.read is None:
         how = {"nargs": "+"} if is_positional else {"action": "append", "default": []}
         return {**known, **how, "type": each.element}
     return {**known, "type": _reader(each)}
+
+
+def _usual_metavar(each: Declared) -> str:
+    if each.option.choices and each.kind is str:
+        return f"{{{','.join(each.option.choices)}}}"
+    return "FILE" if issubclass(each.kind, Path) else _METAVARS.get(each.option.unit, "N")
 
 
 def _reader(each: Declared) -> Callable[[str], object]:

@@ -72,22 +72,14 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """Check the words before ``--``, which separates another command."""
-        from fastdecode.core.config.options import REMOVED
-
         known = [each for each in self._option_string_actions if each.startswith("--")]
         for word in itertools.takewhile(lambda each: each != "--", words):
             name = word.partition("=")[0]
             if not name.startswith("--") or name in known:
                 continue
-            old = name[2:].replace("-", "_")
-            new = f"--{REMOVED.get(old) or ''}".replace("_", "-")
             # Without the dashes, which all share.
             near = difflib.get_close_matches(name[2:], [each[2:] for each in known], 1, _LIKENESS)
-            hint = f"see {self.prog} --help=all"
-            if old in REMOVED and REMOVED[old] is None:
-                hint = "FastDecode has nothing like it. Remove it"
-            elif new in known or near:
-                hint = f"did you mean {new if new in known else '--' + near[0]}?"
+            hint = f"did you mean --{near[0]}?" if near else f"see {self.prog} --help=all"
             self.error(f"unknown option {name}: {hint}")
 
     def error(self, message: str) -> NoReturn:

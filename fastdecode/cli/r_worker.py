@@ -192,7 +192,6 @@ def _serve_at(bind: str, own: Resources, at: Address) -> int:
         num_threads=own.threads,
         disk=disk_of(own.cache_disk, own.cache_disk_gb),
         serving=serving,
-        report=tell,
     )
     # ZeroMQ accepts every connection, and each may make it keep an unfinished frame. Where no
     # more files may be opened, connections wait outside.

@@ -51,10 +51,8 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
-    from fastdecode.server.activity import Activity
-    from fastdecode.server.messages import Opening
-    from fastdecode.server.process import HttpProcess
-    from fastdecode.server.serving import Ending, Wishes
+    from fastdecode.server.link import Opening
+    from fastdecode.server.serving import Activity, Ending, HttpProcess, Wishes
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
@@ -187,7 +185,7 @@ def _start(
     Raises:
         KeyboardInterrupt: If asked to stop while it starts.
     """
-    from fastdecode.server.process import HttpProcess
+    from fastdecode.server.serving import HttpProcess
 
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
@@ -222,15 +220,11 @@ def _serve(
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
-    from fastdecode.server.activity import ActivityLines
-    from fastdecode.server.bridge import Bridge
-    from fastdecode.server.messages import Keys, Ready, Reopen
-    from fastdecode.server.serving import Serving
-    from fastdecode.server.silence import Silence
+    from fastdecode.server.link import Keys, Ready
+    from fastdecode.server.serving import ActivityLines, Bridge, Serving
 
-    silence = Silence(options.write_timeout_s)
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
-    bridge = Bridge(llm.service, http.channel, limits, _figures, silence)
+    bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
     bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
@@ -247,9 +241,6 @@ def _serve(
         else:
             bridge.send(Keys(keys))
             say(f"keys that let in: {len(keys) or 'none is needed'}")
-        bridge.send(Reopen())
-        if options.request_log not in (None, "-"):
-            say(f"reopening {options.request_log}")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
@@ -260,7 +251,7 @@ def _serve(
 
 
 def _activity(llm: LLM) -> Activity:
-    from fastdecode.server.activity import Activity
+    from fastdecode.server.serving import Activity
 
     now = llm.snapshot().engine
     return Activity(now.num_running, now.num_waiting, llm.stats.num_output_tokens, now.workers)
@@ -287,7 +278,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
     """
     from fastdecode.core.model.checkpoint import open_checkpoint
     from fastdecode.core.model.identity import identify
-    from fastdecode.server.messages import Opening
+    from fastdecode.server.link import Opening
 
     config = EngineConfig.of(args.model, **engine_options(args))
     spec = open_checkpoint(args.model, config.s_part.load_format).spec(
@@ -344,7 +335,7 @@ def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> It
 
 @contextlib.contextmanager
 def _reloads_noted(wishes: Wishes) -> Iterator[None]:
-    """Let SIGHUP ask the server to read its keys again and reopen its log."""
+    """Let SIGHUP ask the server to read its keys again, once it has started."""
 
     def reload(number: int, frame: FrameType | None) -> None:
         wishes.num_reloads += 1

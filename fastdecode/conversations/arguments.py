@@ -1,4 +1,4 @@
-"""What is given to ``LLM.chat`` and ``LLM.generate``, checked."""
+"""Checks of the arguments of ``LLM.chat`` and ``LLM.generate``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _check_message(message: Message, where: str) -> None:
 
 
 def as_ids(conversation_id: object, count: int) -> list[str] | None:
-    """An id for each of so many prompts or chats; None: none is given."""
+    """Return an id for each of ``count`` prompts or chats. None if none is given."""
     if conversation_id is None:
         return None
     ids = [conversation_id] if isinstance(conversation_id, str) else conversation_id
@@ -72,7 +72,7 @@ def as_ids(conversation_id: object, count: int) -> list[str] | None:
 def chat_prompts(
     chats: Sequence[Sequence[Message]], template: ChatTemplate, codec: TextCodec, how: Rendering
 ) -> tuple[dict[int, tuple[str, Prompt]], dict[int, RequestOutput]]:
-    """By their places: the conversations' texts and tokens, and errors of the template."""
+    """Return the chats' texts and tokens, and errors of the template, by place."""
     now = datetime.now()
     prompts: dict[int, tuple[str, Prompt]] = {}
     refused: dict[int, RequestOutput] = {}
@@ -94,7 +94,7 @@ def chat_turns(
     how: Rendering,
     cache: CacheUse,
 ) -> list[Turn]:
-    """New messages as turns of these conversations."""
+    """Return new messages as turns of these conversations."""
     return [
         Turn(str(place), whose, ChatTurn(tuple(new), codec, template, how), its, cache)
         for place, (whose, new, its) in enumerate(zip(ids, chats, params, strict=True))
@@ -104,8 +104,7 @@ def chat_turns(
 def parsed(
     output: RequestOutput, answer_format: AnswerFormat | None, codec: TextCodec
 ) -> RequestOutput:
-    """A chat's output with its calls and reasoning apart; as it is, where answers are
-    plain text."""
+    """Return a chat's output with its calls and reasoning apart, unless answers are plain text."""
     if answer_format is None:
         return output
     completions = []
@@ -124,13 +123,12 @@ def parsed(
 
 
 PromptGiven: TypeAlias = "Prompt | Mapping[str, Any]"
-"""A prompt as callers give it: text, token ids, or a dict with either by the name
-``prompt`` or ``prompt_token_ids``."""
+"""Text, token ids, or a dict with either as ``prompt`` or ``prompt_token_ids``."""
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 def as_batch(prompts: object, cache: CacheUse) -> tuple[list[Prompt], list[CacheUse]]:
-    """One prompt or several, each with its use of the cache."""
+    """Return one prompt or several, each with its use of the cache."""
     if isinstance(prompts, (str, Mapping)):
         prompts = [prompts]
     if not isinstance(prompts, Sequence):
@@ -146,7 +144,7 @@ def as_batch(prompts: object, cache: CacheUse) -> tuple[list[Prompt], list[Cache
 
 
 def _of_mapping(given: Mapping[str, Any], cache: CacheUse) -> tuple[Prompt, CacheUse]:
-    """A prompt that is a dict. Raises RequestError: it has something else in it."""
+    """Return the prompt of a dict. Raises: RequestError: If it has something else in it."""
     said = {name: value for name, value in given.items() if value is not None}
     unknown = [name for name in said if name not in _PROMPT_FIELDS]
     if unknown:
@@ -165,7 +163,7 @@ def _of_mapping(given: Mapping[str, Any], cache: CacheUse) -> tuple[Prompt, Cach
 
 
 def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
-    """The argument, which may be given by either name. Raises RequestError: by both."""
+    """Return an argument that has two names. Raises: RequestError: If it is given by both."""
     if value is not None and other is not None:
         raise RequestError(
             f"{alias} is another name of {name}, which is given too: give one of them",
@@ -175,7 +173,7 @@ def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
 
 
 def as_params(params: object, num_prompts: int, default: SamplingParams) -> list[SamplingParams]:
-    """One for each prompt, which no caller can change any more."""
+    """Return a copy for each prompt, which no caller can change."""
     if params is None or isinstance(params, SamplingParams):
         return [copy(params or default)] * num_prompts
     each: list[SamplingParams] = []
@@ -195,7 +193,7 @@ def as_params(params: object, num_prompts: int, default: SamplingParams) -> list
 
 
 def check_cache(cache: object) -> None:
-    """Say what it has to be, before any request is made of it."""
+    """Raises: RequestError: If it is no ``CacheUse``."""
     if not isinstance(cache, CacheUse):
         raise RequestError(
             f"cache must be a fastdecode.CacheUse, not {type(cache).__name__}: "

@@ -1,4 +1,4 @@
-"""All conversations of an engine, by id: which there are, and which there were."""
+"""All conversations of an engine by id: those that continue, and those that are over."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConversationLimits:
-    """How many conversations there may be, and for how long."""
+    """Limits of how many conversations are kept, and for how long."""
 
     most: int = 10_000
-    """Beyond these, the ones that were idle for longest are over."""
+    """Beyond it, those that were idle for longest are over."""
     ttl_s: float | None = None
-    """A conversation is over that was idle for so long; None: none is."""
+    """A conversation that was idle this long is over. None if none is."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A conversation as it was kept."""
+    """A conversation between two turns."""
 
     history: History
     active_s: float
-    """Its last turn was over at this time, in seconds since 1970."""
+    """End of its last turn, in seconds since 1970."""
     salt: str = ""
-    """Of whoever its last turn, in this process, shared KV blocks with."""
+    """Salt of its last turn's KV blocks, if that ran in this process."""
 
 
 class TurnStore(Protocol):
     """Keeps conversations beyond the process."""
 
     def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
-        """Conversations by their ids, and the digests of ids that are over."""
+        """Return conversations by their ids, and the digests of ids that are over."""
 
     def append(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
@@ -53,14 +53,13 @@ class TurnStore(Protocol):
 
 
 class Conversations:
-    """See the module. All methods may be called from any thread; of one
-    conversation a turn begins when the one before it has ended.
+    """Histories of conversations. Thread-safe. In a conversation, callers begin a turn only when
+    the one before it has ended.
 
     Args:
-        limits: of how many are kept.
-        store: keeps them beyond the process; None: nobody does.
-        clock: seconds since 1970.
-        now: what the templates of conversations that begin are told.
+        store: Keeps them beyond the process.
+        clock: Seconds since 1970.
+        now: Date for the templates of a conversation that begins.
     """
 
     def __init__(
@@ -80,27 +79,29 @@ class Conversations:
         self._over: set[bytes] = set()
         self._talking: set[str] = set()
         self.on_over: Callable[[Sequence[int], str], None] = lambda token_ids, salt: None
-        """Told the tokens and the salt of each conversation that is over; not
-        to wait for anything."""
+        """Called with the tokens and the salt of each conversation that is over. Must not block."""
         self._unrecorded: list[str] = []
-        """Those that are over, but the store couldn't be told."""
+        """Conversations that are over, but could not be removed from the store."""
         if store is not None:
             found, self._over = store.recovered()
             self._kept.update(sorted(found.items(), key=lambda item: item[1].active_s))
         self._expire()
 
     def begin(self, conversation_id: str) -> History:
-        """What the conversation's next turn goes on from; it is talking until
-        ``end``. An id that nobody has used is a conversation's that begins.
+        """Begin a turn. Return the history before it, which is empty for a new id.
 
         Raises:
-            RequestError: (code ``conversation_expired``) the conversation is
-                over.
+            RequestError: If the conversation is over (code ``conversation_expired``).
         """
         with self._lock:
             self._expire()
             if digest_of(conversation_id) in self._over:
-                raise _expired()
+                raise RequestError(
+                    "the conversation is over: it was forgotten, idle for too long, or one of too "
+                    "many (conversation_ttl_s, max_conversations); begin another one under another "
+                    "conversation_id",
+                    code="conversation_expired",
+                )
             self._talking.add(conversation_id)
             kept = self._kept.get(conversation_id)
         return History(self._now()) if kept is None else kept.history
@@ -113,16 +114,15 @@ class Conversations:
         step: HistoryStep | None = None,
         salt: str = "",
     ) -> None:
-        """A turn that began is over.
+        """End a turn.
 
         Args:
-            step: what it has added; None: it has failed, and everything is as
-                it was.
-            salt: of whoever it shared KV blocks with.
+            step: What it has added. None if it failed: then the conversation is as it was.
+            salt: Salt of its KV blocks.
 
         Raises:
-            FastDecodeError: (code ``output_failed``) it can't be kept, and
-                everything is as it was.
+            FastDecodeError: If it can't be kept (code ``output_failed``). Then the conversation is
+                as it was.
         """
         with self._lock:
             self._talking.discard(conversation_id)
@@ -139,18 +139,16 @@ class Conversations:
             self._expire()
 
     def forget(self, conversation_id: str) -> None:
-        """The conversation is over, and nothing of it is kept here. An id that
-        nobody has used stays what it is."""
-        if not self.forget_known(conversation_id) and not self._is_over(conversation_id):
+        """End a conversation and remove its content. A new id stays new."""
+        if self.forget_known(conversation_id):
+            return
+        with self._lock:
+            is_over = digest_of(conversation_id) in self._over
+        if not is_over:
             logger.warning("nobody has used conversation %r: nothing is forgotten", conversation_id)
 
-    def _is_over(self, conversation_id: str) -> bool:
-        with self._lock:
-            return digest_of(conversation_id) in self._over
-
     def forget_known(self, conversation_id: str) -> bool:
-        """The same, if there is such a conversation, or its first turn has
-        begun. Returns whether there is."""
+        """End a conversation whose first turn has begun. Returns: True if there is one."""
         with self._lock:
             self._expire()
             is_known = conversation_id in self._kept or (
@@ -170,13 +168,13 @@ class Conversations:
             self._store.forget(conversation_ids)
 
     def close(self) -> None:
-        """Let go of what keeps them. Safe to call twice."""
+        """Close the store. Safe to call twice."""
         with self._lock:
             if self._store is not None:
                 self._store.close()
 
     def _expire(self) -> None:
-        """End those that were idle for too long, or are too many."""
+        """End conversations that were idle for too long, or are too many."""
         ttl_s, now_s = self._limits.ttl_s, self._clock()
         excess = len(self._kept) - self._limits.most
         over: list[str] = []
@@ -188,7 +186,7 @@ class Conversations:
                 over.append(conversation_id)
         if not over and not self._unrecorded:
             return
-        # Turns that have nothing to do with it go on though a disk is full.
+        # Other turns must continue though a disk is full.
         try:
             self._end_for_good([*self._unrecorded, *over])
             self._unrecorded = []
@@ -197,14 +195,6 @@ class Conversations:
             logger.warning("conversations that are over are still kept: %s", error)
 
 
-def _expired() -> RequestError:
-    return RequestError(
-        "the conversation is over: it was forgotten, idle for too long, or one of too many "
-        "(conversation_ttl_s, max_conversations); begin another one under another conversation_id",
-        code="conversation_expired",
-    )
-
-
 def digest_of(conversation_id: str) -> bytes:
-    """All that is kept of an id once its conversation is over."""
+    """Return what is kept of an id once its conversation is over."""
     return blake2b(conversation_id.encode(errors="surrogatepass"), digest_size=16).digest()

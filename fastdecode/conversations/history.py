@@ -1,5 +1,5 @@
-"""What a conversation has come to: its tokens, as they were run and drawn, and
-of chats its messages and what text the tokens spell."""
+"""History of a conversation: its tokens, as they were run and drawn. Of chats also the messages,
+and which text the tokens spell."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from fastdecode.text.chats import Message
 
 @dataclass(frozen=True)
 class Spelled:
-    """The text that a chat's tokens spell: enough to find out whether another
-    text goes on from it."""
+    """Length and digest of the text that a chat's tokens spell."""
 
     num_chars: int
     digest: bytes
@@ -27,8 +26,8 @@ class Spelled:
         return cls(len(text), _digest(text), end)
 
     def rest_of(self, text: str) -> str | None:
-        """What comes in a text after all that the tokens spell; None: it doesn't
-        begin like that."""
+        """Return what follows in ``text`` after all that the tokens spell. None if it begins
+        otherwise."""
         said, rest = text[: self.num_chars], text[self.num_chars :]
         if len(said) < self.num_chars or _digest(said) != self.digest:
             return None
@@ -37,31 +36,30 @@ class Spelled:
 
 @dataclass(frozen=True)
 class HistoryStep:
-    """What one turn has added to a conversation."""
+    """Addition of one turn."""
 
     num_kept: int
     """Leading tokens of the history before it that stay."""
     token_ids: tuple[int, ...]
-    """That follow them: the rest of its prompt, and what was drawn."""
+    """Tokens after them: the rest of the prompt, and what was drawn."""
     messages: tuple[Message, ...] = ()
-    """Of chats: the new ones, and the answer."""
+    """New messages of a chat, and the answer."""
     spelled: Spelled | None = None
-    """Of chats: what all tokens spell; None: it isn't known."""
+    """Text of all of a chat's tokens. None if it isn't known."""
 
 
 @dataclass(frozen=True)
 class History:
-    """Of a conversation whose turns so far are over. It isn't changed: who goes
-    on gets another one."""
+    """A conversation after a turn. It is never changed."""
 
     begun: datetime
-    """What chat templates are told, whenever a turn comes."""
+    """Date for the chat template in all of its turns."""
     token_ids: Sequence[int] = field(default_factory=lambda: array("i"))
     messages: tuple[Message, ...] = ()
     spelled: Spelled | None = None
 
     def then(self, step: HistoryStep) -> History:
-        """With one turn more."""
+        """Return the history with one more turn."""
         token_ids = array("i", self.token_ids[: step.num_kept])
         token_ids.extend(step.token_ids)
         return History(self.begun, token_ids, self.messages + step.messages, step.spelled)

@@ -1,4 +1,4 @@
-"""What a user may choose about conversations, declared once."""
+"""Options of conversations, declared once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdecode.core.os_errors import explained
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which conversations there are, and for how long."""
+    """How conversations are kept, and for how long."""
 
     conversations: str | None = option(
         None,
@@ -47,13 +47,12 @@ class Keeping:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Keeping:
-        """The options of it, which are taken out of all that were given."""
+        """Take the options of conversations out of ``options``."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: options.pop(name) for name in names if name in options})
 
     def open(self, model: Path) -> Conversations:
-        """Raises ConfigError: the directory can't be used, or another process
-        uses it."""
+        """Raises: ConfigError: If the directory can't be used, or another process uses it."""
         limits = ConversationLimits(self.max_conversations, self.conversation_ttl_s)
         if self.conversations is None:
             return Conversations(limits)

@@ -1,4 +1,4 @@
-"""Whether a turn of a conversation can go on with KV that its earlier turns left."""
+"""Reasons for which turns of a conversation reuse no KV of earlier turns."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from fastdecode.core.config.engine import EngineConfig
 
 
 def why_none(config: EngineConfig) -> str:
-    """Why every turn computes its whole conversation again, and what to do;
-    empty: turns reuse KV blocks."""
+    """Return why every turn computes its whole conversation again, and what to do.
+
+    Returns: "" if turns reuse KV blocks.
+    """
     reason = why_no_kv(config)
     return f"{_NOTHING}{reason}" if reason else ""
 
 
 def why_no_kv(config: EngineConfig) -> str:
-    """Why no turn reuses KV blocks, and what to do; empty: turns reuse them."""
+    """Return why no turn reuses KV blocks, and what to do. "" if turns reuse them."""
     if config.cache.prefix_cache == "off":
         return "prefix_cache is off. To reuse KV, remove prefix_cache=off"
     return ""
 
 
 def why_none_of(cache: CacheUse, of_all: str) -> str:
-    """The same of one turn.
-
-    Args:
-        cache: of its request.
-        of_all: what ``why_none`` says.
-    """
+    """Return the same for a turn with this ``cache``, where ``of_all`` is ``why_none``."""
     if of_all or not cache.is_off:
         return of_all
     return f"{_NOTHING}this request's cache is off. To reuse KV, leave cache out"

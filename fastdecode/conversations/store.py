@@ -12,7 +12,7 @@ import sqlite3
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
@@ -38,6 +38,7 @@ CREATE TABLE turns (
 );
 CREATE INDEX turns_of ON turns (conversation);
 """
+_TURNS: Final = "SELECT * FROM turns ORDER BY number"
 _UNREADABLE: Final = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
@@ -82,8 +83,6 @@ class ConversationStore:
         self._path = path
         self._sync_turns, self._sync_s = sync_turns, sync_s
         self._num_unsynced, self._synced_s = 0, time.monotonic()
-        self.names: set[str] = set()
-        """Names of the turns that the file had."""
         self._is_closed = False
         with _refusing(path):
             self._database = database.Database(path, _KIND, _SCHEMA)
@@ -91,7 +90,15 @@ class ConversationStore:
                 self._check_model(identity)
                 over = self._database.execute("SELECT digest FROM over")
                 self._over = {digest for (digest,) in over}
-                self._kept = self._read(counts)
+                rows = self._database.execute(_TURNS)
+                self._kept, names, dropped = _replay(rows, counts)
+                self.names = set(names)
+                """Names of the turns that the file had."""
+                with self._database.transaction():
+                    for number in dropped:
+                        self._database.execute("DELETE FROM turns WHERE number = ?", number)
+                if dropped:
+                    self._database.checkpoint()
             except BaseException:
                 self._database.close()
                 raise
@@ -113,13 +120,15 @@ class ConversationStore:
         is_late = time.monotonic() - self._synced_s >= self._sync_s
         if is_late or self._num_unsynced >= self._sync_turns:
             self.sync()
-        about = {
+        about: dict[str, Any] = {
             "kept": step.num_kept,
             "begun": history.begun.isoformat(),
             "at": now_s,
             "messages": step.messages,
-            "spelled": _as_json(step.spelled),
+            "spelled": None,
         }
+        if (said := step.spelled) is not None:
+            about["spelled"] = [said.num_chars, said.digest.hex(), said.end]
         row = (
             _as_blob(conversation_id),
             _as_blob(name),
@@ -169,70 +178,45 @@ class ConversationStore:
                 "or name another place for them"
             )
 
-    def _read(self, counts: Callable[[str], bool]) -> dict[str, Kept]:
-        kept: dict[str, Kept] = {}
-        dropped: list[int] = []
-        for row in self._database.execute("SELECT * FROM turns ORDER BY number"):
-            turn = read_turn(row)
-            if not counts(turn.name):
-                dropped.append(turn.number)
-                continue
-            kept[turn.conversation_id] = turn.after(kept.get(turn.conversation_id))
-            self.names.add(turn.name)
-        with self._database.transaction():
-            for number in dropped:
-                self._database.execute("DELETE FROM turns WHERE number = ?", number)
-        if dropped:
-            self._database.checkpoint()
-        return kept
 
-
-@dataclass(frozen=True)
-class StoredTurn:
-    """A row of ``turns``."""
-
-    number: int
-    conversation_id: str
-    name: str
-    begun: datetime
-    at_s: float
-    """End of the turn, in seconds since 1970."""
-    step: HistoryStep
-
-    def after(self, kept: Kept | None) -> Kept:
-        """Return the conversation with this turn.
-
-        Raises:
-            sqlite3.DatabaseError: If tokens before it are missing.
-        """
-        history = History(self.begun) if kept is None else kept.history
-        if not 0 <= self.step.num_kept <= len(history.token_ids):
-            raise sqlite3.DatabaseError(f"turn {self.number} continues from missing tokens")
-        return Kept(history.then(self.step), self.at_s)
-
-
-def read_turn(row: tuple[Any, ...]) -> StoredTurn:
-    """Return the turn of a row.
+def _replay(
+    rows: Iterable[tuple[Any, ...]], counts: Callable[[str], bool]
+) -> tuple[dict[str, Kept], list[str], list[int]]:
+    """Return conversations after the turns of these rows, names of the turns, and the numbers of
+    rows that don't count.
 
     Raises:
-        sqlite3.DatabaseError: If the row is damaged.
+        sqlite3.DatabaseError: If a row is damaged, or continues from missing tokens.
     """
-    number, *payload, crc = row
-    try:
-        if _crc_of(*payload) != crc:
-            raise ValueError("checksum")
-        conversation, name, about, tokens = payload
-        said = json.loads(about)
-        spelled = None if said["spelled"] is None else _from_json(said["spelled"])
-        step = HistoryStep(
-            said["kept"], tuple(array("i", tokens)), tuple(said["messages"]), spelled
-        )
-        begun = datetime.fromisoformat(said["begun"])
-        return StoredTurn(
-            number, _as_text(conversation), _as_text(name), begun, float(said["at"]), step
-        )
-    except _UNREADABLE:
-        raise sqlite3.DatabaseError(f"turn {number} is damaged") from None
+    kept: dict[str, Kept] = {}
+    names: list[str] = []
+    dropped: list[int] = []
+    for number, *payload, crc in rows:
+        try:
+            if _crc_of(*payload) != crc:
+                raise ValueError("checksum")
+            conversation, name, about, tokens = payload
+            conversation_id, name = _as_text(conversation), _as_text(name)
+            fields = json.loads(about)
+            spelled = None
+            if fields["spelled"] is not None:
+                num_chars, digest, end = fields["spelled"]
+                spelled = Spelled(int(num_chars), bytes.fromhex(digest), str(end))
+            messages, num_kept = tuple(fields["messages"]), int(fields["kept"])
+            step = HistoryStep(num_kept, tuple(array("i", tokens)), messages, spelled)
+            begun, active_s = datetime.fromisoformat(fields["begun"]), float(fields["at"])
+        except _UNREADABLE:
+            raise sqlite3.DatabaseError(f"turn {number} is damaged") from None
+        if not counts(name):
+            dropped.append(number)
+            continue
+        before = kept.get(conversation_id)
+        history = History(begun) if before is None else before.history
+        if not 0 <= num_kept <= len(history.token_ids):
+            raise sqlite3.DatabaseError(f"turn {number} continues from missing tokens")
+        kept[conversation_id] = Kept(history.then(step), active_s)
+        names.append(name)
+    return kept, names, dropped
 
 
 @dataclass
@@ -284,10 +268,8 @@ def inspect(path: Path) -> Contents:
                     each.hex() for (each,) in connection.execute("SELECT identity FROM model")
                 )
                 ((found.over,),) = connection.execute("SELECT count(*) FROM over")
-                for row in connection.execute("SELECT * FROM turns ORDER BY number"):
-                    turn = read_turn(row)
-                    kept[turn.conversation_id] = turn.after(kept.get(turn.conversation_id))
-                    found.turns += 1
+                kept, names, _ = _replay(connection.execute(_TURNS), lambda name: True)
+                found.turns = len(names)
         except BlockingIOError:
             found.is_held = True
         except sqlite3.OperationalError:
@@ -358,12 +340,3 @@ def _as_blob(text: str) -> bytes:
 
 def _as_text(blob: bytes) -> str:
     return blob.decode(errors="surrogatepass")
-
-
-def _as_json(spelled: Spelled | None) -> list[Any] | None:
-    return None if spelled is None else [spelled.num_chars, spelled.digest.hex(), spelled.end]
-
-
-def _from_json(said: list[Any]) -> Spelled:
-    num_chars, digest, end = said
-    return Spelled(int(num_chars), bytes.fromhex(digest), str(end))

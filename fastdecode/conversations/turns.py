@@ -1,11 +1,9 @@
-"""A turn of a conversation: its prompt follows from the turns before it, so it
-is made when these are over.
+"""A turn of a conversation: its prompt is made when the turns before it are over.
 
-What was run and drawn is gone on with as it is, and not encoded again. A chat
-is rendered anew by its template, all messages of it; if the text goes on where
-the tokens end, they stay, and only the rest is encoded. If it doesn't (a
-template that strips what a model thought, a stop string that cut the text), all
-of it is encoded, and its KV is reused up to the first difference.
+Tokens of the history stay as they are, and are not encoded again. A chat is rendered with all of
+its messages. If the text continues where the tokens end, only the rest is encoded. If it doesn't
+(a template that strips reasoning, a stop string that cut the text), all of it is encoded, and KV
+is reused up to the first difference.
 """
 
 from __future__ import annotations
@@ -37,29 +35,29 @@ class TurnPrompt:
     """A turn's prompt."""
 
     token_ids: tuple[int, ...]
-    """From the conversation's first token on."""
+    """All tokens of the conversation."""
     num_past: int
-    """Of them, those that are its history's."""
+    """Leading tokens that are its history's."""
     answered: Callable[[Completion], HistoryStep]
-    """What the turn adds to the conversation, once it has been answered."""
+    """Returns what an answered turn adds to the conversation."""
     text: str | None = None
-    """The prompt, or the chat as its template writes it; None: token ids were given."""
+    """The prompt, or the chat as its template writes it. None if token ids were given."""
 
 
 class Prompter(Protocol):
     """Makes a turn's prompt."""
 
     def __call__(self, history: History) -> TurnPrompt:
-        """Raises RequestError: there is no such turn after this history."""
+        """Raises: RequestError: If there is no such turn after this history."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that goes on with a conversation.
+    """A request that continues a conversation.
 
     Raises:
-        RequestError: (code ``invalid_conversation``) the id is none, or several
-            answers are asked for.
+        RequestError: If the id is invalid, or several answers are requested (code
+            ``invalid_conversation``).
     """
 
     request_id: str
@@ -68,7 +66,7 @@ class Turn:
     params: SamplingParams
     cache: CacheUse = SHARED
     name: str = ""
-    """What stands beside it where turns are kept; a batch line's number."""
+    """Name of the turn in a store: a batch line's number."""
 
     def __post_init__(self) -> None:
         check_turn(self.conversation_id, self.params, 1)
@@ -90,7 +88,7 @@ class Turn:
 
 
 def told_of_turn(error: FastDecodeError) -> FastDecodeError:
-    """What keeps a turn from being run, said of its conversation."""
+    """Return an error of a turn's request, as one of its conversation."""
     if error.code != "prompt_too_long":
         return error
     return RequestError(
@@ -100,7 +98,7 @@ def told_of_turn(error: FastDecodeError) -> FastDecodeError:
 
 
 def check_id(conversation_id: object) -> str:
-    """A conversation's id, if it is one. Raises RequestError."""
+    """Return a conversation's id. Raises: RequestError: If it is none."""
     if not isinstance(conversation_id, str) or not 1 <= len(conversation_id) <= MAX_ID_CHARS:
         raise RequestError(
             Given("conversation_id"),
@@ -111,8 +109,11 @@ def check_id(conversation_id: object) -> str:
 
 
 def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int) -> str | None:
-    """The conversation that a request names, if it does: then it has one prompt,
-    and wants one answer. Raises RequestError."""
+    """Return the conversation that a request names, if it does.
+
+    Raises:
+        RequestError: If such a request hasn't one prompt, or wants more than one answer.
+    """
     if conversation_id is None:
         return None
     if params.truncate_prompt_tokens is not None:
@@ -141,7 +142,7 @@ PREVIOUS_FAILED: Final = "previous_turn_failed"
 
 
 def after_a_failed_turn() -> RequestError:
-    """What turns come to that come after one that has failed."""
+    """Return the error of turns after one that has failed."""
     return RequestError(
         "an earlier turn of its conversation has failed: ask that one again, and this one after it",
         code=PREVIOUS_FAILED,
@@ -150,7 +151,7 @@ def after_a_failed_turn() -> RequestError:
 
 @dataclass(frozen=True)
 class PromptTurn:
-    """Goes on with a text, or with token ids."""
+    """Continues with a text, or with token ids."""
 
     prompt: Prompt
     codec: TextCodec
@@ -173,7 +174,7 @@ class PromptTurn:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """Goes on with new messages."""
+    """Continues with new messages."""
 
     messages: tuple[Message, ...]
     codec: TextCodec
@@ -203,9 +204,8 @@ class ChatTurn:
 def _spelled(
     codec: TextCodec, prompt_token_ids: tuple[int, ...], prompt: str, completion: Completion
 ) -> Spelled | None:
-    """What a prompt's tokens and those drawn after them spell; None if the
-    answer's text isn't what its tokens say, as where a stop string was cut
-    off."""
+    """Return what the tokens of a prompt and its answer spell. None if the answer's text differs,
+    as where a stop string was cut off."""
     drawn, end = list(completion.token_ids), ""
     vocabulary = codec.vocabulary
     if vocabulary is not None and drawn and drawn[-1] in vocabulary.skipped:

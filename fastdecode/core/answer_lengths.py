@@ -38,7 +38,6 @@ EDGES: Final = _edges()
 
 
 def bucket_of(length: int) -> int:
-    """Where a length is counted."""
     return min(bisect_left(EDGES, length), len(EDGES) - 1)
 
 
@@ -53,12 +52,10 @@ class EndedAnswers:
         """That had the most tokens that they may have."""
 
     def add(self, length: int, *, is_cut: bool) -> None:
-        """One more answer is complete, of ``length`` tokens."""
         self.num_tokens += length
         (self.cut if is_cut else self.ended)[bucket_of(length)] += 1
 
     def add_output(self, output: RequestOutput) -> None:
-        """All answers of a request are complete."""
         for one in output.completions:
             self.add(len(one.token_ids), is_cut=one.finish_reason == "length")
 

@@ -139,7 +139,6 @@ class OutputFold:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences whose last delta hasn't come."""
         return self.num_sequences - len(self._completions)
 
     def add(self, delta: Delta) -> RequestOutput | None:

@@ -34,7 +34,6 @@ def doubts(profile: Profile, *, bytes_per_s: float | None = None) -> list[str]:
 
 
 def _series(profile: Profile) -> Iterator[tuple[str, list[tuple[tuple[int, ...], Timing]]]]:
-    """Times by size."""
     if isinstance(profile, RProfile):
         yield "R-part", [(_size_of(point), point.timing) for point in profile.decode]
     elif isinstance(profile, SProfile):

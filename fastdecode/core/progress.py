@@ -52,7 +52,6 @@ class StatusLine:
         self._shown_s = self._clock()
 
     def show_if_due(self, line: Callable[[], str]) -> None:
-        """Call it as often as you like."""
         if self._clock() - self._shown_s >= self._every_s:
             self._shown_s = self._clock()
             self.show(line())
@@ -64,12 +63,10 @@ class StatusLine:
         self._write(lead + line + end)
 
     def clear(self) -> None:
-        """Other output to the same terminal follows."""
         if self._on_terminal:
             self._write("\r\x1b[K")
 
     def end(self, line: Callable[[], str]) -> None:
-        """Show the last one."""
         self.show(line())
         if self._on_terminal:
             self._write("\n")
@@ -111,7 +108,6 @@ class Bar:
             self._line.end(self._text)
 
     def update(self, share: float, num_lines: int) -> None:
-        """Which share was read, and how many lines."""
         self._share, self._num_lines = share, num_lines
         self._line.show_if_due(self._text)
 
@@ -208,7 +204,6 @@ class Progress:
         self._status.show_if_due(self.line)
 
     def line(self) -> str:
-        """What is shown."""
         elapsed_s = max(self._clock() - self._started_s, 1e-9)
         live, num_workers = self._workers
         workers = f", R-workers {live}/{num_workers}" if num_workers else ""
@@ -240,7 +235,6 @@ class Progress:
 
     @property
     def state(self) -> dict[str, Any]:
-        """How it stands, for other programs."""
         return {
             "unit": self._unit,
             "done": self._done,

@@ -44,17 +44,14 @@ class JobCounts:
 
     @property
     def num_running(self) -> int:
-        """Answers."""
         return sum(self.running.values())
 
     @property
     def answers_of_line(self) -> float:
-        """On average."""
         return sum(self.limits.values()) / self.num_lines
 
     @property
     def num_waiting(self) -> float:
-        """Answers that haven't begun."""
         num_left = (self.lines_left - self.lines_done) * self.answers_of_line
         return max(0.0, num_left - self.num_running)
 

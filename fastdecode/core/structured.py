@@ -104,7 +104,6 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which of ``KINDS`` it is."""
         return next(name for name in self._given() if name in KINDS)
 
     @property
@@ -116,7 +115,6 @@ class StructuredOutputs:
         return schema
 
     def to_json(self) -> dict[str, Any]:
-        """What ``of`` takes, in JSON's types."""
         return self._given()
 
     def _given(self) -> dict[str, Any]:

@@ -14,14 +14,10 @@ StructuredOutputsParams: TypeAlias = StructuredOutputs
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
-
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
     prompt_token_ids: list[int]
 
 

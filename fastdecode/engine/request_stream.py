@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.talk import Talk
+from fastdecode.conversations.open_turns import Talk
 from fastdecode.conversations.turns import Turn, told_of_turn
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
 from fastdecode.core.errors import (

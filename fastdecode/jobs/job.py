@@ -1,25 +1,22 @@
-"""The batch job: answers every line of a file, and survives being killed at any
-moment.
+"""The batch job: answers every line of a file, and survives being killed at any moment.
 
-What makes it so is that there is one truth, the output: a line is done when its
-answer stands there (``journal``). The manifest beside it says what the answers
-depend on; a resumed job must agree with it (``manifest``). A line's seed comes
-from the run's seed and the line's id, and its tokens depend on nothing else, so
-a resumed run says what an undisturbed one would have said.
+There is one truth, the output: a line is done when its answer stands there (``journal``). The
+manifest beside it says what the answers depend on, and a resumed job must agree with it
+(``manifest``). A line's seed comes from the run's seed and the line's id, and its tokens depend on
+nothing else. So a resumed run gives the answers of an undisturbed one.
 
-Memory is flat: the input is read as there is room (``LLM.stream``), answers are
-written as they come, and what is kept of a line beyond that is two bits (done,
-duplicate). Only the first pass needs 24 bytes a line, to find duplicates.
+Memory is flat: the input is read as there is room (``LLM.stream``), answers are written as they
+come, and two bits of each line are kept (done, duplicate). The first pass needs 24 bytes a line.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode.conversations.conversations import ConversationLimits, Conversations
 from fastdecode.conversations.history import History
@@ -42,16 +39,16 @@ from fastdecode.core.errors import (
     RequestError,
 )
 from fastdecode.core.progress import Progress
-from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
-from fastdecode.jobs.journal import Recovered
-from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
-from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.lines import LineReader, too_long
+from fastdecode.core.sequence import PromptRequest, RequestOutput
+from fastdecode.jobs.formats import LineError, LineFormat, LineRequest, too_long
+from fastdecode.jobs.journal import Journal, OrderedOutput, Recovered
+from fastdecode.jobs.lines import LineId, LineReader, LineSource
+from fastdecode.jobs.manifest import seed_of
 from fastdecode.jobs.session import JobSession
 from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey
 from fastdecode.openai.chat import Chat
-from fastdecode.openai.chat import Turn as Said
+from fastdecode.openai.chat import Turn as LinePrompt
 from fastdecode.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -65,22 +62,22 @@ KEEP_ALL = ConversationLimits(most=1 << 62)
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job stands."""
+    """State of a job."""
 
     num_lines: int
     num_done: int
-    """Answered, now or in a run before."""
+    """Lines that are answered, now or in a run before."""
     num_failed: int
     """Of those, with an error."""
     num_bad: int = 0
     """Of those, lines that fail in every run: bad ones, and prompts that are too long."""
     num_run: int = 0
-    """Answered now."""
+    """Lines that were answered now."""
     num_run_failed: int = 0
     first_error: str | None = None
-    """That of the first line, in the input's order, that failed now; None: none did."""
+    """Error of the first line, in the input's order, that failed now."""
     lost: FastDecodeError | None = None
-    """The failure of workers because of which lines are left."""
+    """Failure of workers because of which lines are left."""
     interrupted: bool = False
 
 
@@ -88,24 +85,14 @@ class JobResult:
 class AnswerRules:
     """What a job's answers depend on beside its lines."""
 
-    seed_of: Callable[[LineId, int], int]
-    """The seed of a prompt of a line that doesn't say one."""
+    run_seed: int
+    """Seed of lines that don't give one, with their ids."""
     template: ChatTemplate | None
     """For lines that are conversations."""
     date: datetime
-    """What templates are told."""
+    """Date for templates."""
     answers_lost: bool = False
-    """Lines that workers were lost with are answered with that error, not left for another run."""
-
-
-class Output(Protocol):
-    """Where answers go."""
-
-    def begin(self) -> None: ...
-    def append(self, place: int, prompt: str | None, answer: dict[str, Any]) -> None: ...
-    def sync_if_due(self) -> None: ...
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
+    """True if lines whose workers were lost are answered with that error, not left to resume."""
 
 
 @dataclass
@@ -113,15 +100,14 @@ class _OpenLine:
     """A line whose prompts run."""
 
     place: int
-    """Among the lines that are answered now."""
+    """Its place among the lines that are answered now."""
     request: LineRequest
-    num_prompts: int
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """By the prompt's place in the line."""
 
 
 class BatchJob:
-    """A job that holds its output. ``run`` it, and close it; made by ``opening``."""
+    """A job that holds its output. ``opening`` makes it. Close it."""
 
     def __init__(
         self,
@@ -129,13 +115,13 @@ class BatchJob:
         lines: LineFormat,
         rules: AnswerRules,
         found: Survey,
-        output: Output,
+        output: Journal | OrderedOutput,
         recovered: Recovered,
         turns: ConversationStore | None = None,
         session: JobSession | None = None,
     ) -> None:
         self.session = session
-        """What R-workers keep its caches by, if they outlive it."""
+        """Names of its caches at R-workers that outlive it."""
         self._turns = turns
         self._conversations = None
         if turns is not None:
@@ -150,7 +136,6 @@ class BatchJob:
         self._num_failed = recovered.num_failed
         self._num_run = self._num_run_failed = self._num_taken = 0
         self._ended = EndedAnswers()
-        """Answers to prompts that are done."""
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: tuple[int, str] | None = None
@@ -170,14 +155,14 @@ class BatchJob:
     ) -> None:
         if self._rules.template is not None:
             self._rules.template.close()
-        # If something went wrong already, that is what to tell.
+        # An error while closing must not hide the original error.
         with contextlib.suppress(*([FastDecodeError] if error is not None else [])):
             if self._turns is not None:
                 self._turns.close()
             self._output.close()
         self._source.close()
         if self.session is not None:
-            # Whoever was told goodbye keeps nothing for it.
+            # R-workers that ended with the job keep nothing for it.
             self.session.close(is_over=error is None and self._lost is None)
 
     @property
@@ -186,7 +171,6 @@ class BatchJob:
         return self._survey.num_lines - len(self._done)
 
     def result(self) -> JobResult:
-        """How it stands now."""
         return JobResult(
             num_lines=self._survey.num_lines, num_done=len(self._done), num_failed=self._num_failed,
             num_bad=min(self._num_failed, len(self._survey.bad) + self._num_hopeless),
@@ -196,14 +180,12 @@ class BatchJob:
         )  # fmt: skip
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
-        """Answer what is left, until it is done, or ``stopping`` is asked, or
-        no R-worker is left.
+        """Answer what is left, until it is done, ``stopping`` is asked, or no R-worker is left.
 
         Raises:
-            ConfigError: the input was changed meanwhile; some answers may be to
-                lines that aren't there any more.
-            FastDecodeError: (code ``output_failed``) the output can't be
-                written.
+            ConfigError: If the input changed while it was read. Some answers may belong to lines
+                that no longer exist.
+            FastDecodeError: If the output can't be written (code ``output_failed``).
         """
         progress.begin(self._survey.num_lines, len(self._done), self._survey.limits)
         self._output.begin()
@@ -241,7 +223,7 @@ class BatchJob:
         return self.result()
 
     def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest | Turn]:
-        """The prompts of the lines that are left; bad lines are answered here."""
+        """Yield the prompts of the lines that are left. Bad lines are answered here."""
         with self._source.open() as file:
             reader = LineReader(file)
             for number, raw in reader:
@@ -251,104 +233,96 @@ class BatchJob:
                     self._note_done_turn(number, raw)
                     continue
                 place, self._num_taken = self._num_taken, self._num_taken + 1
-                request, prompts = self._read(number, place, raw, llm)
-                if request is not None:
-                    self._open[number] = _OpenLine(place, request, len(prompts))
-                    for i, prompt in enumerate(prompts):
-                        if stopping.wanted:
-                            return
-                        yield self._asked(number, i, prompt, request)
+                for request in self._read(number, place, raw, llm):
+                    if stopping.wanted:
+                        return
+                    yield request
                 if stopping.wanted:
                     return
             self._input_changed = reader.sha256 != self._survey.sha256
 
     def _read(
         self, number: int, place: int, raw: bytes | None, llm: LLM
-    ) -> tuple[LineRequest | None, list[Prompt | Prompter]]:
-        """A line's request and its prompts; None if it was answered with an
-        error. A turn's prompt is made when the turns before it are over."""
+    ) -> list[PromptRequest | Turn]:
+        """Return a line's prompts, or answer it with an error and return none."""
         line_id: LineId | None = None
-        whose: str | None = None
+        conversation_id: str | None = None
         try:
             if raw is None:
                 raise too_long(number)
             request = self._lines.parse(raw, number)
-            line_id, whose = request.line_id, request.conversation_id
+            line_id, conversation_id = request.line_id, request.conversation_id
             if number in self._survey.duplicates:
-                text = (
-                    f"an earlier line has this {self._lines.id_field}: give each line one of its "
-                    "own"
-                )
-                raise LineError(text, code=self._lines.duplicate_code, param=self._lines.id_field)
-            if request.conversation_id is not None:
-                return request, [self._prompter(request, llm)]
-            return request, [self._prompt(turn, llm) for turn in request.prompts]
+                name = self._lines.id_field
+                text = f"an earlier line has this {name}: give each line one of its own"
+                raise LineError(text, code=self._lines.duplicate_code, param=name)
+            asked = [
+                self._asked(f"{number}.{index}", index, prompt, request, llm)
+                for index, prompt in enumerate(request.prompts)
+            ]
         except RequestError as error:
             if isinstance(error, LineError):
                 line_id = line_id if error.line_id is None else error.line_id
-                whose = whose or error.conversation_id
-            if whose is not None:
-                self._failed_conversations.add(whose)
+                conversation_id = conversation_id or error.conversation_id
+            if conversation_id is not None:
+                self._failed_conversations.add(conversation_id)
             self._refuse(number, place, None, line_id, error)
-            return None, []
+            return []
+        self._open[number] = _OpenLine(place, request)
+        return asked
 
     def _note_done_turn(self, number: int, raw: bytes | None) -> None:
-        """A line was answered by an earlier run. If it is a turn that failed,
-        those after it do, too."""
+        """Note a turn that failed in an earlier run: those after it fail, too."""
         if self._turns is None or raw is None or str(number) in self._turns.names:
             return
         try:
-            whose = self._lines.parse(raw, number).conversation_id
+            conversation_id = self._lines.parse(raw, number).conversation_id
         except LineError as error:
-            whose = error.conversation_id
-        if whose is not None:
-            self._failed_conversations.add(whose)
-
-    def _prompter(self, request: LineRequest, llm: LLM) -> Prompter:
-        if request.conversation_id in self._failed_conversations:
-            return _refuse_later_turn
-        (said,) = request.prompts
-        if not isinstance(said, Chat):
-            return PromptTurn(said, llm.codec)
-        assert self._rules.template is not None, "the reader refuses chats without a template"
-        return ChatTurn(tuple(said.messages), llm.codec, self._rules.template, said.how)
+            conversation_id = error.conversation_id
+        if conversation_id is not None:
+            self._failed_conversations.add(conversation_id)
 
     def _asked(
-        self, number: int, place: int, prompt: Prompt | Prompter, request: LineRequest
+        self, name: str, index: int, prompt: LinePrompt, request: LineRequest, llm: LLM
     ) -> PromptRequest | Turn:
-        """A line's prompt at this place, as a request."""
-        name, params = f"{number}.{place}", self._params(request, place)
-        if request.conversation_id is not None:
-            assert callable(prompt)
-            return Turn(name, request.conversation_id, prompt, params, request.cache, str(number))
-        assert not callable(prompt)
-        return PromptRequest(name, prompt, params, request.cache)
+        """Return a line's prompt as a request. A turn's is made when the turns before it are over.
 
-    def _prompt(self, turn: Said, llm: LLM) -> Prompt:
-        if not isinstance(turn, Chat):
-            return turn
-        assert self._rules.template is not None, "the reader refuses chats without a template"
-        text = self._rules.template.render(turn.messages, self._rules.date, turn.how)
-        return llm.codec.encode(text, add_special_tokens=False)
-
-    def _params(self, request: LineRequest, place: int) -> SamplingParams:
-        if request.params.seed is not None:
-            return request.params
-        return replace(request.params, seed=self._rules.seed_of(request.line_id, place))
+        Raises:
+            RequestError: If the template can't write it.
+        """
+        template, date, params = self._rules.template, self._rules.date, request.params
+        if params.seed is None:
+            seed = seed_of(self._rules.run_seed, request.line_id, index)
+            params = replace(params, seed=seed)
+        if request.conversation_id is None:
+            if isinstance(prompt, Chat):
+                assert template is not None, "the reader refuses chats without a template"
+                text = template.render(prompt.messages, date, prompt.how)
+                prompt = llm.codec.encode(text, add_special_tokens=False)
+            return PromptRequest(name, prompt, params, request.cache)
+        prompter: Prompter
+        if request.conversation_id in self._failed_conversations:
+            prompter = _refuse_later_turn
+        elif isinstance(prompt, Chat):
+            assert template is not None, "the reader refuses chats without a template"
+            prompter = ChatTurn(tuple(prompt.messages), llm.codec, template, prompt.how)
+        else:
+            prompter = PromptTurn(prompt, llm.codec)
+        number = name.partition(".")[0]
+        return Turn(name, request.conversation_id, prompter, params, request.cache, number)
 
     def _collect(self, output: RequestOutput, llm: LLM) -> None:
-        """One prompt is done. Its line is answered once all of its prompts are,
-        or one has failed."""
-        number, place = map(int, output.request_id.split("."))
+        """Answer a line once all of its prompts are done, or one has failed."""
+        number, index = map(int, output.request_id.split("."))
         line = self._open.get(number)
         if line is None:
             return  # another prompt of the line has failed
         if output.error is None:
-            line.outputs[place] = output
+            line.outputs[index] = output
             self._ended.add_output(output)
-            if len(line.outputs) == line.num_prompts:
+            if len(line.outputs) == len(line.request.prompts):
                 del self._open[number]
-                outputs = [line.outputs[i] for i in range(line.num_prompts)]
+                outputs = [line.outputs[i] for i in range(len(line.outputs))]
                 answer = self._lines.answer(number, line.request, outputs, llm.codec)
                 self._write(number, line.place, output.prompt, answer, failed=False)
             return
@@ -356,10 +330,9 @@ class BatchJob:
         is_lost = not isinstance(output.error, (RequestError, CapacityError))
         if is_lost:
             self._lost = output.error
+        # A line whose workers were lost stays as it was, to be answered by a resumed job.
         if not is_lost or self._rules.answers_lost:
             self._refuse(number, line.place, output.prompt, line.request.line_id, output.error)
-        # Else it isn't the line's fault: it stays as it was, to be answered
-        # when the job is resumed.
 
     def _refuse(
         self,
@@ -388,5 +361,5 @@ class BatchJob:
 
 
 def _refuse_later_turn(history: History) -> TurnPrompt:
-    """The prompt of a turn that comes after one that has failed."""
+    """Refuse a turn that comes after one that has failed."""
     raise after_a_failed_turn()

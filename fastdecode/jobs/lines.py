@@ -1,100 +1,233 @@
-"""Reading files of JSON Lines of unknown origin: bounded lines, counted as an
-editor counts them, and hashed."""
+"""A job's files of lines: read within bounds, numbered as an editor does, and written."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import gzip
 import hashlib
-import json
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from array import array
 from collections.abc import Iterator
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Final, TypeAlias, cast
 
-from fastdecode.core.errors import RequestError
+import numpy as np
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.files import STANDARD, open_output, write_whole
+from fastdecode.core.os_errors import explained
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-BLOCK_BYTES = 1 << 20
+_GZIP: Final = b"\x1f\x8b"
+"""No line of JSON begins so."""
+LineId: TypeAlias = "str | int"
+"""As the line gave it. 1 and "1" are the same."""
+
+
+class LineSource:
+    """A file of lines, plain or gzip, that can be read several times. Close it.
+
+    Args:
+        path: The file, and its name in messages.
+        copy: An unnamed file with the lines of standard input, read in place of ``path``.
+    """
+
+    def __init__(self, path: Path, copy: IO[bytes] | None = None) -> None:
+        self._path = path
+        self._copy = copy
+        self._reading: IO[bytes] | None = None
+
+    def __str__(self) -> str:
+        return "standard input" if self._copy is not None else str(self._path)
+
+    @classmethod
+    def of(cls, path: Path, directory: Path) -> LineSource:
+        """Return a path's lines. Those of standard input are copied into the directory.
+
+        Raises:
+            ConfigError: If they can't be copied.
+        """
+        if path != STANDARD:
+            return cls(path)
+        copy = None
+        try:
+            copy = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (closed with the source)
+            shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)
+            copy.flush()
+        except OSError as error:
+            if copy is not None:
+                copy.close()
+            raise ConfigError(
+                f"can't copy standard input into {directory}: {explained(error)}"
+            ) from None
+        return cls(path, copy)
+
+    @property
+    def share(self) -> float:
+        """How much of it the reader has read, 0 to 1."""
+        if self._reading is None or self._reading.closed:
+            return 1.0
+        return self._reading.tell() / max(1, os.fstat(self._reading.fileno()).st_size)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the lines from the first on, uncompressed, without a byte order mark.
+
+        Raises:
+            ConfigError: If it can't be read, or isn't UTF-8 or a whole gzip file; when
+                it is opened or while it is read.
+        """
+        # A copy is opened by its descriptor, to have a place of its own.
+        path = self._path if self._copy is None else f"/proc/self/fd/{self._copy.fileno()}"
+        with open(path, "rb") as raw:
+            self._reading = raw
+            is_packed = raw.read(len(_GZIP)) == _GZIP
+            raw.seek(0)
+            if not is_packed:
+                yield self._as_utf8(raw)
+                return
+            try:
+                with gzip.GzipFile(fileobj=raw) as file:
+                    yield self._as_utf8(cast("IO[bytes]", file))
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ConfigError(
+                    f"the input {self} is a damaged gzip file: {error}: compress it again"
+                ) from None
+
+    def _as_utf8(self, file: IO[bytes]) -> IO[bytes]:
+        first = file.read(4)
+        if b"\0" in first or first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ConfigError(
+                f"the input {self} is not UTF-8 text but UTF-16, UTF-32 or binary: save it as "
+                "UTF-8 (in PowerShell: Set-Content -Encoding utf8)"
+            )
+        file.seek(len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0)
+        return file
+
+    def close(self) -> None:
+        """Remove the copy of standard input."""
+        if self._copy is not None:
+            self._copy.close()
 
 
 class LineReader:
-    """The lines of a file that aren't blank, each with its number; None for a
-    line that is too long to be read.
-
-    Args:
-        file: opened in binary, at its beginning.
-    """
+    """Lines of a file that aren't blank, each with its number. None in place of a line that is
+    longer than ``MAX_LINE_BYTES``."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = hashlib.sha256()
-        self.num_bytes = 0
-        self.number = 0
-        """Of the line that was read last."""
 
     def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
+        number = 0
         while raw := self._read():
-            self.number += 1
+            number += 1
             if len(raw) > MAX_LINE_BYTES:
                 while raw and not raw.endswith(b"\n"):
                     raw = self._read()
-                yield self.number, None
+                yield number, None
             elif not raw.isspace():
-                yield self.number, raw
-
-    def blocks(self) -> Iterator[bytes | None]:
-        """All lines, some whole ones at a time; None for one that is too long to
-        be read. ``number`` is the caller's to keep."""
-        while block := self._noted(self._file.read(BLOCK_BYTES)):
-            if not block.endswith(b"\n"):
-                block += self._read()
-            last = block.rfind(b"\n", 0, len(block) - 1) + 1
-            if len(block) - last <= MAX_LINE_BYTES:
-                yield block
-                continue
-            if last:
-                yield block[:last]
-            while block and not block.endswith(b"\n"):
-                block = self._read()
-            yield None
+                yield number, raw
 
     @property
     def sha256(self) -> str:
-        """Of what has been read so far, in hex."""
+        """Hash of what has been read, in hex."""
         return self._hash.hexdigest()
 
     def _read(self) -> bytes:
-        return self._noted(self._file.readline(MAX_LINE_BYTES + 1))
-
-    def _noted(self, raw: bytes) -> bytes:
+        raw = self._file.readline(MAX_LINE_BYTES + 1)
         self._hash.update(raw)
-        self.num_bytes += len(raw)
         return raw
 
 
-def too_long(number: int) -> RequestError:
-    return RequestError(
-        f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it", code="line_too_long"
-    )
+class LineSink:
+    """An output that is opened and emptied: a file, gzip by its suffix, or standard output.
+
+    Raises:
+        ConfigError: If it can't be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.dup(1) if path == STANDARD else open_output(path, "output")
+        self._packed: gzip.GzipFile | None = None
+        if path.suffix == ".gz":
+            self._file = os.fdopen(self._fd, "wb")
+            self._packed = gzip.GzipFile("", "wb", fileobj=self._file, mtime=0)
+
+    def write(self, line: bytes) -> None:
+        """Write a line. Of a plain file, nothing of the line stays if that fails.
+
+        Raises:
+            OSError: If the disk is full, or gone.
+        """
+        if self._packed is not None:
+            self._packed.write(line)
+        else:
+            write_whole(self._fd, line)
+
+    def close(self) -> None:
+        """Raises: OSError: If the end of a compressed file can't be written."""
+        if self._packed is None:
+            os.close(self._fd)
+            return
+        with self._file:
+            self._packed.close()
 
 
-def load_object(raw: bytes, number: int, code: str = "invalid_json") -> dict[str, Any]:
-    """The JSON object of a line. Raises RequestError with this code."""
-    try:
-        line = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"line {number} is not valid JSON: {error}", code=code) from None
-    if not isinstance(line, dict):
-        raise RequestError(
-            f"line {number} is not a JSON object but {type(line).__name__}", code=code
-        )
-    return line
+class LineSet:
+    """A set of line numbers, one bit each."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __contains__(self, number: int) -> bool:
+        place = number >> 3
+        return place < len(self._bits) and bool(self._bits[place] >> (number & 7) & 1)
+
+    def add(self, number: int) -> None:
+        if number in self:
+            return
+        place = number >> 3
+        if place >= len(self._bits):
+            self._bits.extend(bytes(max(place + 1 - len(self._bits), len(self._bits))))
+        self._bits[place] |= 1 << (number & 7)
+        self._num += 1
 
 
-def utf8(text: str, what: str) -> str:
-    """The text, if it is one: JSON escapes can spell lone surrogates, which no
-    tokenizer or UTF-8 file takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(
-            f'"{what}" has a lone surrogate, which is no character', code="invalid_text"
-        ) from None
-    return text
+class DuplicateFinder:
+    """Finds lines whose id an earlier line has, with 24 bytes a line: a digest and a number.
+
+    Among a million different ids, two share a digest with a probability below 1e-26.
+    """
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+        self._numbers = array("q")
+
+    def add(self, number: int, line_id: LineId) -> None:
+        self._digests += hashlib.blake2b(str(line_id).encode(), digest_size=16).digest()
+        self._numbers.append(number)
+
+    def find(self) -> Iterator[tuple[int, int]]:
+        """Yield each line whose id was used before, and the first line that used it, in order."""
+        digests = np.frombuffer(self._digests, np.uint64).reshape(-1, 2)
+        # Most files have no duplicates, and sorting halves alone takes 8 bytes a line.
+        halves = np.sort(digests[:, 0])
+        repeated = np.unique(halves[1:][halves[1:] == halves[:-1]])
+        if not len(repeated):
+            return
+        first: dict[bytes, int] = {}
+        for place in np.flatnonzero(np.isin(digests[:, 0], repeated)):
+            number = self._numbers[place]
+            earlier = first.setdefault(digests[place].tobytes(), number)
+            if earlier != number:
+                yield number, earlier

@@ -1,7 +1,7 @@
 """A batch job's session: what another process tells R-workers to resume the job.
 
 R-workers keep K and V, and know no tokens. So an SQLite file beside the output has the tokens of
-every unfinished sequence and its name at each holder: a row per start, and one per step.
+every unfinished sequence and its name at each holder: a record per start, and one per step.
 
 The session's number is a secret: a process that has it can take the job's caches over. So only
 the owner may read the file. Without the file, or with less of it, a job resumes and recomputes:
@@ -31,28 +31,26 @@ from fastdecode.core.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
-_KIND: Final = int.from_bytes(b"FDSE", "big")
-_SCHEMA: Final = """
-CREATE TABLE session (about BLOB NOT NULL);
-CREATE TABLE starts (number INTEGER PRIMARY KEY, about BLOB NOT NULL, tokens BLOB NOT NULL);
-CREATE TABLE steps (number INTEGER PRIMARY KEY, tokens BLOB NOT NULL);
-"""
-"""``tokens`` of a start: all so far (int32). Of a step: sequences (int64), their lengths before
-the token (int32), tokens (int32). Rows of both tables share one count, their order in time."""
+_KIND: Final = int.from_bytes(b"FDS2", "big")
+_SCHEMA: Final = "CREATE TABLE records (number INTEGER PRIMARY KEY, about TEXT, tokens BLOB);"
+"""In order of time. The first record describes the session, without tokens. That of a start
+describes a sequence and has its tokens so far (int32). That of a step describes nothing and has
+sequences (int64), their lengths before the token (int32), and tokens (int32)."""
+_UNREADABLE: Final = (
+    LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError,
+)  # fmt: skip
 _TOKEN_BYTES: Final = 16
-_Held = dict[int, HeldSequence]
 Addresses = tuple[str, ...]
 """R-workers that keep one holder."""
 
 
 def session_path(output: Path) -> Path:
-    """Where an output's session is."""
     return output.with_name(output.name + ".session")
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What the file of a session says; see ``JobSession``."""
+    """Content of a session's file."""
 
     number: int
     addresses: Sequence[Addresses] = ()
@@ -64,12 +62,11 @@ class JobSession:
     """A ``fastdecode.core.resuming.Session`` in a file.
 
     Args:
-        path: The file.
         addresses: R-workers of each holder, in the order of holders.
         num_replicas: Replicas of each cache. They decide how much memory a cache has, so a
             session with another number is not resumed.
         counts: True if a request of this id is unfinished. None to resume no request.
-        most_more_bytes: Bytes that may be written before finished sequences are removed, or as
+        max_more_bytes: Bytes that may be written before finished sequences are removed, or as
             many as were left after the last time.
 
     Raises:
@@ -83,18 +80,17 @@ class JobSession:
         counts: Callable[[str], bool] | None,
         *,
         num_replicas: int = 0,
-        most_more_bytes: int = 16 << 20,
+        max_more_bytes: int = 16 << 20,
     ) -> None:
-        self._most_more_bytes = most_more_bytes
+        self._max_more_bytes = max_more_bytes
         self._path = path
         self._addresses = list(addresses)
         self._num_replicas = num_replicas
-        self._num_rows = 0
         self._num_bytes = self._num_condensed_bytes = 0
         self._num_known: dict[SequenceId, int] = {}
         """Recorded tokens of the sequences that have started."""
         self._database: database.Database | None = self._open()
-        found = self._read()
+        found = self._read(self._database)
         before = found or _Recorded(1 + secrets.randbelow((1 << 63) - 1))
         self.number: int = before.number
         """The secret of an output, kept when the output is begun again."""
@@ -102,9 +98,13 @@ class JobSession:
         fits = before.num_replicas == num_replicas
         self.is_resumed = found is not None and counts is not None and fits
         if counts is not None:
-            same = addresses if fits else ()
-            held = [x for x in before.held if counts(x.request_id)]
-            self.held = [_still_at(x, before.addresses, same) for x in held]
+            # KV of holders whose R-workers have other addresses is not there.
+            pairs = enumerate(zip(before.addresses, addresses, strict=False))
+            same = {holder for holder, (was, now) in pairs if fits and was == now}
+            for each in before.held:
+                if counts(each.request_id):
+                    parts = tuple(part for part in each.parts if part.holder in same)
+                    self.held.append(replace(each, parts=parts))
         self.begun: dict[str, BegunRequest] = begun_requests(self.held)
         if found is None:
             try:
@@ -136,10 +136,9 @@ class JobSession:
                 ) from None
 
     def place(self, sequence: TokenSequence) -> None:
-        tokens = known_tokens(sequence)
-        self._num_known[sequence.sequence_id] = len(tokens)
-        about = _about(sequence.sequence_id, _held_of(sequence))
-        self._try(lambda: self._insert("starts", about, _int32(tokens)))
+        held = _held_of(sequence)
+        self._num_known[sequence.sequence_id] = len(held.token_ids)
+        self._try(lambda: self._insert_start(sequence.sequence_id, held))
 
     def add(self, sequences: Iterable[TokenSequence]) -> None:
         ids: list[int] = []
@@ -157,13 +156,13 @@ class JobSession:
                 known[sequence.sequence_id] = place + 1
         if ids:
             columns = np.array(ids, "<i8").tobytes() + _int32(places) + _int32(tokens)
-            self._try(lambda: self._insert("steps", columns))
+            self._try(lambda: self._insert(None, columns))
 
     @property
     def is_long(self) -> bool:
         more = self._num_bytes - self._num_condensed_bytes
-        most = max(self._most_more_bytes, self._num_condensed_bytes)
-        return self._database is not None and more > most
+        limit = max(self._max_more_bytes, self._num_condensed_bytes)
+        return self._database is not None and more > limit
 
     def condense(self, sequences: Iterable[TokenSequence]) -> None:
         every = list(sequences)
@@ -196,13 +195,11 @@ class JobSession:
         except sqlite3.Error as error:
             raise ConfigError(f"can't write {self._path}: {error}") from None
 
-    def _read(self) -> _Recorded | None:
+    def _read(self, opened: database.Database) -> _Recorded | None:
         """Return what the file says. None if it is new or damaged."""
-        assert self._database is not None
         try:
-            session = self._database.execute("SELECT about FROM session").fetchone()
-            return None if session is None else _taken_in(session[0], self._database)
-        except (LookupError, TypeError, ValueError, sqlite3.Error):
+            return _recorded(opened.execute("SELECT about, tokens FROM records ORDER BY number"))
+        except (*_UNREADABLE, sqlite3.Error):
             logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
             return None
 
@@ -216,33 +213,38 @@ class JobSession:
         assert self._database is not None
         every = list(sequences)
         submitted = {sequence.request.request_id for sequence in every}
-        said = {
+        session = {
             "session": self.number,
             "addresses": self._addresses,
             "replicas": self._num_replicas,
         }
         self._num_bytes = 0
         with self._database.transaction():
-            for table in ("session", "starts", "steps"):
-                self._database.execute(f"DELETE FROM {table}")
-            self._database.execute("INSERT INTO session VALUES (?)", json.dumps(said).encode())
+            self._database.execute("DELETE FROM records")
+            self._insert(json.dumps(session), b"")
             for number, held in enumerate(self.held, 1):
                 if held.request_id not in submitted:
-                    about = _about(-number, replace(held, parts=()))
-                    self._insert("starts", about, _int32(held.token_ids))
+                    self._insert_start(-number, replace(held, parts=()))
             for sequence in every:
-                about = _about(sequence.sequence_id, _held_of(sequence))
-                self._insert("starts", about, _int32(known_tokens(sequence)))
+                self._insert_start(sequence.sequence_id, _held_of(sequence))
         self._num_condensed_bytes = self._num_bytes
 
-    def _insert(self, table: str, *columns: bytes) -> None:
-        if self._database is not None:
-            self._num_rows += 1
-            marks = ", ?" * len(columns)
-            self._database.execute(
-                f"INSERT INTO {table} VALUES (?{marks})", self._num_rows, *columns
-            )
-            self._num_bytes += sum(map(len, columns))
+    def _insert_start(self, number: int, held: HeldSequence) -> None:
+        about = {
+            "number": number,
+            "request": held.request_id,
+            "index": held.index,
+            "n": held.num_siblings,
+            "salt": held.salt,
+            "prompt": held.num_prompt_tokens,
+            "parts": [[x.part_id, x.holder, x.first_token, x.num_tokens] for x in held.parts],
+        }
+        self._insert(json.dumps(about), _int32(held.token_ids))
+
+    def _insert(self, about: str | None, tokens: bytes) -> None:
+        assert self._database is not None
+        self._database.execute("INSERT INTO records VALUES (NULL, ?, ?)", about, tokens)
+        self._num_bytes += len(about or "") + len(tokens)
 
     def _try(self, act: Callable[[], None]) -> None:
         """Write, or stop recording without room. What is recorded stays right."""
@@ -265,29 +267,14 @@ class JobSession:
 
 
 def _held_of(sequence: TokenSequence) -> HeldSequence:
-    """Where it is, without its tokens. What leaves nothing to others is nowhere,
-    and nor is what has a gap."""
+    """Return where a sequence is. It is nowhere if its KV isn't shared, or has a gap."""
     request, residence = sequence.request, sequence.residence
     is_apart = request.cache.is_off or sequence.is_checked or bool(sequence.behind_gap)
     return HeldSequence(
         request.request_id, sequence.index, request.params.n, request.cache.salt,
-        sequence.num_prompt_tokens, (),
+        sequence.num_prompt_tokens, tuple(known_tokens(sequence)),
         residence.parts if residence is not None and not is_apart else (),
     )  # fmt: skip
-
-
-def _about(number: int, held: HeldSequence) -> bytes:
-    parts = [[x.part_id, x.holder, x.first_token, x.num_tokens] for x in held.parts]
-    said = {
-        "number": number,
-        "request": held.request_id,
-        "index": held.index,
-        "n": held.num_siblings,
-        "salt": held.salt,
-        "prompt": held.num_prompt_tokens,
-        "parts": parts,
-    }
-    return json.dumps(said).encode()
 
 
 def _int32(numbers: Sequence[int]) -> bytes:
@@ -295,67 +282,60 @@ def _int32(numbers: Sequence[int]) -> bytes:
     return data
 
 
-def _taken_in(about: bytes, rows: database.Database) -> _Recorded:
-    """Raises LookupError, TypeError, ValueError: If the rows form no session."""
-    known: _Held = {}
-    tokens_of: dict[int, list[int]] = {}
-    session = json.loads(about)
-    for _, start, tokens in rows.execute(
-        "SELECT number, about, tokens FROM starts "
-        "UNION ALL SELECT number, NULL, tokens FROM steps ORDER BY number"
-    ):
-        if start is None:
-            _take_tokens(tokens, known, tokens_of)
-        else:
-            _take_start(json.loads(start), tokens, known, tokens_of)
-    number = session["session"]
+def _recorded(rows: sqlite3.Cursor) -> _Recorded | None:
+    """Return what records say. None if there are none.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError: If they form no session.
+    """
+    first = rows.fetchone()
+    if first is None:
+        return None
+    session = json.loads(first[0])
+    number, num_replicas = session["session"], int(session["replicas"])
     if not isinstance(number, int) or not 0 < number < 1 << 63:
         raise ValueError("it has no number")
+    held: dict[int, HeldSequence] = {}
+    tokens_of: dict[int, list[int]] = {}
+    for about, data in rows:
+        if about is None:
+            _add_tokens(data, held, tokens_of)
+            continue
+        start = json.loads(about)
+        name = int(start["number"])
+        held.pop(name, None)  # the latest comes last
+        tokens_of[name] = np.frombuffer(data, "<i4").tolist()
+        held[name] = _start(start, len(tokens_of[name]))
     latest = {
-        (held.request_id, held.index): replace(held, token_ids=tuple(tokens_of[key]))
-        for key, held in known.items()
+        (each.request_id, each.index): replace(each, token_ids=tuple(tokens_of[name]))
+        for name, each in held.items()
     }
     addresses = tuple(tuple(map(str, each)) for each in session["addresses"])
-    return _Recorded(number, addresses, int(session["replicas"]), list(latest.values()))
+    return _Recorded(number, addresses, num_replicas, list(latest.values()))
 
 
-def _take_start(
-    about: dict[str, Any], data: bytes, known: _Held, tokens_of: dict[int, list[int]]
-) -> None:
-    parts = tuple(_part(*map(int, each)) for each in about["parts"])
-    tokens = tuple(np.frombuffer(data, "<i4").tolist())
-    salt, num_prompt = str(about["salt"]), int(about["prompt"])
-    index, num_siblings = int(about["index"]), int(about["n"])
-    name = str(about["request"])
-    if not (0 <= index < num_siblings and 0 < num_prompt <= len(tokens)):
+def _start(about: dict[str, Any], num_tokens: int) -> HeldSequence:
+    parts = []
+    for part_id, holder, first_token, count in about["parts"]:
+        part = Part(PartId(int(part_id)), HolderId(int(holder)), int(first_token), int(count))
+        if min(part.part_id, part.holder, part.first_token) < 0 or part.num_tokens < 1:
+            raise ValueError("that is no part")
+        parts.append(part)
+    index, num_siblings, num_prompt = int(about["index"]), int(about["n"]), int(about["prompt"])
+    if not (0 <= index < num_siblings and 0 < num_prompt <= num_tokens):
         raise ValueError("that is no start")
-    number = int(about["number"])
-    known.pop(number, None)  # the latest comes last
-    known[number] = HeldSequence(name, index, num_siblings, salt, num_prompt, tokens, parts)
-    tokens_of[number] = list(tokens)
+    name, salt = str(about["request"]), str(about["salt"])
+    return HeldSequence(name, index, num_siblings, salt, num_prompt, (), tuple(parts))
 
 
-def _part(part_id: int, holder: int, first_token: int, num_tokens: int) -> Part:
-    if min(part_id, holder, first_token) < 0 or num_tokens < 1:
-        raise ValueError("that is no part")
-    return Part(PartId(part_id), HolderId(holder), first_token, num_tokens)
-
-
-def _take_tokens(payload: bytes, known: _Held, tokens_of: dict[int, list[int]]) -> None:
-    count = len(payload) // _TOKEN_BYTES
-    ids = np.frombuffer(payload[: 8 * count], "<i8")
-    places = np.frombuffer(payload[8 * count : 12 * count], "<i4")
-    tokens = np.frombuffer(payload[12 * count :], "<i4")
+def _add_tokens(
+    step: bytes, held: dict[int, HeldSequence], tokens_of: dict[int, list[int]]
+) -> None:
+    count = len(step) // _TOKEN_BYTES
+    ids = np.frombuffer(step[: 8 * count], "<i8")
+    places = np.frombuffer(step[8 * count : 12 * count], "<i4")
+    tokens = np.frombuffer(step[12 * count :], "<i4")
     for number, place, token in zip(ids.tolist(), places.tolist(), tokens.tolist(), strict=True):
-        num_prompt_tokens, so_far = known[number].num_prompt_tokens, tokens_of[number]
-        if num_prompt_tokens <= place <= len(so_far):
-            del so_far[place:]
-            so_far.append(token)
-
-
-def _still_at(
-    held: HeldSequence, before: Sequence[Addresses], now: Sequence[Addresses]
-) -> HeldSequence:
-    """Only with parts of holders whose R-workers have the same addresses."""
-    there = [i for i in range(min(len(before), len(now))) if before[i] == now[i]]
-    return replace(held, parts=tuple(part for part in held.parts if part.holder in there))
+        if held[number].num_prompt_tokens <= place <= len(tokens_of[number]):
+            del tokens_of[number][place:]
+            tokens_of[number].append(token)

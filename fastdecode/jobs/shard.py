@@ -12,15 +12,14 @@ MAX_SHARDS = 1 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """Lines ``index``, ``index + count``, … of a file, whose first line is 1. The
-    default is all of them."""
+    """Lines ``index``, ``index + count``, … of a file, whose first line is 1."""
 
     index: int = 1
     count: int = 1
 
     @classmethod
     def of(cls, text: str) -> Shard:
-        """From ``2/8``. Raises ConfigError."""
+        """Return the shard of ``2/8``. Raises: ConfigError: If the text is no shard."""
         index, slash, count = text.partition("/")
         numbers = index.isdecimal() and count.isdecimal() and slash == "/"
         if not numbers or not 1 <= int(index) <= int(count) <= MAX_SHARDS:

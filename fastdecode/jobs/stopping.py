@@ -1,4 +1,4 @@
-"""Asking a running job to stop: first gently, then at once."""
+"""Stopping a running job: first gently, then at once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from fastdecode.core.clock import Clock
 
 EXIT_INTERRUPTED = 130
 _STOPS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""SIGUSR1 is what mpirun passes on to its ranks; with the others it kills them."""
+"""SIGUSR1 is what mpirun passes on to its ranks. With the others it kills them."""
 
 
 class StopNow(Exception):  # noqa: N818  (it isn't an error)
-    """Leave the loop."""
+    """Leaves the loop."""
 
 
 class Stopping:
-    """What a person at the keyboard wants. A signal handler asks; the job
-    looks, between steps.
+    """State of a request to stop. A signal handler asks, and the job looks between steps.
 
     Args:
-        grace_s: how long what runs may take to finish after the first time; 0:
-            the first time is as good as the second.
-        clock: in seconds.
-        leave: ends the process without ceremony.
+        grace_s: Longest time for running requests to finish after the first time. With 0, the
+            first time counts as the second.
+        leave: Ends the process at once.
     """
 
     def __init__(
@@ -42,13 +40,13 @@ class Stopping:
         self._clock = clock
         self._leave = leave
         self._asked = 0
-        self._since = 0.0
+        self._asked_at = 0.0
 
     def ask(self) -> str:
-        """Once more. Returns what will happen, for a person."""
+        """Ask once more. Returns what will happen, for a person."""
         self._asked += 1 if self._asked or self._grace_s else 2
         if self._asked == 1:
-            self._since = self._clock()
+            self._asked_at = self._clock()
             grace = f"{self._grace_s:g} s at most"
             return f"finishing requests for {grace}; a second signal stops at once"
         if self._asked == 2:
@@ -59,24 +57,25 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """Start nothing new."""
+        """True if nothing new may start."""
         return self._asked > 0
 
     @property
     def now(self) -> bool:
-        """Don't finish what runs either."""
-        return self._asked > 1 or (
-            self._asked == 1 and self._clock() - self._since >= self._grace_s
-        )
+        """True if running requests may not finish either."""
+        is_late = self._clock() - self._asked_at >= self._grace_s
+        return self._asked > 1 or (self._asked == 1 and is_late)
 
 
 @contextlib.contextmanager
 def stop_signals(act: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Inside, the signals that ask a process to stop do this instead. One that
-    it ignores goes on being ignored: whoever started it wanted that, as a
-    script does with SIGINT for its commands in the background."""
-    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, act) for number in heard}
+    """Inside, let the signals that stop a process call ``act``.
+
+    A signal that the process ignores stays ignored: a script does that with SIGINT for its
+    commands in the background.
+    """
+    handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, act) for number in handled}
     try:
         yield
     finally:
@@ -86,7 +85,7 @@ def stop_signals(act: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 @contextlib.contextmanager
 def asked_by_signals(stopping: Stopping, command: str) -> Iterator[None]:
-    """Inside, signals ask the job to stop, and say what will happen."""
+    """Inside, let signals ask the job to stop, and print what will happen."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # Not print: the signal may have come in the middle of one.

@@ -1,5 +1,4 @@
-"""The first pass over a batch job's input: what is in it, which lines are bad,
-and its hash. Memory stays flat."""
+"""The first pass over a job's input: its lines, the bad ones, and its hash. Memory stays flat."""
 
 from __future__ import annotations
 
@@ -7,30 +6,33 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
-from fastdecode.jobs.line_set import DuplicateFinder, LineSet
-from fastdecode.jobs.line_source import LineSource
-from fastdecode.jobs.lines import LineReader, load_object, too_long
+from fastdecode.jobs.formats import (
+    OPENAI_FIELDS,
+    LineError,
+    LineFormat,
+    load_object,
+    shape_of,
+    too_long,
+)
+from fastdecode.jobs.lines import DuplicateFinder, LineId, LineReader, LineSet, LineSource
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.openai.chat import Chat
 
-if TYPE_CHECKING:
-    from fastdecode.jobs.plain_lines import Shapes
-
-# Kinds of bad lines that a refusal shows, by the first line of each.
 MAX_COMPLAINTS = 20
-# Lines that are read to find out which format a file has.
+"""Kinds of bad lines that a refusal shows, by the first line of each."""
 MAX_PROBED_LINES = 100
-OPENAI_FIELDS = ("custom_id", "method", "url", "body")
+"""Lines that are read to find out a file's format."""
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
-FAST_FROM: Final = 8 << 20
-"""Bytes of a file from which on compiled code pays."""
+MAX_SHAPES: Final = 8192
+MAX_SHAPE_BYTES: Final = 4096
+"""Bytes of a shape that is remembered."""
+TICK_LINES: Final = 10_000
 _NUMBERS: Final = re.compile(r"\d+")
 OnLook: TypeAlias = Callable[[float, int], object]
-"""Gets the share of a file that was read, and how many lines."""
+"""Gets the share of the work that is done, and the number of lines."""
 
 
 def unseen(share: float, num_lines: int) -> None:
@@ -39,7 +41,7 @@ def unseen(share: float, num_lines: int) -> None:
 
 @dataclass
 class Survey:
-    """What a file holds."""
+    """Content of a file."""
 
     shard: Shard = WHOLE
     num_lines: int = 0
@@ -47,26 +49,25 @@ class Survey:
     num_in_file: int = 0
     """All lines that aren't blank."""
     last_line: int = 0
-    """The number of the last of them."""
+    """Number of the last of them."""
     sha256: str = ""
-    num_bytes: int = 0
     duplicates: LineSet = field(default_factory=LineSet)
     """Lines whose id an earlier line has."""
     bad: LineSet = field(default_factory=LineSet)
     """Lines that can't be answered, duplicates among them."""
     num_untokenizable: int = 0
-    """Of those, the ones with text for which there is no tokenizer."""
+    """Bad lines with text, for which there is no tokenizer."""
     num_turns: int = 0
     """The shard's lines that are turns of conversations."""
     limits: Counter[int] = field(default_factory=Counter)
-    """The shard's answers by the most tokens that they may get; 0: no limit but the model's."""
+    """The shard's answers by their limits of tokens. 0 is the model's limit."""
     complaints: dict[str, tuple[int, str, int]] = field(default_factory=dict)
-    """What is wrong, without its numbers: the first line with that, what is wrong with it,
-    and how many lines have it."""
+    """Problem without its numbers → first line with it, its text, and the number of lines."""
 
-    def complain(self, number: int, named: str, problem: str) -> None:
+    def complain(self, number: int, line_id: LineId | None, problem: str) -> None:
         """Note that a line is bad. Lines whose problems differ only in numbers are one kind."""
         self.bad.add(number)
+        named = "" if line_id is None else f" ({line_id!r})"
         kind = _NUMBERS.sub("", problem)
         new = number, f"line {number}{named}: {problem}", 0
         first, text, count = self.complaints.get(kind, new)
@@ -75,11 +76,11 @@ class Survey:
 
     @property
     def is_refused(self) -> bool:
-        """No line can be answered for want of a tokenizer."""
+        """True if no line can be answered without a tokenizer."""
         return self.num_untokenizable > 0 and len(self.bad) == self.num_in_file
 
     def refusal(self, source: LineSource) -> ConfigError:
-        """Why a job with such an input doesn't start."""
+        """Return why a job with such an input doesn't start."""
         if self.is_refused:
             return ConfigError(
                 f"no line of {source} can be answered: {self.num_untokenizable} are text, but the "
@@ -102,10 +103,10 @@ class Survey:
 
 
 def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
-    """The format that a file's first readable line has; None: neither.
+    """Return the format of a file's first readable line. None if it is neither.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: If the file can't be read.
     """
     with source.open() as file:
         for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
@@ -119,14 +120,13 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
     return None
 
 
-@dataclass(frozen=True)
-class SoundLine:
-    """What is counted of a line that can be answered."""
+class ValidLine(NamedTuple):
+    """What the survey counts of a line that can be answered."""
 
     is_turn: bool
     num_answers: int
-    most_tokens: int
-    """That an answer can have; 0: there is no limit but the model's."""
+    max_tokens: int
+    """Limit of an answer, or 0 for the model's."""
 
 
 def survey(
@@ -136,128 +136,66 @@ def survey(
     takes_text: bool = True,
     shard: Shard = WHOLE,
     on_look: OnLook = unseen,
-    fast_from: int = FAST_FROM,
 ) -> Survey:
     """Read a file from end to end, as the job will.
 
+    Lines of a shape that was checked before are not checked again (``shape_of``).
+
     Args:
-        takes_text: the model has a tokenizer.
-        shard: counts are of its lines; bad lines are those of the whole file.
-        on_look: called after each block of a large file.
-        fast_from: of a file of so many bytes, lines are parsed only where their
-            shape is new (``plain_lines``).
+        takes_text: True if the model has a tokenizer.
+        shard: The counts are of its lines. Bad lines are those of the whole file.
+        on_look: Called every ``TICK_LINES`` lines.
     """
-    looking = _Looking(lines, shard, takes_text=takes_text)
-    found = looking.found
+    found, finder = Survey(shard), DuplicateFinder()
+    checked: dict[bytes, ValidLine] = {}
+    counts: Counter[ValidLine] = Counter()
     with source.open() as file:
-        is_large = source.num_bytes >= fast_from
-        if is_large:
-            reader = _look_fast(file, looking, lambda: on_look(source.share, found.num_in_file))
-        else:
-            reader = _look(file, looking)
-    found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
-    _note_duplicates(found, looking.finder, lines)
-    return found
-
-
-class _Looking:
-    """What a survey keeps while it reads."""
-
-    def __init__(self, lines: LineFormat, shard: Shard, *, takes_text: bool) -> None:
-        self.found = Survey(shard)
-        self.finder = DuplicateFinder()
-        self._lines = lines
-        self._takes_text = takes_text
-
-    def parse(self, number: int, raw: bytes | None) -> SoundLine | None:
-        """A line; what is counted of each line of its shape; None: it is bad."""
-        found = self.found
-        found.num_in_file += 1
-        found.last_line = number
-        found.num_lines += number in found.shard
-        line_id: LineId | None = None
-        sound: SoundLine | None = None
-        try:
-            if raw is None:
-                raise LineError(str(too_long(number)), code="line_too_long")
-            request = self._lines.parse(raw, number)
-            line_id = request.line_id
-            if not self._takes_text:
-                _refuse_text(found, request)
-            sound = _sound(request)
-            self.count(sound, number in found.shard)
-        except LineError as error:
-            line_id = error.line_id
-            named = "" if line_id is None else f" ({line_id!r})"
-            found.complain(number, named, f"{error.code}: {error}")
-        if line_id is not None:
-            self.finder.add(number, line_id)
-        return sound
-
-    def count(self, sound: SoundLine, num_lines: int) -> None:
-        """So many sound lines of the shard."""
-        self.found.num_turns += num_lines * sound.is_turn
-        if num_lines:
-            self.found.limits[sound.most_tokens] += num_lines * sound.num_answers
-
-
-def _look(file: IO[bytes], looking: _Looking) -> LineReader:
-    """Parse every line."""
-    reader = LineReader(file)
-    for number, raw in reader:
-        looking.parse(number, raw)
-    return reader
-
-
-def _look_fast(file: IO[bytes], looking: _Looking, tick: Callable[[], object]) -> LineReader:
-    """Parse one line of each shape, and count the others."""
-    from fastdecode.jobs.plain_lines import Shapes  # compiled, or loaded, just now
-
-    reader, shapes = LineReader(file), Shapes(looking.found.shard)
-    learned: list[SoundLine] = []
-    for block in reader.blocks():
-        if block is None:
-            shapes.number += 1
-            looking.parse(shapes.number, None)
-        else:
-            _look_at(block, looking, shapes, learned)
-        tick()
-    for sound, num_lines in zip(learned, shapes.counts.tolist(), strict=True):
-        looking.found.num_lines += num_lines
-        looking.count(sound, num_lines)
-    return reader
-
-
-def _look_at(block: bytes, looking: _Looking, shapes: Shapes, learned: list[SoundLine]) -> None:
-    """Whole lines."""
-    found = looking.found
-    for numbers, digests, stop in shapes.read(block):
-        looking.finder.add_many(numbers, digests)
-        found.num_in_file += len(numbers)
-        found.last_line = int(numbers[-1]) if len(numbers) else found.last_line
-        if stop is None:
-            return
-        sound = looking.parse(stop.number, block[stop.start : stop.end])
-        if sound is not None and shapes.learn():
-            learned.append(sound)
-
-
-def _sound(request: LineRequest) -> SoundLine:
-    params = request.params
-    num_answers = len(request.prompts) * params.n
-    return SoundLine(request.conversation_id is not None, num_answers, params.max_tokens or 0)
-
-
-def _refuse_text(found: Survey, request: LineRequest) -> None:
-    if any(isinstance(prompt, (str, Chat)) for prompt in request.prompts):
-        found.num_untokenizable += 1
-        text = "it is text, but the model directory has no tokenizer.json"
-        raise LineError(text, code="no_tokenizer", line_id=request.line_id)
-
-
-def _note_duplicates(found: Survey, finder: DuplicateFinder, lines: LineFormat) -> None:
-    for number, first in finder.find().tolist():
+        reader = LineReader(file)
+        for number, raw in reader:
+            found.num_in_file += 1
+            found.last_line = number
+            line_id, shape = (None, None) if raw is None else shape_of(raw)
+            valid = None if shape is None else checked.get(shape)
+            if valid is None:
+                line_id, valid = _check(found, lines, number, raw, takes_text=takes_text)
+                if valid and shape and len(shape) <= MAX_SHAPE_BYTES and len(checked) < MAX_SHAPES:
+                    checked[shape] = valid
+            if line_id is not None:
+                finder.add(number, line_id)
+            if number % shard.count == shard.index % shard.count:
+                found.num_lines += 1
+                if valid is not None:
+                    counts[valid] += 1
+            if found.num_in_file % TICK_LINES == 0:
+                on_look(source.share, found.num_in_file)
+    for valid, count in counts.items():
+        found.num_turns += count * valid.is_turn
+        found.limits[valid.max_tokens] += count * valid.num_answers
+    found.sha256 = reader.sha256
+    for number, first in finder.find():
         found.duplicates.add(number)
         if number not in found.bad:
             text = f"its {lines.id_field} was used by line {first}: give each line one of its own"
-            found.complain(number, "", f"{lines.duplicate_code}: {text}")
+            found.complain(number, None, f"{lines.duplicate_code}: {text}")
+    return found
+
+
+def _check(
+    found: Survey, lines: LineFormat, number: int, raw: bytes | None, *, takes_text: bool
+) -> tuple[LineId | None, ValidLine | None]:
+    """Parse a line. Returns its id, if it has one, and what to count, if it is valid."""
+    try:
+        if raw is None:
+            raise too_long(number)
+        request = lines.parse(raw, number)
+        if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
+            found.num_untokenizable += 1
+            text = "it is text, but the model directory has no tokenizer.json"
+            raise LineError(text, code="no_tokenizer", line_id=request.line_id)
+    except LineError as error:
+        found.complain(number, error.line_id, f"{error.code}: {error}")
+        return error.line_id, None
+    params = request.params
+    num_answers = len(request.prompts) * params.n
+    is_turn = request.conversation_id is not None
+    return request.line_id, ValidLine(is_turn, num_answers, params.max_tokens or 0)

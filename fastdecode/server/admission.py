@@ -1,4 +1,4 @@
-"""Who is let into the queue, and when the others may try again."""
+"""Which requests enter the queue, and when the others may try again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Hashable
 
 WINDOW_S = 60.0
-"""By the starts within so long it is known how fast the queue moves."""
+"""Window, in seconds, for measuring how fast the queue drains."""
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 _UNKNOWN_RETRY_S = 5
 
 
 class QueueFull(Exception):  # noqa: N818  (an answer)
-    """Not now, but perhaps after so many seconds."""
+    """The queue has no room; a client may try again after ``retry_after_s``."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"again in {retry_after_s} s")
@@ -21,12 +21,12 @@ class QueueFull(Exception):  # noqa: N818  (an answer)
 
 
 class QueueAdmission:
-    """The queue: what asks for sequences of which some have no token yet.
+    """Bounds the requests of which some sequence has no token yet.
 
     Args:
-        max_requests: more sequences aren't let in.
-        max_tokens: nor are those of more tokens together, prompts and expected
-            answers. One that finds the queue empty always is.
+        max_requests: Most queued sequences.
+        max_tokens: Most queued tokens, prompts plus expected answers. An empty queue admits any
+            request.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -36,11 +36,14 @@ class QueueAdmission:
         self.num_requests = 0
         self.num_tokens = 0
         self._begun: deque[tuple[float, int, int]] = deque()
-        """When how many requests of how many tokens have left the queue for a run."""
+        """Times at which requests left the queue with a token, their sequences and tokens."""
 
     def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
-        """Let one in, or one that is in with what its size is known to be by
-        now. Raises QueueFull: it isn't in."""
+        """Queue a request, or update the size of a queued one.
+
+        Raises:
+            QueueFull: If a limit would be exceeded. The request is then not queued.
+        """
         self._leave(key)
         excess = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self.max_tokens
@@ -51,13 +54,13 @@ class QueueAdmission:
         self.num_tokens += num_tokens
 
     def begun(self, key: Hashable, now: float) -> None:
-        """It has a token."""
+        """Remove a request whose sequences all have a token."""
         if (left := self._leave(key)) is not None:
             self._begun.append((now, *left))
             self._forget(now)
 
     def gone(self, key: Hashable) -> None:
-        """It is over, begun or not."""
+        """Remove a request, whether or not it has begun."""
         self._leave(key)
 
     def _leave(self, key: Hashable) -> tuple[int, int] | None:
@@ -72,7 +75,7 @@ class QueueAdmission:
             self._begun.popleft()
 
     def _retry_after_s(self, excess: int, excess_tokens: int, now: float) -> int:
-        """Until so much has left the queue, at the rate of late."""
+        """Return the seconds until the excess has drained, at the rate of ``WINDOW_S``."""
         self._forget(now)
         if not self._begun:
             return _UNKNOWN_RETRY_S

@@ -1,35 +1,29 @@
-"""Requests on their way through the engine, as the HTTP process sees them.
-Belongs to one event loop."""
+"""Requests on their way through the engine, as the event loop of the HTTP process sees them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.delta import Delta, Pile
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
-from fastdecode.server.messages import Cancel, ServerMessage, Submit
+from fastdecode.server.link import Cancel, ServerMessage, Submit
 
-
-class Watcher(Protocol):
-    """Is told how open requests get on."""
-
-    def first_token(self, opened: OpenRequests) -> None: ...
-    def tokens(self, num_tokens: int, since_last_s: float | None) -> None: ...
+if TYPE_CHECKING:
+    from fastdecode.server.metrics import Metrics
 
 
 class OpenRequests:
-    """What one HTTP request has asked of the engine: a request for each of its
-    prompts.
+    """What one HTTP request asks of the engine: a request for each of its prompts.
 
-    Deltas wait here until they are taken; those of a sequence become one
-    meanwhile, so that a slow reader has no more waiting than what it asked for.
+    Deltas wait here until they are taken. Those of a sequence are merged meanwhile, so that a slow
+    reader holds no more than what it asked for.
     """
 
-    def __init__(self, requests: Sequence[Request], watcher: Watcher) -> None:
+    def __init__(self, requests: Sequence[Request], metrics: Metrics) -> None:
         self.requests = requests
         self.accepted_s = time.monotonic()
         self.first_s: float | None = None
@@ -41,19 +35,19 @@ class OpenRequests:
         self.num_left = self.num_sequences
         """Sequences that aren't over."""
         self.has_failed = False
-        self._watcher = watcher
+        self._metrics = metrics
         self._piles: dict[tuple[int, int], Pile] = {}
         self._told_s: dict[tuple[int, int], float] = {}
         self._cached: dict[int, int] = {}
         """Tokens of each request's prompt that were in the prefix cache."""
         self._waiter: asyncio.Future[None] | None = None
         self.is_left = False
-        """Nobody waits for it any more."""
+        """The client has disconnected."""
 
     def put(self, place: int, delta: Delta) -> bool:
-        """A delta of the request at ``place``. Returns whether all of these
-        requests are over. An error ends its own; the others run until somebody
-        leaves."""
+        """Add a delta of the request at ``place``. Return True if all of these requests are over.
+
+        An error ends its own request; the others run until ``leave``."""
         now = time.monotonic()
         if delta.token_ids:
             self._count((place, delta.index), len(delta.token_ids), now)
@@ -77,26 +71,52 @@ class OpenRequests:
         return sum(self._cached.values())
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token of a sequence after its first. None: it has one at most."""
+        if self.first_s is None or self.last_s is None or self.num_tokens <= self.num_sequences:
+            return None
+        return (self.last_s - self.first_s) / (self.num_tokens / self.num_sequences - 1)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The engine's part of a line of the request log."""
+        ttft_s = None if self.first_s is None else self.first_s - self.accepted_s
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_tokens,
+            "max_tokens": self.requests[0].max_tokens,
+            "n": self.requests[0].params.n,
+            "prompts": len(self.requests),
+            "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+            "tpot_s": None if self.tpot_s is None else round(self.tpot_s, 6),
+        }
+
+    @property
     def all_begun(self) -> bool:
-        """Whether every sequence has a token."""
+        """True if every sequence has a token."""
         return len(self._told_s) == self.num_sequences
 
     async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
-        """Wait for deltas; one a sequence, each with its request's place. None
-        come in time, or once nobody waits for any."""
+        """Wait for output. Return one merged delta per sequence with its request's place; none on
+        time-out, or after ``leave``."""
         if not self._piles and not self.is_left:
             await self._sleep(timeout_s)
         taken, self._piles = self._piles, {}
         return [(place, pile.whole()) for (place, _), pile in taken.items()]
 
     def leave(self) -> None:
-        """Nobody waits for it any more."""
+        """The client has disconnected."""
         self.is_left = True
         self._wake()
 
     async def _sleep(self, timeout_s: float | None) -> None:
-        """Until there is news, at most so long. ``asyncio.wait_for`` makes a
-        task each time, and costs more than all the rest of a chunk."""
+        """Wait for ``_wake``. ``asyncio.wait_for`` makes a task each time, and costs more than all
+        the rest of a chunk."""
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
         timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
@@ -116,18 +136,14 @@ class OpenRequests:
         self.last_s = now
         if self.first_s is None:
             self.first_s = now
-            self._watcher.first_token(self)
+            self._metrics.first_token(self)
         before = self._told_s.get(sequence)
         self._told_s[sequence] = now
-        self._watcher.tokens(num_tokens, None if before is None else now - before)
+        self._metrics.tokens(num_tokens, None if before is None else now - before)
 
 
 class RequestTable:
-    """Open requests, by their ids in the engine.
-
-    Args:
-        send: says something to the engine.
-    """
+    """Open requests, by their ids in the engine. ``send`` sends to the engine."""
 
     def __init__(self, send: Callable[[ServerMessage], None]) -> None:
         self._send = send
@@ -141,7 +157,7 @@ class RequestTable:
         return len(self._open)
 
     def submit(self, opened: OpenRequests) -> None:
-        """Have requests run."""
+        """Send requests to the engine."""
         if not self._open:
             self.waiting_since_s = time.monotonic()
         for place, request in enumerate(opened.requests):
@@ -149,13 +165,13 @@ class RequestTable:
         self._send(Submit(opened.requests))
 
     def leave(self, opened: OpenRequests) -> None:
-        """Have what isn't over ended: nobody waits for it any more."""
+        """Cancel what isn't over."""
         ids = [r.request_id for r in opened.requests if self._close(r.request_id)]
         if ids:
             self._send(Cancel(ids))
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
-        """Hand out what the engine said. What is said to nobody is dropped."""
+        """Hand out deltas. Those of requests that are gone are dropped."""
         for delta in deltas:
             opened, place = self._open.get(delta.request_id, (None, 0))
             if opened is None:
@@ -167,7 +183,7 @@ class RequestTable:
                 self._close(delta.request_id)
 
     def fail_all(self, error: FastDecodeError) -> int:
-        """End all with an error. Returns how many HTTP requests that are."""
+        """End all with an error. Return the number of HTTP requests."""
         every = {id(opened): opened for opened, _ in self._open.values()}
         for opened in every.values():
             opened.put(0, Delta(opened.requests[0].request_id, 0, error=error))

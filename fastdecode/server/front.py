@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Final
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.open_turns import OpenTurns
@@ -18,22 +17,70 @@ from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import QueueAdmission
-from fastdecode.server.client import OpenRequests, RequestTable
-from fastdecode.server.health import Outlook, trouble
-from fastdecode.server.messages import Opening
-from fastdecode.server.observations import Observations, line_of
+from fastdecode.server.client import RequestTable
+from fastdecode.server.link import Opening, StatusReport
+from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
-_TOKENS_UNTIL_READY = 1 << 40
+_TOKENS_UNTIL_READY: Final = 1 << 40
+SILENCE_S: Final = 20.0
+"""The engine's process reports twice a second, while it runs at all."""
+_SLOWER: Final = 10
+"""A step that takes this many times as long as the longest one lately is a stall."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the HTTP process knows of the engine."""
+
+    is_ready: bool = False
+    """Requests were welcome once."""
+    is_draining: bool = False
+    is_lost: bool = False
+    """The engine's process has ended."""
+    seen: StatusReport | None = None
+    seen_s: float = 0.0
+    """When that arrived."""
+
+    def trouble(self, waiting_since_s: float | None, now_s: float, stall_s: float) -> str | None:
+        """Return why no token could come out, or None if one could.
+
+        Args:
+            waiting_since_s: Since when there has been work without a break. None: no work.
+            stall_s: Work without a step for this long is a stall, unless steps are long.
+
+        Returns:
+            starting, draining, stalled, broken or no_r_worker.
+        """
+        seen = self.seen
+        if self.is_lost or (seen is not None and self._has_failed(seen)):
+            return "broken"
+        if self.is_draining:
+            return "draining"
+        if not self.is_ready or seen is None:
+            return "starting"
+        is_stalled = now_s - self.seen_s > min(SILENCE_S, stall_s)
+        if waiting_since_s is not None:
+            idle_s = now_s - max(waiting_since_s, seen.stepped_s or 0.0)
+            is_stalled |= idle_s > max(stall_s, _SLOWER * seen.longest_step_s)
+        if is_stalled:
+            return "stalled"
+        return None if seen.num_live_r_workers or not seen.num_r_workers else "no_r_worker"
+
+    def _has_failed(self, seen: StatusReport) -> bool:
+        """Return whether it failed. A drained engine is closed, too, but has done its work."""
+        if seen.state == "closed":
+            return seen.error is not None or not self.is_draining
+        return seen.state == "broken"
 
 
 class Threads:
-    """For work that takes a while, a pool for each sort of it. What templates
-    and tokenizers do is done by one process each, so one thread asks it."""
+    """Pools for work that takes a while. One process each renders and tokenises, so one thread
+    asks it."""
 
     def __init__(self) -> None:
         self.bodies = ThreadPoolExecutor(2, "bodies")
@@ -44,24 +91,14 @@ class Threads:
         """Keep turns, on a disk perhaps: one after the other."""
 
     def close(self) -> None:
-        """What hasn't begun never does."""
+        """Drop what hasn't begun."""
         for pool in (self.bodies, self.templates, self.tokenizer, self.conversations):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(eq=False)
 class Front:
-    """Belongs to one event loop.
-
-    Args:
-        opening: what is served.
-        options: of it.
-        codec: the model's.
-        template: for chats; None: the model has none.
-        client: the way to the engine.
-        log: of requests.
-        conversations: that requests may be turns of.
-    """
+    """What all requests share. Belongs to one event loop."""
 
     opening: Opening
     options: ServeOptions
@@ -99,23 +136,23 @@ class Front:
             ),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
-        self.observations = Observations(opening.max_model_len)
+        self.metrics = Metrics(opening.max_model_len, self.names[0])
         most = self.options.max_queued_tokens or _TOKENS_UNTIL_READY
         self.admission = QueueAdmission(self.options.max_queued_requests, most)
         self.turns = OpenTurns(self.conversations, self.threads.conversations)
         self._numbers = itertools.count(1)
 
     def trouble(self) -> str | None:
-        """Why no token could come out now; None: one could."""
+        """Return why no token could come out now, or None if one could."""
         since_s = self.client.waiting_since_s
-        return trouble(self.outlook, since_s, time.monotonic(), self.options.stall_s)
+        return self.outlook.trouble(since_s, time.monotonic(), self.options.stall_s)
 
     def next_number(self) -> int:
-        """Of a generation, unique in this process."""
+        """Return a number of a generation, unique in this process."""
         return next(self._numbers)
 
     def expected_tokens(self, requests: list[Request]) -> int:
-        """What requests will have in the KV cache, more or less."""
+        """Return about how many tokens requests will have in the KV cache."""
         expected = self.opening.expected_output_tokens
         return sum(
             len(request.prompt_token_ids) + request.params.n * min(request.max_tokens, expected)
@@ -137,16 +174,5 @@ class Front:
 
 
 def draining_error() -> FastDecodeError:
-    """What those get who are cut off by the end of the server."""
+    """Return the error of requests that the end of the server cuts off."""
     return RequestError("the server is shutting down", code="draining")
-
-
-def log_line(
-    front: Front, opened: OpenRequests | None, began_s: float, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What the request log says of one request."""
-    line: dict[str, Any] = {"time": round(time.time() - (time.monotonic() - began_s), 6), **more}
-    if opened is not None:
-        line.update(line_of(opened))
-    line["e2e_s"] = round(time.monotonic() - began_s, 6)
-    return line

@@ -7,20 +7,18 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import ssl
 import stat
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.middleware.cors import CORSMiddleware
 
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import (
@@ -33,16 +31,13 @@ from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
-from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
-from fastdecode.server.http.app import METHODS, make_app
-from fastdecode.server.http.connection import check_version
+from fastdecode.server.http.app import make_app
+from fastdecode.server.http.connection import Connections
 from fastdecode.server.http.guard import Guard
-from fastdecode.server.http.open_files import room_for_connections
-from fastdecode.server.http.protocol import ConnectionLimits, protocol_of
-from fastdecode.server.http.refusals import Refusals
-from fastdecode.server.messages import (
+from fastdecode.server.link import (
+    AsyncChannel,
     CutOff,
     Deltas,
     Drain,
@@ -51,7 +46,6 @@ from fastdecode.server.messages import (
     Listening,
     Opening,
     Ready,
-    Reopen,
     StatusAck,
     StatusReport,
     Unfit,
@@ -66,18 +60,23 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _LAST_ANSWERS_S = 1.0
-"""When all is over: time to say so to those who wait, and who may not listen."""
+"""Time for the last errors to reach clients, which may not read."""
 _QUEUED_CAPACITIES = 4
+_MOST_TIMEOUT_MS = (1 << 31) - 1
+SPARE_FILES = 128
+"""For what is no connection: the listener, logs, pipes to children, modules."""
 
 
 def main(fd: int) -> None:
     """Serve until the socket ``fd`` is closed by the other side."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the other process says what is to be done
+    # The engine's process says what to do; uvicorn would end upon these.
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    os.umask(0o077)  # of the request log, also when it is opened anew
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_traces_out()
     asyncio.run(_serve(socket.socket(fileno=fd)))
-    # Threads that still encode for nobody needn't be waited for.
+    # Without waiting for threads that still encode for clients that are gone.
     os._exit(0)
 
 
@@ -88,27 +87,29 @@ async def _serve(connected: socket.socket) -> None:
         return
     options = ServeOptions(**opening.options)
     try:
-        check_version()
         listener, address = _listen(options)
-        front = _open_front(opening, options, channel)
-        origins = options.allowed_origins
-        guard = Guard(
-            make_app(front), opening.keys, open_metrics=options.open_metrics, origins=origins
+        model, file = find_model(opening.model), options.chat_template
+        front = Front(
+            opening,
+            options,
+            TextCodec.load(model, opening.max_model_len),
+            ChatTemplate.load(model, None if file is None else Path(file)),
+            RequestTable(channel.send),
+            RequestLog(options.request_log),
+            Keeping(**opening.keeping).open(model),
         )
-        app: Any = Refusals(guard, front)
-        if origins:  # browsers ask without a key whether a page may ask
-            app = CORSMiddleware(
-                app, origins, METHODS, allow_headers=["*"], expose_headers=["x-request-id"]
-            )
-        server = _Server(_config(options, app), options.header_timeout_s)
-        _load(server.config, options)
+        guard = Guard(make_app(front), front, opening.keys)
+        server = uvicorn.Server(_configured(options, guard))
     except (FastDecodeError, OSError) as error:
-        channel.send(Unfit(_in_options(error)))
+        why = str(error)
+        if isinstance(error, FastDecodeError):
+            why = error.told(lambda given: "--" + given.name.replace("_", "-"))
+        channel.send(Unfit(why))
         await channel.close()
         return
     channel.send(Listening(address))
     serving = asyncio.create_task(server.serve([listener]))
-    await _Obeying(front, guard, channel).run()
+    await _Frontend(front, guard, channel).run()
     server.should_exit = True
     await serving
     if options.unix_socket is not None:
@@ -116,51 +117,28 @@ async def _serve(connected: socket.socket) -> None:
     front.close()
 
 
-def _in_options(error: FastDecodeError | OSError) -> str:
-    """What is wrong, with options in the place of parameters."""
-    if isinstance(error, OSError):
-        return str(error)
-    return error.told(lambda given: "--" + given.name.replace("_", "-"))
+def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration, loaded.
 
-
-class _Server(uvicorn.Server):
-    """Uvicorn's, with a deadline for TLS's greetings, too: before those are
-    over a connection counts as none.
-
-    Args:
-        greeting_s: how long one may take.
+    Raises:
+        ConfigError: If TLS's files are of no use, or others may read the key.
     """
-
-    def __init__(self, config: uvicorn.Config, greeting_s: float) -> None:
-        super().__init__(config)
-        self._greeting_s = greeting_s
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        config = self.config
-        kind: Any = config.http_protocol_class
-        connection = partial(
-            kind, config=config, server_state=self.server_state, app_state=self.lifespan.state,
-        )  # fmt: skip
-        for listener in sockets or ():
-            self.servers.append(
-                await asyncio.get_running_loop().create_server(
-                    connection,
-                    sock=listener,
-                    ssl=config.ssl,
-                    ssl_handshake_timeout=None if config.ssl is None else self._greeting_s,
-                    backlog=config.backlog,
-                )
-            )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """None: see ``main``."""
-        yield
-
-
-def _load(config: uvicorn.Config, options: ServeOptions) -> None:
-    """Raises ConfigError: TLS's files are of no use, or others may read the key."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",  # or it would write of every request that is malformed
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
+        backlog=_BACKLOG,
+    )
     try:
         if options.tls_key is not None:
             why = exposure(Path(options.tls_key).stat(), options.tls_key)
@@ -173,77 +151,61 @@ def _load(config: uvicorn.Config, options: ServeOptions) -> None:
         if not isinstance(error, ssl.SSLError):
             why = f"can't be read: {explained(error)}"
         raise ConfigError(f"{files} {why}") from None
+    kind: Any = config.http_protocol_class
+    most = _room_for_connections(options.max_connections)
+    config.http_protocol_class = Connections(kind, most, options.header_timeout_s)  # type: ignore[assignment]  # makes one
+    return config
 
 
-def _config(options: ServeOptions, app: Any) -> uvicorn.Config:
-    most_connections = room_for_connections(options.max_connections)
-    if most_connections < options.max_connections:
-        logger.warning(
-            "more than %d connections are refused, for want of open files (--max-connections %d): "
-            "raise ulimit -n",
-            most_connections,
-            options.max_connections,
-        )
-    limits = ConnectionLimits(options.header_timeout_s, options.write_timeout_s, most_connections)
-    return uvicorn.Config(
-        app,
-        http=protocol_of(limits),  # type: ignore[arg-type]  # makes one
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # or it would tell of every request that is none
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=1,
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
-        backlog=_BACKLOG,
+def _room_for_connections(wanted: int) -> int:
+    """Return how many of ``wanted`` connections this process may hold, 1 or more. Raise the soft
+    limit of open files towards the hard one for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(ValueError, OSError):  # the system has bounds of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    most = max(1, soft - SPARE_FILES)
+    logger.warning(
+        "more than %d connections are refused, for want of open files (--max-connections %d): "
+        "raise ulimit -n",
+        most,
+        wanted,
     )
-
-
-def _open_front(opening: Opening, options: ServeOptions, channel: AsyncChannel) -> Front:
-    template_file, model = options.chat_template, find_model(opening.model)
-    codec = TextCodec.load(model, opening.max_model_len)
-    template = ChatTemplate.load(model, None if template_file is None else Path(template_file))
-    log = RequestLog(options.request_log)
-    conversations = Keeping(**opening.keeping).open(model)
-    client = RequestTable(channel.send)
-    return Front(opening, options, codec, template, client, log, conversations)
+    return most
 
 
 def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
-    """A bound socket, and how clients call it. Raises ConfigError."""
+    """Return a bound socket and its address. Raises: ConfigError: If that isn't possible."""
     if options.unix_socket is not None:
         return _listen_at_file(Path(options.unix_socket)), f"unix:{options.unix_socket}"
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
-        listener = _named_tcp(socket.create_server(where[:2], family=family, backlog=_BACKLOG))
+        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"can't listen at --host {options.host} --port {options.port}: "
             f"{explained(error) if isinstance(error, OSError) else error}"
         ) from None
+    # Accepted sockets inherit these. Without the first, an answer's second packet waits for the
+    # client's delayed ACK (40 ms). The second ends connections whose client reads nothing.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    timeout_ms = min(int(options.write_timeout_s * 1e3), _MOST_TIMEOUT_MS)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return listener, f"{'http' if options.tls_cert is None else 'https'}://{shown}:{port}"
 
 
-def _named_tcp(listener: socket.socket) -> socket.socket:
-    """The same socket with its protocol's number, which ``socket.create_server``
-    leaves at 0. asyncio sets TCP_NODELAY only on sockets that name TCP; without
-    it an answer's second packet waits for the client's delayed ACK (40 ms)."""
-    return socket.socket(
-        listener.family, listener.type, socket.IPPROTO_TCP, fileno=listener.detach()
-    )
-
-
 def _listen_at_file(path: Path) -> socket.socket:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as caller:
         if stat.S_ISSOCK(path.lstat().st_mode) and caller.connect_ex(str(path)):
-            path.unlink()  # nobody listens there any more
+            path.unlink()  # no process listens there any more
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o177)  # for its owner only
     try:
@@ -256,15 +218,16 @@ def _listen_at_file(path: Path) -> socket.socket:
     return listener
 
 
-class _Obeying:
-    """Does what the engine's process says, until it says nothing any more."""
+class _Frontend:
+    """Follows the messages of the engine's process until that ends."""
 
     def __init__(self, front: Front, guard: Guard, channel: AsyncChannel) -> None:
         self._front = front
         self._guard = guard
         self._channel = channel
         self._ending: asyncio.Task[None] | None = None
-        self._gives_up_s = math.inf  # by ``time.monotonic``: nobody is waited for any longer
+        self._gives_up_s = math.inf
+        """By ``time.monotonic``; then clients without an answer get none."""
 
     async def run(self) -> None:
         front = self._front
@@ -274,7 +237,7 @@ class _Obeying:
         except ProtocolError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("the engine's process can't be heard any more")
+            logger.exception("the engine's process can't be followed any more")
         front.outlook = replace(front.outlook, is_lost=True)
         self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
         await self._until_answered()
@@ -292,8 +255,6 @@ class _Obeying:
                 front.outlook = replace(front.outlook, is_ready=True)
             case Keys(keys):
                 self._guard.keys = tuple(keys)
-            case Reopen():
-                front.log.reopen()
             case Drain() | CutOff():
                 front.outlook = replace(front.outlook, is_draining=True)
                 if isinstance(message, CutOff):
@@ -308,7 +269,7 @@ class _Obeying:
         front = self._front
         now_s = time.monotonic()
         front.outlook = replace(front.outlook, seen=seen, seen_s=now_s)
-        front.observations.see(now_s, seen)
+        front.metrics.see(now_s, seen)
         if seen.state in ("broken", "closed") and front.client.num_open:
             front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 

@@ -1,25 +1,248 @@
-"""Serving from the first request to the last: the part of the process that has
-the engine."""
+"""The engine's side of a server: the HTTP process, the thread that talks to it, and serving from
+the first request to the last."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import os
+import socket
+import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Final
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, RequestError
+from fastdecode.core.host.child_process import python_command
+from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.activity import ActivityLines
-from fastdecode.server.bridge import Bridge
-from fastdecode.server.messages import CutOff, Drain
+from fastdecode.server.keys import KEYS_VARIABLE
+from fastdecode.server.link import (
+    Cancel,
+    Channel,
+    CutOff,
+    Drain,
+    Drained,
+    Listening,
+    Opening,
+    ServerMessage,
+    StatusAck,
+    StatusReport,
+    Submit,
+    Unfit,
+)
+from fastdecode.wire.mpi.launcher import without_launcher
 
-_LOOK_EVERY_S = 0.1
-_CUT_WITHIN_S = 2.0
-"""How long those whose requests are ended may take to hear of it."""
-_STOPPED = "the server's HTTP process read nothing for too long: try again"
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S: Final = 0.1
+_CUT_WITHIN_S: Final = 2.0
+"""How long the HTTP process may take to end all requests with an error."""
+_ENDS_WITHIN_S: Final = 5.0
+_ACTIVITY_EVERY_S: Final = 10.0
+_MOST_BETWEEN_LOOKS_S: Final = 1.0
+"""More isn't counted as silence: the engine's process was stopped itself, or made a long step."""
+
+
+class HttpProcess:
+    """Starts the HTTP process, which refuses requests until the engine is ready. Close it.
+
+    Args:
+        opening: What to serve.
+        environ: Its environment, but for what launchers and keys put there.
+
+    Raises:
+        ConfigError: If it can't listen there, or the tokenizer or the template is of no use.
+    """
+
+    def __init__(self, opening: Opening, environ: Mapping[str, str] = os.environ) -> None:
+        inherited = without_launcher(environ)
+        ours, theirs = socket.socketpair()
+        main = "from fastdecode.server.frontend import main; main(int(given))"
+        with theirs:
+            # A session of its own: an interrupt at the keyboard is for this process alone.
+            self._process = subprocess.Popen(
+                python_command(main, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={name: inherited[name] for name in inherited if name != KEYS_VARIABLE},
+                start_new_session=True,
+            )
+        self.channel = Channel(ours)
+        try:
+            self.channel.send(opening)
+            match self.channel.receive():
+                case Listening(address):
+                    self.address = address
+                case Unfit(message):
+                    raise ConfigError(message, code="unfit_to_serve")
+                case _:
+                    raise OSError
+        except OSError:
+            self.close()
+            raise FastDecodeError("the HTTP process ended at once: see its last words") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End it. Safe to call twice."""
+        self.channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDS_WITHIN_S)
+        self._process.kill()
+        self._process.wait()
+
+
+class Bridge(threading.Thread):
+    """Serves an engine to the HTTP process from ``start`` on, until the channel is closed.
+
+    Args:
+        service: Runs the requests.
+        channel: To the HTTP process.
+        limits: Of any request.
+        figures: Of the engine, for status reports. Its thread calls this between two steps.
+        silence_s: The HTTP process answers each status report, twice a second. If an answer takes
+            longer than this, nothing is read: the process was stopped, or hangs.
+    """
+
+    def __init__(
+        self,
+        service: EngineService[Any],
+        channel: Channel,
+        limits: RequestLimits,
+        figures: Callable[[Any], dict[str, Any]] = lambda served: {},
+        silence_s: float = math.inf,
+    ) -> None:
+        super().__init__(name="http", daemon=True)
+        self._channel = channel
+        self._server = EngineServer(service, limits, figures, channel.wake)
+        self.silence_s = silence_s
+        self.is_silent = False
+        self._owes_answer = False
+        self._was_heard = False
+        """Since the last look."""
+        self._waited_s = 0.0
+        self._looked_s: float | None = None
+        self._outbox: SimpleQueue[ServerMessage] = SimpleQueue()
+        self.is_gone = threading.Event()
+        """Set when the HTTP process has ended."""
+        self.drained = threading.Event()
+        """Set when it has no open request any more, and takes none."""
+        self.num_cut = 0
+        """Requests that it had to end."""
+
+    def run(self) -> None:
+        """However this ends, the HTTP process counts as gone: requests would wait without end."""
+        try:
+            while True:
+                self._send_all()
+                message = self._channel.receive(self._server.wait_s)
+                if message is not None:
+                    self._obey(message)
+        except OSError:
+            pass  # the other end is gone
+        except ProtocolError as error:
+            logger.error("%s", error)
+        except Exception:
+            logger.exception("the HTTP process can't be talked to any more")
+        finally:
+            self.is_gone.set()
+
+    def send(self, message: ServerMessage) -> None:
+        """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
+        self._outbox.put(message)
+        self._channel.wake()
+
+    def cancel_all(self, error: FastDecodeError) -> None:
+        """End all requests of the HTTP process, which gets the error once it reads again."""
+        self._server.cancel_all(error)
+
+    def look(self, now_s: float) -> bool:
+        """Update ``is_silent``, several times a second. Return True if it has changed."""
+        before_s, self._looked_s = self._looked_s, now_s
+        was_heard, self._was_heard = self._was_heard, False
+        if was_heard or not self._owes_answer:
+            self._waited_s = 0.0
+        elif before_s is not None:
+            self._waited_s += min(now_s - before_s, _MOST_BETWEEN_LOOKS_S)
+        was_silent, self.is_silent = self.is_silent, self._waited_s > self.silence_s
+        return self.is_silent != was_silent
+
+    def _send_all(self) -> None:
+        try:
+            while True:
+                self._channel.send(self._outbox.get_nowait())
+        except Empty:
+            pass
+        for message in self._server.messages():
+            if isinstance(message, StatusReport):
+                self._owes_answer = True
+            self._channel.send(message)
+
+    def _obey(self, message: ServerMessage) -> None:
+        self._owes_answer, self._was_heard = False, True
+        match message:
+            case StatusAck():
+                pass
+            case Submit() | Cancel():
+                self._server.obey(message)
+            case Drained(num_cut):
+                self.num_cut = num_cut
+                self.drained.set()
+            case _:
+                raise ProtocolError(f"the HTTP process said {type(message).__name__}")
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What an engine does, and has done."""
+
+    num_running: int
+    num_waiting: int
+    output_tokens: int
+    workers: tuple[int, int]
+    """R-workers that aren't lost, and all."""
+
+
+class ActivityLines:
+    """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
+
+    def __init__(
+        self,
+        look: Callable[[], Activity],
+        tell: Callable[[str], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._look = look
+        self._tell = tell
+        self._clock = clock
+        self._told_s = clock()
+        self._tokens = look().output_tokens
+
+    def turn(self) -> None:
+        """Show a line if one is due."""
+        now_s = self._clock()
+        elapsed_s = now_s - self._told_s
+        if elapsed_s < _ACTIVITY_EVERY_S:
+            return
+        now = self._look()
+        tokens, self._tokens, self._told_s = self._tokens, now.output_tokens, now_s
+        if not (now.num_running or now.num_waiting or now.output_tokens > tokens):
+            return
+        live, num = now.workers
+        workers = f", R-workers {live}/{num}" if num else ""
+        self._tell(
+            f"{now.num_running} running, {now.num_waiting} waiting, "
+            f"{(now.output_tokens - tokens) / elapsed_s:.0f} tok/s{workers}"
+        )
 
 
 class Ending(Enum):
@@ -38,19 +261,19 @@ class Wishes:
     num_stops: int = 0
     num_reloads: int = 0
     ending: Ending | None = None
-    """How it ended; nothing is answered any more."""
+    """Set once no request is answered any more."""
 
 
 class Serving:
     """Waits for what ends a server. Used by the thread that opened the service.
 
     Args:
-        service: runs the requests; where it has no thread of its own, its steps
-            are made here.
-        wishes: looked at ten times a second.
-        reload: called when that was asked for.
-        tell: told what happens, a line at a time.
-        lines: told again and again what is done; None: nobody wants them.
+        service: Runs the requests. Where it has no thread of its own, its steps run here.
+        bridge: To the HTTP process.
+        wishes: Of signals.
+        reload: Reads the keys again.
+        tell: Shows a line.
+        lines: Show what the engine does. None: nothing.
     """
 
     def __init__(
@@ -72,90 +295,74 @@ class Serving:
         self._num_reloaded = 0
 
     def run(self, drain_timeout_s: float) -> Ending:
-        """Until it is asked to stop, or can't go on."""
-        while not self._wishes.num_stops and not self._is_broken:
-            self._turn()
+        """Serve until a signal asks to stop, or serving can't continue."""
+        bridge, wishes = self._bridge, self._wishes
+        self._turn_while(lambda: not wishes.num_stops)
         if not self._is_broken:
-            return self._drain(drain_timeout_s)
-        if self._bridge.is_gone.is_set():
+            self._tell(
+                f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
+                "at once"
+            )
+            bridge.send(Drain(drain_timeout_s))
+            self._turn_while(lambda: wishes.num_stops < 2, drain_timeout_s)
+        elif not bridge.is_gone.is_set():
+            self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
+        if not bridge.drained.is_set():
+            bridge.send(CutOff())
+            end_s = time.monotonic() + _CUT_WITHIN_S
+            while not (bridge.drained.is_set() or bridge.is_gone.is_set()):
+                if time.monotonic() >= end_s:
+                    break
+                self._service.take(self._nothing, _LOOK_EVERY_S)
+        if self._service.snapshot().error is not None:
+            return Ending.ENGINE_LOST
+        if bridge.is_gone.is_set():
             self._tell("the HTTP process has ended; so does the server")
             return Ending.HTTP_LOST
-        self._tell(f"the engine broke down: {_told(self._service.snapshot().error)}")
-        self._cut()
-        return Ending.ENGINE_LOST
+        if not bridge.drained.is_set():
+            said = "the HTTP process didn't say in time how many requests were cut off"
+        elif num := bridge.num_cut:
+            said = f"{num} {'request was' if num == 1 else 'requests were'} cut off"
+        else:
+            said = "all running requests were answered"
+        self._tell(f"ended; {said}")
+        is_whole = bridge.drained.is_set() and not bridge.num_cut
+        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
 
     @property
     def _is_broken(self) -> bool:
         return self._bridge.is_gone.is_set() or self._service.snapshot().error is not None
 
-    def _turn(self) -> None:
-        self._service.take(self._nothing, _LOOK_EVERY_S)
-        self._look_after_http()
-        if self._lines is not None:
-            self._lines.turn()
-        if self._wishes.num_reloads > self._num_reloaded:
-            self._num_reloaded = self._wishes.num_reloads
-            self._reload()
-
-    def _look_after_http(self) -> None:
-        """An HTTP process that reads nothing answers no client: what it has asked
-        for isn't computed any further."""
-        silence = self._bridge.silence
-        is_silent = silence.look(time.monotonic())
-        if is_silent:
-            self._tell(
-                f"the HTTP process has read nothing for {silence.limit_s:g} s: its requests are "
-                "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
-            )
-            self._bridge.cancel_all(RequestError(_STOPPED, code="http_stopped"))
-        elif is_silent is not None:
-            self._tell("the HTTP process reads again")
-
-    def _drain(self, timeout_s: float) -> Ending:
-        self._tell(f"finishing requests for {timeout_s:g} s at most; a second signal stops at once")
-        self._bridge.send(Drain(timeout_s))
-        end_s = time.monotonic() + timeout_s
-        while (
-            not self._bridge.drained.is_set()
-            and not self._is_broken
-            and self._wishes.num_stops < 2
-            and time.monotonic() < end_s
-        ):
-            self._turn()
-        if not self._bridge.drained.is_set():
-            self._cut()
-        is_heard = self._bridge.drained.is_set()
-        if self._service.snapshot().error is not None:
-            return Ending.ENGINE_LOST
-        if self._bridge.is_gone.is_set():
-            return Ending.HTTP_LOST
-        self._tell(_ending(self._bridge.num_cut, is_heard=is_heard))
-        is_whole = is_heard and not self._bridge.num_cut
-        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
-
-    def _cut(self) -> None:
-        """End what is open, with an error."""
-        self._bridge.send(CutOff())
-        end_s = time.monotonic() + _CUT_WITHIN_S
-        while (
-            not self._bridge.drained.is_set()
-            and not self._bridge.is_gone.is_set()
-            and time.monotonic() < end_s
-        ):
+    def _turn_while(self, condition: Callable[[], bool], most_s: float = math.inf) -> None:
+        """Serve while a condition holds and requests may still be answered."""
+        end_s = time.monotonic() + most_s
+        while condition() and not (self._is_broken or self._bridge.drained.is_set()):
+            if time.monotonic() >= end_s:
+                return
             self._service.take(self._nothing, _LOOK_EVERY_S)
+            if self._bridge.look(time.monotonic()):
+                self._on_silence()
+            if self._lines is not None:
+                self._lines.turn()
+            if self._wishes.num_reloads > self._num_reloaded:
+                self._num_reloaded = self._wishes.num_reloads
+                self._reload()
+
+    def _on_silence(self) -> None:
+        """Cancel the requests of an HTTP process that reads nothing: it answers no client."""
+        if not self._bridge.is_silent:
+            self._tell("the HTTP process reads again")
+            return
+        self._tell(
+            f"the HTTP process has read nothing for {self._bridge.silence_s:g} s: its requests are "
+            "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
+        )
+        text = "the server's HTTP process read nothing for too long: try again"
+        self._bridge.cancel_all(RequestError(text, code="http_stopped"))
 
 
-def _ending(num_cut: int, *, is_heard: bool) -> str:
-    """How a server ended that was asked to."""
-    if not is_heard:
-        return "ended; the HTTP process didn't say in time how many requests were cut off"
-    if num_cut:
-        return f"ended; {num_cut} {'request was' if num_cut == 1 else 'requests were'} cut off"
-    return "ended; all running requests were answered"
-
-
-def _told(error: FastDecodeError | None) -> str:
-    """A mistake of ours by its kind alone: its words may hold what somebody asked."""
+def _shown(error: FastDecodeError | None) -> str:
+    """Return a mistake of ours by its kind alone: its words may hold what a client sent."""
     cause = None if error is None else error.__cause__
     if type(error) is FastDecodeError and cause is not None:
         return f"a step raised {type(cause).__name__}"

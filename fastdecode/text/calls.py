@@ -499,14 +499,15 @@ class HarmonyParser(Divider):
         self._text = self._text[num_chars:]
 
     def _in_body(self, is_final: bool) -> bool:
-        is_call = self._kind == "call"
+        is_call, end = self._kind == "call", len(self._text)
         found = _END_MARK.search(self._text, self._num_scanned if is_call else 0)
-        if found is None and is_call and not is_final:
-            self._num_scanned = max(0, len(self._text) - max(map(len, _ENDS)))
+        if found is not None:
+            end = found.start()
+        elif is_call and not is_final:
+            self._num_scanned = max(0, end - max(map(len, _ENDS)))
             return False
-        may_wait = found is None and not is_final
-        num_held = max(num_begun(self._text, mark) for mark in _ENDS) if may_wait else 0
-        end = len(self._text) - num_held if found is None else found.start()
+        elif not is_final:
+            end -= max(num_begun(self._text, mark) for mark in _ENDS)
         self._say(end)
         if found is not None:
             self._step = self._in_head

@@ -1,9 +1,9 @@
 """Chat templates: a conversation to the text that a model was trained to continue.
 
-A template is a Jinja program that comes with the model. It runs in a child process, and sees
-nothing but the messages and the names of special tokens. It is looked for where ``transformers``
-looks: ``chat_template.jinja``, then ``chat_template`` in ``tokenizer_config.json`` (a string, or
-several by name, of which "default" counts, and "tool_use" for conversations with tools).
+A template is a Jinja program that comes with the model. It runs in a child process. It is looked
+for where ``transformers`` looks: ``chat_template.jinja``, then ``chat_template`` in
+``tokenizer_config.json`` (a string, or several by name, of which "default" counts, and "tool_use"
+for conversations with tools).
 """
 
 from __future__ import annotations
@@ -87,12 +87,8 @@ class ChatTemplate:
     @classmethod
     def load(cls, model_dir: Path, given: str | Path | None = None) -> ChatTemplate | None:
         """Return the template of a model directory, or ``given`` in its place: a file, or a Jinja
-        program, which is a text with ``{``; None if the model has none.
-
-        Raises:
-            CheckpointError, MissingExtraError: As above, or if a file of the model can't be read.
-            ConfigError: If ``given`` can't be read, or isn't a template.
-        """
+        program, which is a text with ``{``. None if the model has none. Raises ConfigError: If
+        ``given`` can't be read, or isn't a template. CheckpointError: If a file can't be read."""
         special_tokens = TokenizerFiles.read(model_dir).names
         if given is not None:
             what, source, origin = Given("chat_template"), str(given), "chat_template"
@@ -124,9 +120,16 @@ class ChatTemplate:
         fails on them, or takes more than the limits. (``invalid_messages``) If it leaves out
         messages of a role, or the last message can't be continued. (``child_died``) If the child
         was ended from outside."""
-        if how.style is not None:
-            messages = for_template(messages, how.style)
-        self._check_roles(messages, how)
+        lost = frozenset[str]() if how.style is None else how.style.lost
+        messages = messages if how.style is None else for_template(messages, how.style)
+        for role in dict.fromkeys(str(message.get("role")) for message in messages):
+            if role in lost or not self._writes(role):
+                known = ", ".join(each for each in ROLES if each not in lost)
+                raise RequestError(
+                    f"the chat template leaves out messages of the role {role!r:.80}: use one of "
+                    f"{known}, or give another chat_template",
+                    code="invalid_messages",
+                )
         try:
             text = self._render(how.marked(messages), now, how)
         except ChildDiedError as error:
@@ -139,17 +142,6 @@ class ChatTemplate:
                 f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
         return how.cut(text)
-
-    def _check_roles(self, messages: Sequence[Message], how: Rendering) -> None:
-        lost = frozenset[str]() if how.style is None else how.style.lost
-        for role in dict.fromkeys(str(message.get("role")) for message in messages):
-            if role in lost or not self._writes(role):
-                known = ", ".join(each for each in ROLES if each not in lost)
-                raise RequestError(
-                    f"the chat template leaves out messages of the role {role!r:.80}: use one of "
-                    f"{known}, or give another chat_template",
-                    code="invalid_messages",
-                )
 
     def _render(self, messages: Sequence[Message], now: datetime, how: Rendering) -> str:
         """Ask the child; again with objects if the template refuses other arguments of calls."""

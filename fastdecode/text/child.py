@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -27,16 +26,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastdecode.core.errors import CHILD_DIED, CheckpointError, RequestError
+from fastdecode.core.host.child_process import python_command
 from fastdecode.text.tokenizer_files import load_tokenizer
 
 Answer: TypeAlias = Callable[[dict[str, Any]], Any]
 """From a question to its answer, in JSON's types. It raises whatever a model's authors raise."""
 MAX_ANSWER_BYTES = 512 << 20
-# The child finds modules where we do, and nowhere else: -I leaves out the working directory.
-_BOOT = (
-    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.text.child import main; "
-    "main(int(sys.argv[1]))"
-)
+_BOOT = "from fastdecode.text.child import main; main(int(given))"
 # The rest of our environment may hold secrets.
 _INHERITED = "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR"
 _QUIET = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
@@ -104,7 +100,7 @@ class LimitedChild:
         with theirs:
             # A process group of its own: an interrupt at the keyboard is for us alone.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, str(theirs.fileno()), *sys.path],
+                python_command(_BOOT, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -58,10 +58,8 @@ class Vocabulary:
     @cached_property
     def decoder_types(self) -> frozenset[str]:
         decoder = self.tokenizer.decoder
-        if decoder is None:
-            return frozenset()
         # Its pickled state is its part of tokenizer.json: there is no other way to look inside.
-        return frozenset(_types(json.loads(decoder.__getstate__())))
+        return frozenset(() if decoder is None else _types(json.loads(decoder.__getstate__())))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of all tokens at once. Unknown ids have none."""

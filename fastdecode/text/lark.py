@@ -176,8 +176,7 @@ def _tagged_rules(tags: Tags, tool: Mapping[str, Any], name: str) -> Iterator[st
 def _python_rule(tool: Mapping[str, Any]) -> str:
     parameters = tool.get("parameters") or {}
     names = parameters.get("required") or ()
-    required: list[str] = []
-    others: list[str] = []
+    required, others = list[str](), list[str]()
     for key, schema in (parameters.get("properties") or {}).items():
         rule = f"{quoted(key + '=')} {_argument_rule(schema, parameters)}"
         (required if key in names else others).append(rule)

@@ -27,8 +27,6 @@ from sworker.kernels.row_loops import (
     NORM,
     NUM_FIELDS,
     ROTATE,
-    ROTATE_SPLIT,
-    run_job,
 )
 from sworker.kernels.threads import openmp_library
 from sworker.model.skeleton import QKV
@@ -78,7 +76,9 @@ class ThreadJob(Job, threading.local):
     """One that each calling thread has memory of its own for."""
 
 
-_job = ThreadJob(run_job, JOB_BYTES)
+@cache
+def _job(is_wide: bool) -> ThreadJob:
+    return ThreadJob(row_loops.compiled(is_wide=is_wide), JOB_BYTES)
 
 
 def is_possible(dtype: torch.dtype) -> bool:
@@ -100,11 +100,12 @@ def _run(
     share, most = -(-num_rows // num_threads), _ELEMENTS_AT_ONCE // row_elements
     at_once = (share if share < most else most) or 1
     unused = (0,) * (NUM_FIELDS - 4 - len(fields))
+    job = _job(is_wide)
     _JOB.pack_into(
-        _job.memory, _job.offset, kind, is_wide, num_rows, at_once, *fields, *unused, eps, offset, 0
+        job.memory, job.offset, kind, is_wide, num_rows, at_once, *fields, *unused, eps, offset, 0
     )
     # The last: no block of rows is taken yet.
-    _job.runner(num_threads, num_rows * row_elements)()
+    job.runner(num_threads, num_rows * row_elements)()
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -158,7 +159,7 @@ def rotate_split(qk: Tensor, v: Tensor, positions: Tensor, table: Tensor, out: Q
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     num_q, (num_rows, num_k, size) = out[0].shape[1], out[1].shape
     _run(
-        ROTATE_SPLIT, out[1].dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
+        ROTATE, out[1].dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
         num_q, qk.data_ptr(), qk.stride(0), qk.stride(1), positions.data_ptr(), 0,
         table.data_ptr(), 0, out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(),
         out[2].data_ptr(), num_k, v.data_ptr(), v.stride(0), v.stride(1),
@@ -189,7 +190,8 @@ class RowJob(Job):
     def __init__(
         self, fields: Mapping[int, int], size: int, eps: float = 0.0, offset: float = 0.0
     ) -> None:
-        super().__init__(run_job, JOB_BYTES)
+        loops = row_loops.compiled(is_wide=bool(fields[row_loops.IS_WIDE]))
+        super().__init__(loops, JOB_BYTES)
         job = memoryview(self.memory).cast("B")[self.offset : self.offset + JOB_BYTES]
         Struct("<2d").pack_into(job, 8 * NUM_FIELDS, eps, offset)
         self.fields = job.cast("q")
@@ -248,7 +250,7 @@ class RotateHeads(RowJob):
     ) -> None:
         row = (num_q_heads + 2 * num_kv_heads) * head_dim
         fields = {
-            row_loops.KIND: ROTATE_SPLIT, row_loops.IS_WIDE: dtype == torch.float32,
+            row_loops.KIND: ROTATE, row_loops.IS_WIDE: dtype == torch.float32,
             row_loops.SIZE: head_dim, row_loops.NUM_HEADS: num_q_heads,
             row_loops.NUM_K: num_kv_heads, row_loops.X_ROW: row, row_loops.X_HEAD: head_dim,
             row_loops.V_ROW: row, row_loops.V_HEAD: head_dim,

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
-from numba.core.ccallback import CFunc
+from numba import carray, types
 from numba.extending import intrinsic
 
 from cpu_kernels.codegen import memory, simd
-from cpu_kernels.codegen.kept import keep
+from cpu_kernels.codegen.compiled import compiled_job, part
 from cpu_kernels.codegen.memory import emit_prefetch
 from cpu_kernels.codegen.simd import (
     F32,
@@ -131,7 +130,7 @@ def _make_unit(is_half):
     two_2, two_1 = _make_tile(2, 2, is_half), _make_tile(2, 1, is_half)
     three, four, five, six = (_make_tile(rows, 1, is_half) for rows in (3, 4, 5, 6))
 
-    @njit
+    @part
     def tiles(rows, panels, weight, panel_bytes, x, x_row, depth, start, start_row, out, out_row):
         """Rows, at most 6, times panels."""
         panel = 0
@@ -160,7 +159,7 @@ def _make_unit(is_half):
                 one_1(w, panel_bytes, x, x_row, depth, s, start_row, o, out_row)
             panel += taken
 
-    @njit
+    @part
     def unit(job, first_row, last_row, first_panel, last_panel):
         """Rows times panels, ``_DEPTH`` of K at a time."""
         size_in, out_row = job[SIZE_IN], job[OUT_ROW]
@@ -191,7 +190,7 @@ def _make_unit(is_half):
 def _make_units(is_half):
     unit = _make_unit(is_half)
 
-    @njit
+    @part
     def run_units(address):
         """Do units of a job until none is left."""
         job = carray(pointer_to(address), (NUM_FIELDS,), np.int64)
@@ -228,8 +227,5 @@ def compiled(*, is_half):
     for weights of float16, or of bfloat16. It is compiled once a host, where its disk allows."""
     function = _run_half_job if is_half else _run_brain_job
     function.__qualname__ += f"_{LANES}"  # the name on disk: a forced level has other lanes
-    run_job = CFunc(function, ((types.int64,), types.void), locals={}, options={})
     modules = (row_loops, memory, simd)
-    keep(run_job, function, Path(__file__), *(Path(module.__file__) for module in modules))
-    run_job.compile()
-    return run_job
+    return compiled_job(function, Path(__file__), *(Path(x.__file__) for x in modules))

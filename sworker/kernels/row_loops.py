@@ -3,31 +3,30 @@
 """Compiled loops over the rows of a tensor, for ``fused_numba``: what one
 thread does of a job.
 
-A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16, and
-loops are compiled for both. A row's result depends on that row alone, to the
-bit. All compiled code is in this one file: what is kept of it on disk is kept
-under a name that tells this file's content.
+A tensor of float32 is read as it is; one of bfloat16 as the bits, uint16. Loops are
+compiled for each of both when they are first needed. A row's result depends on that
+row alone, to the bit.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from cpu_kernels.codegen.kept import keep
+from cpu_kernels.codegen.compiled import compiled_job, part
 
 # A job: int64 fields and two float64; the counter of blocks that are taken has
-# a cache line of its own. K_OUT to V_HEAD: only where a job splits.
+# a cache line of its own. K_OUT to V_HEAD: only where q and k are turned, and v is copied.
 KIND, IS_WIDE, NUM_ROWS, ROWS_AT_ONCE, SIZE, NUM_HEADS, X, X_ROW, X_HEAD, Y, Y_ROW = range(11)
 WEIGHT, TOTAL, OUT, FLAG, K_OUT, V_OUT, NUM_K, V, V_ROW, V_HEAD, NUM_FIELDS = range(11, 22)
 NEXT = 192
 JOB_BYTES = 256
-NORM, ROTATE, GATE, ROTATE_SPLIT = range(4)
+NORM, ROTATE, GATE = range(3)
 """Kinds of jobs."""
 
 
@@ -124,11 +123,11 @@ def exp(x):
     return np.float32(np.inf) if is_huge else p * _two_to_the(shifted)
 
 
-@njit
-def _elements(job, field, first, size, dtype):
-    """``size`` elements of a tensor, from number ``first`` on."""
+@part
+def _elements(job, tensor, first, size, dtype):
+    """``size`` elements of the tensor at an address, from number ``first`` on."""
     itemsize = 4 if job[IS_WIDE] else 2
-    return carray(pointer_to(job[field] + first * itemsize), (size,), dtype)
+    return carray(pointer_to(tensor + first * itemsize), (size,), dtype)
 
 
 # So that sums may be vectors; NaN and Inf stay themselves.
@@ -150,17 +149,17 @@ def _norm_row(x, added, weight, total, out, eps, offset):
         out[j] = narrow(widen(x[j]) * scale * (widen(weight[j]) + offset), none)
 
 
-@njit
+@part
 def _norm_rows(dtype, job, numbers, first, last):
     size, heads = job[SIZE], job[NUM_HEADS]
     added_size = size if job[Y] else 0
-    weight = _elements(job, WEIGHT, 0, size, dtype)
+    weight = _elements(job, job[WEIGHT], np.int64(0), size, dtype)
     for row in range(first, last):
-        added = _elements(job, Y, row * job[Y_ROW], added_size, dtype)
-        total = _elements(job, TOTAL, row * size, added_size, dtype)
+        added = _elements(job, job[Y], row * job[Y_ROW], added_size, dtype)
+        total = _elements(job, job[TOTAL], row * size, added_size, dtype)
         for head in range(heads):
-            x = _elements(job, X, row * job[X_ROW] + head * job[X_HEAD], size, dtype)
-            out = _elements(job, OUT, (row * heads + head) * size, size, dtype)
+            x = _elements(job, job[X], row * job[X_ROW] + head * job[X_HEAD], size, dtype)
+            out = _elements(job, job[OUT], (row * heads + head) * size, size, dtype)
             _norm_row(x, added, weight, total, out, np.float32(numbers[0]), np.float32(numbers[1]))
 
 
@@ -175,35 +174,27 @@ def _rotate_head(x, table, out):
         out[j] = x[j]
 
 
-@njit
+@part
 def _rotate_rows(dtype, job, first, last):
-    size, heads, num = job[SIZE], job[NUM_HEADS], job[FLAG]
-    positions = carray(pointer_to(job[Y]), (job[NUM_ROWS],), np.int64)
-    for row in range(first, last):
-        table = carray(pointer_to(job[WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
-        for head in range(heads):
-            x = _elements(job, X, row * job[X_ROW] + head * job[X_HEAD], size, dtype)
-            out = _elements(job, OUT, (row * heads + head) * size, size, dtype)
-            _rotate_head(x, table, out)
-
-
-@njit
-def _rotate_split_rows(dtype, job, first, last):
-    """Of a row q and k are turned and v is copied, each to a tensor of its own."""
+    """Turn q and k of rows and copy v, each to a tensor of its own. A job may have q alone."""
     size, num_q, num_k, num = job[SIZE], job[NUM_HEADS], job[NUM_K], job[FLAG]
     positions = carray(pointer_to(job[Y]), (job[NUM_ROWS],), np.int64)
     for row in range(first, last):
         table = carray(pointer_to(job[WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
         x = row * job[X_ROW]
         for head in range(num_q):
-            q = _elements(job, X, x + head * job[X_HEAD], size, dtype)
-            _rotate_head(q, table, _elements(job, OUT, (row * num_q + head) * size, size, dtype))
+            q = _elements(job, job[X], x + head * job[X_HEAD], size, dtype)
+            _rotate_head(
+                q, table, _elements(job, job[OUT], (row * num_q + head) * size, size, dtype)
+            )
         for head in range(num_k):
-            k = _elements(job, X, x + (num_q + head) * job[X_HEAD], size, dtype)
-            _rotate_head(k, table, _elements(job, K_OUT, (row * num_k + head) * size, size, dtype))
+            k = _elements(job, job[X], x + (num_q + head) * job[X_HEAD], size, dtype)
+            _rotate_head(
+                k, table, _elements(job, job[K_OUT], (row * num_k + head) * size, size, dtype)
+            )
         for head in range(num_k):
-            v = _elements(job, V, row * job[V_ROW] + head * job[V_HEAD], size, dtype)
-            out = _elements(job, V_OUT, (row * num_k + head) * size, size, dtype)
+            v = _elements(job, job[V], row * job[V_ROW] + head * job[V_HEAD], size, dtype)
+            out = _elements(job, job[V_OUT], (row * num_k + head) * size, size, dtype)
             for j in range(size):
                 out[j] = v[j]
 
@@ -226,32 +217,31 @@ def _gelu_row(gate, up, out):
         out[j] = narrow(widen(active) * widen(up[j]), active)
 
 
-@njit
+@part
 def _gate_rows(dtype, job, first, last):
     size = job[SIZE]
     for row in range(first, last):
-        gate = _elements(job, X, row * job[X_ROW], size, dtype)
-        up = _elements(job, X, row * job[X_ROW] + size, size, dtype)
-        out = _elements(job, OUT, row * size, size, dtype)
+        gate = _elements(job, job[X], row * job[X_ROW], size, dtype)
+        up = _elements(job, job[X], row * job[X_ROW] + size, size, dtype)
+        out = _elements(job, job[OUT], row * size, size, dtype)
         if job[FLAG]:
             _silu_row(gate, up, out)
         else:
             _gelu_row(gate, up, out)
 
 
-@njit
+@part
 def _do_rows(dtype, job, numbers, first, last):
     if job[KIND] == NORM:
         _norm_rows(dtype, job, numbers, first, last)
     elif job[KIND] == ROTATE:
         _rotate_rows(dtype, job, first, last)
-    elif job[KIND] == ROTATE_SPLIT:
-        _rotate_split_rows(dtype, job, first, last)
     else:
         _gate_rows(dtype, job, first, last)
 
 
-def _run_job(address):
+@part
+def _run_units(dtype, address):
     """Do blocks of a job's rows until none is left: what each thread runs."""
     job = carray(pointer_to(address), (NUM_FIELDS,), np.int64)
     numbers = carray(pointer_to(address + 8 * NUM_FIELDS), (2,), np.float64)
@@ -259,14 +249,18 @@ def _run_job(address):
         first = claim(address + NEXT) * job[ROWS_AT_ONCE]
         if first >= job[NUM_ROWS]:
             return
-        last = min(first + job[ROWS_AT_ONCE], job[NUM_ROWS])
-        if job[IS_WIDE]:
-            _do_rows(np.float32, job, numbers, first, last)
-        else:
-            _do_rows(np.uint16, job, numbers, first, last)
+        _do_rows(dtype, job, numbers, first, min(first + job[ROWS_AT_ONCE], job[NUM_ROWS]))
 
 
-run_job = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
-"""Takes a job's address; compiled once a host, where its disk allows."""
-keep(run_job, _run_job, Path(__file__))
-run_job.compile()
+def _run_wide_job(address):
+    _run_units(np.float32, address)
+
+
+def _run_brain_job(address):
+    _run_units(np.uint16, address)
+
+
+@cache
+def compiled(*, is_wide):
+    """Return what each thread runs: for tensors of float32, or of bfloat16."""
+    return compiled_job(_run_wide_job if is_wide else _run_brain_job, Path(__file__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,7 @@ from fastdecode.cli.main import main
 from fastdecode.cli.options import add_options, as_typed, read_options
 from fastdecode.cli.parser import Parser, add_model
 from fastdecode.cli.vllm_words import as_here
-from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.options import (
-    REMOVED,
     REQUIRED,
     check_options,
     duration,
@@ -122,7 +119,6 @@ def test_an_unknown_group_is_refused_with_those_there_are(
     ("words", "says"),
     [
         (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
-        (["m", "--input", "f", "--transport", "zmq"], "FastDecode has nothing like it. Remove it"),
         (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
         (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
         (["m", "n", "--input", "f"], "unrecognized arguments: n"),
@@ -169,19 +165,6 @@ def test_the_whole_help_of_a_command_with_subcommands_lists_their_groups(
 @pytest.mark.parametrize("command", ["generate", "run-batch", "serve"])
 def test_no_default_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "None" not in ended([command, "--help=all"], capsys, code=0)
-
-
-def test_options_of_earlier_versions_say_what_took_their_place(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, new in REMOVED.items():
-        mend = "leave it out" if new is None else f"did you mean {new}?"
-        with pytest.raises(ConfigError, match=re.escape(f"no option '{name}': {mend}")):
-            EngineConfig.of("dir", **{name: 1})
-        flag = "--" + name.replace("_", "-")
-        mend = "Remove it" if new is None else f"did you mean --{new.replace('_', '-')}?"
-        said = ended(["generate", "m", flag, "1"], capsys)
-        assert f"unknown option {flag}: " in said and mend in said
 
 
 FLAGS = ["--tp", "--pp", "--kv-dtype", "--dtype", "--prefix-cache", "--cuda-graphs"]

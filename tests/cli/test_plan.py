@@ -77,7 +77,7 @@ def test_disaggregate_with_streaming_and_memory(capsys: pytest.CaptureFixture[st
     [
         ([*SPLIT, "--tokens", "0"], "--tokens 0 is not a whole number from 1 to 10000000"),
         ([*SPLIT, "--tokens", "9", "--overhead", "0.5"], "--overhead 0.5 is not a number from 1"),
-        ([*SPLIT, "--tokens", "9", "--kv-gb", "1"], "Give both, or neither"),
+        ([*SPLIT, "--tokens", "9", "--kv-gb", "1"], "--bandwidth-gbps missing"),
         ([*SPLIT, "--tokens", "9", "--layers", "2"], "--weights-gb and --prompt-kv-gb and"),
         (SWAP, "--kv-kb and --bandwidth-gb missing"),
         ([*SWAP, "--gpu", "A10"], "--model missing"),
@@ -177,7 +177,7 @@ def test_emits_what_launch_starts(
         (["--gpu", "A10", "--rate", "1", "--max-sockets", "0"], "--max-sockets 0 is not"),
         (["--gpu", "A10", "--rate", "1", "--requests", "0"], "--requests 0 is not"),
         (["--gpu", "A10", "--rate", "1", "--attainment", "90"], "--attainment 90.0 is not a part"),
-        (["--gpu", "A11", "--rate", "1"], "--gpu 'A11' is not known. Did you mean"),
+        (["--gpu", "A11", "--rate", "1"], "--gpu A11 is not known. Did you mean"),
     ],
 )
 def test_goodput_refuses(

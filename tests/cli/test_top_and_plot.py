@@ -15,7 +15,7 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
 from fastdecode.measure.run_plot import TraceSeries
-from fastdecode.server.activity import Activity, ActivityLines
+from fastdecode.server.serving import Activity, ActivityLines
 from fastdecode.wire.instances.messages import StatusReport
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"

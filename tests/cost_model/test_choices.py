@@ -44,7 +44,7 @@ def test_every_way_to_use_what_one_owns() -> None:
     # A GPU's hour and a tenth for each socket, over the tokens of an hour.
     per_hour = 4 * (1.0 + 0.1 * apart.headline.sockets)
     assert apart.job.money == pytest.approx(per_hour / (apart.tokens_per_s * 3600) * 1e6)
-    with pytest.raises(ConfigError, match="--own: how many CPU sockets"):
+    with pytest.raises(ConfigError, match="how many CPU sockets"):
         arrange(setup(), 4, Goal(), size, None)
 
 
@@ -58,7 +58,7 @@ def test_gpus_side_by_side() -> None:
     assert first is not None and second is not None and first <= second
     by_energy = sort_choices(found, "energy")
     assert by_energy[0].job.kwh == min(each.job.kwh or 0.0 for each in found)
-    with pytest.raises(ConfigError, match="Give --prices"):
+    with pytest.raises(ConfigError, match="what do they cost"):
         check_sort("cost", None)
     bfloat16 = replace(setup("V100"), dtype=DType.BFLOAT16)
     left = choose([("V100", bfloat16)], Goal(), size, None)
@@ -90,14 +90,6 @@ def test_requests_in_float_notation(text: str, capsys: pytest.CaptureFixture[str
     assert "1,000,000 requests: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["1.5", "many", "nan", "1e300", "inf"])
-def test_requests_that_make_no_sense(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*QUESTION, "--gpu", "A10", "--requests", text])
-    error = capsys.readouterr().err
-    assert f"--requests: {text} is not a whole number from 1 to 1000000000000" in error
-
-
 def test_what_a_job_takes() -> None:
     sizing = size(setup(), Goal(requests=10**6, max_sockets=4), prices=PRICES)
     job, headline = sizing.job, sizing.headline
@@ -115,7 +107,7 @@ def test_a_prefix_cache_saves_work_and_bytes() -> None:
     assert half.prompt_tokens(64) == none.prompt_tokens(64) / 2
     rates = [size(setup(prefix_hit=hit), Goal()).most_tokens_per_s for hit in (0.0, 0.5, 0.9)]
     assert rates == sorted(rates) and rates[2] > 1.1 * rates[0]
-    with pytest.raises(ConfigError, match="--prefix-hit 1"):
+    with pytest.raises(ConfigError, match="prefix_hit=1"):
         setup(prefix_hit=1.0)
 
 
@@ -146,23 +138,3 @@ def test_tables_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(json.loads(capsys.readouterr().out)["choices"]) == 3
     few = [*QUESTION, "--gpu", "all", "--tpot", "1us"]
     assert main(few) == 1, "none is so fast"
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        (["--gpu", "all", "--sort", "cost"], "Give --prices"),
-        (["--gpu", "all", "--own", "--max-sockets", "2"], "not with --own"),
-        (["--gpu", "all", "--explain"], "--explain is for one plan"),
-        (["--gpu", "all", "--pp", "2"], "--pp 2 is for one plan"),
-        (["--gpu", "A10", "--own"], "how many CPU sockets"),
-        (["--gpu", "A10", "--requests", "0"], "--requests 0 is not a whole number"),
-        (["--gpu", "A10", "--sort", "energy"], "--sort energy orders a table"),
-        (["--gpu", "A10", "--requests", "9", "--pp", "2"], "--requests is not supported with --pp"),
-    ],
-)
-def test_tables_that_make_no_sense(
-    more: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*QUESTION, *more]) == 2
-    assert why in capsys.readouterr().err

@@ -17,14 +17,13 @@ from dataclasses import replace
 import pytest
 
 from cost_model.hardware import Hardware
-from cost_model.plans.gpu_only import best_gpu_only
+from cost_model.plans.placement import best_gpu_only
 from cost_model.plans.question import Setup
 from cost_model.predict import System
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, SPartModel
 from cost_model.workload import TokenCosts, WeightBytes, Workload
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.spec import ModelSpec
 
 HARDWARE = Hardware.load()
@@ -166,24 +165,3 @@ def test_weights_as_checkpoints_keep_them() -> None:
     assert whole.weight_bytes == 2 * 235_093_634_560
     others = 2 * 151936 * 4096 + 4096  # embedding, head, final norm
     assert quantised.weight_bytes == 235_093_634_560 + others
-
-
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
-        ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5 7B"),
-        ("unsloth/Llama-3.1-8B-Instruct", "Llama-3.1 8B"),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3 30B-A3B"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "Mistral 7B v0.3"),
-        ("google/gemma-3-27b-it", "Gemma-3 27B"),
-    ],
-)
-def test_a_tuned_release_has_the_shape_of_its_base(name: str, base: str) -> None:
-    found, expected = model_named(name), model_named(base)
-    assert found.num_parameters == expected.num_parameters
-
-
-def test_another_model_is_not_taken_for_a_tuned_release() -> None:
-    for name in ("Qwen/Qwen2.5-9B-Instruct", "deepseek-ai/DeepSeek-R1-Distill-Qwen-9B", "-it"):
-        with pytest.raises(ConfigError, match="is not known"):
-            model_named(name)

@@ -9,25 +9,27 @@ from itertools import product
 import pytest
 from fixed_time import fixed
 
-from cost_model.goodput.answer import Question, answer
-from cost_model.goodput.hardware import InstanceHardware, batch_tokens
-from cost_model.goodput.placements import Degrees, Pair, PlacementPrices
+from cost_model.goodput.answer import Question, answer, as_json, as_text, placement_file
+from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
 from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.report import as_json, as_text, placement_file
-from cost_model.goodput.search import STEP_TOKENS, Chosen, Phase, Search, plan_colocated
+from cost_model.goodput.search import (
+    STEP_TOKENS,
+    Chosen,
+    Phase,
+    PlacementPrices,
+    Search,
+    plan_colocated,
+)
 from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocated
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn
 from cost_model.hardware import Hardware as Catalogue
 from cost_model.numbers import whole
 from cost_model.plans.question import Setup
-from cost_model.predict import MAX_LANES
 from cost_model.quantities import round_to
 from cost_model.shapes import model_named
-from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
-from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 DRAW = drawn(Lengths(512), Lengths(100), 1.0, 300, seed=0)
 
@@ -69,13 +71,6 @@ def test_the_greatest_rate_is_found_to_two_percent() -> None:
     assert greatest_rate(load, run_at, 5.0) == 5.0  # type: ignore[arg-type]
     never = replace(load, slo=Slo(0.05, 1.0, 1.0))
     assert greatest_rate(never, run_at, 64.0) == 0.0  # type: ignore[arg-type]
-
-
-def test_batches_that_give_nearly_the_most_tokens() -> None:
-    times = InstanceTime(SystemTime(hardware().system(1), 1), most_lanes=MAX_LANES)
-    chosen = batch_tokens(times, 512.0)
-    speed = {n: n / times.prefill_s([512] * (n // 512)) for n in (512, 1024, 4096, 16384)}
-    assert chosen <= 1024 and speed[512] > 0.9 * max(speed.values())
 
 
 def test_instances_hold_the_model() -> None:
@@ -243,13 +238,6 @@ def test_a_pair_carries_no_more_than_either_phase() -> None:
         search.phase(kind).goodput(pair, 4) for kind in ("pair", "prefill", "decode")
     )
     assert 0 < together <= 1.02 * min(prompts, tokens)
-
-
-def test_a_goodput_is_found_once() -> None:
-    phase = Search(hardware(), question().load, 8.0).phase("decode")
-    found = phase.goodput(Degrees(1, 1), 4)
-    phase.simulated = None  # type: ignore[assignment]
-    assert phase.goodput(Degrees(1, 1), 4) == found > 0
 
 
 def test_what_launch_can_not_start_is_left_out() -> None:

@@ -12,7 +12,7 @@ from fixed_time import fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.goodput.queueing import mean_ttft_s
+from cost_model.goodput.rates import mean_ttft_s
 from cost_model.goodput.simulator import (
     DecodeSpec,
     GoodputRun,

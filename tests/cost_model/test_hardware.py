@@ -14,42 +14,19 @@ from fastdecode.core.errors import ConfigError
 
 HARDWARE = Hardware.load()
 GPUS = [
-    "T4", "A10", "A10G", "L4", "L40S", "V100", "A100-40GB", "A100-80GB", "H100-PCIe", "H100-SXM",
-    "H200", "RTX-3090", "RTX-4090", "MI300X", "L40", "H20", "GH200", "B200", "GB200", "B300",
-    "GB300", "RTX PRO 6000", "MI325X", "MI355X", "H100-NVL", "RTX 5090", "A6000", "RTX 6000 Ada",
+    "T4", "A10", "A10G", "L4", "L40S", "V100", "A100-40GB", "A100-80GB", "H100-PCIe",
+    "H100-SXM", "H200", "RTX-3090", "RTX-4090", "MI300X", "L40", "H20", "GH200", "B200",
+    "GB200", "B300", "GB300", "RTX PRO 6000", "MI325X", "MI355X", "H100-NVL", "RTX 5090",
+    "A6000", "RTX 6000 Ada",
 ]  # fmt: skip
 CPUS = [
-    "EPYC-7452",
-    "7742",
-    "7763",
-    "9354",
-    "9654",
-    "Xeon-8380",
-    "8480+",
-    "6980P",
-    "Graviton3",
-    "Graviton4",
-    "Grace",
-    "9755",
-    "9965",
-    "8592+",
-    "6972P",
-]
+    "EPYC-7452", "7742", "7763", "9354", "9654", "Xeon-8380", "8480+", "6980P", "Graviton3",
+    "Graviton4", "Grace", "9755", "9965", "8592+", "6972P",
+]  # fmt: skip
 NICS = [
-    "10GbE",
-    "25GbE",
-    "50GbE",
-    "100GbE",
-    "200GbE",
-    "400GbE",
-    "HDR100",
-    "HDR",
-    "NDR",
-    "800GbE",
-    "XDR",
-    "EFA",
-    "EFAv4",
-]
+    "10GbE", "25GbE", "50GbE", "100GbE", "200GbE", "400GbE", "HDR100", "HDR", "NDR", "800GbE",
+    "XDR", "EFA", "EFAv4",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -61,17 +38,12 @@ def test_gpus_are_listed(name: str) -> None:
     assert gpu.memory_bytes_per_s > gpu.peer_bytes_per_s >= gpu.pcie_bytes_per_s * 0.999
 
 
-@pytest.mark.parametrize("name", CPUS)
-def test_cpus_are_listed(name: str) -> None:
-    cpu = HARDWARE.cpu(name)
-    assert 100e9 < cpu.memory_bytes_per_s < 1e12
-    assert 1e12 < cpu.fp32_flops_per_s < 30e12
-
-
-@pytest.mark.parametrize("name", NICS)
-def test_nics_are_listed(name: str) -> None:
-    nic = HARDWARE.nic(name)
-    assert nic.bytes_per_s < nic.line_bits_per_s / 8
+def test_cpus_and_nics_are_listed() -> None:
+    for cpu in map(HARDWARE.cpu, CPUS):
+        assert 100e9 < cpu.memory_bytes_per_s < 1e12
+        assert 1e12 < cpu.fp32_flops_per_s < 30e12
+    for nic in map(HARDWARE.nic, NICS):
+        assert nic.bytes_per_s < nic.line_bits_per_s / 8
 
 
 def test_stated_bandwidths() -> None:
@@ -116,14 +88,12 @@ def test_peaks_are_dense() -> None:
     assert HARDWARE.gpu("L4").fp16_flops_per_s == 121e12
 
 
-@pytest.mark.parametrize("name", ["a100", "A100 80GB", "nvidia A100-80GB", "A100-SXM4-80GB"])
-def test_spelling_does_not_matter(name: str) -> None:
-    assert HARDWARE.gpu(name).name == "A100-80GB"
-
-
 @pytest.mark.parametrize(
     ("printed", "name"),
     [
+        ("a100", "A100-80GB"),
+        ("A100 80GB", "A100-80GB"),
+        ("A100-SXM4-80GB", "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100-SXM"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
@@ -137,20 +107,14 @@ def test_names_as_drivers_print_them(printed: str, name: str) -> None:
     assert HARDWARE.gpu(printed).name == name
 
 
-@pytest.mark.parametrize(
-    ("printed", "name"),
-    [
-        ("AMD EPYC 7763 64-Core Processor", "EPYC 7763"),
-        ("Intel(R) Xeon(R) Platinum 8380 CPU @ 2.30GHz", "Xeon 8380"),
-        ("INTEL(R) XEON(R) PLATINUM 8592+", "Xeon 8592+"),
-        ("Neoverse-V1", "Graviton3"),
-    ],
-)
-def test_names_as_lscpu_prints_them(printed: str, name: str) -> None:
-    assert HARDWARE.cpu(printed).name == name
-
-
-def test_a_network_may_be_named_with_its_kind() -> None:
+def test_names_as_lscpu_prints_them() -> None:
+    for printed, name in {
+        "AMD EPYC 7763 64-Core Processor": "EPYC 7763",
+        "Intel(R) Xeon(R) Platinum 8380 CPU @ 2.30GHz": "Xeon 8380",
+        "INTEL(R) XEON(R) PLATINUM 8592+": "Xeon 8592+",
+        "Neoverse-V1": "Graviton3",
+    }.items():
+        assert HARDWARE.cpu(printed).name == name
     assert HARDWARE.nic("InfiniBand XDR").name == "XDR"
 
 
@@ -205,13 +169,13 @@ def test_parts_of_ones_own(tmp_path: Path) -> None:
         ("[tpu.x]\npower_w = 1", "[tpu] is not one of [gpu.NAME], [cpu.NAME] and [nic.NAME]"),
         ("gpu = 3", "[gpu] is not one of"),
         ("[gpu]\nx = 3", "[gpu.x]: it must be a table"),
-        ("[gpu.x", "mine.toml: "),
+        ("[gpu.x", "mine.toml': it isn't valid"),
     ],
 )
 def test_parts_that_make_no_sense(tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="--hardware") as caught:
+    with pytest.raises(ConfigError, match="hardware=") as caught:
         Hardware.load(file)
     assert why in caught.value.message
 

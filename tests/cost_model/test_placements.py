@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.placement_algorithms import best_per_gpu
 
-from cost_model.goodput.placements import Degrees, GpuCluster, Pair, PlacementPrices
-from cost_model.goodput.search import Chosen, Objective, Phase, Search, What
+from cost_model.goodput.placements import Degrees, GpuCluster, Pair
+from cost_model.goodput.search import Chosen, Objective, Phase, PlacementPrices, Search, What
 from cost_model.numbers import whole
 
 TP1, TP2, TP4, PP2 = Degrees(1, 1), Degrees(2, 1), Degrees(4, 1), Degrees(1, 2)

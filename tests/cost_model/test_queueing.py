@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from cost_model.goodput.queueing import crossing, mean_ttft_s
+from cost_model.goodput.rates import crossing, mean_ttft_s
 from fastdecode.core.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""When roles are looked at again, and what comes of it: against requests whose
+"""When roles are looked at again, and what sample of it: against requests whose
 traffic is known, and simulated days."""
 
 from __future__ import annotations
@@ -15,29 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.goodput.replanning.asking import (
-    RoleQuestion,
-    judged_from_json,
-    judged_to_json,
-    main,
-    question_from_json,
-    question_to_json,
-)
-from cost_model.goodput.replanning.measured import LinearTimes
-from cost_model.goodput.replanning.roles import (
+from cost_model.goodput.measured import LinearTimes
+from cost_model.goodput.replanning import (
     HEADROOM,
-    Alike,
-    Comes,
+    InstanceProfile,
     Judge,
     JudgedRoles,
+    RoleQuestion,
     Roles,
+    TrafficSample,
+    judged_from_json,
+    main,
+    question_from_json,
     simulation_of,
-)
-from cost_model.goodput.replanning.traffic_watch import (
-    FinishedRequest,
-    TrafficWatch,
-    WatchRules,
-    traffic,
+    to_json,
 )
 from cost_model.goodput.simulator import (
     DecodeSpec,
@@ -47,6 +38,7 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes, Slo
+from cost_model.goodput.traffic_watch import FinishedRequest, TrafficWatch, WatchRules, traffic
 from cost_model.goodput.workload import Lengths, drawn
 from examples import examples
 from fastdecode.core.config.instances import InstanceRole
@@ -101,7 +93,7 @@ class Day:
             if over is None:
                 watch.arrived(now_s)
             else:
-                watch.over(now_s, over)
+                watch.finished(now_s, over)
 
     def _look(
         self, watch: TrafficWatch, now_s: float, judge: Callable[[object], JudgedRoles | None]
@@ -215,7 +207,7 @@ def test_what_could_not_be_looked_at_is_looked_at_soon() -> None:
     asked, watch = requests(200, 1.0), TrafficWatch(SLO, RULES, 0.0)
     for at_s, prompt, output in asked:
         watch.arrived(at_s)
-        watch.over(at_s, FinishedRequest(RequestTimes(at_s, 0.1, 0.01), prompt, output))
+        watch.finished(at_s, FinishedRequest(RequestTimes(at_s, 0.1, 0.01), prompt, output))
     now_s = max(asked[-1][0], RULES.window_s)
     due = watch.due(now_s)
     assert due is not None and watch.due(now_s + RULES.window_s) is None
@@ -235,23 +227,23 @@ def test_no_requests_are_nothing_to_judge_by() -> None:
 
 
 TIMES = LinearTimes(0.04, 1.6e-3, 1.6e-6, 2.4e-3, 8e-6)
-ALIKE = Alike(TIMES, 2048, 200_000, 256)
+PROFILE = InstanceProfile(TIMES, 2048, 200_000, 256)
 STRICT = Slo(48.0, 0.24)
 
 
 def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> GoodputRun:
-    return simulation_of(ALIKE, roles)(asked)
+    return simulation_of(PROFILE, roles)(asked)
 
 
 def test_roles_are_simulated_as_the_instances_that_they_are() -> None:
     """Against simulators that are told of each instance by hand."""
     asked = [(0.3 * i, 200 + 90 * (i % 4), 12 + i % 3) for i in range(24)]
     decode = DecodeSpec(
-        InstanceTime(TIMES), ALIKE.capacity_tokens, ALIKE.max_sequences, opens_at_once=False
+        InstanceTime(TIMES), PROFILE.capacity_tokens, PROFILE.max_sequences, opens_at_once=False
     )
     at_once = InstanceTime(replace(TIMES, fetched_s=0.0))
-    prefill = PrefillSpec(at_once, ALIKE.batch_tokens, ALIKE.capacity_tokens)
-    both = simulate_colocated(asked, [decode] * 3, ALIKE.batch_tokens)
+    prefill = PrefillSpec(at_once, PROFILE.batch_tokens, PROFILE.capacity_tokens)
+    both = simulate_colocated(asked, [decode] * 3, PROFILE.batch_tokens)
     split = simulate(asked, [prefill] * 2, [decode])
     assert run_of(Roles(0, 0, 3), asked).times == both.times
     assert run_of(Roles(2, 1), asked).times == split.times
@@ -264,15 +256,19 @@ def test_nothing_is_applied_in_a_stationary_day() -> None:
     rate, cv, hours = 0.02, 4.0, examples(24, share=6)
     draw = drawn(Lengths(1024, 0.8), Lengths(128, 0.8), cv, int(rate * hours * 3600), 5)
     asked = draw.at(rate)
-    present = Judge(ALIKE, Comes(rate, cv, draw.lengths[:4000]), STRICT).judge(Roles(0, 0, 2)).best
+    present = (
+        Judge(PROFILE, TrafficSample(rate, cv, draw.lengths[:4000]), STRICT)
+        .judge(Roles(0, 0, 2))
+        .best
+    )
     assert present == Roles(1, 1)
     run = run_of(present, asked)
     judged = []
 
     def judge(due: object) -> JudgedRoles:
         found = due.traffic  # type: ignore[attr-defined]
-        comes = Comes(found.rate.value, found.cv.value, found.lengths)
-        judged.append(Judge(ALIKE, comes, STRICT).judge(present))
+        sample = TrafficSample(found.rate.value, found.cv.value, found.lengths)
+        judged.append(Judge(PROFILE, sample, STRICT).judge(present))
         return judged[-1]
 
     day = Day(asked, run.times, judge, every_s=30.0)
@@ -291,21 +287,21 @@ def test_longer_answers_want_other_roles() -> None:
 
     def judge(due: object) -> JudgedRoles:
         found = due.traffic  # type: ignore[attr-defined]
-        comes = Comes(found.rate.value, found.cv.value, found.lengths)
-        return Judge(ALIKE, comes, slo).judge(roles[-1])
+        sample = TrafficSample(found.rate.value, found.cv.value, found.lengths)
+        return Judge(PROFILE, sample, slo).judge(roles[-1])
 
     asked = [*few, *later]
     times = run_of(present, asked).times
     day = Day(asked, times, judge, every_s=30.0, change=roles.append)
     assert len(day.applied) == 1 and day.applied[0] > later[0][0]
-    best = Judge(ALIKE, Comes(rate, 1.0, tuple(x[1:] for x in many)), slo).judge(present)
+    best = Judge(PROFILE, TrafficSample(rate, 1.0, tuple(x[1:] for x in many)), slo).judge(present)
     assert best.best == roles[-1] != present and best.gain >= WatchRules().gain
     assert slo.share(run_of(best.best, many).times) > slo.share(run_of(present, many).times) + 0.1
 
 
 def test_the_best_roles_are_those_of_all() -> None:
-    comes = Comes(1.0, 1.0, ((1000, 20), (500, 60), (100, 100)))
-    judge = Judge(ALIKE, comes, Slo(20.0, 0.2))
+    sample = TrafficSample(1.0, 1.0, ((1000, 20), (500, 60), (100, 100)))
+    judge = Judge(PROFILE, sample, Slo(20.0, 0.2))
     found = judge.judge(Roles(1, 3))
     every = [Roles(i, 4 - i) for i in range(1, 4)] + [Roles(0, 0, 4)]
     goodputs = {roles: judge.goodput(roles) for roles in every}
@@ -314,15 +310,15 @@ def test_the_best_roles_are_those_of_all() -> None:
 
 
 def test_who_carries_more_than_comes_stays() -> None:
-    comes = Comes(0.01, 1.0, ((100, 10),))
-    found = Judge(ALIKE, comes, STRICT).judge(Roles(3, 1))
+    sample = TrafficSample(0.01, 1.0, ((100, 10),))
+    found = Judge(PROFILE, sample, STRICT).judge(Roles(3, 1))
     assert (found.best, found.gain) == (Roles(3, 1), 0.0)
     assert found.present_goodput == HEADROOM * 0.01
 
 
 def test_many_instances_are_tried_here_and_there() -> None:
-    comes = Comes(1e-3, 1.0, ((100, 10),))
-    judge = Judge(ALIKE, comes, Slo(1e-9, 1e-9))
+    sample = TrafficSample(1e-3, 1.0, ((100, 10),))
+    judge = Judge(PROFILE, sample, Slo(1e-9, 1e-9))
     found = judge.judge(Roles(30, 34))
     assert found.best == Roles(30, 34) and (found.best_goodput, found.enough) == (0.0, 0)
     assert len(judge._found) < 30
@@ -335,17 +331,17 @@ def test_fewest_flips() -> None:
 
 
 def test_questions_and_answers_come_through_json() -> None:
-    comes = Comes(2.0, 1.0, ((100, 10), (50, 5)))
-    asked = RoleQuestion(ALIKE, comes, STRICT, Roles(1, 1))
-    assert question_from_json(question_to_json(asked)) == asked
+    sample = TrafficSample(2.0, 1.0, ((100, 10), (50, 5)))
+    asked = RoleQuestion(PROFILE, sample, STRICT, Roles(1, 1))
+    assert question_from_json(to_json(asked)) == asked
     told = io.StringIO()
     nice: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.nice", nice.append)
-        main(io.StringIO(question_to_json(asked)), told)
+        main(io.StringIO(to_json(asked)), told)
     assert nice == [19]
     assert judged_from_json(told.getvalue()) == asked.answer()
-    assert json.loads(judged_to_json(STAY))["best"] == {"prefill": 1, "decode": 1, "both": 0}
+    assert json.loads(to_json(STAY))["best"] == {"prefill": 1, "decode": 1, "both": 0}
 
 
 ROLES = st.sampled_from(list(InstanceRole))

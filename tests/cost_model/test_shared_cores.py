@@ -11,10 +11,10 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from goodput import SharedCores
 
-from cost_model.goodput.replanning.measured import LinearTimes
-from cost_model.goodput.replanning.roles import Alike
+from cost_model.goodput.measured import LinearTimes
+from cost_model.goodput.replanning import InstanceProfile
 
-ALIKE = Alike(LinearTimes(0.01, 1e-3, 1e-6, 1e-4, 2e-4), 512, 10_000, 64)
+ALIKE = InstanceProfile(LinearTimes(0.01, 1e-3, 1e-6, 1e-4, 2e-4), 512, 10_000, 64)
 
 
 def test_a_controller_with_a_core_of_its_own_slows_no_instance() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.simulate import Table, TabledTimes
 from cost_model.traces import parse_trace, read_trace
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import TracedRequest

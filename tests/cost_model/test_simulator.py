@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_choices import LongestLengths, schedule_options
 
-from cost_model.simulate.report import as_json, as_text, summarise
-from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.simulate import Table, TabledTimes, as_json, as_text, summarise
 from examples import examples
 from fastdecode.schedule.admission.load_control import FixedInterval
 from fastdecode.schedule.lengths import LengthPredictor
@@ -42,10 +41,7 @@ def simulate(
     lengths: LengthPredictor | None = None,
     **more: object,
 ) -> SimulationOutcome:
-    chosen: dict[str, object] = {
-        "max_num_sequences": 16,
-        "max_step_tokens": 16 + 512,
-    }
+    chosen: dict[str, object] = {"max_num_sequences": 16, "max_step_tokens": 16 + 512}
     options = schedule_options(mode, lanes, **(chosen | more))
     worker_blocks = (blocks,) * len(times.r_parts)
     scheduler = make_scheduler(options, worker_blocks, block_size, times, lengths=lengths)

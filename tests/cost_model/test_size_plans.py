@@ -6,15 +6,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cost_model.hardware import Hardware
-from cost_model.plans.gpu_only import best_gpu_only, gpu_only_memory_bytes, gpu_only_step_s
-from cost_model.plans.hybrid import best_hybrid, costs_of
+from cost_model.plans.placement import (
+    best_gpu_only,
+    best_hybrid,
+    costs_of,
+    gpu_only_memory_bytes,
+    gpu_only_step_s,
+)
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.plans.report import as_json, as_text
 from cost_model.plans.size import size
@@ -153,20 +158,6 @@ def test_the_headline_counts_both_sides() -> None:
     assert sizing.headline.tokens_per_s == sizing.hybrid.tokens_per_s
     assert sizing.verdict is not None and sizing.verdict.offload and sizing.verdict.gain > 1.6
     assert "both sides beside" in sizing.verdict.reason
-
-
-def test_a_network_too_slow_for_a_busy_gpu() -> None:
-    sizing = size(ask("Llama-2 13B", "H200", nic="10GbE"), Goal(batch=512))
-    assert sizing.feasible and sizing.plan is not None
-    assert sizing.plan.expected.limit in ("network", "round trip")
-    assert sizing.plan.expected.s_utilisation < 0.5
-
-
-def test_one_lane_is_balanced_but_never_busy() -> None:
-    one, three = size(ask(), Goal(lanes=1, batch=256)), size(ask(), Goal(lanes=3, batch=768))
-    assert one.feasible and three.feasible and one.plan is not None and three.plan is not None
-    assert one.plan.expected.s_utilisation < 0.6 < 0.95 < three.plan.expected.s_utilisation
-    assert one.plan.expected.limit == "round trip"
 
 
 def test_a_lane_more_must_earn_its_place() -> None:
@@ -329,7 +320,7 @@ def test_money_decides(tmp_path: Path) -> None:
 def test_broken_price_lists(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prices.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="--prices"):
+    with pytest.raises(ConfigError, match="prices="):
         Prices.read(path)
 
 
@@ -365,19 +356,13 @@ def test_absurd_goals_are_refused(bad: dict[str, Any]) -> None:
     ("change", "message"),
     [
         ({"num_gpus": 0}, "gpus=0"), ({"num_gpus": 3}, "evenly"), ({"num_nics": 0}, "nics=0"),
-        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"memory_bytes_per_socket": 5},
+        ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"dram_gb": 5e-9},
             "dram_gb"),
     ],
 )  # fmt: skip
 def test_absurd_setups_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(ask(), **change)
-
-
-def test_answers_are_frozen() -> None:
-    sizing = size(ask(), Goal())
-    with pytest.raises(FrozenInstanceError):
-        sizing.plan.sockets = 1  # type: ignore[misc, union-attr]
 
 
 @pytest.mark.parametrize("model", known_models().values(), ids=lambda model: model.name)

@@ -33,7 +33,7 @@ def test_refusals(text: str, says: str) -> None:
 
 
 def test_attainment_is_a_part() -> None:
-    with pytest.raises(ConfigError, match="--attainment 90"):
+    with pytest.raises(ConfigError, match="attainment=90"):
         Slo(1.0, 1.0, 90)
 
 

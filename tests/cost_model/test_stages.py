@@ -211,9 +211,9 @@ def test_a_plan_from_profiles() -> None:
             lambda: replace(measured(), gpu=HARDWARE.gpu("A100"), spec=model_named("Llama-2 7B")),
             "32/8 of 128",
         ),
-        (lambda: replace(measured(), dtype=DType.FLOAT16), "--dtype bfloat16"),
-        (lambda: replace(measured(), kv_dtype="float16"), "--kv-dtype bfloat16"),
-        (lambda: replace(measured(), num_gpus=2), "--gpus"),
+        (lambda: replace(measured(), dtype=DType.FLOAT16), "use dtype='bfloat16'"),
+        (lambda: replace(measured(), kv_dtype="float16"), "use kv_dtype='bfloat16'"),
+        (lambda: replace(measured(), num_gpus=2), "num_gpus with a measured gpu"),
     ],
 )
 def test_profiles_of_something_else(setup: object, message: str) -> None:

@@ -23,10 +23,7 @@ OWN = """
 
 @pytest.mark.parametrize(
     ("text", "form", "requests", "num_left_out"),
-    [
-        (SERVER, "server", [(0, 9, 3), (1.5, 7, 5)], 1),
-        (OWN, "own", [(0, 5, 3), (1.5, 4, 2)], 0),
-    ],
+    [(SERVER, "server", [(0, 9, 3), (1.5, 7, 5)], 1), (OWN, "own", [(0, 5, 3), (1.5, 4, 2)], 0)],
     ids=lambda each: each if isinstance(each, str) and each.isalpha() else "",
 )
 def test_reads(

@@ -11,7 +11,7 @@ from holdings import Holding, victim_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.simulate.turns import Tier, TierSimulator, TracedTurn, parse_turns
+from cost_model.turns import Tier, TierSimulator, TracedTurn, parse_turns
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF
@@ -202,5 +202,5 @@ def test_lines_that_are_no_turns_are_named(line: bytes, reason: str) -> None:
 
 
 def test_a_conversation_beyond_the_upper_tier_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-tokens"):
+    with pytest.raises(ConfigError, match="kv_tokens"):
         played([(0, "A", 60, 8)], "lru", 64, 0)

@@ -81,7 +81,7 @@ def test_kv_dtype_names() -> None:
     assert [parse_kv_dtype(name) for name in ("bf16", "fp16", "INT8", "int4", "float32")] == [
         "bfloat16", "float16", "int8", "int4", "float32",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="--kv-dtype 'int3'"):
+    with pytest.raises(ConfigError, match="kv_dtype='int3'"):
         parse_kv_dtype("int3")
 
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cost_model.arrivals import arrivals
-from cost_model.goodput.workload import (
-    Lengths,
-    drawn,
-    fit_trace,
-    replayed,
-    resampled,
-)
+from cost_model.goodput.workload import Lengths, drawn, fit_trace, replayed, resampled, unit_gaps
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
@@ -20,7 +13,7 @@ SEED = 10  # of 10,000 gaps with cv 4, the mean itself is uncertain by 4 %
 
 
 def trace(num: int, rate: float, cv: float, seed: int = 0) -> RequestTrace:
-    times = arrivals(num, rate, cv, seed)
+    times = [0.0, *np.cumsum(unit_gaps(num - 1, cv, seed)) / rate]
     return RequestTrace(
         tuple(
             TracedRequest(100 + 10 * (i % 50), 10 + i % 50, 60, at_s)
@@ -69,7 +62,7 @@ def test_replay_keeps_gaps_and_order() -> None:
     found = replayed(original).at(1 / float(np.diff([r.arrival for r in original.requests]).mean()))
     assert [each[0] for each in found] == pytest.approx([r.arrival for r in original.requests])
     assert [each[1] for each in found] == [r.num_prompt_tokens for r in original.requests]
-    with pytest.raises(ConfigError, match="--replay: the trace's requests arrive all at once"):
+    with pytest.raises(ConfigError, match="replay: the trace's requests arrive all at once"):
         replayed(RequestTrace((TracedRequest(5, 5, 5),) * 3))
 
 

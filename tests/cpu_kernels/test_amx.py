@@ -14,20 +14,12 @@ import pytest
 from numba import njit
 
 import cpu_kernels
-from cpu_kernels import BlockLayout, allocate_pool, dispatch, isa, prefetch_trial, reference
+from cpu_kernels import BlockLayout, allocate_pool, dispatch, isa, reference
 from cpu_kernels.codegen import amx
-from cpu_kernels.codegen.amx import (
-    BRAINS,
-    SIGNED_BY_UNSIGNED,
-    TILE_UNITS,
-    SoftTiles,
-    soft_multiply,
-    soft_multiply_bytes,
-)
+from cpu_kernels.codegen.amx import TILE_UNITS, SoftTiles, soft_multiply
 from cpu_kernels.dispatch import choose_variant, plan_attend, tiles_work
 from cpu_kernels.isa import LEVELS, SOFT_AMX, Isa
 from cpu_kernels.kernels import compare_levels
-from cpu_kernels.prefetch import PREFETCHES, find_prefetch
 from examples import TRIES_ALL
 
 AMX = LEVELS[-1]
@@ -76,38 +68,6 @@ def test_tile_operations(rows, words, columns):
     assert not tiles[1].any()
     assert tiles[2, :words, : 4 * columns].any()
     assert not tiles[2, words:].any() and not tiles[2, :, 4 * columns :].any()
-
-
-@njit
-def _multiply_bytes(file, a, b, total, rows, words, columns, is_a_signed):
-    amx.clear_config(file)
-    amx.set_tile(file, 0, rows, 4 * columns)
-    amx.set_tile(file, 1, rows, 4 * words)
-    amx.set_tile(file, 2, words, 4 * columns)
-    amx.soft_load(file, 0, total, 4 * columns)
-    amx.soft_load(file, 1, a, 4 * words)
-    amx.soft_load(file, 2, b, 4 * columns)
-    soft_multiply_bytes(file, 0, 1, 2, is_a_signed)
-    amx.soft_store(file, 0, total, 4 * columns)
-
-
-@pytest.mark.parametrize("is_a_signed", [0, 1])
-@pytest.mark.parametrize(("rows", "words", "columns"), [(16, 16, 16), (5, 8, 3), (1, 1, 1)])
-def test_a_product_of_bytes(rows, words, columns, is_a_signed):
-    """One matrix has signed bytes, and the other unsigned ones."""
-    rng = np.random.default_rng(SEED)
-    signs = (np.int8, np.uint8) if is_a_signed else (np.uint8, np.int8)
-    a = rng.integers(0, 256, (rows, 4 * words), np.uint8).view(signs[0])
-    b = rng.integers(0, 256, (words, columns, 4), np.uint8).view(signs[1])
-    total = rng.integers(-(1 << 20), 1 << 20, (rows, columns), np.int32)
-    y = b.astype(np.int64).swapaxes(1, 2).reshape(4 * words, columns)
-    expected = total + a.astype(np.int64) @ y
-    file = np.zeros(amx.FILE_BYTES, np.uint8)
-    _multiply_bytes(
-        file.ctypes.data, a.ctypes.data, b.ctypes.data, total.ctypes.data, rows, words, columns,
-        is_a_signed,
-    )  # fmt: skip
-    np.testing.assert_array_equal(total, expected)
 
 
 def filled(layout, context_lens, source):
@@ -182,73 +142,11 @@ def test_several_queries(options):
     np.testing.assert_allclose(lse, twin_lse, rtol=2e-3, atol=2e-3)
 
 
-BYTE_SHAPES = [(4, 128, 64), (17, 64, 64)]
-MORE_BYTE_SHAPES = [
-    (1, 64, 64), (1, 128, 128), (3, 128, 64), (4, 64, 64), (7, 64, 64), (8, 256, 64), (16, 128, 64),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    ("group_size", "head_dim", "block_size"), BYTE_SHAPES + MORE_BYTE_SHAPES * TRIES_ALL
-)
-@pytest.mark.parametrize("num_queries", [(1, 1, 1, 1), (1, 70, 1, 3)])
-def test_int8_in_tiles_gives_the_same_bits(
-    monkeypatch, group_size, head_dim, block_size, num_queries, source
-):
-    """As vectors of bytes do, with one query a sequence, or several: integer sums are exact."""
-    if "avx512dot" not in [level.name for level in isa.host_levels()]:
-        pytest.skip("this CPU has no products of bytes in vectors to hold them against")
-    soft = Isa("soft", lanes=16, registers=32, has_int8_dot=True, tiles="soft")
-    find_level = dispatch.find_level
-    monkeypatch.setattr(dispatch, "find_level", lambda x: soft if x == "soft" else find_level(x))
-    layout, contexts = BlockLayout(2, head_dim, "int8", block_size), [1, 95, 1217, 64]
-    pool, tables, rng = filled(layout, contexts, source)
-    shape = (sum(num_queries), group_size * layout.num_kv_heads, layout.head_dim)
-    q = reference.from_float32(rng.standard_normal(shape, np.float32), source)
-    starts = np.concatenate([[0], np.cumsum(num_queries)]).astype(np.int32)
-    lens = np.array(contexts, np.int32)
-    found = []
-    for level, way in (("soft", "t0-tiles"), ("avx512dot", "t0-tiles"), ("avx512dot", "t0")):
-        out, lse = np.zeros_like(q), np.full(q.shape[:2], np.nan, np.float32)
-        cpu_kernels.attend(
-            layout, pool, q, tables, starts, np.maximum(lens - np.array(num_queries), 0).astype(
-                np.int32), lens,
-            scale=head_dim**-0.5, out=out, lse=lse, source=source, level=level,
-            prefetch=find_prefetch(way),
-        )  # fmt: skip
-        found.append((out, lse))
-    assert np.isfinite(found[0][1]).all()
-    for out, lse in found[1:]:
-        np.testing.assert_array_equal(found[0][0], out)
-        np.testing.assert_array_equal(found[0][1], lse)
-
-
-@pytest.mark.parametrize(
-    ("layout", "is_in_tiles"),
-    [
-        (BlockLayout(2, 128, "int8"), True),
-        (BlockLayout(2, 64, "int8", 128), True),
-        (BlockLayout(2, 96, "int8"), False),
-        (BlockLayout(2, 128, "int8", 32), False),
-        (BlockLayout(2, 128, "int4"), False),
-    ],
-)
-def test_bytes_are_multiplied_in_tiles_where_that_is_measured_to_be_faster(
-    monkeypatch, layout, is_in_tiles
-):
-    """And a step ends with the block and the head's dims."""
-    ways = [way for way in PREFETCHES if way.byte_tiles]
-    for way in (*ways, find_prefetch("t0")):
-        variant = choose_variant(
-            layout, 4, AMX, "bfloat16", ragged=False, byte_tiles=way.byte_tiles
-        )
-        assert variant.dot == "int8"
-        assert bool(variant.tiles) == (is_in_tiles and way.byte_tiles)
-    monkeypatch.setattr(prefetch_trial, "default_level", lambda: AMX)
-    tried = prefetch_trial.candidates(layout, 8, "bfloat16")
-    assert not tried[0].byte_tiles and (set(ways) <= set(tried)) == is_in_tiles
-    assert not is_in_tiles or len(tried) > len(ways)
+def test_amx_prefetches_small_heads_alone():
+    for head_dim, has_prefetch in ((64, True), (80, True), (128, False)):
+        layout = BlockLayout(2, head_dim, "bfloat16")
+        variant = choose_variant(layout, 4, AMX, "bfloat16", ragged=False)
+        assert variant.tiles and variant.has_prefetch == has_prefetch
 
 
 @pytest.mark.parametrize(
@@ -279,7 +177,7 @@ from cpu_kernels.dispatch import choose_variant
 from cpu_kernels.isa import LEVELS
 from cpu_kernels.variant import VariantType
 
-variant = choose_variant(LAYOUT, 16, LEVELS[-1], "bfloat16", ragged=False, byte_tiles=True)
+variant = choose_variant(BlockLayout(8, 80, "bfloat16"), 16, LEVELS[-1], "bfloat16", ragged=False)
 signature = (VariantType(variant), int64, int64, int64)
 attend_unit.compile(signature)
 print(attend_unit.inspect_asm(signature))
@@ -287,7 +185,6 @@ print(attend_unit.inspect_asm(signature))
 
 
 TILES = ("til", "tdp", "ldt")
-TILE_INSTRUCTIONS = {"tileloadd", "tilestored", "tilezero"}
 
 
 def _functions(assembly: str) -> dict[str, list[str]]:
@@ -352,23 +249,16 @@ def _reached(blocks, start, stop):
 
 
 @pytest.mark.skipif("x86_64" not in os.uname().machine, reason="compiles for an x86 CPU")
-@pytest.mark.parametrize(
-    ("layout", "products"),
-    [
-        ('BlockLayout(8, 80, "bfloat16")', {"tdpbf16ps"}),
-        ('BlockLayout(8, 128, "int8")', {"tdpbsud", "tdpbusd"}),
-    ],
-)
-def test_machine_code_for_a_cpu_with_amx(tmp_path: Path, layout: str, products: set[str]):
+def test_machine_code_for_a_cpu_with_amx(tmp_path: Path):
     """The real kernel, compiled for Sapphire Rapids and not run: every path
     configures its tiles first."""
     target = {
         "NUMBA_CPU_NAME": "sapphirerapids",
         "NUMBA_CPU_FEATURES": "+amx-tile,+amx-bf16,+amx-int8",
     }
-    instructions = TILE_INSTRUCTIONS | products
+    instructions = {"tileloadd", "tilestored", "tilezero", "tdpbf16ps"}
     compiled = subprocess.run(
-        [sys.executable, "-c", COMPILE.replace("LAYOUT", layout)], env={**os.environ, **target,
+        [sys.executable, "-c", COMPILE], env={**os.environ, **target,
             "NUMBA_CACHE_DIR": str(tmp_path)},
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
@@ -401,12 +291,8 @@ def test_permission_is_only_given_where_the_cpu_has_tiles():
 class BrokenTiles(SoftTiles):
     """A CPU that takes a product's first matrix for its second."""
 
-    def multiply(self, context, builder, file, total, a, b, product):
-        if product == BRAINS:
-            self._call(context, builder, soft_multiply, file, total, a, a)
-        else:
-            signs = int(product == SIGNED_BY_UNSIGNED)
-            self._call(context, builder, soft_multiply_bytes, file, total, a, a, signs)
+    def multiply(self, context, builder, file, total, a, b):
+        self._call(context, builder, soft_multiply, file, total, a, a)
 
 
 @pytest.fixture
@@ -426,31 +312,26 @@ def best_level(monkeypatch):
     tiles_work.cache_clear()
 
 
-def chosen_entry(layout: BlockLayout = LAYOUT, level: str | None = None) -> int:
-    return plan_attend(layout, 16, "bfloat16", False, level, compare_levels, byte_tiles=True).entry
+def chosen_entry(level: str | None = None) -> int:
+    return plan_attend(LAYOUT, 16, "bfloat16", False, level, compare_levels).entry
 
 
-BYTES = BlockLayout(2, 128, "int8")
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, BYTES], ids=["bfloat16", "int8"])
-def test_tiles_that_agree_are_used(best_level, caplog, layout):
+def test_tiles_that_agree_are_used(best_level, caplog):
     best_level(SOFT_AMX)
-    assert chosen_entry(layout) == chosen_entry(layout, SOFT_AMX.name)
+    assert chosen_entry() == chosen_entry(SOFT_AMX.name)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, BYTES], ids=["bfloat16", "int8"])
-def test_tiles_that_are_wrong_are_not_used(best_level, caplog, monkeypatch, layout):
+def test_tiles_that_are_wrong_are_not_used(best_level, caplog, monkeypatch):
     trusted = next(level for level in reversed(isa.host_levels()) if not level.tiles).name
     monkeypatch.setitem(TILE_UNITS, "broken", BrokenTiles())
     best_level(Isa("amx-broken", lanes=16, registers=32, has_fma=False, tiles="broken"))
-    entry = chosen_entry(layout)
+    entry = chosen_entry()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert (
         "amx-broken" in record.getMessage() and f"FASTDECODE_ISA={trusted}" in record.getMessage()
     )
-    assert entry != chosen_entry(layout, "amx-broken")
-    assert compare_levels("amx-broken", trusted, layout.dtype)
-    assert chosen_entry(layout) == entry and len(caplog.records) == 1
+    assert entry != chosen_entry("amx-broken")
+    assert compare_levels("amx-broken", trusted)
+    assert chosen_entry() == entry and len(caplog.records) == 1

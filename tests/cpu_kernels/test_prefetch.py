@@ -11,7 +11,6 @@ from cpu_kernels.attention import kernel, products
 from cpu_kernels.dispatch import choose_variant
 from cpu_kernels.isa import LEVELS
 from cpu_kernels.layout import DTYPES
-from cpu_kernels.prefetch import find_prefetch
 
 LINE = 64
 
@@ -56,8 +55,3 @@ def test_lines_of_few_tokens_are_prefetched_once(dtype, num_tokens, monkeypatch)
         for tile in range(layout.padded_dims // layout.tile_dims)
         for byte in range(0, words * word_bytes, LINE)
     ]
-
-
-def test_a_way_to_prefetch_that_there_is_not():
-    with pytest.raises(ValueError, match="'t2' is not one of t0, t0-far, t1, t1-far, none"):
-        find_prefetch("t2")

@@ -20,8 +20,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History, HistoryStep
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.open_turns import Talk
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.talk import Talk
 from fastdecode.conversations.turns import PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError

@@ -4,18 +4,13 @@ engines with them.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from checkpoints import prompts
 from device_runs import CPU, HOLDERS, PROMPT, Run, spec_of
 from recorded_gpu import RecordedGpu
 
-from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, Part, PartId, Residence
 from fastdecode.core.sequence import Request, Sequence
@@ -164,21 +159,3 @@ def test_a_lane_of_prompts_runs_ahead_of_r_workers() -> None:
     ahead = [entry for entry in log if entry.startswith(("launch", "receive"))]
     second = ahead[ahead.index("launch A0", 1) :]
     assert second.index("receive A0") > second.index("launch A1")
-
-
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-def test_equal_tokens(kv_dtype: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    """Prompts in chunks that the S-worker attends alone, as if each came in one."""
-    path = str(tiny_checkpoint("gemma2" if kv_dtype == "float32" else "llama"))
-    options = {"dtype": "float32", "kv_dtype": kv_dtype, "kv_memory_gb": 0.01, "r_threads": 1}
-    asked = prompts([40, 3, 25, 61], seed=4)
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    found = []
-    for chunk in (100, 7):
-        more = {"prompt_attention": "s", "prefill_chunk": chunk, "max_num_sequences": 4}
-        with LLM(path, **options, **more) as llm:
-            is_held = llm._running.resolved.memory.held_bytes > 0
-            assert is_held
-            found.append([x.completions[0].token_ids for x in llm.generate(asked, params)])
-    assert found[0] == found[1]
-    assert np.shape(found[0]) == (4, 6)

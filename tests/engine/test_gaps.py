@@ -104,14 +104,6 @@ def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., 
         assert llm.stats.num_gap_tokens > 0
 
 
-def test_a_starved_cache_says_the_same(tiny_checkpoint: Callable[..., Path], plain: Said) -> None:
-    """Hardly more blocks than what runs needs."""
-    options = {**SHARED, "kv_memory_gb": 0.00026, "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
-        assert script(llm) == plain
-        assert llm.stats.num_cached_prompt_tokens > 0
-
-
 def test_quantised_blocks_around_a_gap_are_reused_as_they_are(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:

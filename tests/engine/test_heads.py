@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from checkpoints import prompts
 from stream_suite import hello_for
-from trouble import Trouble, crash_after, give
+from trouble import Trouble, give
 from values import replace
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
 from fastdecode.engine.fleet import resharing as resharing_module
@@ -94,63 +94,6 @@ def test_who_is_greeted(
     assert told == [line]
 
 
-@pytest.mark.parametrize(
-    ("family", "num_workers"),
-    [("qwen3", 1), ("qwen3", 2), ("qwen3", 3), ("bloom", 3), ("gemma2", 2)],
-)
-def test_tokens_are_those_of_whole_sequences(
-    family: str, num_workers: int, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = tiny_checkpoint(family, **SHAPES[family])
-    expected = whole(path)
-    assert tokens(path, r_workers=num_workers, r_partition="heads", lanes=2)[0] == expected
-
-
-@pytest.mark.parametrize("crashes", [{"r1": 0}, {"r1": 33, "r2": 90}])
-def test_those_that_are_left_share_the_heads_anew(
-    crashes: dict[str, int], tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
-    expected = whole(path)
-    crash_after(monkeypatch, crashes)
-    found, llm = tokens(path, r_workers=3, r_partition="heads", lanes=2)
-    assert found == expected
-    assert llm.snapshot().engine.num_live_r_workers == 3 - len(crashes)
-    assert llm.stats.num_recomputed > 0 and llm.stats.num_rejoined == 0
-
-
-@pytest.mark.parametrize(
-    ("spare", "crashes"),
-    [(0, {}), (0, {"r1": 12}), (0, {"s1-r0": 0, "s1-r2": 15}), (1, {"s1-r1": 9})],
-)
-def test_r_workers_of_each_stage_share_the_heads(
-    spare: int,
-    crashes: dict[str, int],
-    tiny_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a loss, those of its stage do so anew, or a replacement has a share again."""
-    path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
-    expected = whole(path)
-    crash_after(monkeypatch, crashes)
-    options = {"r_workers": 3, "r_partition": "heads", "pp": 2, "spare_r_workers": spare}
-    found, llm = tokens(path, **options, lanes=2)
-    assert found == expected
-    assert llm.stats.num_rejoined == spare
-    assert (llm.stats.num_recomputed > 0) == bool(crashes)
-
-
-def test_a_stage_without_r_workers_ends_the_job(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash_after(monkeypatch, {"s1-r0": 5, "s1-r1": 5})
-    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
-    path = str(tiny_checkpoint("qwen3", **SHAPES["qwen3"]))
-    with LLM(path, **options, r_partition="heads", pp=2) as llm:
-        (output,) = llm.generate(prompts([4]), GREEDY)
-    assert isinstance(output.error, WorkerError)
-
-
 def test_one_that_hangs_is_given_up(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,27 +113,6 @@ def test_one_that_hangs_is_given_up(
     assert (
         llm.snapshot().engine.num_live_r_workers == 2 and llm.snapshot().engine.has_hung_r_workers
     )
-
-
-def test_when_all_are_lost_every_request_says_so(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash_after(monkeypatch, {"r0": 20, "r1": 20})
-    options = {
-        "dtype": "float32",
-        "r_threads": 1,
-        "kv_memory_gb": 0.01,
-        "r_workers": 2,
-        "r_partition": "heads",
-    }
-    with LLM(str(tiny_checkpoint("qwen3", **SHAPES["qwen3"])), **options) as llm:
-        (output,) = llm.generate(prompts([4]), GREEDY)
-    assert isinstance(output.error, WorkerError) and "no more memory" in str(output.error)
-
-
-def test_more_r_workers_than_heads_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="can't share 1 KV heads"):
-        LLM(str(tiny_checkpoint("mistral")), r_workers=2, r_partition="heads", kv_memory_gb=0.01)
 
 
 def test_shares_are_even_and_cover_all_heads() -> None:

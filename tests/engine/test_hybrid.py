@@ -14,7 +14,7 @@ from checkpoints import prompts
 from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.engine.step.arrivals import LaneWait
@@ -122,9 +122,7 @@ def test_equal_tokens_of_all_families(
     ids=["chunks", "chunks-s", "suspended", "few"],
 )
 def test_equal_tokens_however_they_come(
-    options: dict[str, Any],
-    expected: Callable[[str], Tokens],
-    tiny_checkpoint: Callable[..., Path],
+    options: dict[str, Any], expected: Callable[[str], Tokens], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     max_step_tokens = {"max_num_sequences": 16} if "max_step_tokens" in options else {}
     with hybrid(tiny_checkpoint("llama"), restless(), **max_step_tokens, **options) as llm:
@@ -236,25 +234,6 @@ def test_a_lost_r_worker_never_disturbs_those_at_home(
         assert tokens(llm) == expected("llama")
 
 
-@pytest.mark.parametrize("layout", [Layout.MIXED, Layout.SPLIT_2])
-def test_a_replica_takes_over_those_that_are_away(
-    layout: Layout,
-    monkeypatch: pytest.MonkeyPatch,
-    expected: Callable[[str], Tokens],
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    """The device has none, and needs none."""
-    crash_after(monkeypatch, {"r1": 30})
-    with hybrid(tiny_checkpoint("llama"), always(layout), r_workers=3, replicas=1) as llm:
-        assert tokens(llm) == expected("llama")
-        assert tokens(llm) == expected("llama")
-        engine, replicas = llm.snapshot().engine, llm.stats.replicas
-        assert engine.num_r_workers - engine.num_live_r_workers == 1
-        assert len(replicas.failovers) == 1 and llm.stats.num_recomputed == 0
-        on_device, *halves = sorted(welcome.num_blocks for welcome in llm._running.welcomes)
-        assert on_device < halves[0] == halves[2]
-
-
 @pytest.mark.parametrize(("kv_dtype", "room_gb"), [("int8", 0.00004), ("int4", 0.00003)])
 def test_quantised_everybody_has_the_tokens_of_its_side(
     kv_dtype: str, room_gb: float, tiny_checkpoint: Callable[..., Path]
@@ -301,24 +280,3 @@ def test_a_sequence_in_parts_goes_to_r_workers(
         assert ledger.capacity.is_possible(in_parts)
         assert not ledger.capacity.is_possible(in_parts + 32)
         assert blocks[2] >= 2, "though the device has room for one more"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lanes": 2},
-        {"schedule": "stabilized"},
-        {"tp": 2},
-    ],
-    ids=str,
-)
-def test_what_is_for_one_side_is_refused(
-    options: dict[str, Any], tiny_checkpoint: Callable[..., Path]
-) -> None:
-    with pytest.raises(ConfigError, match="hybrid"):
-        LLM(str(tiny_checkpoint("llama")), **{**SHARED, **HYBRID, **options})
-
-
-def test_what_is_for_both_sides_is_refused_on_one(tiny_checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="needs kv_placement='hybrid'"):
-        LLM(str(tiny_checkpoint("llama")), **SHARED, device_kv_gb=1.0)

@@ -185,11 +185,7 @@ def test_how_the_home_lane_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     del step
     assert [home.next_way() for _ in range(2)] == [StepMode.SLICED, StepMode.WHOLE]
     home.goes_away(type("Step", (), {})())  # it is over before the next begins
-    assert [home.next_way() for _ in range(3)] == [
-        StepMode.SLICED,
-        StepMode.SLICED,
-        StepMode.WHOLE,
-    ]
+    assert [home.next_way() for _ in range(3)] == [StepMode.SLICED, StepMode.SLICED, StepMode.WHOLE]
     assert DeviceLane().next_way() is StepMode.LAYERED
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from torch import Tensor
 from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.setup import resolve, s_worker
 from fastdecode.engine.step import remote as attend
 from sworker.buffers import LENT_LAYERS, Shipment, Staging
-from sworker.graphs import StepGraphs
 
 NUM_LATE = {"polls": 0, "waits": 0}
 
@@ -71,40 +68,6 @@ class LateStaging(Staging):
         for array in slot:
             array.fill(np.nan)  # who still reads it reads nonsense
         return self.staged(self, (q, k, v), slot)
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_equal_tokens(lanes: int, graphs: bool, tiny_checkpoint: Callable[..., Path]) -> None:
-    path = str(tiny_checkpoint("llama", num_hidden_layers=9))  # more layers than may be on loan
-    options = {
-        "dtype": "float32",
-        "r_threads": 1,
-        "kv_memory_gb": 0.01,
-        "prefill_chunk": 9,
-        "r_workers": 2,
-    }
-    options["prompt_attention"] = "s"  # whose merging copies, too
-    asked = prompts([3, 30, 11, 1, 19, 8, 5, 40], seed=2)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-    def run() -> list[tuple[int, ...]]:
-        with LLM(path, lanes=lanes, **options) as llm:
-            return [output.completions[0].token_ids for output in llm.generate(asked, params)]
-
-    expected = run()
-    NUM_LATE.update(polls=0, waits=0)
-    with (
-        mock.patch.object(attend, "make_staging", LateStaging),
-        mock.patch.object(resolve, "uses_graphs", return_value=graphs),
-        mock.patch.object(
-            s_worker,
-            "StepGraphs",
-            lambda model, device, **_: StepGraphs(model, device, capture=False),
-        ),
-    ):
-        assert run() == expected
-    assert NUM_LATE["polls"] > 0 and NUM_LATE["waits"] > 0
 
 
 class NeverDone(LateStaged):

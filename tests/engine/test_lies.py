@@ -6,7 +6,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +38,7 @@ from fastdecode.wire.messages import (
 )
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
-from rworker.state import RWorkerState
-from rworker.worker import serve, start_worker_thread
+from rworker.worker import start_worker_thread
 from sworker.buffers import LENT_LAYERS, Staging
 
 WAIT_S = 60.0
@@ -319,26 +317,6 @@ def test_in_16_bits_too(
     found, num_live = answers(tiny_checkpoint("llama"), **HERE, dtype="bfloat16")
     assert num_live == 1 and all(isinstance(one, list) for one in found)
     assert "R-worker r0 is lost: it answered NaN or Inf in layer" in caplog.text
-
-
-def test_over_zmq(undisturbed: tuple[Path, list[Any]], caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    from fastdecode.wire.zmq.listener import ZmqListener
-
-    model, expected = undisturbed
-    executors = (AttentionExecutor(), NotFinite())
-    listeners = [ZmqListener("tcp://127.0.0.1:*", f"r{i}") for i in range(2)]
-    threads = []
-    for listener, executor in zip(listeners, executors, strict=True):
-        state = RWorkerState("r", kv_bytes=10_000_000)
-        threads.append(Thread(target=serve, args=(listener, state, executor), daemon=True))
-        threads[-1].start()
-    addresses = [listener.address for listener in listeners]
-    assert answers(model, r_worker_addresses=addresses)[0] == expected
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert f"R-worker {addresses[1]} is lost: it answered NaN or Inf" in caplog.text
 
 
 def with_weights(model: Path, to: Path, name: str, change: Callable[[Any], None]) -> Path:

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES
 from disk_talks import Said, talk_in_turns, until_some_are_fetched
 
 from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import WEIGHTS_FILE, open_checkpoint
 from fastdecode.core.model.weights_hash import weights_hash
@@ -37,21 +35,12 @@ SMALL: dict[str, Any] = {
 WAYS: list[dict[str, Any]] = [
     {"prefill_chunk": 23},
     {"prompt_attention": "s"},
-    {
-        "r_workers": 2,
-        "lanes": 2,
-        "max_num_sequences": 4,
-        "kv_memory_gb": 0.0001,
-    },
+    {"r_workers": 2, "lanes": 2, "max_num_sequences": 4, "kv_memory_gb": 0.0001},
     {"r_workers": 2, "r_partition": "heads", "kv_memory_gb": 0.0001},
     {"kv_placement": "gpu"},
     {"kv_placement": "swap", "pp": 3, "max_num_sequences": 6},
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s", "kv_memory_gb": 0.0001},
-    {
-        "swap_threshold": 0.9,
-        "kv_dtype": "float16",
-        "kv_memory_gb": 0.0001,
-    },
+    {"swap_threshold": 0.9, "kv_dtype": "float16", "kv_memory_gb": 0.0001},
 ]
 MORE_WAYS: list[dict[str, Any]] = [
     {"lanes": 2, "max_num_sequences": 4, "r_workers": 2,
@@ -61,8 +50,6 @@ MORE_WAYS: list[dict[str, Any]] = [
     {"block_size": 32, "kv_memory_gb": 0.0003},
     {"split_tokens": 32, "prompt_attention": "r", "r_workers": 2, "kv_memory_gb": 0.0001},
 ]  # fmt: skip
-SOME_FAMILIES = ("gemma2",)
-"""Windows in every other layer."""
 
 
 def on_disk(directory: Path, **options: Any) -> dict[str, Any]:
@@ -95,21 +82,6 @@ def test_what_was_on_disk_says_the_same(
         assert llm.stats.num_cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES if TRIES_ALL else SOME_FAMILIES)
-def test_every_family_says_the_same(
-    family: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = str(tiny_checkpoint(family))
-    blocks_gb = open_checkpoint(path).spec().kv_spec(DType.FLOAT32).token_bytes * 16 / 1e9
-    with LLM(path, **{**SMALL, "prefix_cache": "off"}) as llm:
-        expected = talk_in_turns(llm)
-    with LLM(path, **on_disk(tmp_path, kv_memory_gb=16.5 * blocks_gb)) as llm:
-        talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
-        assert all(said == expected for said in talks)
-        counts = llm.stats.tiers
-        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
-
-
 @pytest.mark.parametrize("kv_dtype", ["int4", *["int8"] * TRIES_ALL])
 def test_quantized_blocks_come_back_as_they_went(
     kv_dtype: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
@@ -122,20 +94,6 @@ def test_quantized_blocks_come_back_as_they_went(
         counts = llm.stats.tiers
         assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
     assert all(len(tokens) == 5 for said in talks for one in said for tokens in one)
-
-
-def test_siblings_begin_with_what_was_on_disk(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """Several sequences of a request, of which some are drawn."""
-    path, drawn = str(tiny_checkpoint("llama")), {"n": 2, "temperature": 0.8, "seed": 3}
-    with LLM(path, **{**SMALL, "prefix_cache": "off"}) as llm:
-        expected = talk_in_turns(llm, **drawn)
-    with LLM(path, **on_disk(tmp_path, swap_threshold=0.9)) as llm:
-        talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm, **drawn))
-        assert all(said == expected for said in talks)
-        counts = llm.stats.tiers
-        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
 
 
 def test_head_shares_that_were_swapped_are_no_ones_blocks(

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import pytest
 from checkpoints import FAMILIES, prompts
-from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.keeping import Keeping
@@ -26,11 +25,7 @@ COMMON = 130
 """More than two blocks of 64."""
 OWN = (0, 1, 17, 62, 33)
 NEW = (3, 20, 1, 16, 8)
-SHARED: dict[str, Any] = {
-    "dtype": "float32",
-    "r_threads": 1,
-    "kv_memory_gb": 0.02,
-}
+SHARED: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02}
 WAYS: list[dict[str, Any]] = [
     {"prefill_chunk": 23},
     {"prompt_attention": "s"},
@@ -86,9 +81,7 @@ def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_of_keeping_kv_says_the_same(
-    way: dict[str, Any],
-    tiny_checkpoint: Callable[..., Path],
-    plain: Said,
+    way: dict[str, Any], tiny_checkpoint: Callable[..., Path], plain: Said
 ) -> None:
     options = {**SHARED, "block_size": 16, "prefix_cache": "on", **way}
     with LLM(str(tiny_checkpoint("llama")), **options) as llm:
@@ -109,33 +102,6 @@ def test_quantised_blocks_are_kept_as_they_are(
         kept = [tokens_of([llm.generate(prompt, GREEDY)[0] for prompt in asked]) for _ in range(3)]
         assert kept[0] == kept[1] == kept[2]
         assert llm.stats.num_cached_prompt_tokens == 3 * (79 + 176)
-
-
-def test_a_lost_r_workers_blocks_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-    plain: Said,
-) -> None:
-    crash_after(monkeypatch, {"r1": 60})
-    options = {**SHARED, "block_size": 16, "r_workers": 3, "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
-        assert script(llm) == plain
-        assert script(llm) == plain
-        assert llm.snapshot().engine.num_live_r_workers == 2
-
-
-def test_many_requests_with_a_common_beginning_run_it_once(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    """64 of them, with 1,024 common and 32 own tokens."""
-    path = str(tiny_checkpoint("llama", max_position_embeddings=2048))
-    (common,) = prompts((1024,), seed=8)
-    asked = [common + own for own in prompts((32,) * 64, seed=9)]
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    with LLM(path, dtype="float32", r_threads=1, kv_memory_gb=0.05, prefix_cache="on") as llm:
-        outputs = llm.generate(asked, params)
-        assert llm.stats.num_prompt_tokens <= 1024 + 64 * 33 + 64
-    assert [output.num_cached_tokens for output in outputs] == [0] + [1024] * 63
 
 
 def test_many_requests_run_a_common_beginning_once_on_each_r_worker(

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FEW_FAMILIES, prompts
+from checkpoints import prompts
 from mixed_requests import OPTIONS, mixed_requests, tokens
 from simulated_engines import ListeningLosses
-from trouble import crash_after
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
@@ -22,11 +21,8 @@ from fastdecode.engine.setup import reach
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from rworker.attention import AttentionExecutor
-from sworker.worker import Pass, SWorker
 
 Make = Callable[..., Path]
-
-SHAPES = [(p, t) for p in (1, 2, 3) for t in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -38,45 +34,6 @@ def llama(tiny_checkpoint: Make) -> str:
 def expected(llama: str) -> list[list[tuple[int, ...]]]:
     with LLM(llama, **OPTIONS) as llm:
         return tokens(llm, mixed_requests())
-
-
-def even(num_stages: int) -> str | None:
-    return None if num_stages == 1 else ",".join(["1"] * (num_stages - 1) + [str(4 - num_stages)])
-
-
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
-    path, asked = str(tiny_checkpoint(family)), mixed_requests()
-    with LLM(path, **OPTIONS) as llm:
-        expected = tokens(llm, asked)
-    with LLM(path, **OPTIONS, prompt_pp=2, prefill_chunk=16) as llm:
-        assert tokens(llm, asked) == expected
-
-
-@pytest.mark.parametrize(("num_prompt_stages", "num_token_stages"), SHAPES)
-def test_stages_of_both_kinds_are_any_number(
-    num_prompt_stages: int, num_token_stages: int, llama: str, expected: Any
-) -> None:
-    """In three layers: each kind's are cut where the other's aren't."""
-    shape = {"prompt_pp": num_prompt_stages, "pp": num_token_stages}
-    cut = {"pp_layers": even(num_token_stages)} if num_token_stages > 1 else {}
-    with LLM(llama, **OPTIONS, **shape, **cut, r_workers=2, prefill_chunk=16) as llm:
-        assert tokens(llm, mixed_requests()) == expected
-
-
-WAYS: list[dict[str, Any]] = [
-    {"r_workers": 2, "prefill_chunk": 7, "lanes": 4},
-    {"lanes": 1, "max_num_sequences": 2, "max_step_tokens": 9},
-    {"lanes": 2, "prefill_chunk": 2, "block_size": 16},
-    {"kv_dtype": "float32", "lanes": 3, "prefill_chunk": 39},
-]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_ways_to_run_them(way: dict[str, Any], llama: str, expected: Any) -> None:
-    with LLM(llama, **OPTIONS, pp=2, prompt_pp=2, **way) as llm:
-        assert tokens(llm, mixed_requests()) == expected
-        assert tokens(llm, mixed_requests()) == expected
 
 
 ON_DEVICES: list[dict[str, Any]] = [
@@ -178,20 +135,6 @@ def test_kv_goes_straight_to_the_r_workers_that_keep_it(
     assert stored == {"rworker-r0": 60, "rworker-s1-r0": 120}
 
 
-def test_sequences_wait_for_room_and_are_suspended(llama: str) -> None:
-    """Twelve sequences in room for a few grow beyond what is reserved for them;
-    what was lost of them runs as a prompt again."""
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[0])
-    asked = [(prompt, params) for prompt in prompts((20,) * 12, seed=3)]
-    with LLM(llama, **OPTIONS) as llm:
-        alone = tokens(llm, asked)
-    small = {**OPTIONS, "kv_memory_gb": 9.3e-5, "block_size": 16, "length_quantile": 0.5}
-    few = {"expected_output_tokens": 2}
-    with LLM(llama, **small, **few, pp=3, pp_layers="1,1,1", prompt_pp=2, lanes=3) as llm:
-        assert tokens(llm, asked) == alone
-        assert llm.stats.num_suspended > 0
-
-
 def test_what_is_cancelled_in_the_middle_of_its_prompt_leaves_nothing_behind(
     llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,55 +190,6 @@ def test_a_prompt_goes_on_behind_kept_blocks(
         assert [[x.token_ids for x in each.completions] for each in outputs] == expected[1]
 
 
-LOSSES = [("r1", 3), ("s1-r1", 0)]
-MORE_LOSSES = [("r1", 0), ("r1", 17), ("r1", 24), ("s1-r1", 3), ("s1-r1", 17), ("s1-r1", 40)]
-
-
-@pytest.mark.parametrize(("lost", "after"), LOSSES + MORE_LOSSES * TRIES_ALL)
-def test_a_lost_r_worker_is_recovered(
-    lost: str, after: int, llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while prompts arrive: the first layers that it stores are theirs."""
-    crash_after(monkeypatch, {lost: after})
-    options = {"pp": 2, "prompt_pp": 3, "r_workers": 2, "prefill_chunk": 16, "lanes": 3}
-    with LLM(llama, **OPTIONS, **options) as llm:
-        assert tokens(llm, mixed_requests()) == expected
-        assert llm.stats.num_recomputed > 0
-        assert llm.snapshot().engine.workers == (3, 4)
-        assert tokens(llm, mixed_requests()) == expected
-
-
-KEPT_ELSEWHERE: list[tuple[str, int, dict[str, Any]]] = [
-    ("s1-r0", 9, {"r_workers": 1, "spare_r_workers": 1}),
-    ("s1-r1", 25, {"r_partition": "heads"}),
-    ("s1-r1", 25, {"r_workers": 3, "split_tokens": 16, "block_size": 16}),
-]
-MORE_KEPT_ELSEWHERE: list[tuple[str, int, dict[str, Any]]] = [
-    ("r1", 25, {"r_partition": "heads"}),
-    ("s1-r0", 30, {"r_partition": "heads", "spare_r_workers": 1}),
-]
-
-
-@pytest.mark.parametrize(
-    ("lost", "after", "others"), KEPT_ELSEWHERE + MORE_KEPT_ELSEWHERE * TRIES_ALL, ids=str
-)
-def test_prompts_go_to_the_r_workers_that_keep_the_layers_of_a_later_stage(
-    lost: str,
-    after: int,
-    others: dict[str, Any],
-    llama: str,
-    expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A standby R-worker there, or the ones that are left and share the heads anew."""
-    crash_after(monkeypatch, {lost: after})
-    options = {"pp": 2, "prompt_pp": 1, "r_workers": 2, "prefill_chunk": 16, **others}
-    with LLM(llama, **OPTIONS, **options) as llm:
-        assert tokens(llm, mixed_requests()) == expected
-        assert llm.stats.num_recomputed > 0
-        assert tokens(llm, mixed_requests()) == expected
-
-
 @pytest.mark.parametrize(("pp", "lost"), [(1, 0), (2, 1)])
 def test_prompts_go_to_the_replacement_at_a_lost_r_workers_address(
     pp: int, lost: int, llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
@@ -308,35 +202,3 @@ def test_prompts_go_to_the_replacement_at_a_lost_r_workers_address(
         assert tokens(llm, mixed_requests()) == expected
         assert cluster.num_lost == llm.stats.num_rejoined == 1
         assert tokens(llm, mixed_requests()) == expected
-
-
-def test_a_prompt_stage_that_breaks_down_ends_the_job_by_name(
-    llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = SWorker.begin
-
-    def broken(self: SWorker, *args: Any) -> Pass:
-        if threading.current_thread().name == "prompt stage 1":
-            raise RuntimeError("the lights went out")
-        return begin(self, *args)
-
-    monkeypatch.setattr(SWorker, "begin", broken)
-    with LLM(llama, **OPTIONS, pp=2, prompt_pp=2) as llm:
-        (output,) = llm.generate(prompts((5,)), SamplingParams(max_tokens=5))
-        assert output.error is not None
-        assert "prompt stage 1" in output.error.message
-        assert "the lights went out" in output.error.message
-
-
-def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> None:
-    for options, named in (
-        ({"r_partition": "heads", "replicas": 1}, "r_partition='heads' .* prompt_pp=1 and"),
-        ({"kv_placement": "hybrid"}, "kv_placement"),
-        ({"kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),
-        ({"kv_placement": "swap", "pp": 3, "tp": 2}, "kv_placement='swap'"),
-        ({"prompt_attention": "r"}, "prompt_attention"),
-        ({"prefill_chunk": 1}, "prefill_chunk"),
-        ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            LLM(llama, **{"prompt_pp": 1, **options})

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import prompts
-from full_stores import keep_one_sequence_each
 from trouble import Trouble, crash_after, give
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import CapacityError, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.engine.figures import EngineFigures
-from rworker.blocks.kv_store import KVStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
@@ -41,42 +39,6 @@ def undisturbed(path: Path, lanes: int) -> list[list[tuple[int, ...]]]:
     return tokens
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_an_r_worker_with_less_room_than_it_said_makes_sequences_wait(
-    lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = tiny_checkpoint("llama")
-    expected = undisturbed(path, lanes)
-    refused = keep_one_sequence_each(monkeypatch)
-    assert run(path, lanes)[0] == expected
-    assert refused
-
-
-def test_what_an_empty_r_worker_refuses_has_failed(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    def refuse(store: KVStore, sequence_id: int, num_reserved: int) -> None:
-        raise CapacityError("no room at all")
-
-    monkeypatch.setattr(KVStore, "open", refuse)
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", r_threads=1, kv_memory_gb=0.01) as llm:
-        (output,) = llm.generate([[5, 6]], GREEDY)
-    assert isinstance(output.error, CapacityError) and "no room at all" in str(output.error)
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("after", [0, 7, 40])
-def test_a_crashed_worker_changes_no_token(
-    after: int, lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = tiny_checkpoint("llama")
-    expected = undisturbed(path, lanes)
-    crash_after(monkeypatch, {"r1": after})
-    tokens, num_recomputed = run(path, lanes)
-    assert tokens == expected
-    assert num_recomputed > 0
-
-
 def test_figures_say_once_which_r_worker_is_lost(
     monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -89,15 +51,6 @@ def test_figures_say_once_which_r_worker_is_lost(
     alive, lost = figures[0].r_workers
     assert alive.lost is None and lost.lost is not None
     assert lost.name not in lost.lost and lost.lost.startswith("it "), lost
-
-
-def test_two_of_three_may_go(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = tiny_checkpoint("llama")
-    expected = undisturbed(path, 2)
-    crash_after(monkeypatch, {"r0": 11, "r2": 33})
-    assert run(path, 2)[0] == expected
 
 
 def test_a_hung_worker_is_given_up(

@@ -269,19 +269,6 @@ def test_an_s_worker_that_fails_answers_every_request(
     assert {output.error.code for output in outputs if output.error} == {"s_worker_failed"}
 
 
-def test_a_mistake_of_ours_raises_as_it_is(tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
-        with (
-            mock.patch.object(SWorker, "drawn", side_effect=RuntimeError("shapes differ")),
-            pytest.raises(RuntimeError, match=r"^shapes differ$"),
-        ):
-            llm.generate([[5], [6, 7]], GREEDY)
-        (later,) = llm.generate([[5]], GREEDY)
-    assert later.error is not None
-    assert later.error.code == "internal_error"
-    assert "shapes differ" in str(later.error)
-
-
 def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
     twice = [
         PromptRequest("a", [5, 6], GREEDY),

@@ -19,7 +19,7 @@ from values import replace
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
+from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.engine.step.layout import StepBatch
@@ -111,25 +111,6 @@ def whole(path: Path) -> list[list[tuple[int, ...]]]:
     return run(path)[0]
 
 
-@pytest.mark.parametrize(("family", "prompt_attention"), [("gemma2", "s"), ("bloom", "r")])
-def test_stages_attend_parts_as_the_first_lays_them_out(
-    family: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """Also where a stage's own layers see fewer tokens than another's."""
-    path = tiny_checkpoint(family)
-    how = {"pp": 3, "pp_layers": "1,1,1", "r_workers": 2, "prompt_attention": prompt_attention}
-    assert run(path, **how, split_tokens=16, lanes=2)[0] == whole(path)
-
-
-@pytest.mark.parametrize(("schedule", "prompt_attention"), [("greedy", "s"), ("stabilized", "r")])
-def test_forks_share_parts(
-    schedule: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = tiny_checkpoint("llama")
-    how = {"schedule": schedule, "prompt_attention": prompt_attention}
-    assert run(path, r_workers=3, split_tokens=16, lanes=2, **how)[0] == whole(path)
-
-
 def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[..., Path]) -> None:
     path = tiny_checkpoint("llama")
     expected = whole(path)
@@ -145,23 +126,6 @@ def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[.
         assert isinstance(
             output.error, CapacityError
         ) and "R-workers together have room for" in str(output.error)
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("after", [{"r1": 5}, {"r1": 60}, {"r0": 25, "r2": 40}])
-def test_the_loss_of_a_part_changes_no_token(
-    after: dict[str, int],
-    lanes: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    path = tiny_checkpoint("llama")
-    expected = whole(path)
-    crash_after(monkeypatch, after)
-    tokens, llm = run(path, r_workers=3, split_tokens=32, lanes=lanes)
-    assert tokens == expected
-    assert llm.stats.num_recomputed > 0
-    assert llm.snapshot().engine.num_live_r_workers == 3 - len(after)
 
 
 class Talkative(AttentionExecutor):
@@ -268,17 +232,3 @@ def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[...
             [[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs]
         )
     np.testing.assert_allclose(found[0], found[1], atol=5e-2)
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ({"split_tokens": 100}, "not a multiple of block_size=64: take 128"),
-        ({"split_tokens": 0}, "split_tokens=0"),
-        ({"split_tokens": 128, "r_partition": "heads"}, "has a part of every sequence"),
-        ({"split_tokens": 128, "kv_placement": "gpu"}, "KV on the device needs no R-workers"),
-    ],
-)
-def test_what_can_t_be_split_is_refused(how: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        LLM("anywhere", **how)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from disk_talks import Said, talk_in_turns, until_some_are_fetched
-from trouble import crash_after
 
 from examples import TRIES_ALL
 from fastdecode import LLM
@@ -79,23 +78,6 @@ def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
         assert all(said == plain for said in talks)
         counts = llm.stats.tiers
         assert counts.num_found == 0 and counts.num_fetched > 0 and counts.num_failed == 0
-
-
-@pytest.mark.parametrize("lost", ["r0", "s1-r0"])
-def test_a_lost_r_worker_and_its_disk_change_no_token(
-    lost: str,
-    tmp_path: Path,
-    tiny_checkpoint: Callable[..., Path],
-    plain: Said,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    crash_after(monkeypatch, {lost: 60})
-    options = on_disks(tmp_path, pp=2, r_workers=2, lanes=2)
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
-        talks = [talk_in_turns(llm) for _ in range(3)]
-        assert all(said == plain for said in talks)
-        assert llm.snapshot().engine.workers == (3, 4)
-        assert llm.stats.tiers.num_stored > 0
 
 
 FIRST, SECOND = HolderId(0), HolderId(5)

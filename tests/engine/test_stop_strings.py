@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import (
-    LINES,
-    TOKENIZERS,
-    byte_ids,
-    id_of,
-    with_text,
-)
+from small_tokenizers import LINES, TOKENIZERS, byte_ids, id_of, with_text
 
 from examples import examples
 from fastdecode.core.sequence import SamplingParams

@@ -60,7 +60,7 @@ def test_answers_are_the_same_in_every_placement(
 
 
 LOSSES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"r1": 40, "r2": 90}, {"r_workers": 3, "lanes": 2}),
+    ({"r1": 40, "r2": 90}, {"r_workers": 3, "lanes": 2})
 ]
 MORE_LOSSES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"s1-r1": 300}, {"pp": 2, "r_workers": 2, "lanes": 2}),

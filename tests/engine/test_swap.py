@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import FEW_FAMILIES, prompts
+from checkpoints import prompts
 from device_engine import device_engine, run
-from held_steps import steps_held
 from recorded_gpu import RecordedGpu
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.sequence import PromptRequest
 from rworker.instructions import CopyBlocks
 from sworker.paged import PagedKV
 from sworker.swap.host import HostKV
@@ -52,16 +49,6 @@ def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
-    path, asked = str(tiny_checkpoint(family)), mixed_requests()
-    with LLM(path, **ALONE) as llm:
-        expected = tokens(llm, asked)
-    with LLM(path, **SWAPPED, prefill_chunk=16, block_size=16) as llm:
-        assert tokens(llm, asked) == expected
-        assert tokens(llm, asked) == expected
-
-
 @pytest.fixture(scope="module")
 def llama(tiny_checkpoint: Make) -> str:
     return str(tiny_checkpoint("llama"))
@@ -71,22 +58,6 @@ def llama(tiny_checkpoint: Make) -> str:
 def expected(llama: str) -> Tokens:
     with LLM(llama, **ALONE) as llm:
         return tokens(llm, mixed_requests())
-
-
-WAYS: list[dict[str, Any]] = [
-    {"prefix_cache": "on", "block_size": 16},
-    {"prefix_cache": "off", "lanes": 5, "prefill_chunk": 7},
-    {"max_num_sequences": 4, "max_step_tokens": 19},
-    {"schedule": "synchronized", "lanes": 4},
-    {"load_limit": 240, "prompt_pp": 1},
-]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_ways_to_run(way: dict[str, Any], llama: str, expected: Tokens) -> None:
-    with LLM(llama, **SWAPPED, **way) as llm:
-        assert tokens(llm, mixed_requests()) == expected
-        assert tokens(llm, mixed_requests()) == expected
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -162,45 +133,6 @@ def test_what_forks_copy_has_room(llama: str, monkeypatch: pytest.MonkeyPatch) -
         tokens(llm, asked)
     assert len(rooms) == 3
     assert 10 < max(stored) <= min(rooms)
-
-
-def test_sequences_are_suspended_and_go_on(llama: str) -> None:
-    """Twelve sequences grow beyond what is reserved for them in their lanes."""
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[0])
-    asked = [(prompt, params) for prompt in prompts((20,) * 12, seed=3)]
-    with LLM(llama, **ALONE) as llm:
-        alone = tokens(llm, asked)
-    small = {"kv_memory_gb": 8e-5, "block_size": 16, "length_quantile": 0.5}
-    with LLM(llama, **{**SWAPPED, **small}, expected_output_tokens=2) as llm:
-        assert tokens(llm, asked) == alone
-        assert llm.stats.num_suspended > 0
-
-
-def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -> None:
-    with LLM(llama, **SWAPPED) as llm:
-        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=4)
-        with steps_held(llm, 20):
-            deltas = llm.deltas([PromptRequest("endless", prompts((30,))[0], endless)])
-            assert next(deltas).finish_reason is None
-            deltas.close()
-        assert tokens(llm, mixed_requests()) == expected
-        figures = []
-        llm.service.call(lambda running: figures.append(running.engine.figures()))
-        assert {one.kv_blocks_used for one in figures[0].r_workers} == {0}
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"pp": 2, "pp_layers": None}, "raise pp=2"),
-    ({"lanes": 2}, "raise lanes=2"),
-    ({"kv_memory_gb": 1e5}, "3 lanes in each of 3 stages"),
-]
-
-
-@pytest.mark.parametrize(("options", "says"), REFUSED, ids=str)
-def test_refused_elsewhere(options: dict[str, Any], says: str, llama: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        LLM(llama, **{**SWAPPED, **options})
-    assert says in refusal.value.message
 
 
 @dataclass

@@ -177,10 +177,7 @@ MORE_ROUNDINGS = [
     ("family", "kv_dtype", "kv_placement"), ROUNDINGS + MORE_ROUNDINGS * TRIES_ALL
 )
 def test_rounded_kv_stays_close(
-    family: str,
-    kv_dtype: str,
-    kv_placement: str,
-    tiny_checkpoint: Callable[..., Path],
+    family: str, kv_dtype: str, kv_placement: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     """First generated token's logprobs: later ones may follow another token."""
     path = tiny_checkpoint(family)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,7 +178,7 @@ def test_right_counts_checks_that_were_not_run(gpu: Any, tmp_path: Path) -> None
         gpu, tmp_path, kernels=kernels, sampler=gpu.Outcome(left_out=["not installed: pytest"])
     )
     assert report.right == (1, 4)
-    assert report.verdict.startswith("RIGHT 1/4 · FAST 0/6 · 0:00 min · r.json")
+    assert re.fullmatch(r"RIGHT 1/4 · FAST 0/6 · \d:\d\d min · r\.json", report.verdict)
     assert report.exit_code == 1
     assert json.loads((tmp_path / "r.json").read_text())["steps"]["kernels"]["checks"]
 
@@ -284,8 +283,15 @@ def chunks(*args: Any, out: torch.Tensor) -> None:
 
 
 def rows_with(kernels: Kernels, gpu: Any, step: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(sys.modules, "sworker.kernels.paged_triton", SimpleNamespace())
-    monkeypatch.setattr(paged, "_kernels_of", lambda device: kernels)
+    """Run a step on caches with these kernels, which no trial has compared with torch."""
+    make_cache = gpu.make_cache
+
+    def make(*args: Any) -> paged.PagedKV:
+        cache = make_cache(*args)
+        cache.kernels = kernels
+        return cache
+
+    monkeypatch.setattr(gpu, "make_cache", make)
     with torch.inference_mode():
         return list(getattr(gpu, step)(gpu.Setup(torch.device("cpu"), smoke=True)))
 

@@ -244,22 +244,6 @@ def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Ran
     world.check()
 
 
-def test_requests_wait_while_no_instance_has_an_r_worker() -> None:
-    rng, world = random.Random(11), World(1, 1)
-    for name in ("a", "b"):
-        world.submit(name, rng)
-    world.turn(rng)
-    for instance in (*world.prefill, *world.decode):
-        world.strand(instance)
-    world.submit("c", rng)
-    world.controller.step()  # and doesn't raise: they may come back
-    assert not world.turn(rng) and world.controller.num_unfinished_sequences
-    world.recover(world.decode[0])
-    while world.turn(rng):
-        pass
-    world.check()
-
-
 def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting() -> None:
     rng, world = random.Random(12), World(1, 1)
     large = Scripted("large", num_tokens=400 * BLOCK_SIZE)
@@ -408,18 +392,6 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     world.check()
 
 
-def test_who_comes_back_is_given_requests_again() -> None:
-    rng, world = random.Random(7), World(1, 1)
-    world.lose(world.prefill[0])
-    world.prefill[0].broken = None
-    world.controller.came_back(world.prefill[0])
-    world.submit("a", rng)
-    assert world.prefill[0].asked
-    while world.turn(rng):
-        pass
-    world.check()
-
-
 def test_a_burst_waits_for_room() -> None:
     rng, world = random.Random(1), World(1, 1)
     for number in range(300):
@@ -465,9 +437,7 @@ def test_a_request_fails_once_each_instance_has_failed_it(code: str) -> None:
     assert world.said["b"]
 
 
-def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(
-    rng: random.Random,
-) -> None:
+def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(rng: random.Random) -> None:
     """Requests move: the others can run them."""
     world = World(rng.randint(1, 2), rng.randint(2, 3))
     for number in range(12):

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from messages_for_tests import between_instances
+from messages_for_tests import INSTANCE_WELCOME
 from values import replace
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.instances.messages import InstanceHello, InstanceWelcome, StatusReport
+from fastdecode.wire.instances.messages import InstanceHello, StatusReport
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 
 pytest.importorskip("mpi4py", reason="needs mpi4py: pip install mpi4py")
 
-WELCOME = next(x for x in between_instances() if isinstance(x, InstanceWelcome))
-SEEN = next(x for x in between_instances() if isinstance(x, StatusReport))
-HELLO = InstanceHello(1, WELCOME.model_hash)
+SEEN = StatusReport(7, state="ready", num_live_r_workers=2)
+HELLO = InstanceHello(1, INSTANCE_WELCOME.model_hash)
 
 
 class Ranks(InprocHub[Any, Any]):
@@ -62,12 +61,12 @@ def test_who_never_says_what_it_is_is_given_up(chatty: bool) -> None:
     from fastdecode.engine.instances.connections import greet_together
 
     hub = Ranks()
-    hub.ends[0].send(WELCOME)
+    hub.ends[0].send(INSTANCE_WELCOME)
     hub.ends[1].close()
-    hub.ends[3].send(replace(WELCOME, model_hash="another"))
+    hub.ends[3].send(replace(INSTANCE_WELCOME, model_hash="another"))
     hub.chatty = chatty
     welcomes, failed = greet_together(hub, HELLO, 100.0, lambda: hub.now_s)
-    assert welcomes == {0: WELCOME} and hub.given_up == [2]
+    assert welcomes == {0: INSTANCE_WELCOME} and hub.given_up == [2]
     assert {i: error.code for i, error in failed.items()} == {
         1: CLOSED, 2: TIMEOUT, 3: "other_model"
     }  # fmt: skip
@@ -80,7 +79,7 @@ def test_nobody_is_waited_for_who_has_answered() -> None:
 
     hub = Ranks()
     for end in hub.ends:
-        end.send(WELCOME)
+        end.send(INSTANCE_WELCOME)
     welcomes, failed = greet_together(hub, HELLO, 100.0, lambda: hub.now_s)
-    assert (welcomes, failed) == (dict.fromkeys(range(4), WELCOME), {})
+    assert (welcomes, failed) == (dict.fromkeys(range(4), INSTANCE_WELCOME), {})
     assert hub.now_s == 0.0 and not hub.given_up

@@ -1,12 +1,13 @@
 """Instances that live and are of no use: one whose engine hangs, and one that
-says what can't be. Requests go on elsewhere, and they may come back."""
+says what can't be. Requests continue elsewhere, and both may come back."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import pytest
 from instance_processes import (
@@ -19,16 +20,18 @@ from instance_processes import (
     ready,
 )
 from instance_runs import answers, params, prompts, tokens
+from msgspec import Raw
 from news import WAIT_S
+from raw_messages import RawDeltas
 from zmq_r_workers import at, r_workers
 
-from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.addresses import InstanceListener
 from fastdecode.engine.instances.connections import Heartbeat
 from fastdecode.wire.instances.messages import Deltas, InstanceHello, InstanceWelcome, Submit
@@ -38,7 +41,7 @@ pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 NEVER = "600"
 PATIENT = "30"
-"""Seconds of silence: nobody is stopped as a whole here, and the machine may be busy."""
+"""Seconds of silence: no process is stopped as a whole, and the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +65,10 @@ def test_only_time_in_which_somebody_listened_is_quiet() -> None:
     assert quiet.look() == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("role", ["decode", *["prefill"] * TRIES_ALL])
 def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
-    model: str, one: LLM, two: list[Process], role: str
+    model: str, one: LLM, two: list[Process]
 ) -> None:
+    role = "decode"
     asked, how = prompts(16, seed=51), params(16, seed=51, n=2)
     with contextlib.ExitStack() as stack:
         options = ("--keep-serving", "--silence-s", NEVER)
@@ -93,12 +96,25 @@ def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
             assert_all_is_free(llm)
 
 
-class Liar(threading.Thread):
-    """Says of the first request that it is given what can't be; and welcomes
-    whoever comes next once it is told to."""
+Lie: TypeAlias = "Callable[[Liar, Request], Any]"
+LIES: dict[str, Lie] = {
+    "a sequence too many": lambda liar, request: Deltas(
+        (Delta(request.request_id, request.params.n, token_ids=(7,)),)
+    ),
+    "no msgpack": lambda liar, request: RawDeltas(Raw(b"\xc1")),
+    "deep lists": lambda liar, request: RawDeltas(Raw(b"\x91" * 100_000 + b"\x01")),
+    "another welcome": lambda liar, request: liar.welcome(),
+}
+"""One of each kind. ``test_claims.py`` and ``test_status_figures.py`` have the others."""
 
-    def __init__(self, model: str, max_model_len: int) -> None:
+
+class Liar(threading.Thread):
+    """An instance that answers its first request with a lie, and welcomes the next
+    controller once it may."""
+
+    def __init__(self, model: str, max_model_len: int, lie: Lie) -> None:
         super().__init__(daemon=True)
+        self._lie = lie
         self._max_model_len = max_model_len
         self._hash = open_checkpoint(model).model_hash
         self._listener = InstanceListener("tcp://127.0.0.1:*", "liar", silence_s=float(PATIENT))
@@ -120,15 +136,14 @@ class Liar(threading.Thread):
             if isinstance(message, InstanceHello):
                 self.greeted += 1
                 assert self.may_welcome.wait(WAIT_S)
-                self._listener.connections[peer].send(self._welcome())
+                self._listener.connections[peer].send(self.welcome())
             elif isinstance(message, Submit):
-                request = message.requests[0]
-                lie = Delta(request.request_id, request.params.n, token_ids=(7,))
+                lie: Any = self._lie(self, message.requests[0])
                 self.may_welcome.clear()
                 with contextlib.suppress(WorkerError):  # the controller may have hung up by now
-                    self._listener.connections[peer].send(Deltas([lie]))
+                    self._listener.connections[peer].send(lie)
 
-    def _welcome(self) -> InstanceWelcome:
+    def welcome(self) -> InstanceWelcome:
         role, dtype = InstanceRole.BOTH, DType("float32")
         return InstanceWelcome(
             "liar", role, self._hash, dtype, dtype, self._max_model_len, 1 << 20, 16, 64, 512, 1, 1
@@ -142,16 +157,20 @@ class Liar(threading.Thread):
         self._listener.close()
 
 
-def test_who_says_what_cannot_be_may_come_back(model: str, one: LLM, two: list[Process]) -> None:
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_an_instance_that_lies_is_lost_alone_and_may_come_back(
+    lie: Lie, model: str, one: LLM, two: list[Process]
+) -> None:
     asked, how = prompts(12, seed=52), params(12, seed=52)
-    liar = Liar(model, one.facts.max_model_len)
+    liar = Liar(model, one.facts.max_model_len, lie)
     liar.start()
     try:
         lies = Process(two[0].job, "both", liar.address)
         with controller(model, [lies, *two], worker_silence_s=float(PATIENT)) as llm:
             outputs = llm.generate(asked, how)
             assert answers(outputs) == answers(one.generate(asked, how))
-            assert "what can't be" in str(engine(llm).remote[0].broken)
+            assert llm.until(lambda: engine(llm).remote[0].broken is not None)
+            assert not any(each.turn for each in engine(llm).remote[1:])
             liar.may_welcome.set()
             assert llm.until(lambda: engine(llm).remote[0].broken is None)
             assert liar.greeted >= 2

@@ -27,7 +27,7 @@ from instance_processes import (
     instances,
     ready,
 )
-from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
+from instance_runs import answers, params, prompts, requests_of, tokens
 from mpi_launch import running
 from news import WAIT_S, NewsLLM
 from raw_messages import RawSubmit
@@ -332,24 +332,3 @@ def test_what_does_not_fit_together_is_refused_by_name(
         LLM(model, instances=addresses, dtype="bfloat16")
     with pytest.raises(ConfigError, match="needs a key"):
         LLM(model, instances=["tcp://8.8.8.8:7000"])
-
-
-def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    """The prefix cache has all of it, and one instance alone would need its end."""
-    path = str(tiny_checkpoint("mistral", sliding_window=32))
-    engine = (*ENGINE, "--prefix-cache", "on")
-    chance = random.Random(91)
-    asked = [[chance.randrange(5, 200) for _ in range(chance.randint(100, 160))] for _ in range(6)]
-    how = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * len(asked)
-    with LLM(path, **OPTIONS) as one:
-        expected = tokens(one.generate(asked, how))
-    with (
-        instance(path, "prefill", engine=engine) as prefill,
-        instance(path, "decode", engine=engine) as decode,
-        controller(path, [ready(prefill, ""), ready(decode, "")]) as llm,
-    ):
-        for _ in range(2):
-            assert tokens(llm.generate(asked, how)) == expected
-        assert llm.stats.num_cached_prompt_tokens > 300 and llm.stats.num_failed_fetches == 0

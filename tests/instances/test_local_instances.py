@@ -3,11 +3,10 @@ engine, whatever happens on the way."""
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from news import NewsLLM
 
 from examples import examples
 from fastdecode import LLM, SamplingParams
-from fastdecode.cli.main import main
 from fastdecode.core.delta import DeltaQueue, OutputFold
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request, RequestOutput
@@ -40,7 +38,7 @@ def four(model: str) -> Iterator[NewsLLM]:
 
 
 def services(llm: LLM) -> Sequence[EngineService[RunningEngine]]:
-    """Of its instances; prefill instances come first."""
+    """Return the services of all instances, prefill instances first."""
     hub = llm._running._hub
     assert isinstance(hub, LocalHub)
     return hub.services
@@ -103,21 +101,6 @@ def test_deltas_come_once_and_in_order(one: LLM, four: LLM) -> None:
     assert_alike([outputs[str(i)] for i in range(8)], one.generate(asked, how))
 
 
-def test_a_burst_waits_and_nothing_is_recomputed(model: str, one: LLM) -> None:
-    """300 prompts, a buffer for about 20, decode room for about 10."""
-    asked = prompts(300, seed=6)
-    how = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 300
-    longest = 71  # tokens: five blocks
-    block_bytes = one.facts.num_kv_blocks and 0.004e9 / one.facts.num_kv_blocks
-    few = {**OPTIONS, "kv_memory_gb": 10 * -(-longest // 16) * block_bytes / 1e9}
-    with LLM(model, instances=["prefill", "decode"], **few) as llm:
-        outputs = llm.generate(asked, how)
-        assert_alike(outputs, one.generate(asked, how))
-        assert llm.stats.num_recomputed == llm.stats.num_suspended == 0
-        assert llm._running.engine.num_handed_over == 300
-        assert_nothing_is_left(llm)
-
-
 def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: LLM) -> None:
     rng, number = random.Random(8), examples(1000, 8)
     reader = DeltaQueue()
@@ -165,91 +148,46 @@ def _fail(running: Any) -> None:
     raise ConfigError("it is broken by a test")
 
 
-@pytest.mark.parametrize("options", [{"r_partition": "heads"}, {"split_tokens": 16}], ids=str)
-def test_r_workers_may_share_out_what_they_have(
-    model: str, one: LLM, options: dict[str, Any]
-) -> None:
-    asked, how = prompts(8, seed=5), params(8, seed=5, n=2)
-    with LLM(model, **BOTH, r_workers=2, **options, **OPTIONS) as llm:
-        assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
-        assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
-
-
-def test_layers_may_be_on_stages(model: str, one: LLM) -> None:
-    """A prompt's K and V come from the R-workers of every stage."""
-    asked, how = prompts(12, seed=15), params(12, seed=15, n=2)
-    with LLM(model, **BOTH, r_workers=2, pp=2, **OPTIONS) as llm:
-        for _ in range(2):
-            assert_alike(llm.generate(asked, how), one.generate(asked, how))
-        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
-        assert llm.stats.fetched_bytes > 0
-        assert_nothing_is_left(llm)
-
-
 ON_A_DEVICE = {"kv_placement": "gpu", "device": "cpu", "r_threads": None}
+ON_BOTH_SIDES = {"kv_placement": "hybrid", "device": "cpu", "device_kv_gb": 0.00004}
 
 
-@pytest.mark.parametrize("where", [{"pp": 2, "r_workers": 2}, ON_A_DEVICE], ids=str)
-def test_prompts_may_run_on_stages_of_their_own(
-    model: str, one: LLM, where: dict[str, Any]
-) -> None:
-    """Others fetch what prompt stages have written."""
-    asked, how = prompts(8, seed=17), params(8, seed=17, n=2)
-    with LLM(model, **{**OPTIONS, **BOTH, "prompt_pp": 1, **where}) as llm:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r_workers": 2, "split_tokens": 16},
+        {"r_workers": 2, "pp": 2, "prompt_pp": 1},
+        {**ON_A_DEVICE, "cache_memory_gb": 0.01, "prefix_cache": "on"},
+        {**ON_BOTH_SIDES, "r_workers": 2},
+    ],
+    ids=str,
+)
+def test_prompts_are_fetched_wherever_kv_is(model: str, one: LLM, options: dict[str, Any]) -> None:
+    """``test_feature_pairs.py`` combines instances with every feature."""
+    asked, how = prompts(12, seed=7), params(12, seed=7, n=2)
+    with LLM(model, **{**OPTIONS, **BOTH, **options}) as llm:
         for _ in range(2):
-            assert_alike(llm.generate(asked, how), one.generate(asked, how))
+            assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
         assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
         assert llm.stats.fetched_bytes > 0
-        assert_nothing_is_left(llm)
-
-
-@pytest.mark.parametrize("more", [{}, {"cache_memory_gb": 0.01, "prefix_cache": "on"}], ids=str)
-def test_kv_may_be_on_the_device_of_each(model: str, one: LLM, more: dict[str, Any]) -> None:
-    asked, how = prompts(16, seed=7), params(16, seed=7, n=2)
-    options = {**OPTIONS, "kv_placement": "gpu", "device": "cpu", **more}
-    del options["r_threads"]
-    with LLM(model, instances=["prefill", "decode", "decode"], **options) as llm:
-        assert_alike(llm.generate(asked, how), one.generate(asked, how))
-        assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
-        assert llm.facts.num_r_workers == 0
-        if not more:
+        if "cache_memory_gb" not in options:
             assert_nothing_is_left(llm)
 
 
-def test_kv_may_be_on_both_sides_of_each(model: str, one: LLM) -> None:
-    """The device has room for one of a prompt's two sequences: the other does not wait for
-    it, which is not fetched before both have run."""
-    asked, how = prompts(16, seed=7), params(16, seed=7, n=2)
-    options = {**OPTIONS, "kv_placement": "hybrid", "device": "cpu", "device_kv_gb": 0.00004}
-    with LLM(model, **BOTH, r_workers=2, **options) as llm:
-        assert_alike(llm.generate(asked, how), one.generate(asked, how))
-        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
-        assert llm.stats.fetched_bytes > 0
-        sides = [each._loop.owned.served.engine.stats.hybrid.steps for each in services(llm)]
-        assert any(set(steps) - {"gpu-only"} for steps in sides), sides
-        assert_nothing_is_left(llm)
-
-
-def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
-    lines = [{"id": str(i), "prompt_token_ids": ids} for i, ids in enumerate(prompts(5, seed=2))]
-    asked, told, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [
-        *("generate", "--model", model, "--input", str(asked), "--output", str(told)),
-        *("--summary", str(summary), "--instances", "prefill,decode"),
-        *("--dtype", "float32", "--temperature", "0", "--max-tokens", "5", "--ignore-eos"),
-        *("--kv-memory-gb", "0.004", "--r-threads", "1", "--block-size", "16"),
-    ]
-    assert main(words) == 0
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    outputs = one.generate(prompts(5, seed=2), params)
-    answers = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [tuple(answer["token_ids"]) for answer in answers] == [
-        output.completions[0].token_ids for output in outputs
-    ]
-    counted = json.loads(summary.read_text())["instances"]
-    assert (counted["handed_over"], counted["moved"]) == (5, 0)
-    assert counted["fetched_bytes"] > 0
+def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """The prefix cache has all of it, and one instance alone would need its end."""
+    path = str(tiny_checkpoint("mistral", sliding_window=32))
+    chance = random.Random(91)
+    asked = [[chance.randrange(5, 200) for _ in range(chance.randint(100, 160))] for _ in range(6)]
+    how = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)] * len(asked)
+    with LLM(path, **OPTIONS) as one:
+        expected = tokens(one.generate(asked, how))
+    with LLM(path, **BOTH, **{**OPTIONS, "prefix_cache": "on"}) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(asked, how)) == expected
+        assert llm.stats.num_cached_prompt_tokens > 300 and llm.stats.num_failed_fetches == 0
 
 
 def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> None:

@@ -16,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from instance_processes import instances
 from instance_runs import OPTIONS, answers, assert_alike, params, prompts, requests_of, role_turns
 
-from cost_model.goodput.replanning.asking import RoleQuestion, question_to_json
-from cost_model.goodput.replanning.roles import JudgedRoles, Roles
-from cost_model.goodput.replanning.traffic_watch import WatchRules
-from examples import TRIES_ALL
+from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, Roles, to_json
+from cost_model.goodput.traffic_watch import WatchRules
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
@@ -52,16 +49,6 @@ def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
     with LLM(model, instances=FOUR, replan_slo=SLO,
              **OPTIONS) as llm:  # fmt: skip
         assert_flips(llm, one, ["p0", "d0", "p1", "d1"])
-
-
-@pytest.mark.skipif(
-    not TRIES_ALL, reason="make campaign: at random in test_instance_processes.py, and as ranks"
-)
-def test_roles_of_processes_flip_each_second_under_load(model: str, one: LLM) -> None:
-    with instances(model, "prefill", "decode", "decode") as processes:
-        addresses = [each.address for each in processes]
-        with LLM(model, instances=addresses) as llm:
-            assert_flips(llm, one, addresses)
 
 
 def assert_flips(llm: LLM, one: LLM, names: list[str]) -> None:
@@ -100,11 +87,7 @@ class Planned:
 
 
 def watched(
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    planned: Planned,
-    told: list[str],
-    looks: int = 2,
+    model: str, monkeypatch: pytest.MonkeyPatch, planned: Planned, told: list[str], looks: int = 2
 ) -> tuple[list[Any], dict[str, Any]]:
     """Two prefill and two decode instances under load until roles were looked at so
     many times. Gives what was answered, and the instances' roles."""
@@ -217,7 +200,7 @@ def wait(one: planner.Planner) -> None:
 
 ASKS = """
 import sys, time
-from cost_model.goodput.replanning.asking import question_from_json
+from cost_model.goodput.replanning import question_from_json
 from fastdecode.engine.replanning import planner
 planner._BOOT = planner._BOOT.replace("main()", "import threading; threading.Event().wait()")
 one = planner.Planner(time.monotonic)
@@ -229,7 +212,7 @@ sys.stdin.read()
 
 def test_a_planner_ends_with_its_controller() -> None:
     """Which is killed while it is being answered."""
-    command = [sys.executable, "-c", ASKS, question_to_json(question())]
+    command = [sys.executable, "-c", ASKS, to_json(question())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as controller:
         assert controller.stdout is not None
         pid = int(controller.stdout.readline())
@@ -245,12 +228,14 @@ def test_a_planner_ends_with_its_controller() -> None:
 
 
 def question() -> RoleQuestion:
-    from cost_model.goodput.replanning.measured import LinearTimes
-    from cost_model.goodput.replanning.roles import Alike, Comes
+    from cost_model.goodput.measured import LinearTimes
+    from cost_model.goodput.replanning import InstanceProfile, TrafficSample
     from cost_model.goodput.slo import Slo
 
-    alike = Alike(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4, 1e-6), 512, 10_000, 64)
-    return RoleQuestion(alike, Comes(5.0, 1.0, ((64, 16), (128, 8))), Slo(0.5, 0.05), Roles(1, 1))
+    alike = InstanceProfile(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4, 1e-6), 512, 10_000, 64)
+    return RoleQuestion(
+        alike, TrafficSample(5.0, 1.0, ((64, 16), (128, 8))), Slo(0.5, 0.05), Roles(1, 1)
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from instance_processes import (
-    Process,
-    assert_all_is_free,
-    controller,
-    engine,
-    instance,
-    instances,
-    ready,
-)
-from instance_runs import answers, params, prompts, tokens
+from instance_processes import Process, instance, ready
+from instance_runs import prompts
 from mpi_launch import Running
 from zmq_r_workers import at, r_workers
-
-from examples import TRIES_ALL
-from fastdecode import LLM
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
@@ -33,8 +22,6 @@ from server_process import FASTDECODE, Server, serving
 
 SILENCE_S = "2"
 FEW = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
-WITHIN_S = 60.0
-"""A hang is 300 s, ``worker_timeout_s``, which isn't set here."""
 
 
 @contextlib.contextmanager
@@ -48,13 +35,6 @@ def with_r_worker(model: str, role: str) -> Iterator[tuple[Process, Running, str
         yield ready(job, role), r_worker, addresses[0]
 
 
-@pytest.fixture(scope="module")
-def others(model: str) -> Iterator[list[Process]]:
-    """Instances that lose nobody."""
-    with instances(model, "prefill", "decode") as processes:
-        yield processes
-
-
 @contextlib.contextmanager
 def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[None]:
     """The R-worker is there again."""
@@ -65,35 +45,6 @@ def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[N
     port = address.rpartition(":")[2]
     with r_workers(port, options=("--keep-serving", "--silence-s", SILENCE_S)):
         yield
-
-
-LOSSES = [("decode", signal.SIGKILL)]
-MORE_LOSSES = [("prefill", signal.SIGSTOP), ("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP)]
-"""In ``make test`` the server below has its R-workers stopped, one after the other."""
-
-
-@pytest.mark.parametrize(
-    ("role", "trouble"), LOSSES + MORE_LOSSES * TRIES_ALL, ids=lambda x: getattr(x, "name", x)
-)
-def test_requests_of_an_instance_without_an_r_worker_go_on_elsewhere(
-    model: str, one: LLM, others: list[Process], role: str, trouble: signal.Signals
-) -> None:
-    asked, how = prompts(24, seed=71), params(24, seed=71, n=2)
-    expected = tokens(one.generate(asked, how))
-    with contextlib.ExitStack() as stack:
-        hurt, r_worker, address = stack.enter_context(with_r_worker(model, role))
-        llm = stack.enter_context(controller(model, [hurt, *others]))
-        assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
-        os.kill(r_worker.pid, trouble)
-        found = llm.generate(asked, how)
-        assert not any(output.error for output in found) and tokens(found) == expected
-        assert llm.until(lambda: engine(llm).remote[0].stranded is not None, WITHIN_S)
-        assert engine(llm).remote[0].broken is None and hurt.job.process.is_running()
-        assert llm._running.num_live_r_workers == llm._running.num_r_workers - 1
-        with back(r_worker, address, trouble):
-            assert llm.until(lambda: engine(llm).remote[0].stranded is None)
-            assert tokens(llm.generate(asked, how)) == expected
-            assert_all_is_free(llm)
 
 
 def test_a_server_is_degraded_and_answers(model: str) -> None:

@@ -86,11 +86,7 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
-WORKLOADS = {
-    "32 × (512 + 128)": "A",
-    "32 × (2,048 + 64)": "B",
-    "128 × (128 + 128)": "C",
-}
+WORKLOADS = {"32 × (512 + 128)": "A", "32 × (2,048 + 64)": "B", "128 × (128 + 128)": "C"}
 
 
 def test_results_are_those_that_were_measured() -> None:

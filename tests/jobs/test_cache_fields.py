@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from messages_for_tests import in_one_piece
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import (
@@ -15,12 +16,11 @@ from fastdecode.core.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from fastdecode.jobs.line_format import LineError
-from fastdecode.jobs.openai_lines import OpenAILines
-from fastdecode.jobs.simple_lines import SimpleLines, output_fields
+from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, output_fields
 from fastdecode.openai.answers import usage
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
-from fastdecode.server.messages import Deltas, Submit, from_json, to_json
+from fastdecode.server.link import Deltas, Submit
+from fastdecode.wire.codec import Codec
 
 SIMPLE = SimpleLines(SamplingParams())
 OPENAI = OpenAILines(RequestReader({}, ("m",), True), "r1")
@@ -80,4 +80,4 @@ def test_a_servers_engine_is_told_and_tells_the_same() -> None:
     asked = Submit((Request("x", (1, 2), SamplingParams(), 4, 7, use),))
     told = Deltas((Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3),))
     for message in (asked, told):
-        assert from_json(json.loads(json.dumps(to_json(message)))) == message
+        assert Codec().decode(in_one_piece(message)) == message

@@ -295,7 +295,6 @@ def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
     now = [0.0]
     out = journal.Journal(
         tmp_path / "o",
-        journal.hold(tmp_path / "o").fd,
         sync_lines=3,
         sync_s=5,
         clock=lambda: now[0],

@@ -21,7 +21,6 @@ from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import check_paths, open_output, write_json
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.job import BatchJob
-from fastdecode.jobs.manifest import seed_of
 from fastdecode.jobs.opening import JobOptions, open_ordered_job
 from fastdecode.jobs.stopping import Stopping
 
@@ -139,7 +138,7 @@ def test_of_two_jobs_that_start_at_once_one_runs_and_the_manifest_is_its_own(
         (winner,) = opened
         assert len(refused) == 3
         manifest = json.loads(job.output.with_name("out.jsonl.manifest.json").read_text())
-        assert winner._rules.seed_of("x", 0) == seed_of(manifest["run_seed"], "x", 0)
+        assert winner._rules.run_seed == manifest["run_seed"]
         winner.__exit__(None, None, None)
         assert job.run(begin="resume").num_run == NUM_LINES
 

@@ -16,9 +16,9 @@ from fake_llm import FakeLLM
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.jobs.journal import OrderedOutput
 from fastdecode.jobs.manifest import Manifest
 from fastdecode.jobs.merging import merge
-from fastdecode.jobs.ordered import OrderedOutput
 from fastdecode.jobs.shard import Shard
 
 MakeJob = Callable[..., Job]

@@ -15,8 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from fastdecode.core.errors import CapacityError, RequestError
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams, TokenLogprob
-from fastdecode.jobs.line_format import LineError, LineRequest
-from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.jobs.formats import LineError, LineRequest, OpenAILines
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader

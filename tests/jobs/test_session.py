@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ def test_what_is_gone_on_with_is_on_record_before_it_has_come(tmp_path: Path) ->
 
 def test_what_is_over_is_thrown_away_in_time(tmp_path: Path) -> None:
     path, one, other = tmp_path / "out.session", sequence(0), sequence(1, index=1)
-    session = JobSession(path, ADDRESSES, None, most_more_bytes=2000)
+    session = JobSession(path, ADDRESSES, None, max_more_bytes=2000)
     session.begin()
     for each in (one, other):
         session.place(each)
@@ -174,6 +175,22 @@ def test_another_file_there_is_no_session(tmp_path: Path, content: bytes) -> Non
     assert not session.is_resumed and session.held == [] and session.number
     killed(session)
     assert opened(path).is_resumed  # the new one has taken its place
+
+
+@pytest.mark.parametrize("replicas", ["Infinity", "NaN", '"x"', "null"])
+def test_session_with_a_damaged_record_is_begun_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, replicas: str
+) -> None:
+    path = tmp_path / "out.session"
+    killed(opened(path))
+    with sqlite3.connect(path) as connection:
+        changed = f"replace(about, '\"replicas\": 0', '\"replicas\": {replicas}')"
+        connection.execute(f"UPDATE records SET about = {changed}")
+    connection.close()
+    session = opened(path)
+    assert not session.is_resumed and f"{path} is damaged" in caplog.text
+    killed(session)
+    assert opened(path).is_resumed
 
 
 def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:

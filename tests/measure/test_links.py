@@ -7,7 +7,7 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.core.host.facts import this_host
 from fastdecode.measure.doctor import ModelFacts, judge
-from fastdecode.measure.links.neighbours import NeighbourFacts, examine_neighbours
+from fastdecode.measure.neighbours import NeighbourFacts, examine_neighbours
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from rworker.transfers.neighbours import ThreadNeighbours

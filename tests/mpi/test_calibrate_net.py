@@ -19,18 +19,8 @@ FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 def test_from_two_ranks_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "net.json"
-    calibrate = [
-        "calibrate",
-        "net",
-        "--model",
-        "Llama-3 8B",
-        "--out",
-        str(out),
-        "--batches",
-        "1,32",
-        "--repeats",
-        "2",
-    ]
+    calibrate = ["calibrate", "net", "--model", "Llama-3 8B", "--out", str(out)]
+    calibrate += ["--batches", "1,32", "--repeats", "2"]
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *calibrate, ":"]
     outcome = run(
         [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.05"], timeout_s=120
@@ -48,8 +38,6 @@ def test_from_two_ranks_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_alone_it_asks_for_a_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["calibrate", "net", "--model", "Llama-3 8B", "--out", str(tmp_path / "net.json")])
-        == 2
-    )
+    command = ["calibrate", "net", "--model", "Llama-3 8B", "--out", str(tmp_path / "net.json")]
+    assert main(command) == 2
     assert "mpirun" in capsys.readouterr().err

@@ -1,299 +1,296 @@
-"""``fastdecode generate`` as an MPI job: the tokens that threads give, also
-when an R-worker is killed or stopped."""
+"""``fastdecode generate`` as an MPI job, one job for each mechanism.
+
+``tests/engine`` simulates losses in every topology, and ``make campaign`` plays them with real
+processes.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
+from checkpoints import FAMILIES
+from families import save_tiny
 from generate_jobs import answers_alone, write_requests
-from hybrid_jobs import HybridJob
 from limited_steps import StepLimit
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
-from turn_lines import check_turns, token_ids, write_turns
+from mpi_launch import Running, has_text, mpirun, needs_mpi, open_mpi_options, run, running
+from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
-from rworker.tiers.disk import slot_files
 
 pytestmark = needs_mpi
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+
+@dataclass(frozen=True)
+class Job:
+    """``generate`` over ranks."""
+
+    command: list[str]
+    output: Path
+    expected: Callable[[], str]
+    """Return what this process answers on its own."""
 
 
-Job: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
+MakeJob: TypeAlias = Callable[..., Job]
 
 
 @pytest.fixture
-def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
-    """``job(max_tokens, *options, **model)``: generate's options, its output
-    file, and what is to be in it."""
+def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> MakeJob:
+    """Make jobs of ``num_s`` S-workers, and ``num_r`` R-workers with a command of their own."""
 
     def make(
-        max_tokens: int, *options: str, **overrides: Any
-    ) -> tuple[list[str], Path, Callable[[], str]]:
+        num_s: int,
+        num_r: int,
+        options: str = "",
+        *,
+        max_tokens: int = 12,
+        btl: str = "self,sm",
+        limit: StepLimit | None = None,
+        family: str = "llama",
+        model: Path | None = None,
+        model_options: str = "",
+        **overrides: Any,
+    ) -> Job:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        write_requests(source, max_tokens)
-        model = ["--model", str(tiny_checkpoint("llama", **overrides)), "--dtype", "float32"]
-        model += ["--prefill-chunk", "16", *options]
-        files = ["--input", str(source), "--output", str(output)]
-        return ["generate", *model, *files], output, lambda: answers_alone(source, *model)
+        if not source.exists():
+            write_some_forked(source, max_tokens)
+        path = model or tiny_checkpoint(family, **overrides)
+        options_of_model = ["--model", str(path), "--dtype", "float32", "--prefill-chunk", "16"]
+        options_of_model += model_options.split()
+        fastdecode = FASTDECODE if limit is None else limit.fastdecode
+        command = [mpirun(), *open_mpi_options(btl), "-n", str(num_s), *fastdecode, "generate"]
+        command += [*options_of_model, "--input", str(source), "--output", str(output)]
+        command += ["--exit-code-file", str(exit_code_file(tmp_path)), *options.split()]
+        if num_r:
+            command += [":", "-n", str(num_r), *R_WORKER]
+        return Job(command, output, lambda: answers_alone(source, *options_of_model))
 
     return make
 
 
-def test_a_disk_that_no_rank_has_is_refused(job: Job, tmp_path: Path) -> None:
-    """R-workers of a command of their own have what is given there."""
-    options, output, _ = job(4, "--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01")
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
-    outcome = run(
-        [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
-    )
-    assert (outcome.exit_code, outcome.orphans) == (2, []), outcome.output
-    assert "--cache-disk was given here, and no R-worker has a disk" in outcome.output
-    assert not output.exists() and not (tmp_path / "kv").exists()
-
-
-@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two S-workers' ranks have one each, too")
-def test_ranks_with_a_command_each(job: Job) -> None:
-    options, output, expected = job(12)
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
-    outcome = run(
-        [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
-    )
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert "rank 3" in outcome.output
-    assert output.read_text() == expected()
-
-
-def test_conversations_go_on_from_kept_blocks_on_ranks(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    write_turns(tmp_path / "turns.jsonl")
-    options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
-    options += ["--block-size", "16", "--input", str(tmp_path / "turns.jsonl"), "--output"]
-    plain, kept = tmp_path / "plain.jsonl", tmp_path / "kept.jsonl"
-    assert main([*options, str(plain), "--kv-memory-gb", "0.01"]) == 0
-    disk = ["--cache-disk", str(tmp_path / "disk"), "--cache-disk-gb", "0.001"]
-    disk += ["--swap-threshold", "1", "--summary", str(tmp_path / "summary.json")]
-    command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options, str(kept)]
-    outcome = run([*command, *disk, "--kv-memory-gb", "0.01"], timeout_s=120)
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    check_turns(plain, kept)
-    assert json.loads((tmp_path / "summary.json").read_text())["tiers"]["num_stored"] > 0
-    assert len(slot_files(tmp_path / "disk")) == 2
-    if TRIES_ALL:  # found again by another job's ranks, and memory for few of them
-        outcome = run([*command, *disk, "--kv-memory-gb", "0.0002"], timeout_s=120)
-        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-        assert token_ids(kept) == token_ids(plain)
-        tiers = json.loads((tmp_path / "summary.json").read_text())["tiers"]
-        assert tiers["num_found"] > 0 and tiers["num_fetched"] > 0
-
-
-def test_roles_by_rank(job: Job) -> None:
-    options, output, expected = job(12)
-    command = [
-        mpirun(),
-        *open_mpi_options("self,tcp"),
-        "-n",
-        "2",
-        *FASTDECODE,
-        *options,
-        "--kv-memory-gb",
-        "0.01",
-    ]
-    outcome = run(command, timeout_s=120)
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert output.read_text() == expected()
-
-
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 1.8],
+    "long_factor": [1.5, 2.0, 4.0, 5.0, 7.0, 9.0],
+    "original_max_position_embeddings": 20,
+}
+"""Factors that go by ``max_model_len``, which every S-worker has to know."""
 NEEDS_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+TWO_S_WORKERS = {"model_options": "--max-model-len 64", "rope_scaling": LONG_ROPE}
 
 
-@pytest.mark.parametrize("device", [
-    ["--device", "cpu"],
-    pytest.param(["--device", "cuda"], marks=[pytest.mark.gpu, NEEDS_TWO_GPUS]),
-    pytest.param(["--device", "cuda", "--cuda-graphs", "on"], marks=[pytest.mark.gpu,
-        NEEDS_TWO_GPUS]),
-])  # fmt: skip
-def test_two_s_workers_act_as_one(device: list[str], job: Job) -> None:
-    """Also in the LongRoPE factors that each takes, which go by max_model_len."""
-    short, long = [1.0, 1.1, 1.3, 1.5, 1.7, 1.8], [1.5, 2.0, 4.0, 5.0, 7.0, 9.0]
-    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-    scaling["original_max_position_embeddings"] = 20
-    options, output, expected = job(12, "--max-model-len", "64", rope_scaling=scaling)
-    options += device
-    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
-    outcome = run(
-        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
-    )
+@pytest.mark.parametrize(
+    ("num_s", "num_r", "options", "more"),
+    [
+        pytest.param(2, 0, "--kv-memory-gb 0.01", {"btl": "self,tcp"}, id="roles by rank"),
+        pytest.param(2, 2, "--tp 2", TWO_S_WORKERS, id="two S-workers"),
+        pytest.param(6, 2, "--pp 2 --prompt-pp 1 --tp 2", {}, id="stages of two S-workers each"),
+        *[
+            pytest.param(
+                2, 2, f"--tp 2 --device cuda --cuda-graphs {graphs}", TWO_S_WORKERS,
+                marks=[pytest.mark.gpu, NEEDS_TWO_GPUS], id=f"two GPUs, graphs {graphs}",
+            )
+            for graphs in ("auto", "on")
+        ],
+    ],
+)  # fmt: skip
+def test_tokens_are_those_of_threads(
+    num_s: int, num_r: int, options: str, more: dict[str, Any], job: MakeJob
+) -> None:
+    ranks = job(num_s, num_r, options, **more)
+    outcome = run(ranks.command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert "rank 3" in outcome.output and "R-worker rank 1" not in outcome.output
-    assert output.read_text() == expected()
-    assert all("error" not in json.loads(line) for line in expected().splitlines())
+    assert ranks.output.read_text() == ranks.expected()
+    assert all("error" not in json.loads(line) for line in ranks.expected().splitlines())
 
 
-@pytest.mark.parametrize("rank", [1, *[0] * TRIES_ALL])
-def test_a_lost_s_worker_ends_the_job(rank: int, job: Job, limit: StepLimit) -> None:
-    """Soon, and with every process."""
-    options, output, _ = job(60)
-    command = [mpirun(), *open_mpi_options(), "-n", "2", *limit.fastdecode, *options]
-    command += ["--tp", "2", ":"]
-    with running(
-        [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-    ) as started:
-        victim = started.rank(rank)
-        started.wait_for_text(output)
-        limit.lose(victim, signal.SIGKILL)
-        outcome = started.wait(timeout_s=120)
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_tokens_in_stages_of_two_s_workers(family: str, job: MakeJob) -> None:
+    test_tokens_are_those_of_threads(4, 2, "--pp 2 --tp 2", {"family": family}, job)
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two ranks are threads in tests/sworker")
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_of_two_s_workers(ep: int, job: MakeJob, tmp_path: Path) -> None:
+    """A share of every expert on each, or whole ones."""
+    save_tiny(tmp_path / "model", "qwen2_moe", seed=2)
+    model = {"model": tmp_path / "model"}
+    test_tokens_are_those_of_threads(2, 2, f"--tp 2 --ep {ep}", model, job)
+
+
+def add_conversations(source: Path) -> None:
+    """Add six conversations of three turns."""
+    with source.open("a") as lines:
+        for num_new in (40, 9, 20):
+            for i in range(6):
+                prompt = [7 + (3 * i + j) % 90 for j in range(num_new)]
+                line = {"id": f"{i}+{num_new}", "conversation_id": str(i), "max_tokens": 6}
+                line |= {"prompt_token_ids": prompt, "temperature": 0, "ignore_eos": True}
+                lines.write(json.dumps(line) + "\n")
+
+
+def _tokens_of(answers: str) -> list[object]:
+    """Return answers without the number of cached tokens."""
+    return [{**json.loads(line), "usage": None} for line in answers.splitlines()]
+
+
+def test_each_s_worker_keeps_its_heads_kv(job: MakeJob, tmp_path: Path) -> None:
+    """Two S-workers act as one: each attends in the KV heads of its own device, and keeps
+    them in the host's memory. ALiBi's slopes are its heads', and forks copy blocks on both."""
+    more = "--tp 2 --kv-placement gpu --kv-memory-gb 0.0001 --block-size 16 --prefix-cache on"
+    more += " --cache-memory-gb 0.001 --max-num-sequences 2"
+    ranks = job(2, 0, more, family="bloom")
+    add_conversations(tmp_path / "in.jsonl")
+    outcome = run(ranks.command, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert _tokens_of(ranks.output.read_text()) == _tokens_of(ranks.expected())
+    restored = re.search(r"stored, (\d+) restored", outcome.output)
+    assert restored is not None and int(restored[1]) > 0, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("num_s", "num_r", "options", "reason"),
+    [
+        (1, 1, "--cache-disk {tmp}/kv --cache-disk-gb 0.01", "no R-worker has a disk"),
+        (1, 2, "--tp 2", "or was started as an R-worker"),
+        (2, 0, "--kv-placement gpu", "without a launcher"),
+        (1, 0, "", "1 MPI rank"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(
+    num_s: int, num_r: int, options: str, reason: str, job: MakeJob, tmp_path: Path
+) -> None:
+    ranks = job(num_s, num_r, options.format(tmp=tmp_path))
+    outcome = run(ranks.command, timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    assert reason in outcome.output and "Traceback" not in outcome.output
+    assert not ranks.output.exists() and not (tmp_path / "kv").exists()
 
 
-def test_an_r_worker_in_an_s_workers_place(job: Job) -> None:
-    options, _, _ = job(1)
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, "--tp", "2", ":"]
-    outcome = run(
-        [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
-    )
-    assert "or was started as an R-worker" in outcome.output and "Traceback" not in outcome.output
-    assert outcome.exit_code not in (0, None) and outcome.orphans == []
+@pytest.mark.parametrize(
+    ("num_s", "options", "rank", "name"),
+    [(2, "--tp 2", 1, "S-worker 1 of 2"), (2, "--pp 2", 1, "stage 1")],
+    ids=["one of two that act as one", "a stage"],
+)
+def test_a_lost_s_worker_ends_the_job(
+    num_s: int, options: str, rank: int, name: str, job: MakeJob, tmp_path: Path, limit: StepLimit
+) -> None:
+    """Soon, by its name, with exit code 4, and with every process."""
+    ranks = job(num_s, 2, f"{options} --worker-silence-s 3", max_tokens=60, limit=limit)
+    with running(ranks.command) as started:
+        victim = started.rank(rank)
+        started.wait_for_text(ranks.output)
+        limit.lose(victim, signal.SIGKILL)
+        outcome = started.wait(timeout_s=90)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    assert name in outcome.output, outcome.output
+    assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
 
 
-def test_ranks_with_nothing_to_do(job: Job) -> None:
-    options, _, _ = job(1)
-    command = [
-        mpirun(),
-        *open_mpi_options(),
-        "-n",
-        "2",
-        *FASTDECODE,
-        *options,
-        "--kv-placement",
-        "gpu",
-    ]
-    outcome = run(command, timeout_s=120)
-    assert outcome.exit_code == 2, outcome.output
-    assert "without a launcher" in outcome.output and "Traceback" not in outcome.output
-
-
-def test_one_rank_is_too_few(job: Job) -> None:
-    options, _, _ = job(1)
-    outcome = run([mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options], timeout_s=120)
-    assert outcome.exit_code == 2, outcome.output
-    assert "1 MPI rank" in outcome.output and "Traceback" not in outcome.output
-
-
-WHOLE = ["--r-partition", "sequences"]
-HEADS = ["--r-partition", "heads"]
-PARTS = ["--split-tokens", "64"]
-
-
-LOSSES = [(signal.SIGSTOP, HEADS)]
-MORE_LOSSES = [
-    (signal.SIGKILL, WHOLE),
-    (signal.SIGSTOP, WHOLE),
-    (signal.SIGKILL, HEADS),
-    (signal.SIGKILL, PARTS),
-]
-
-
-@pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
+@pytest.mark.parametrize(
+    ("num_s", "num_r", "options", "rank", "trouble"),
+    [
+        (1, 3, "--r-partition heads --worker-silence-s 1", 2, signal.SIGSTOP),
+        (2, 4, "--pp 2 --spare-r-workers 1", 4, signal.SIGKILL),
+    ],
+    ids=["stopped", "killed, and a standby replaces it"],
+)
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals, partition: list[str], job: Job, limit: StepLimit
+    num_s: int,
+    num_r: int,
+    options: str,
+    rank: int,
+    trouble: signal.Signals,
+    job: MakeJob,
+    limit: StepLimit,
 ) -> None:
-    options, output, expected = job(80, num_key_value_heads=3)
-    options += [*partition, "--worker-silence-s", "1"]
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options, ":"]
-    command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-    with running(command) as started:
-        workers = started.r_workers(3)
-        started.wait_for_text(output)
-        limit.lose(workers[1], trouble)
+    ranks = job(num_s, num_r, options, max_tokens=80, limit=limit, num_key_value_heads=3)
+    with running(ranks.command) as started:
+        victim = started.rank(rank)
+        started.wait_for_text(ranks.output)
+        limit.lose(victim, trouble)
         outcome = started.wait(timeout_s=120)
-    assert output.read_text() == expected(), outcome.output
-    assert "is lost" in outcome.output and "has replaced" not in outcome.output
-    # Every request was answered; but only the launcher can end a rank that
-    # hangs, and it wants an exit code for that.
+    assert ranks.output.read_text() == ranks.expected(), outcome.output
+    assert "is lost" in outcome.output
+    replaced = re.findall("(.*) has replaced an R-worker", outcome.output)
+    assert len(replaced) == ("--spare" in options), outcome.output
+    assert all(each.endswith("stage 1: R-worker rank 5") for each in replaced), outcome.output
+    # Only the launcher can end a rank that hangs, and it wants an exit code for that.
     assert outcome.exit_code == 4 if trouble == signal.SIGSTOP else outcome.exit_code is not None
-    assert outcome.exit_code is not None and not outcome.orphans, outcome
+    assert not outcome.orphans, outcome
 
 
-def test_a_killed_r_worker_is_restored_from_its_file(
-    job: Job, tmp_path: Path, limit: StepLimit
+def events(job: Running, event: str) -> list[str]:
+    return [line for line in job.output().splitlines() if event in line]
+
+
+def test_an_r_worker_that_is_lost_before_the_greeting_is_left_out(
+    job: MakeJob, tmp_path: Path
 ) -> None:
-    """Only tokens that had not reached the disk are run again; no file is left."""
-    summary, directory = tmp_path / "summary.json", tmp_path / "kv"
-    options, output, expected = job(80)
-    options += ["--replicas", "disk", "--summary", str(summary)]
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options, ":"]
-    command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-    command += ["--cache-disk", str(directory), "--cache-disk-gb", "0.01"]
-    with running(command) as started:
-        workers = started.r_workers(3)
-        started.wait_for_text(output)
-        limit.lose(workers[1], signal.SIGKILL)
-        outcome = started.wait(timeout_s=120)
-    assert output.read_text() == expected(), outcome.output
-    assert "with the replica that it has kept" in outcome.output
-    assert outcome.exit_code is not None and not outcome.orphans, outcome
-    told = json.loads(summary.read_text())
-    assert len(told["replicas"]["failovers"]) == 1
-    assert told["replicas"]["tokens_resumed"] > 0 and told["recomputed"] == 0, told
-    assert not list(directory.glob("replica-*"))
+    """The R-worker has joined before the S-worker loads the model."""
+    ranks = job(1, 2, max_tokens=40)
+    with running([*ranks.command, "--log-level", "info"]) as started:
+        started.wait_until(lambda: len(events(started, "serves")) == 2)
+        s_worker = started.rank(0)
+        s_worker.suspend()
+        assert not events(started, "greeting")
+        started.rank(2).kill()
+        s_worker.resume()
+        outcome = started.wait(120)
+    assert ranks.output.read_text() == ranks.expected(), outcome.output
+    assert "the job starts with 1 of 2 R-workers: R-worker rank 2" in outcome.output
+    assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 
-def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
+def test_a_launched_batch_that_is_interrupted_finishes_what_runs(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, limit: StepLimit
 ) -> None:
-    hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *hybrid.options, ":"]
-    command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-    with running(command) as started:
-        workers = started.r_workers(3)
-        started.wait_for_text(hybrid.output)
-        limit.lose(workers[1], signal.SIGKILL)
-        outcome = started.wait()
-    assert "is lost" in outcome.output
-    # Every request was answered; the launcher gives the killed rank's code.
-    assert outcome.exit_code is not None and not outcome.orphans, outcome
-    hybrid.check_with_one_lost()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_requests(source, 400, [9] * 60)  # far from its end when it continues
+    launch = [*limit.fastdecode, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
+    launch += ["--kv-memory-gb", "0.01", "--", "run-batch", "--dtype", "float32"]
+    launch += ["--model", str(tiny_checkpoint("llama")), "--max-num-sequences", "3"]
+    with running([*launch, "--input", str(source), "--output", str(output)]) as job:
+        job.wait_until(lambda: has_text(output) or limit.extend())
+        launcher = next(p for p in job.processes() if "launch" in p.cmdline())
+        launcher.send_signal(signal.SIGINT)
+        job.wait_until(lambda: "finishing requests" in job.output())
+        limit.lift()
+        outcome = job.wait(120)
+    assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
+    assert "to go on:" in outcome.output
+    assert len(output.read_text().splitlines()) >= 3, outcome.output
 
 
-def test_an_r_worker_that_answers_nan_changes_no_token(
-    job: Job,
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("--input /nonexistent", "/nonexistent is not a file"),
+        ("--model /nonexistent", "/nonexistent is not a directory"),
+        ("--block-size 17", "--block-size 17"),
+        ("--typo", "--typo"),
+    ],
+)
+def test_launch_refuses_what_would_end_before_its_ranks_have_met(
+    bad: str,
+    reason: str,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options, output, expected = job(40)
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", "-n", "1"]
-    command += [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", ":", "-n", "1", sys.executable]
-    outcome = run([*command, str(Path(__file__).with_name("ranks") / "not_finite.py")])
-    assert output.read_text() == expected(), outcome.output
-    assert "is lost: it answered NaN or Inf in layer" in outcome.output
-    # Every request was answered; the rank that was given up is the launcher's to end.
-    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
-
-
-def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
-    job: Job, limit: StepLimit
-) -> None:
-    """The second, while heads are shared among those that are left of the first's loss."""
-    options, output, expected = job(80, num_key_value_heads=3)
-    options += [*HEADS, "--worker-silence-s", "3"]
-    command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *limit.fastdecode, *options, ":"]
-    with running(
-        [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-    ) as started:
-        workers = started.r_workers(3)
-        started.wait_for_text(output)
-        workers[0].suspend()
-        limit.allow(20)
-        started.wait_until(lambda: "is lost" in started.output())
-        limit.lose(workers[1], signal.SIGSTOP)
-        outcome = started.wait(timeout_s=120)
-    assert output.read_text() == expected(), outcome.output
-    assert outcome.exit_code == 4 and not outcome.orphans, outcome
+    (tmp_path / "in").write_text("a\n")
+    command = ["generate", "--model", str(tiny_checkpoint("llama")), "--input"]
+    command += [str(tmp_path / "in"), "--output", str(tmp_path / "out"), *bad.split()]
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(["launch", "--hosts", "localhost:2", "--", *command]))
+    assert reason in capsys.readouterr().err

@@ -59,21 +59,8 @@ class Net:
         for host in HOSTS:
             name = self.prefix + host
             sh("ip", "netns", "add", name)
-            sh(
-                "ip",
-                "-n",
-                name,
-                "link",
-                "add",
-                "eth0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                host,
-                "netns",
-                switch,
-            )
+            link = f"link add eth0 type veth peer name {host} netns {switch}"
+            sh("ip", "-n", name, *link.split())
             sh("ip", "-n", switch, "link", "set", host, "master", "bridge", "up")
             sh("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
@@ -83,12 +70,8 @@ class Net:
 
     def tear_down(self) -> None:
         for host in (*HOSTS, "sw"):
-            subprocess.run(
-                ["ip", "netns", "del", self.prefix + host],
-                check=False,
-                capture_output=True,
-                timeout=20,
-            )
+            command = ["ip", "netns", "del", self.prefix + host]
+            subprocess.run(command, check=False, capture_output=True, timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -131,23 +114,9 @@ def test_mpi_over_three_hosts(
     agent = tmp_path / "agent"
     agent.write_text(AGENT.format(prefix=net.prefix))
     agent.chmod(0o700)
-    launch = [
-        "launch",
-        "--hosts",
-        "s0:0,r0:1,r1:1",
-        "--interface",
-        NETWORK,
-        "--r-threads",
-        "1",
-        "--kv-memory-gb",
-    ]
-    launch += [
-        "0.01",
-        "--mpirun-arg=--prtemca",
-        "--mpirun-arg=plm_ssh_agent",
-        f"--mpirun-arg={agent}",
-        "--",
-    ]
+    launch = ["launch", "--hosts", "s0:0,r0:1,r1:1", "--interface", NETWORK]
+    launch += ["--r-threads", "1", "--kv-memory-gb", "0.01", "--mpirun-arg=--prtemca"]
+    launch += ["--mpirun-arg=plm_ssh_agent", f"--mpirun-arg={agent}", "--"]
     outcome = run(net.at("s0", *FASTDECODE, *launch, "doctor"), **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "rank 1 on r0" in outcome.output and "rank 2 on r1" in outcome.output
@@ -157,40 +126,17 @@ def test_mpi_over_three_hosts(
 
 
 def test_a_host_that_is_cut_off_changes_no_token(
-    net: Net,
-    asked: Callable[[int], tuple[list[str], Path, str]],
-    tmp_path: Path,
-    limit: StepLimit,
+    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path, limit: StepLimit
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
     command, output, expected = asked(60)
     key = str(tmp_path / "key")
     assert main(["r-worker", "--new-key", key]) == 0
-    serve = [
-        "r-worker",
-        "--threads",
-        "1",
-        "--kv-memory-gb",
-        "0.01",
-        "--silence-s",
-        "2",
-        "--return-s",
-        "2",
-        "--key",
-        key,
-        "--bind",
-    ]
+    serve = ["r-worker", "--threads", "1", "--kv-memory-gb", "0.01", "--silence-s", "2"]
+    serve += ["--return-s", "2", "--key", key, "--bind"]
     addresses = {host: f"tcp://{net.address(host)}:5600" for host in ("r0", "r1")}
-    command += [
-        "--r-worker",
-        addresses["r0"],
-        "--r-worker",
-        addresses["r1"],
-        "--key",
-        key,
-        "--worker-silence-s",
-        "2",
-    ]
+    command += ["--r-worker", addresses["r0"], "--r-worker", addresses["r1"]]
+    command += ["--key", key, "--worker-silence-s", "2"]
     with (
         running(net.at("r0", *FASTDECODE, *serve, addresses["r0"]), **PATHS) as r0,
         running(net.at("r1", *FASTDECODE, *serve, addresses["r1"]), **PATHS) as r1,

@@ -9,9 +9,7 @@ import pytest
 from fastdecode.wire.mpi import launcher_end, leaving
 
 
-def test_a_deadline_runs_before_the_launcher_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_deadline_runs_before_the_launcher_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where processes are looked at, or one is started, this one may hang."""
     running: list[bool] = []
 

@@ -12,8 +12,6 @@ import psutil
 import pytest
 from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
 
-from examples import TRIES_ALL
-
 RANKS = Path(__file__).parent / "ranks"
 
 pytestmark = needs_mpi
@@ -31,54 +29,39 @@ def run_ranks(file: str, num_ranks: int, btl: str = "self,sm", *options: str) ->
 SHARED, TCP = "self,sm", "self,tcp"
 
 
-@pytest.mark.parametrize(("num_ranks", "btl"), [(4, SHARED), (4, TCP), *[(2, SHARED)] * TRIES_ALL])
-def test_the_transport_suite(num_ranks: int, btl: str) -> None:
-    outcome = run_ranks("suite.py", num_ranks, btl)
+@pytest.mark.parametrize("btl", [SHARED, TCP])
+def test_the_transport_suite(btl: str) -> None:
+    outcome = run_ranks("suite.py", 4, btl)
     assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
     assert "passed" in outcome.output and "failed" not in outcome.output
 
 
-@pytest.mark.parametrize("btl", [SHARED, *[TCP] * TRIES_ALL])
-def test_the_stream_suite(btl: str) -> None:
-    command = [mpirun(), *open_mpi_options(btl), "-n", "2", sys.executable]
+def test_the_stream_suite() -> None:
+    command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable]
     outcome = run([*command, str(RANKS / "streams.py")], timeout_s=120.0)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "9 passed" in outcome.output, outcome.output
 
 
-@pytest.mark.parametrize("btl", [SHARED, TCP])
-def test_r_workers_that_read_each_other(btl: str) -> None:
-    command = [mpirun(), *open_mpi_options(btl), "-n", "3", sys.executable]
+def test_r_workers_that_read_each_other() -> None:
+    command = [mpirun(), *open_mpi_options(), "-n", "3", sys.executable]
     paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
     outcome = run([*command, str(RANKS / "doors.py")], timeout_s=120.0, **paths)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert outcome.output.count("has read and been read") == 2, outcome.output
 
 
-LOSSES = [
-    ("killed", TCP),
-    ("killed_while_a_large_message_is_under_way", SHARED),
-    ("stopped", TCP),
-]
-MORE_LOSSES = [
-    ("killed", SHARED),
-    ("killed_while_a_large_message_is_under_way", TCP),
-    ("stopped", SHARED),
-]
-
-
-@pytest.mark.parametrize(("name", "btl"), LOSSES + MORE_LOSSES * TRIES_ALL)
+@pytest.mark.parametrize(
+    ("name", "btl"), [("killed_while_a_large_message_is_under_way", SHARED), ("stopped", TCP)]
+)
 def test_an_r_worker_that_was(name: str, btl: str) -> None:
     outcome = run_ranks("failures.py", 4, btl, "-k", f"test_{name}", "-x")
-    assert "1 passed" in outcome.output or "2 passed" in outcome.output, outcome.output
+    assert "1 passed" in outcome.output, outcome.output
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
 def test_a_call_of_mpi_that_does_not_return_is_noticed() -> None:
-    for call in ("send", "poll", "close"):
-        outcome = run_ranks("failures.py", 2, "self,sm", "-k", f"kept_by_mpi and {call}")
-        assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
-    outcome = run_ranks("failures.py", 3, "self,sm", "-k", "kept_by_who_was_stopped")
+    outcome = run_ranks("failures.py", 2, SHARED, "-k", "kept_by_mpi")
     assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from cost_model.disaggregate import StageMemory, streaming_overhead
+from cost_model.disaggregate import StageMemory, Streaming
 
 PROMPT_TOKENS, TOTAL_TOKENS = 1000, 2000
 MICROBATCHES = (2, 4, 8, 16, 32)
@@ -164,7 +164,7 @@ def table_text() -> str:
 def table_6_row(bandwidth_gbps: float) -> tuple[float, float, float]:
     """Transfer, extra time, and m."""
     took_s = TABLE_6_KV_GB * 8 / bandwidth_gbps
-    factor = streaming_overhead(TABLE_6_KV_GB, bandwidth_gbps, TABLE_6_PROMPT_S)
+    factor = Streaming(TABLE_6_KV_GB, bandwidth_gbps).overhead(TABLE_6_PROMPT_S)
     return took_s, (factor - 1) * TABLE_6_PROMPT_S, factor
 
 

@@ -20,10 +20,7 @@ from oracles.distserve.search import (
     is_runnable,
     placements,
 )
-from oracles.distserve.simulator import (
-    simulate_colocated,
-    simulate_disaggregated,
-)
+from oracles.distserve.simulator import simulate_colocated, simulate_disaggregated
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads(
     (Path(__file__).parent / "distserve" / "cases.json").read_text("utf-8")

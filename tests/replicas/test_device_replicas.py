@@ -61,41 +61,6 @@ def crash_keeper(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     give(monkeypatch, {"replica": lambda: Trouble(after)}, device_caches)
 
 
-@pytest.mark.parametrize("num_layers", [0, 1, 40])
-def test_a_device_that_fails_changes_no_token(
-    model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch, num_layers: int
-) -> None:
-    losses = DeviceLosses(monkeypatch, num_layers)
-    tokens, stats = run(model, **ON_DEVICE)
-    assert tokens == expected
-    assert losses.num_lost == 1 and stats.replicas is not None
-    (failover,) = stats.replicas.failovers
-    assert (failover.worker, failover.keeper) == ("the KV cache on cpu", "R-worker replica")
-    assert stats.replicas.num_recomputed_holders == 0
-
-
-STAGES: dict[str, Any] = {**ON_DEVICE, "pp": 2, "pp_layers": "2,1"}
-SWAPPED: dict[str, Any] = {**STAGES, "pp": 3, "pp_layers": "1,1,1", "kv_placement": "swap"}
-
-
-@pytest.mark.parametrize("options", [STAGES, SWAPPED], ids=["stages", "swapped lanes"])
-@pytest.mark.parametrize("is_one", [True, False], ids=["one", "all"])
-def test_a_stages_device_that_fails_changes_no_token(
-    model: Path,
-    expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, Any],
-    is_one: bool,
-) -> None:
-    losses = DeviceLosses(monkeypatch, 41, is_one=is_one)
-    tokens, stats = run(model, **options)
-    assert tokens == expected
-    assert losses.num_lost == 1 and stats.replicas is not None
-    names = {failover.worker for failover in stats.replicas.failovers}
-    assert names, "an R-worker has taken over"
-    assert stats.resumed.num_tokens > 0, "with tokens that it had kept"
-
-
 @pytest.mark.parametrize("does", ["shares blocks", "moves blocks"])
 def test_a_device_that_fails_between_layers_changes_no_token(
     model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, does: str
@@ -142,19 +107,6 @@ def test_only_tokens_that_the_replica_lacks_run_again(
     resumed = stats.resumed
     assert resumed.num_sequences >= 5 and resumed.num_tokens > 50
     assert resumed.num_tokens_lost == stats.num_recomputed == 0
-
-
-@pytest.mark.parametrize(
-    "options", [ON_DEVICE, STAGES, SWAPPED], ids=["one", "stages", "swapped lanes"]
-)
-def test_a_replica_costs_no_token_while_nothing_fails(
-    model: Path, expected: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
-) -> None:
-    tokens, stats = run(model, **options)
-    assert tokens == expected
-    assert stats.replicas is not None and not stats.replicas.failovers
-    assert not stats.resumed.num_holders
-    assert "no replica" not in caplog.text, "each cache has its own"
 
 
 @pytest.mark.parametrize("tier", ["host tier", "stages' host tiers", "disk", None])

@@ -136,10 +136,7 @@ def test_a_file_that_grows_is_written_anew(
 
 @pytest.mark.parametrize("step", ["begun", "written", "settled"])
 def test_a_new_file_that_fails_leaves_the_old_one(
-    step: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
+    step: str, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """As good as it was: the cache is restored from it."""
     failed: list[Path] = []
@@ -192,10 +189,7 @@ def test_what_cannot_be_read_is_recomputed(
 
 @pytest.mark.parametrize("step", ["prepare", "place"])
 def test_a_cache_that_is_restored_in_part_is_not_gone_on_with(
-    step: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
+    step: str, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Its books say more than its memory has."""
     carry_out = getattr(AttentionExecutor, step)

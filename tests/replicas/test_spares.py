@@ -19,25 +19,6 @@ from fastdecode.wire.messages import Accepted, CloseSequence, FromRWorker, ToRWo
 from fastdecode.wire.transport import PeerLostError
 
 
-@pytest.mark.parametrize("replicas", [0, 1])
-def test_a_spare_one_comes_in_a_lost_ones_place(
-    replicas: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
-    crash_after(monkeypatch, {"r1": 30})
-    tokens, stats = run(path, replicas=replicas, spare_r_workers=1)
-    assert tokens == expected
-    assert stats.num_rejoined == 1
-    if not replicas:
-        assert stats.num_recomputed > 0
-        return
-    assert stats.replicas is not None and stats.num_recomputed == 0
-    (back,) = stats.replicas.returns
-    assert (back.worker, back.keeper) == ("R-worker r3", "R-worker r2")
-    assert stats.replicas.num_rings == 1
-
-
 def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
     monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -47,28 +28,6 @@ def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
     tokens, stats = run(path, replicas=0, r_workers=1, lanes=1, spare_r_workers=2)
     assert tokens == expected
     assert stats.num_rejoined == 2
-
-
-@pytest.mark.parametrize(("r_workers", "lost"), [(2, "r1"), (2, "s1-r0"), (1, "s1-r0"), (1, "r0")])
-def test_a_column_goes_on_with_a_spare_one_of_the_stage_that_lost_one(
-    r_workers: int,
-    lost: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Also where that was the only column, and nobody else can go on. The log names the
-    one that came."""
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
-    crash_after(monkeypatch, {lost: 20})
-    tokens, stats = run(path, replicas=0, r_workers=r_workers, pp=2, spare_r_workers=1)
-    assert tokens == expected
-    assert stats.num_recomputed > 0 and stats.num_rejoined == 1
-    came = (
-        f"stage 1: R-worker s1-r{r_workers}" if lost.startswith("s1") else f"R-worker r{r_workers}"
-    )
-    assert f"\n{came} has replaced an R-worker" in "\n".join(["", *caplog.messages])
 
 
 @pytest.mark.parametrize(

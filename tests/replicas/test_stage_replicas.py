@@ -134,33 +134,6 @@ def answers(llm: LLM) -> list[RequestOutput]:
     return outputs
 
 
-def test_without_a_second_copy_a_column_is_recomputed(
-    path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The neighbour that goes on for it is lost, too."""
-    crash_after(monkeypatch, {"s1-r0": 30, "s1-r1": 40})
-    tokens, stats = run(path, pp=2)
-    assert tokens == expected
-    assert stats.num_recomputed > 0
-
-
-DURING_PROMPTS: list[Losses] = [{"s1-r1": 3}, {"r0": 3}]
-WHILE_DECODING: list[Losses] = [{"s1-r1": 28}, {"r1": 18}, {"r0": 16, "s1-r1": 30}]
-LOST_TO_PROMPTS = [WHILE_DECODING[0], *[*WHILE_DECODING[1:], *DURING_PROMPTS] * TRIES_ALL]
-
-
-@pytest.mark.parametrize("lost", LOST_TO_PROMPTS, ids=str)
-def test_prompt_stages_write_to_the_r_worker_that_goes_on(
-    lost: Losses, path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the replica lacks of a prompt is run there behind what it has."""
-    crash_after(monkeypatch, lost)
-    tokens, stats = run(path, pp=2, prompt_pp=2)
-    assert tokens == expected
-    assert stats.replicas is not None and 1 <= len(stats.replicas.failovers) <= len(lost)
-    assert lost in DURING_PROMPTS or stats.resumed.num_tokens > 0
-
-
 class _Losses:
     """R-workers that are lost while a prompt stage writes to the second column: first its own
     in the first stage; and once the third has taken that one's cache over, the one that

@@ -7,7 +7,7 @@ import math
 import pytest
 from schedule_choices import schedule_options
 
-from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.simulate import Table, TabledTimes
 from fastdecode.schedule.admission.by_forecast import stabilizing_gain
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.simulation.resources import Rounds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from holdings import Holding, victim_of
 
-from cost_model.simulate.turns import Tier
+from cost_model.turns import Tier
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import (
     IdleColumns,

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.goodput.replanning.measured import LinearTimes
+from cost_model.goodput.measured import LinearTimes
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Setup
 from cost_model.predict import LaneTimes, System
 from cost_model.shapes import model_named
-from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.simulate import Table, TabledTimes
 from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.holders import HolderId

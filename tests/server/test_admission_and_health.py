@@ -11,10 +11,10 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from fastdecode.core.errors import CapacityError
 from fastdecode.server.admission import QueueAdmission, QueueFull
 from fastdecode.server.client import OpenRequests
-from fastdecode.server.health import Outlook, trouble
+from fastdecode.server.front import Outlook
 from fastdecode.server.http.errors import refused
-from fastdecode.server.messages import StatusReport
-from fastdecode.server.observations import Observations
+from fastdecode.server.link import StatusReport
+from fastdecode.server.metrics import Metrics
 
 
 def refusal(admission: QueueAdmission, requests: int, tokens: int, now: float) -> int:
@@ -58,7 +58,7 @@ def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
     def of(
         outlook: Outlook, waiting_since_s: float | None = None, now: float = 101.0
     ) -> str | None:
-        return trouble(outlook, waiting_since_s, now, 60.0)
+        return outlook.trouble(waiting_since_s, now, 60.0)
 
     assert of(good) is None and of(good, 50.0) is None
     assert of(Outlook()) == of(replace(good, is_ready=False)) == "starting"
@@ -103,7 +103,7 @@ def test_who_is_being_prepared_enters_with_his_size_later() -> None:
 
 
 def test_who_went_away_was_not_answered() -> None:
-    observed = Observations(64)
+    metrics = Metrics(64)
     for reason in ("stop", "length", "abort", "error"):
-        observed.finished(OpenRequests([], observed), reason)
-    assert (observed.succeeded.total, observed.ended.total) == (2, 4)
+        metrics.finished(OpenRequests([], metrics), reason)
+    assert (metrics.num_succeeded, metrics.ended.total()) == (2, 4)

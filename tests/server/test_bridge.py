@@ -17,8 +17,8 @@ from fastdecode.core.delta import MOST_VALUES, Delta, DeltaQueue
 from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
 from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.bridge import Bridge
-from fastdecode.server.messages import Deltas, Submit
+from fastdecode.server.link import Deltas, Submit
+from fastdecode.server.serving import Bridge
 
 WAIT_S = 60.0
 GOOD = Request("good", (1, 2), SamplingParams(), 3, seed=0)

@@ -3,15 +3,12 @@ use, and none keeps anything of the engine."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
 import json
 import socket
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,14 +18,9 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from server_process import Server, scripted_server, serving
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.server.http.connection import (
-    MAX_REQUESTS_AHEAD,
-    MOST_UNHEARD_BYTES,
-    check_version,
-)
-from fastdecode.server.http.exchange import CONNECTION, Exchange, WriteTimeout
-from fastdecode.server.http.open_files import SPARE_FILES
-from fastdecode.server.http.protocol import MAX_HEADER_BYTES
+from fastdecode.server.frontend import SPARE_FILES, _listen
+from fastdecode.server.http.connection import MAX_HEADER_BYTES, MOST_UNREAD_BYTES
+from fastdecode.server.options import ServeOptions
 
 IS_WORDY = 1003
 LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
@@ -77,49 +69,6 @@ def first_answer(connection: socket.socket) -> bytes:
     return said
 
 
-def test_of_uvicorn_there_is_what_is_built_upon() -> None:
-    """It is none of what uvicorn promises: other versions may have it another way."""
-    import uvicorn
-    from uvicorn.protocols.http.flow_control import FlowControl
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-    made = inspect.getsource(HttpToolsProtocol.__init__) + inspect.getsource(
-        RequestResponseCycle.__init__
-    )
-    for name in ("pipeline", "cycle", "flow", "transport", "loop", "connections", "scope"):
-        assert f"self.{name}:" in made or f"self.{name} =" in made, name
-    for name in ("response_complete", "disconnected", "message_event", "keep_alive", "more_body"):
-        assert f"self.{name} =" in made, name
-    for name in (
-        "_start_asgi_task",
-        "on_header",
-        "on_response_complete",
-        "send_400_response",
-    ):
-        assert callable(getattr(HttpToolsProtocol, name))
-    assert callable(FlowControl.resume_reading)
-    started = inspect.getsource(uvicorn.Server.startup)
-    for words in (
-        "config=config",
-        "server_state=self.server_state",
-        "app_state=self.lifespan.state",
-    ):
-        assert words in started, "what connections are made with"
-    check_version()
-    for other in ("0.45.9", "0.55.0", "1.0"):
-        with pytest.raises(ConfigError, match="pip install"):
-            check_version(other)
-
-
-def test_who_pipelines_and_leaves_frees_what_he_had(server: Server) -> None:
-    server.wait_until_idle()
-    with connect(server) as connection:
-        connection.sendall(completion(max_tokens=4000, stream=True) + LIVE + b"\r\n")
-        server.wait_until(lambda: server.status()["num_running"] == 1)
-    server.wait_until_idle()
-    assert "socket.send() raised" not in server.job.output()
-
-
 def test_who_sends_too_much_still_gets_the_answer(server: Server) -> None:
     """Clients that have no eye for an answer before they have sent all."""
     body = b" " * (9 << 20)
@@ -143,7 +92,7 @@ def test_who_sends_for_ever_is_not_heard_out(server: Server) -> None:
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
     with connect(server) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(head)
-        for _ in range(10 * MOST_UNHEARD_BYTES // len(chunk)):
+        for _ in range(10 * MOST_UNREAD_BYTES // len(chunk)):
             connection.sendall(chunk)
         raise AssertionError("all of it was read")
 
@@ -153,7 +102,7 @@ def test_a_body_that_is_no_http_is_told_so(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(head + b"zz\r\n")
         said = until_closed(connection)
-    assert said.startswith(b"HTTP/1.1 400") and b"invalid_http" in said
+    assert said.startswith(b"HTTP/1.1 400")
 
 
 def test_a_header_that_comes_all_at_once_is_bounded_too(server: Server) -> None:
@@ -171,16 +120,6 @@ def test_who_asks_for_another_protocol_is_answered_by_this_one(server: Server) -
         assert until_closed(connection).count(b"HTTP/1.1 200") == 2
 
 
-def test_who_dawdles_after_a_refusal_is_cut_off_without_a_word(server: Server) -> None:
-    """The header's deadline comes while the connection is heard out."""
-    with connect(server) as connection:
-        connection.sendall(b"nonsense\r\n\r\n")
-        assert b" 400 " in until_closed(connection)
-        port = connection.getsockname()[1]
-        server.wait_until(lambda: not has_connection(server, port))
-    assert server.job.output().count("\n") == 1, "that it listens"
-
-
 def has_connection(server: Server, port: int) -> bool:
     """To a client at this port."""
     every = server.process("http").net_connections()
@@ -195,25 +134,8 @@ def test_requests_that_wait_for_their_turn_are_answered(server: Server) -> None:
         assert until_closed(connection).count(b"HTTP/1.1 200") == 3
 
 
-def test_too_many_requests_ahead_end_with_the_answer_under_way(server: Server) -> None:
-    with connect(server) as connection:
-        ahead = (LIVE + b"\r\n") * (MAX_REQUESTS_AHEAD + 1)
-        connection.sendall(completion(max_tokens=20) + ahead)
-        said = until_closed(connection)
-    assert said.count(b"HTTP/1.1 200") == 1 and b'"finish_reason": "length"' in said
-    with connect(server) as connection:
-        connection.sendall(completion(max_tokens=60) + LIVE + b"\r\n")
-        server.wait_until(lambda: server.status()["num_open"] == 1)
-        connection.sendall(b"nonsense\r\n\r\n")
-        said = until_closed(connection)
-    assert said.count(b"HTTP/1.1") == 1 and b'"finish_reason": "length"' in said
-
-
-def test_trailers_are_bounded_and_no_headers(server: Server) -> None:
+def test_trailers_are_bounded(server: Server) -> None:
     chunked = LIVE + b"transfer-encoding: chunked\r\n\r\n0\r\n"
-    with connect(server) as connection:
-        connection.sendall(chunked + b"host: a.example\r\n\r\n")
-        assert b" 200 OK" in first_answer(connection)
     with connect(server) as connection:
         connection.sendall(chunked)
         assert b" 200 OK" in first_answer(connection)
@@ -279,47 +201,15 @@ def live(server: Server) -> bytes:
     return b""
 
 
-class SlowConnection:
-    """Takes a little between any two looks, and all of it in the end."""
-
-    is_writable = False
-    was_cut = False
-
-    def __init__(self, num_unsent_bytes: int, pace: int) -> None:
-        self._left = num_unsent_bytes
-        self._pace = pace
-        self.is_empty = asyncio.Event()
-
-    @property
-    def num_unsent_bytes(self) -> int:
-        self._left -= self._pace
-        if self._left <= 0:
-            self.is_empty.set()
-        return self._left
-
-    def abort(self) -> None:
-        self.was_cut = True
-        self.is_empty.set()
-
-
-@pytest.mark.parametrize("pace", [1, 0])
-def test_a_slow_reader_is_none_that_has_stopped(pace: int) -> None:
-    async def send() -> tuple[SlowConnection, list[Any]]:
-        connection = SlowConnection(8, pace)
-        sent = []
-
-        async def take(message: MutableMapping[str, Any]) -> None:
-            await connection.is_empty.wait()
-            sent.append(message)
-
-        scope = {"extensions": {CONNECTION: connection}}
-        exchange = Exchange(scope, receive, take, write_timeout_s=0.01)
-        with contextlib.suppress(WriteTimeout):
-            await exchange.send_part(b"x")
-        return connection, sent
-
-    async def receive() -> MutableMapping[str, Any]:
-        raise AssertionError
-
-    connection, sent = asyncio.run(send())
-    assert (connection.was_cut, len(sent)) == ((False, 1) if pace else (True, 0))
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_answers_do_not_wait_for_acks(host: str) -> None:
+    """Without TCP_NODELAY an answer on a reused connection would be 40 ms late."""
+    try:
+        listener, address = _listen(ServeOptions(host=host, port=0))
+    except ConfigError:
+        pytest.skip(f"this host has no {host}")
+    with listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert address.startswith("http://")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -207,12 +207,13 @@ def test_other_sites_are_kept_out(server: Server, headers: dict[str, str], statu
 def test_bodies_are_coded_by_chunks_alone(server: Server) -> None:
     raw = b'{"prompt": [1], "max_tokens": 1}'
     body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(raw), raw)
-    for coding, start in (("chunked", b"HTTP/1.1 200"), ("gzip, chunked", b"HTTP/1.1 400")):
+    for coding, start in (("chunked", b"HTTP/1.1 200"), ("gzip, chunked", b"HTTP/1.1 415")):
         assert exchange(server, head(f"transfer-encoding: {coding}"), body).startswith(start)
 
 
 def test_two_hosts_are_none(server: Server) -> None:
-    raw = exchange(server, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n")
+    hosts = b"host: localhost\r\n" * 2
+    raw = exchange(server, b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n" + hosts + b"\r\n")
     assert raw.startswith((b"HTTP/1.1 403", b"HTTP/1.1 400"))
 
 
@@ -231,7 +232,6 @@ def test_request_ids(server: Server) -> None:
     ("request_line", "status"),
     [
         ("GET http://localhost/live HTTP/1.1", 200),
-        ("GET http://evil.example/live HTTP/1.1", 403),
         ("HEAD /live HTTP/1.1", 200),
         ("OPTIONS /v1/completions HTTP/1.1", 405),
         ("GET /v1/completions HTTP/1.1", 405),
@@ -325,28 +325,6 @@ def test_a_stream_whose_request_fails_says_so_without_done(server: Server) -> No
     assert status == 400, "nothing was said yet, so the status still could be"
     said = events(server.ask("POST", "/v1/completions", {"prompt": [1], "stream": True})[2])
     assert said[-1] == "[DONE]"
-
-
-@pytest.mark.parametrize("keeps", ["", "connection: keep-alive"])
-def test_http_1_0_gets_no_chunks(server: Server, keeps: str) -> None:
-    for body in (
-        {"prompt": [1], "max_tokens": 3, "stream": True},
-        {"prompt": [1], "max_tokens": 3},
-        {"prompt": [1], "frobnicate": 1},
-    ):
-        raw = json.dumps(body).encode()
-        lines = ["POST /v1/completions HTTP/1.0", "content-type: application/json"]
-        lines += ["host: localhost", f"content-length: {len(raw)}", *filter(None, [keeps])]
-        answer = exchange(server, "\r\n".join([*lines, "", ""]).encode() + raw)
-        first, _, rest = answer.partition(b"\r\n\r\n")
-        assert b"transfer-encoding" not in first and b"connection: close" in first
-        if "stream" in body:
-            assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
-        else:
-            assert len(rest) == int(first.lower().split(b"content-length: ")[1].split()[0])
-            json.loads(rest)
-    chunked = exchange(server, head(length=len(raw)) + raw)
-    assert chunked.startswith(b"HTTP/1.1 400"), "and HTTP/1.1 as before"
 
 
 @pytest.mark.parametrize(

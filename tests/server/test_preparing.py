@@ -16,20 +16,19 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
+from starlette.requests import ClientDisconnect, Request
+
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
-from fastdecode.server.front import Front
-from fastdecode.server.health import Outlook
-from fastdecode.server.http.bodies import Disconnected
+from fastdecode.server.front import Front, Outlook
 from fastdecode.server.http.errors import HttpRefusal
-from fastdecode.server.http.exchange import Exchange
-from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, CompletionExchange
+from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation
-from fastdecode.server.messages import Opening, ServerMessage, StatusReport, Submit
+from fastdecode.server.link import Opening, ServerMessage, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import AnswerFormat
@@ -177,11 +176,11 @@ def test_who_leaves_before_his_turn_is_never_rendered() -> None:
         leaving, second = setting.prepare(CHAT_URL, CHAT)
         await setting.until_rendering()
         leaving.leave()
-        with pytest.raises(Disconnected):
+        with pytest.raises(ClientDisconnect):
             await second
         setting.template.may_render.set()
         await first
-        with pytest.raises(Disconnected):
+        with pytest.raises(ClientDisconnect):
             await leaving.beside(setting.front.threads.bodies, lambda: None)
         assert setting.template.num_rendered == 1
 
@@ -192,8 +191,8 @@ def test_answer_ids_differ_between_servers_that_start_together() -> None:
     fronts = [Setting().front for _ in range(50)]
     for front in fronts:
         front.started_s = 1795337367
-    exchange = Exchange({"headers": []}, None, None)  # type: ignore[arg-type]  # unused
-    ids = {CompletionExchange(front, exchange, CHAT_URL)._answer_id for front in fronts}
+    request = Request({"type": "http"})
+    ids = {Completion(front, request)._answer_id for front in fronts}
     calls = {AnswerFormat().call_id(f"{each}/0", 0) for each in ids}
     assert len(ids) == len(calls) == 50
     for front in fronts:
@@ -267,10 +266,11 @@ def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple
         setting.front.outlook = Outlook(
             True, seen=StatusReport(state="ready"), seen_s=time.monotonic()
         )
-        scope = {"headers": [(b"content-type", b"application/json")]}
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "path": COMPLETIONS_URL, "headers": headers, "state": {"line": {}}}
         ping_s = 0.001 if num_pings else WITHIN_S
-        exchange = Exchange(scope, receive, take)
-        await CompletionExchange(setting.front, exchange, COMPLETIONS_URL, ping_s).run()
+        completion = Completion(setting.front, Request(scope, receive), ping_s)
+        await completion(scope, receive, take)
 
     setting = Setting(send=send)
     run(test, setting)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.server.client import OpenRequests
-from fastdecode.server.messages import StatusReport
-from fastdecode.server.observations import Observations
-from fastdecode.server.recent import Lately, SampleHistory
+from fastdecode.server.link import StatusReport
+from fastdecode.server.metrics import MOST_SAMPLES, MOST_VALUES, Lately, Metrics, SampleHistory
 
 
 def test_percentiles_are_of_values_that_were_observed() -> None:
@@ -30,53 +29,45 @@ def test_what_is_older_than_a_minute_counts_no_more() -> None:
 
 
 def test_a_minute_of_many_values_keeps_the_latest() -> None:
-    lately = Lately(most=3)
-    for value in (1.0, 2.0, 3.0, 4.0):
+    lately = Lately()
+    for value in range(MOST_VALUES + 1):
         lately.observe(1.0, value)
-    assert lately.num(1.0) == 3 and lately.quantiles(1.0, 0.0, 1.0) == [2.0, 4.0]
+    assert lately.quantiles(1.0, 0.0, 1.0) == [1, MOST_VALUES]
 
 
-def test_a_sample_is_taken_every_so_often_and_says_the_rate_between_two() -> None:
-    history = SampleHistory(every_s=2.0, kept=5)
-    for half_seconds in range(13):  # as the engine says how it is
+def seen(num_running: int, kv_used: int = 0) -> StatusReport:
+    workers = [{"name": "r0", "kv_blocks": 8, "kv_blocks_used": kv_used}]
+    return StatusReport(state="ready", num_running=num_running, figures={"r_workers": workers})
+
+
+def test_sample_is_taken_every_two_seconds_with_the_rate_since_the_last() -> None:
+    history = SampleHistory()
+    for half_seconds in range(13):  # as the engine reports
         now_s = half_seconds / 2
-        history.note(now_s, 100 * now_s, num_running=half_seconds, num_waiting=0, kv_used=0.5)
+        history.note(now_s, 100 * now_s, seen(half_seconds, kv_used=4))
     columns = history.columns(6.0)
     assert columns["tokens_per_s"] == [0.0, 100.0, 100.0, 100.0]
     assert columns["num_running"] == [0, 4, 8, 12] and columns["kv_used"] == [0.5] * 4
-    assert (columns["every_s"], columns["kept"]) == (2.0, 5)
+    assert (columns["every_s"], columns["kept"]) == (2.0, MOST_SAMPLES)
+    assert history.columns(6.5) == columns, "a second browser, or a reload, sees the same"
 
 
-def test_where_the_engine_said_nothing_there_is_a_gap() -> None:
-    history = SampleHistory(every_s=2.0, kept=5)
+def test_history_has_gaps_where_the_engine_did_not_report() -> None:
+    history = SampleHistory()
     assert history.columns(100.0)["num_running"] == [], "nothing is known before the first sample"
-    history.note(0.0, 0, 1, 0, 0.0)
-    history.note(6.0, 60, 2, 0, 0.0)
+    history.note(0.0, 0, seen(1))
+    history.note(6.0, 60, seen(2))
     assert history.columns(7.0)["num_running"] == [1, None, None, 2]
     assert history.columns(7.0)["tokens_per_s"][-1] == 10.0, "a rate over the gap"
     assert history.columns(10.0)["num_running"] == [1, None, None, 2, None]
-    history.note(1000.0, 60, 3, 0, 0.0)
-    assert history.columns(1000.0)["num_running"] == [None] * 4 + [3]
-
-
-def test_two_browsers_see_the_same_and_a_reload_loses_nothing() -> None:
-    observed = Observations(64)
-    workers = [{"name": "r0", "kv_blocks": 8, "kv_blocks_used": 2}]
-    for second in range(20):
-        observed.generation_tokens.add(5)
-        observed.see(
-            float(second),
-            StatusReport(state="ready", num_running=3, figures={"r_workers": workers}),
-        )
-    first, second_ = observed.history.columns(19.5), observed.history.columns(19.5)
-    assert first == second_ and first["num_running"] == [3] * 10 and first["kv_used"] == [0.25] * 10
-    assert first["tokens_per_s"][1:] == [5.0] * 9
+    history.note(1000.0, 60, seen(3))
+    assert history.columns(1000.0)["num_running"] == [None] * (MOST_SAMPLES - 1) + [3]
 
 
 def test_a_finished_request_is_measured_as_it_was() -> None:
-    observed = Observations(64)
-    opened = OpenRequests([], observed)
+    metrics = Metrics(64)
+    opened = OpenRequests([], metrics)
     opened.accepted_s, opened.first_s = 100.0, 100.0137
-    observed.first_token(opened)
-    assert observed.lately_ttft.quantiles(101.0, 0.5) == [pytest.approx(0.0137)]
-    assert observed.lately_ttft.quantiles(161.0, 0.5) == [None]
+    metrics.first_token(opened)
+    assert metrics.lately_ttft.quantiles(101.0, 0.5) == [pytest.approx(0.0137)]
+    assert metrics.lately_ttft.quantiles(161.0, 0.5) == [None]

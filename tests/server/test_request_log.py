@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
+from mpi_launch import has_text
 from server_process import scripted_server
 
 from fastdecode.core.errors import ConfigError
@@ -58,7 +59,9 @@ def test_every_request_has_a_line_but_those_that_watch(tmp_path: Path) -> None:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"
             connection.sendall(head + b"content-type: application/json\r\n\r\n{")
         server.wait_until(lambda: b"abort" in path.read_bytes())
-        metrics = server.ask("GET", "/metrics")[2].decode().splitlines()
+        rejected = server.metric("fastdecode:rejected_requests_total", reason="invalid")
+        assert rejected == 4
+        assert server.metric("fastdecode:aborted_requests_total", stage="reading") == 1
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     seen = [(line["route"], line["status"], line["finish"]) for line in lines]
     assert seen[:-1] == [(route, status, code) for _, route, _, status, code in asked[2:]]
@@ -66,29 +69,25 @@ def test_every_request_has_a_line_but_those_that_watch(tmp_path: Path) -> None:
     assert all(line["e2e_s"] >= 0 and line["time"] > 1e9 and line["id"] for line in lines)
     (planned,) = traced(path, LoadShape(10, 5, 5))
     assert (planned.due_s, len(planned.prompt), planned.output_tokens) == (0.0, 1, 3)
-    counted = [line for line in metrics if "_requests_total" in line and line.endswith(" 4")]
-    assert len(counted) == 1 and 'reason="invalid"' in counted[0]
-    assert any('stage="reading"' in line and line.endswith(" 1") for line in metrics)
 
 
-def test_a_file_that_is_moved_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = tmp_path / "logs"
+def test_a_file_that_is_moved_away_is_opened_anew(tmp_path: Path) -> None:
+    directory, moved = tmp_path / "logs", tmp_path / "moved"
     directory.mkdir()
-    log = RequestLog(str(directory / "log"))
-    log.write({"id": 1})
-    directory.rename(tmp_path / "moved")
-    with caplog.at_level(logging.ERROR):
-        log.reopen()
-    assert "the old file is written on" in caplog.text
-    log.write({"id": 2})
-    directory.mkdir()
-    log.reopen()
-    log.reopen()
-    log.close()
-    log.close()
-    every = [*(tmp_path / "moved").iterdir(), *directory.iterdir()]
-    lines = [json.loads(line)["id"] for file in every for line in file.read_text().splitlines()]
-    assert lines == [1, 2], "wherever the thread was by then"
+    with scripted_server("--request-log", str(directory / "log")) as server:
+
+        def ask(until: Callable[[], bool]) -> None:
+            assert server.ask("GET", "/version")[0] == 200
+            server.wait_until(until)
+
+        ask(lambda: (directory / "log").stat().st_size > 0)
+        directory.rename(moved)
+        ask(lambda: "the request log can't be written" in server.job.output())
+        directory.mkdir()
+        ask(lambda: has_text(directory / "log"))
+        for log in (moved / "log", directory / "log"):
+            assert json.loads(log.read_text())["route"] == "/version"
+            assert log.stat().st_mode & 0o077 == 0
 
 
 def test_lines_that_there_is_no_room_for_are_left_out(

@@ -315,4 +315,4 @@ def test_rows_know_nothing_of_each_other(dtype: torch.dtype) -> None:
 
 def test_loops_that_were_damaged_on_disk_are_compiled_once_more() -> None:
     """As kernels are: by what tests/cpu_kernels/test_disk_cache.py is about."""
-    assert isinstance(row_loops.run_job._cache, KeptCode)
+    assert isinstance(row_loops.compiled(is_wide=True)._cache, KeptCode)

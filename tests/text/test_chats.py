@@ -25,28 +25,17 @@ USER = {"role": "user", "content": "x"}
 @pytest.mark.parametrize("calls", [5, {"id": "c"}, "f()", [5]])
 def test_calls_that_are_no_list_of_objects_are_refused(calls: Any) -> None:
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
-    with pytest.raises(RequestError, match=r"^messages\[1\]\.tool_calls must be a list") as one:
-        as_chats(chat)
-    assert one.value.code == "invalid_messages"
-    with pytest.raises(RequestError, match=r"^messages\[1\]\[1\]\.tool_calls must be"):
-        as_chats([[USER], chat])
+    for given, where in ((chat, r"messages\[1\]"), ([[USER], chat], r"messages\[1\]\[1\]")):
+        with pytest.raises(RequestError, match=rf"^{where}\.tool_calls must be a list") as one:
+            as_chats(given)
+        assert one.value.code == "invalid_messages"
 
 
-def test_parts_that_are_no_text_are_refused() -> None:
-    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    with pytest.raises(
-        RequestError, match=r"messages\[0\]\.content has a part of type 'image_url'"
-    ):
-        as_chats(image)
-    other = [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]
-    assert as_chats(other) == [other]
-
-
-def test_messages_without_calls_are_taken() -> None:
-    for calls in (None, []):
-        chat = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
-        assert as_chats(chat) == [chat]
-        assert for_template(chat, MessageStyle(9)) == [USER, {"role": "assistant", "content": ""}]
+def test_parts_that_only_a_template_knows_are_taken_in_python() -> None:
+    chat = [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}, "x"]}]
+    assert as_chats(chat) == [chat]
+    with pytest.raises(BodyError, match="part of type 'thinking'"):
+        read_messages(chat)
 
 
 WRITES = (
@@ -91,6 +80,7 @@ def test_messages_that_clients_send_back_are_rendered(message: dict[str, Any], t
     template = ChatTemplate(WRITES, "x", {})
     how = Rendering(style=MessageStyle.of(template.probe))
     (chat,) = as_chats([USER, message])
+    assert chat == [USER, message]
     for written in (chat, read_messages([USER, message])):
         assert template.render(written, NOW, how) == f"<user>x<assistant>{text}"
     template.close()
@@ -278,15 +268,6 @@ def test_a_template_that_never_ends_on_probes_is_stopped_once(
     template.close()
 
 
-def test_nulls_and_missing_contents_are_no_text() -> None:
-    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
-    given = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
-    (made,) = for_template([given], MessageStyle())
-    assert made["content"] == "" and "refusal" not in made
-    (made,) = for_template([{"role": "assistant", "tool_calls": [call]}], MessageStyle())
-    assert made["content"] == ""
-
-
 def test_reasoning_has_the_names_that_templates_read() -> None:
     for name in ("reasoning_content", "reasoning"):
         (made,) = for_template([{"role": "assistant", "content": "x", name: "Hm"}], MessageStyle())
@@ -294,23 +275,36 @@ def test_reasoning_has_the_names_that_templates_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "where"),
+    ("content", "code"),
     [
-        ({"role": "user", "content": None}, "content"),
-        ({"role": "user"}, "content"),
-        ({"role": "system", "content": []}, "content"),
-        ({"role": "assistant", "content": 0}, "content"),
-        ({"role": "assistant", "content": {}}, "content"),
-        ({"role": "assistant", "content": [{"type": "refusal"}]}, "content"),
-        ({"role": "assistant", "refusal": 5}, "refusal"),
-        ({"role": "assistant", "mood": "glad"}, "mood"),
-        ({"role": "assistant", "audio": {"id": "a"}}, "audio"),
+        (None, "invalid_messages"),
+        ([], "invalid_messages"),
+        (0, "invalid_messages"),
+        ({"a": 1}, "invalid_messages"),
+        ([5], "invalid_messages"),
+        ([None], "invalid_messages"),
+        ([{"type": "text", "text": None}], "invalid_messages"),
+        ([{"type": "refusal"}], "invalid_messages"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "unsupported_field"),
     ],
 )
-def test_messages_that_say_nothing_or_more_are_refused(message: dict[str, Any], where: str) -> None:
+def test_content_without_text_is_refused_over_http_as_in_python(content: Any, code: str) -> None:
+    role = "user" if not content else "assistant"
+    chat = [USER, {"role": role, "content": content}]
+    with pytest.raises(RequestError, match=r"messages\[1\]\.content ") as one:
+        as_chats(chat)
+    with pytest.raises(BodyError) as other:
+        read_messages(chat)
+    assert one.value.code == code and other.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize(
+    "field", [{"refusal": 5}, {"mood": "glad"}, {"audio": {"id": "a"}}], ids=lambda field: [*field]
+)
+def test_fields_that_a_message_does_not_have_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(BodyError) as caught:
-        read_messages([USER, message])
-    assert caught.value.param == f"messages[1].{where}"
+        read_messages([USER, {"role": "assistant", "content": "", **field}])
+    assert caught.value.param == f"messages[1].{next(iter(field))}"
 
 
 def test_null_fields_of_tool_messages_are_nothing() -> None:
@@ -325,9 +319,3 @@ def test_template_that_changes_case_keeps_its_messages(case: str) -> None:
     source = EACH + "{{ m.role }}: {{ m.content | " + case + " }};" + END
     with template_of(source) as template:
         assert not MessageStyle.of(template.probe).lost
-
-
-@pytest.mark.parametrize("content", [5, [None], [{"type": "text", "text": None}], [5], {"a": 1}])
-def test_content_without_text_is_refused(content: object) -> None:
-    with pytest.raises(RequestError, match="content"):
-        as_chats([{"role": "user", "content": content}])

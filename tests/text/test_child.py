@@ -99,16 +99,13 @@ def test_a_child_that_is_killed_is_replaced_once(
     template.close()
 
 
-def test_a_child_gets_no_secrets(child: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gets_no_secrets_and_no_interrupt_at_the_keyboard(
+    child: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("API_TOKEN", "secret")
     template = ChatTemplate("fine", "x", {}, LIMITS)
     names = set(child().environ())
     assert "API_TOKEN" not in names and "HOME" not in names and "PATH" in names
-    template.close()
-
-
-def test_an_interrupt_at_the_keyboard_is_not_for_it(child: Find) -> None:
-    template = ChatTemplate("fine", "x", {}, LIMITS)
     assert os.getpgid(child().pid) != os.getpgid(0)
     template.close()
 

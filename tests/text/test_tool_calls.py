@@ -416,6 +416,10 @@ def test_reasoning_of_channels_is_apart_and_counted() -> None:
     assert [call.arguments for call in parsed.calls] == ["{}"] and parsed.reasoning is None
 
 
+def function(name: str = "f", **fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, **fields}}]
+
+
 def tools(choice: object = None, parallel: bool | None = None) -> Tools:
     made = Tools.of(TOOLS, choice, parallel)
     assert made is not None
@@ -423,24 +427,32 @@ def tools(choice: object = None, parallel: bool | None = None) -> Tools:
 
 
 def drawn(structured: StructuredOutputs, seed: int) -> str:
-    """A text that a grammar allows, drawn at random."""
-    codec = TextCodec(byte_level())
-    vocabulary = codec.vocabulary
-    assert vocabulary is not None
-    masks, rng = GrammarMasks(codec, 400, (1,)), random.Random(seed)
-    token_ids: list[int] = []
+    """Return a text that a grammar allows, drawn at random."""
+    masks, rng, token_ids = grammar_masks(), random.Random(seed), list[int]()
     state = masks.state(structured)
-    while True:
+    while not (state.is_complete or token_ids[-1:] == [1]):
         bits = state.mask().tolist()
-        allowed = [t for t in range(400) if bits[t // 32] >> (t % 32) & 1]
-        token_ids.append(rng.choice(allowed))
-        if token_ids[-1] == 1:
-            break
+        token_ids.append(rng.choice([t for t in range(400) if bits[t // 32] >> (t % 32) & 1]))
         state.observe(token_ids[-1])
-        if state.is_complete:
-            break
     masks.close()
-    return Vocabulary(vocabulary.tokenizer, skips_special=False).text(token_ids)
+    return Vocabulary(byte_level(), skips_special=False).text(token_ids)
+
+
+def grammar_masks() -> GrammarMasks:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    return GrammarMasks(TextCodec(byte_level()), 400, (1,))
+
+
+def checked(structured: StructuredOutputs | None) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    assert structured is not None
+    check_structured(structured, {})
+
+
+def required(family: str, *functions: Any, special: Any = None, one: bool = False) -> Any:
+    """Return structured outputs that are calls of these functions."""
+    rules = calls_rules(TOOL_FORMATS[family], functions, special or {}, most_one=one)
+    return StructuredOutputs(grammar=f"start: calls\n{rules}")
 
 
 TAGGED = ("qwen3_coder", "glm45")
@@ -450,15 +462,13 @@ CHANNELS = "harmony"
 @pytest.mark.parametrize("family", [name for name in TOOL_FORMATS if name != CHANNELS])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_required_call_may_be_is_read_as_calls(family: str, seed: int) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
     special = {"[TOOL_CALLS]": 0} if family == "mistral" else {}
     one = seed == 2
     functions = tools("required").functions
     if family in TAGGED:  # a random text has no end
         city = {"city": {"enum": ["Rom", "Wien"]}, "days": PARAMETERS["properties"]["days"]}
         functions[0] = {"name": "weather", "parameters": {**PARAMETERS, "properties": city}}
-    rules = calls_rules(TOOL_FORMATS[family], functions, special, most_one=one)
-    answer = drawn(StructuredOutputs(grammar=f"start: calls\n{rules}"), seed)
+    answer = drawn(required(family, *functions, special=special, one=one), seed)
     text, _, calls = divided(family, [answer.replace("<s>", "[TOOL_CALLS]")])
     assert text.strip() in ("", "</s>") and calls and (len(calls) == 1 or not one)
     for name, arguments in calls:
@@ -472,9 +482,9 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
-    """Whether a text is all that may be said; None: it may not be said."""
+    """Return True if a text is all that may be said, or None if it may not be said."""
     assert structured is not None
-    masks = GrammarMasks(TextCodec(byte_level()), 400, (1,))
+    masks = grammar_masks()
     state = masks.state(structured, byte_level().encode(text, add_special_tokens=False).ids)
     state.mask()
     masks.close()
@@ -496,7 +506,6 @@ def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
 def test_structured_answers_in_channels(
     choice: str | None, form: str | None, text: str, whole: bool | None
 ) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
     model = ChatFormat(TOOL_FORMATS[CHANNELS], REASONING_FORMATS[CHANNELS], takes_tools=True)
     wanted = None if form is None else StructuredOutputs(json=form)
     params = SamplingParams(structured_outputs=wanted)
@@ -509,19 +518,14 @@ def test_structured_answers_in_channels(
     ("family", "text"), [("qwen3_coder", CODER), ("glm45", GLM), ("pythonic", "[stop(), stop()]")]
 )
 def test_a_required_call_may_have_any_text(family: str, text: str) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    rules = calls_rules(TOOL_FORMATS[family], tools("required").functions, {}, most_one=False)
-    wanted = StructuredOutputs(grammar=f"start: calls\n{rules}")
+    wanted = required(family, *tools("required").functions)
     assert is_whole(wanted, text) is not None
     assert is_whole(wanted, "x" + text) is None
 
 
 @pytest.mark.parametrize("family", [name for name in TOOL_FORMATS if name != CHANNELS])
 def test_a_required_call_may_have_arguments_of_any_kind(family: str) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    tool = {"name": "f", "parameters": {"properties": {"x": True, "y": {}}}}
-    rules = calls_rules(TOOL_FORMATS[family], [tool], {}, most_one=True)
-    check_structured(StructuredOutputs(grammar=f"start: calls\n{rules}"), {})
+    checked(required(family, {"name": "f", "parameters": {"properties": {"x": True, "y": {}}}}))
 
 
 JSON_FAMILIES = ("hermes", "llama3_json", "mistral", "mistral_args")
@@ -537,25 +541,19 @@ REFERRING = {
 }
 
 
-def required(family: str, parameters: Any) -> StructuredOutputs:
-    tool = {"name": "stop", **({} if parameters is None else {"parameters": parameters})}
-    rules = calls_rules(TOOL_FORMATS[family], [tool], {}, most_one=True)
-    return StructuredOutputs(grammar=f"start: calls\n{rules}")
-
-
 @pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}, {"type": "object"}], ids=str)
 @pytest.mark.parametrize("family", JSON_FAMILIES)
 def test_required_call_of_a_tool_without_parameters_has_none(family: str, parameters: Any) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    tool = {"name": "stop", **({} if parameters is None else {"parameters": parameters})}
     for seed in range(3):
-        _, _, calls = divided(family, [drawn(required(family, parameters), seed)])
+        _, _, calls = divided(family, [drawn(required(family, tool, one=True), seed)])
         assert calls == [("stop", "{}")]
 
 
 @pytest.mark.parametrize("family", JSON_FAMILIES)
 def test_required_calls_have_no_more_than_one_blank(family: str) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    wanted = required(family, {"properties": {"a": {"const": 1}}, "required": ["a"]})
+    parameters = {"properties": {"a": {"const": 1}}, "required": ["a"]}
+    wanted = required(family, {"name": "stop", "parameters": parameters}, one=True)
     for seed in range(3):
         assert not re.search(r"[ \t]\s|\s[ \t]|\n\n", drawn(wanted, seed))
 
@@ -575,9 +573,8 @@ def test_required_calls_have_no_more_than_one_blank(family: str) -> None:
     ],
 )  # fmt: skip
 def test_required_calls_follow_references(family: str, call: str) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    wanted = required(family, REFERRING)
-    check_structured(wanted, {})
+    wanted = required(family, {"name": "stop", "parameters": REFERRING}, one=True)
+    checked(wanted)
     assert is_whole(wanted, call) is not None
     assert is_whole(wanted, call.replace("5", '"x"')) is None
     assert divided(family, [call])[2] == [("stop", '{"a": "m", "b": "Ann", "d": 5}')]
@@ -591,21 +588,11 @@ def test_required_calls_follow_references(family: str, call: str) -> None:
 def test_tool_whose_schema_cannot_be_followed_is_named(
     family: str, schema: dict[str, Any], why: str
 ) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    definitions = [
-        TOOLS[0],
-        {
-            "type": "function",
-            "function": {"name": "odd", "parameters": {"properties": {"a": schema}}},
-        },
-    ]
-    given = Tools.of(definitions, "required", None)
+    odd = function("odd", parameters={"properties": {"a": schema}})
+    given = Tools.of([TOOLS[0], *odd], "required", None)
     model = ChatFormat(TOOL_FORMATS[family], takes_tools=True)
     with pytest.raises(RequestError) as refusal:
-        check_structured(
-            model.params(SamplingParams(), given).structured_outputs,  # type: ignore[arg-type]
-            {},
-        )
+        checked(model.params(SamplingParams(), given).structured_outputs)
     assert "tools: the parameters of 'odd' can't be followed" in str(refusal.value)
     assert why in str(refusal.value) and "%json" not in str(refusal.value)
     assert refusal.value.code == "invalid_tools"
@@ -618,53 +605,40 @@ def test_tool_whose_schema_cannot_be_followed_is_named(
 def test_structured_output_begins_after_the_reasoning(
     is_inside: bool, given: dict[str, Any]
 ) -> None:
-    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
-    masks = GrammarMasks(TextCodec(byte_level()), 400, (1,))
     wanted = StructuredOutputs(**given, reasoning="think", in_reasoning=is_inside)
-    encode = byte_level().encode
     said = ("" if is_inside else "<think>") + 'Hm {"a": </thin</think>\n\n'
-    state = masks.state(wanted, encode(said + "ab", add_special_tokens=False).ids)
-    state.mask()
-    assert state.error is None and state.is_complete
-    other = masks.state(wanted, encode("ab", add_special_tokens=False).ids)
-    other.mask()
-    assert other.is_complete != is_inside
-    masks.close()
+    assert is_whole(wanted, said + "ab")
+    assert is_whole(wanted, "ab") != is_inside
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "choice", "words"),
     [
-        (("x", None, None), "tools must be a list"),
-        (([{"type": "web_search"}], None, None), "tools[0] must have the type"),
-        (([{"type": "function"}], None, None), 'tools[0] must have a "function"'),
-        (([{"type": "function", "function": {"name": "a b"}}], None, None), "1 to 64"),
-        (([TOOLS[0], TOOLS[0]], None, None), "two tools named 'weather'"),
-        (([{"type": "function", "function": {"name": "f", "parameters": []}}], None, None),
-         "parameters must be a JSON schema"),
-        (([{"type": "function", "function": {"name": "f", "parametres": {}}}], None, None),
-         "unknown field 'parametres'"),
-        (([{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}],
-          None, None), "parameters.properties must be an object"),
-        (([{"type": "function", "function": {"name": "f", "parameters": {"required": 1}}}],
-          None, None), "parameters.required must be a list"),
-        (([{"type": "function", "function": {"name": "f", "parameters": {"type": ["null"]}}}],
-          None, None), 'parameters.type must be "object"'),
-        ((TOOLS * 65, None, None), "at most 128"),
-        (([{"type": "function", "function": {"name": "f", "description": "x" * (1 << 20)}}],
-          None, None), "characters in all"),
-        ((TOOLS, "always", None), "none, auto, required"),
-        ((None, "required", None), "needs tools"),
-        ((TOOLS, {"type": "function", "function": {"name": "no"}}, None), "names 'no'"),
-        ((TOOLS, {"type": "custom"}, None), "or name a function"),
-        ((TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, None), '"tools"'),
-        ((TOOLS, None, "no"), "parallel_tool_calls must be true or false"),
+        ("x", None, "tools must be a list"),
+        ([{"type": "web_search"}], None, "tools[0] must have the type"),
+        ([{"type": "function"}], None, 'tools[0] must have a "function"'),
+        (function("a b"), None, "1 to 64"),
+        ([TOOLS[0], TOOLS[0]], None, "two tools named 'weather'"),
+        (function(parameters=[]), None, "parameters must be a JSON schema"),
+        (function(parametres={}), None, "unknown field 'parametres'"),
+        (function(parameters={"properties": [1]}), None, "parameters.properties must be an object"),
+        (function(parameters={"required": 1}), None, "parameters.required must be a list"),
+        (function(parameters={"type": ["null"]}), None, 'parameters.type must be "object"'),
+        (TOOLS * 65, None, "at most 128"),
+        (function(description="x" * (1 << 20)), None, "characters in all"),
+        (TOOLS, "always", "none, auto, required"),
+        (None, "required", "needs tools"),
+        (TOOLS, {"type": "function", "function": {"name": "no"}}, "names 'no'"),
+        (TOOLS, {"type": "custom"}, "or name a function"),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, '"tools"'),
     ],
-)  # fmt: skip
-def test_what_is_no_tool_is_refused(given: tuple[Any, ...], words: str) -> None:
+)
+def test_what_is_no_tool_is_refused(given: Any, choice: Any, words: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        Tools.of(*given)
+        Tools.of(given, choice, None)
     assert words in str(refusal.value) and refusal.value.code == "invalid_tools"
+    with pytest.raises(RequestError, match="parallel_tool_calls must be true or false"):
+        Tools.of(TOOLS, None, "no")
 
 
 def test_who_may_be_called() -> None:

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from messages_for_tests import between_instances, between_stages, from_r_worker, to_r_worker
+from messages_for_tests import (
+    INSTANCE_WELCOME,
+    STAGE_HELLO,
+    STAGE_WELCOME,
+    from_r_worker,
+    to_r_worker,
+)
 from values import replace
 
 from fastdecode import __version__
-from fastdecode.wire.instances.messages import InstanceWelcome
 from fastdecode.wire.messages import Hello, Welcome
-from fastdecode.wire.stages import StageHello, StageWelcome
-
-
-def first(kind: type[Any], messages: list[Any]) -> Any:
-    return next(message for message in messages if isinstance(message, kind))
 
 
 def check_r_worker(version: str) -> None:
-    hello, welcome = first(Hello, to_r_worker()), first(Welcome, from_r_worker())
+    hello, welcome = (
+        next(message for message in messages if isinstance(message, kind))
+        for kind, messages in ((Hello, to_r_worker()), (Welcome, from_r_worker()))
+    )
     hello.check(replace(welcome, block_size=hello.kv.block_size, version=version))
 
 
 def check_stage(version: str) -> None:
-    hello, welcome = first(StageHello, between_stages()), first(StageWelcome, between_stages())
-    hello.check(replace(welcome, stage=hello.stage, version=version))
+    STAGE_HELLO.check(replace(STAGE_WELCOME, stage=STAGE_HELLO.stage, version=version))
 
 
 def check_instance(version: str) -> None:
-    replace(first(InstanceWelcome, between_instances()), version=version).check()
+    replace(INSTANCE_WELCOME, version=version).check()
 
 
 GREETINGS = [check_r_worker, check_stage, check_instance]

@@ -9,12 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.measuring import measuring
-from fastdecode.cli.options import add_log_level_option, add_status_option, tell
+from fastdecode.cli.options import (
+    add_log_level_option,
+    add_options,
+    add_status_option,
+    read_options,
+    tell,
+)
+from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
 
@@ -29,6 +36,25 @@ MAX_TWIN_TOKENS = 65_536
 MAX_TWIN_BATCH = 64
 
 
+@dataclass(frozen=True)
+class Comparison:
+    plan: Path | None = option(None, "of `size --json` or `size --emit`", metavar="FILE")
+    model: str | None = option(None, "Hugging Face model directory to run", metavar="DIR")
+    device: str = option("cpu", "cpu, cuda, cuda:1, ..., auto", metavar="DEVICE")
+    gpu: Path | None = option(
+        None, "profile of `calibrate s`; default: measured now", metavar="FILE"
+    )
+    cpu: Path | None = option(
+        None, "profile of `calibrate r`; default: measured now", metavar="FILE"
+    )
+    steps: int = option(20, "decode steps to time", low=1, high=100_000)
+    tolerance: float = option(0.15, "relative", low=1e-12, high=1e6, metavar="X")
+    json: bool = switch("print the comparison as JSON")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
 def add_bench(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -38,40 +64,18 @@ def add_bench(commands: Any) -> None:
         "threads. Compare what is measured with what this machine's profiles predict.",
     )
     parser.set_defaults(run=run_bench)
-    parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="of `size --json` or `size --emit`"
-    )
-    parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory to run")
-    parser.add_argument(
-        "--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)"
-    )
-    parser.add_argument(
-        "--gpu", type=Path, metavar="FILE", help="profile of `calibrate s`; default: measured now"
-    )
-    parser.add_argument(
-        "--cpu", type=Path, metavar="FILE", help="profile of `calibrate r`; default: measured now"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="decode steps to time (default: 20)"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    add_options(parser, Comparison)
     add_status_option(parser)
     add_log_level_option(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:
     """Compare one plan. Returns the exit code."""
-    from cost_model.numbers import whole_number
     from cost_model.steady import read_plan
 
     if args.plan is None or args.model is None:
         raise ConfigError("bench needs a plan and a model to run it with (--plan FILE --model DIR)")
-    whole_number("steps", args.steps, 1, 100_000)
-    if not 0.0 < args.tolerance <= 1e6:
-        raise ConfigError(f"--tolerance {args.tolerance} is not a number above 0 and at most 1e6")
+    read_options(args, Comparison)
     planned = read_plan(args.plan)
     with imports_for("fastdecode bench (an S-worker)"):
         from fastdecode.measure.calibrate import SEffort, calibrate_s
@@ -96,7 +100,7 @@ def run_bench(args: argparse.Namespace) -> int:
 def _twin(
     args: argparse.Namespace, dtype: str, kv_dtype: str, planned: SteadyBatch
 ) -> tuple[ModelSpec, EngineConfig, SteadyBatch]:
-    """What runs here in the plan's place."""
+    """Return what runs here instead of the plan."""
     from cost_model.shapes import read_model
     from cost_model.steady import scale_down
     from fastdecode.core.config.engine import EngineConfig
@@ -131,7 +135,6 @@ def _twin(
 
 
 def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RProfile:
-    """The R-part around the twin's size."""
     from fastdecode.core.dtype import DType
     from rworker.measure import Effort, Host, measure_r_part
 
@@ -209,7 +212,7 @@ def _report(args: argparse.Namespace, twin: SteadyBatch, quantities: list[Quanti
 
 
 def _row(each: Quantity) -> str:
-    """Its name, prediction and measurement: times in ms, from 1 s on in s."""
+    """Return name, prediction and measurement. Times are in ms, from 1 s on in s."""
     name, factor = each.name, 1.0
     if not name.endswith("_per_s") and max(each.predicted, each.measured) < 1.0:
         name, factor = name.removesuffix("_s") + "_ms", 1e3

@@ -9,23 +9,86 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, progress_teller, tell
+from cost_model.hardware import Hardware
+from cost_model.plans.constraints import MAX_SOCKETS
+from cost_model.plans.question import Setup
+from cost_model.workload import Workload
+from fastdecode.cli.options import (
+    EXIT_INFEASIBLE,
+    add_log_level_option,
+    add_options,
+    progress_teller,
+    read_options,
+    tell,
+)
 from fastdecode.cli.parser import add_model
-from fastdecode.cli.plan.load import read_load
-from fastdecode.cli.size import add_hardware_file, read_part_of_setup
+from fastdecode.cli.size import Parts, Sequences, read_setup
+from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.goodput.answer import Answer, Question
-    from cost_model.goodput.placements import PlacementPrices
+    from cost_model.goodput.search import PlacementPrices
     from cost_model.goodput.workload import Draw
-    from cost_model.plans.question import Setup
 
-NUM_REQUESTS = 300
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Options of what arrives."""
+
+    rate: float | None = option(None, "requests a second; default: the trace's", metavar="R")
+    trace: Path | None = option(None, "requests, JSON Lines, or a server's log", metavar="FILE")
+    replay: bool = switch("the trace's own gaps and order, not drawn ones")
+    prompt_len: str | None = option(None, "without a trace: tokens, or lognormal:512,0.8")
+    output_len: str | None = option(None, "without a trace: tokens, or lognormal:200,0.8")
+    cv: float | None = option(
+        None, "of the gaps; 1 is Poisson; default: the trace's, or 1", metavar="CV"
+    )
+    requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
+    seed: int = option(0, "of what is drawn")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Options of what to run on, beside those of ``Parts`` and ``Setup``."""
+
+    gpu: str | None = option(None, "name, or profile.json of `calibrate s`", metavar="G")
+    gpus_per_node: int = option(8, "GPUs of a node", low=1, high=64)
+    nodes: int = option(1, "nodes", low=1, high=1024)
+    cpu: str = option("EPYC 7452", "name, or profile.json of `calibrate r`", metavar="C")
+    sockets_per_node: int = option(
+        2, "with low affinity, whose decode instances have R-workers on their own nodes only",
+        low=1, high=MAX_SOCKETS,
+    )  # fmt: skip
+    max_sockets: int = option(64, "of a decode instance", low=1, high=MAX_SOCKETS, metavar="P")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Options of what to keep."""
+
+    slo: str = option(
+        REQUIRED, "ttft=400ms,tpot=40ms; or chatbot, chatbot-66b, chatbot-175b, code-completion, "
+        "summarisation: DistServe's", metavar="LIMITS",
+    )  # fmt: skip
+    attainment: float = option(0.9, "part of the requests that must keep them", metavar="X")
+    each: bool = switch(
+        "quantiles of TTFT and TPOT, each strictly below its limit, instead of the part of "
+        "requests that keep both"
+    )
+    affinity: str = option("high", "low: K and V stay on a node", choices=("high", "low"))
+    objective: str = option("gpu", "what is to be least", choices=("gpu", "cost"))
+    prices: str | None = option(None, "gpu=1,socket=0.05 (default)", metavar="P")
 
 
 def add_goodput(questions: Any) -> None:
@@ -39,73 +102,31 @@ def add_goodput(questions: Any) -> None:
     )
     parser.set_defaults(run=run_goodput, command="plan goodput")
     add_model(parser, 'a name such as "Llama-2 7B", a config.json, or a model directory')
-    _add_workload(parser.add_argument_group("what comes"))
-    _add_hardware(parser.add_argument_group("on what"))
-    _add_goal(parser.add_argument_group("what to keep"))
+    arrivals = parser.add_argument_group("what comes")
+    add_options(arrivals, Sequences, leave_out=("weights", "seq_len", "prompt_len", "output_len"))
+    add_options(arrivals, Arrivals)
+    parts = parser.add_argument_group("on what")
+    add_options(parts, Nodes)
+    drawn = ("gpu", "cpu", "pp", "own", "transport", "io_threads", "prices")
+    add_options(parts, Parts, leave_out=drawn)
+    add_options(parts, Setup, leave_out=("num_gpus",))
+    add_options(parser, Wanted, "what to keep")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.add_argument("--explain", action="store_true", help="show what is behind it")
     parser.add_argument("--emit", type=Path, metavar="FILE", help="write the placement there")
     add_log_level_option(parser)
 
 
-def _add_workload(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--dtype",
-        default="auto",
-        help="weights and activations; auto is a measured --gpu's, else the checkpoint's",
-    )
-    add("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
-    add("--rate", type=float, metavar="R", help="requests a second; default: the trace's")
-    add("--trace", type=Path, metavar="FILE", help="requests, JSON Lines, or a server's log")
-    add("--replay", action="store_true", help="the trace's own gaps and order, not drawn ones")
-    add("--prompt-len", metavar="N", help="without a trace: tokens, or lognormal:512,0.8")
-    add("--output-len", metavar="N", help="without a trace: tokens, or lognormal:200,0.8")
-    add("--cv", type=float, help="of the gaps; 1 is Poisson; default: the trace's, or 1")
-    add("--requests", type=int, default=NUM_REQUESTS, metavar="N",
-        help="to draw; long runs go through them again (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-
-
-def _add_hardware(group: Any) -> None:
-    add = group.add_argument
-    add("--gpu", metavar="G", help="name, or profile.json of `calibrate s`")
-    add("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
-    add("--nodes", type=int, default=1, metavar="N", help="default: 1")
-    add("--cpu", default="EPYC 7452", metavar="C", help="name, or profile.json of `calibrate r` "
-        "(default: %(default)s)")  # fmt: skip
-    add("--sockets-per-node", type=int, default=2, metavar="N", help="with low affinity, whose "
-        "decode instances have R-workers on their own nodes only (default: 2)")  # fmt: skip
-    add("--max-sockets", type=int, default=64, metavar="P", help="of a decode instance; 64")
-    add_hardware_file(group)
-    add("--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's")
-    add("--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)")
-    add("--nics", type=int, default=1, metavar="N", help="ports of a GPU's host (default: 1)")
-
-
-def _add_goal(group: Any) -> None:
-    add = group.add_argument
-    add("--slo", required=True, metavar="LIMITS", help="ttft=400ms,tpot=40ms; or chatbot, "
-        "chatbot-66b, chatbot-175b, code-completion, summarisation: DistServe's")  # fmt: skip
-    add("--attainment", type=float, default=0.9, metavar="X", help="part of them (default: 0.9)")
-    add("--each", action="store_true", help="quantiles of TTFT and TPOT, each strictly below its "
-        "limit, instead of the part of requests that keep both")  # fmt: skip
-    add("--affinity", choices=("high", "low"), default="high", help="low: K and V stay on a node")
-    add("--objective", choices=("gpu", "cost"), default="gpu", help="what is to be least")
-    add("--prices", metavar="P", help="gpu=1,socket=0.05 (default)")
-
-
 def run_goodput(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
-    from cost_model.goodput.answer import answer
-    from cost_model.goodput.report import as_json, as_text
+    from cost_model.goodput.answer import answer, as_json, as_text
 
     question = _question(args)
     found = answer(question, progress_teller())
-    text = (
-        json.dumps(as_json(found), indent=2) if args.json else as_text(found, explain=args.explain)
-    )
-    print(text)
+    if args.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print(as_text(found, explain=args.explain))
     if args.emit is not None:
         _emit(args.emit, question, found)
     return 0 if found.best is not None else EXIT_INFEASIBLE
@@ -114,7 +135,7 @@ def run_goodput(args: argparse.Namespace) -> int:
 def _emit(path: Path, question: Question, found: Answer) -> None:
     """Write the placement. If ``fastdecode launch`` can't start it, report that, and write the
     best one that it starts."""
-    from cost_model.goodput.report import placement_file
+    from cost_model.goodput.answer import placement_file
     from fastdecode.core.config.placement import placed_instances
     from fastdecode.core.json_file import write_whole
 
@@ -137,9 +158,8 @@ def _emit(path: Path, question: Question, found: Answer) -> None:
 
 
 def _launchable(question: Question) -> dict[str, Any] | None:
-    """The best placement that ``fastdecode launch`` starts; None: none keeps the SLO."""
-    from cost_model.goodput.answer import answer
-    from cost_model.goodput.report import placement_file
+    """Return the best placement that ``fastdecode launch`` starts. None if none keeps the SLO."""
+    from cost_model.goodput.answer import answer, placement_file
     from fastdecode.core.config.placement import is_launchable, placed_instances
 
     hardware = replace(question.hardware, can_run=is_launchable)
@@ -156,39 +176,85 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 
 def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.answer import Question
-    from cost_model.goodput.hardware import InstanceHardware
-    from cost_model.numbers import whole_number
+    from cost_model.goodput.placements import InstanceHardware
+    from cost_model.goodput.rates import Load
+    from cost_model.goodput.slo import Slo
 
-    if args.gpu is None:
+    nodes = read_options(args, Nodes)
+    if nodes.gpu is None:
         raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")
-    for name, most in (
-        ("nodes", 1024),
-        ("gpus_per_node", 64),
-        ("max_sockets", 100_000),
-        ("sockets_per_node", 100_000),
-    ):
-        whole_number(name, getattr(args, name), 1, most)
-    load, rate, described = read_load(args)
-    most = args.max_sockets
+    arrivals = read_options(args, Arrivals)
+    slo = Slo.parse(args.slo, args.attainment)
+    draw, rate, described = _drawn(arrivals) if arrivals.trace is None else _traced(arrivals)
+    if rate is None:
+        raise ConfigError("at which rate do they come? Give --rate, in requests a second")
+    most = nodes.max_sockets
     if args.affinity == "low":
-        most = min(most, args.nodes * args.sockets_per_node)
-    setup = _setup(args, load.draw)
-    hardware = InstanceHardware(setup, args.nodes, args.gpus_per_node, most, load.draw.mean_prompt)
-    return Question(
-        setup.spec.name, hardware, load, rate, args.affinity, args.sockets_per_node,
-        args.objective, _prices(args.prices), described,
-    )  # fmt: skip
-
-
-def _setup(args: argparse.Namespace, draw: Draw) -> Setup:
-    """One GPU's, with room for the longest request."""
+        most = min(most, nodes.nodes * nodes.sockets_per_node)
+    # One GPU's setup, with room for the longest request.
     longest = max(prompt + output for prompt, output in draw.lengths)
     most_output = max(output for _, output in draw.lengths)
-    return read_part_of_setup(args, longest - most_output, most_output)
+    parts = Parts(gpu=nodes.gpu, cpu=nodes.cpu, nic=args.nic, hardware=args.hardware)
+    workload = Workload(longest - most_output, most_output)
+    args.weights, args.num_gpus = "decoded", 1
+    setup = read_setup(args, parts, Hardware.load(args.hardware), workload)
+    instances = InstanceHardware(setup, nodes.nodes, nodes.gpus_per_node, most, draw.mean_prompt)
+    return Question(
+        setup.spec.name,
+        instances,
+        Load(draw, slo, "each" if args.each else "both"),
+        rate,
+        args.affinity,
+        nodes.sockets_per_node,
+        args.objective,
+        _prices(args.prices),
+        described,
+    )
+
+
+def _drawn(asked: Arrivals) -> tuple[Draw, float | None, str]:
+    """Return requests, their rate, and both in words."""
+    from cost_model.goodput.workload import GENERATOR, Lengths, drawn
+
+    if asked.prompt_len is None or asked.output_len is None:
+        raise ConfigError("what comes? Give --trace, or --prompt-len and --output-len")
+    if asked.replay:
+        raise ConfigError("--replay needs a --trace to replay")
+    cv = 1.0 if asked.cv is None else asked.cv
+    prompts = Lengths.parse("prompt_len", asked.prompt_len)
+    outputs = Lengths.parse("output_len", asked.output_len)
+    described = (
+        f"drawn: prompts {asked.prompt_len}, outputs {asked.output_len}, cv {cv:g}, "
+        f"{asked.requests} requests, {GENERATOR}, seed {asked.seed}"
+    )
+    return drawn(prompts, outputs, cv, asked.requests, asked.seed), asked.rate, described
+
+
+def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
+    from cost_model.goodput.workload import GENERATOR, fit_trace, replayed, resampled
+    from cost_model.traces import read_any_trace
+
+    if asked.prompt_len is not None or asked.output_len is not None:
+        raise ConfigError("give --trace, or --prompt-len and --output-len, not both")
+    assert asked.trace is not None
+    read = read_any_trace(asked.trace)
+    fit = fit_trace(read.trace)
+    for warning in fit.warnings:
+        tell(f"--trace {asked.trace}: {warning}")
+    rate = fit.rate if asked.rate is None else asked.rate
+    cv = fit.cv if asked.cv is None else asked.cv
+    described = (
+        f"trace ({read.form}): {fit.num_requests} requests, {read.num_left_out} left out, cv "
+        f"{fit.cv:.3g}, mean prompt {fit.mean_prompt:.4g} and output {fit.mean_output:.4g} tokens"
+    )
+    if asked.replay:
+        return replayed(read.trace), rate, f"{described}; replayed"
+    described += f"; resampled with cv {cv:.3g}, {GENERATOR}, seed {asked.seed}"
+    return resampled(read.trace, cv, asked.requests, asked.seed), rate, described
 
 
 def _prices(text: str | None) -> PlacementPrices:
-    from cost_model.goodput.placements import PlacementPrices
+    from cost_model.goodput.search import PlacementPrices
 
     if text is None:
         return PlacementPrices()

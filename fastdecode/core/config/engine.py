@@ -121,7 +121,6 @@ class EngineConfig:
             )
 
     def _check_stages(self) -> None:
-        """Every stage has as many R-workers."""
         addresses = self.cluster.r_worker_addresses
         if len(addresses) % self.s_part.pp:
             raise ConfigError(
@@ -183,7 +182,6 @@ class EngineConfig:
             )
 
     def _check_controller(self) -> None:
-        """A controller has no engine of its own."""
         for name, value in self._changed():
             if name not in _OF_A_CONTROLLER:
                 raise ConfigError(
@@ -247,7 +245,6 @@ class EngineConfig:
             raise ConfigError(Given("device_kv_gb"), " needs ", Given("kv_placement", "hybrid"))
 
     def _changed(self) -> Iterator[tuple[str, Any]]:
-        """Options that differ from their defaults."""
         for name, group in GROUPS.items():
             for each in declared(group):
                 value = getattr(getattr(self, name), each.name)

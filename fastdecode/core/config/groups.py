@@ -228,7 +228,6 @@ class Batching:
 
     @property
     def step_tokens(self) -> int:
-        """``max_step_tokens`` with its default applied."""
         if self.max_step_tokens is not None:
             return self.max_step_tokens
         return self.max_num_sequences + max(2048, self.prefill_chunk or 0)

@@ -13,27 +13,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from fastdecode.core.errors import ConfigError, Given
 
 _KEY = "option"
-_METAVARS: Final = {"GB": "GB", "s": "S"}
 REQUIRED: Final = dataclasses.MISSING
 """The default of an option that must be given."""
-REMOVED: Final[Mapping[str, str | None]] = {
-    **dict.fromkeys(("transport", "interval", "min_r_workers", "cache_policy")),
-    "swap": "kv_placement",
-    "replica_store": "replicas",
-    "replan": "replan_slo",
-    **dict.fromkeys(
-        ("prefill_instances", "decode_instances", "instance_addresses", "instance_ranks"),
-        "instances",
-    ),
-}
-"""Options of earlier versions, and their successors, if any."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +78,7 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """The name at the command line."""
         return self.option.flag or "--" + self.name.replace("_", "-")
-
-    @property
-    def metavar(self) -> str:
-        """The value's name in the help."""
-        if self.option.choices and self.kind is str:
-            usual = f"{{{','.join(self.option.choices)}}}"
-        else:
-            usual = "FILE" if issubclass(self.kind, Path) else _METAVARS.get(self.option.unit, "N")
-        return self.option.metavar or usual
 
     def check(self, value: object) -> None:
         """Check a value against the declaration.
@@ -210,8 +187,6 @@ def group_options(
 
 def _refuse_unknown(options: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in options.keys() - set(known):
-        near = REMOVED.get(name) or next(iter(difflib.get_close_matches(name, list(known))), None)
-        hint = f": did you mean {near}?" if near else ""
-        if name in REMOVED and REMOVED[name] is None:
-            hint = ": leave it out"
+        near = difflib.get_close_matches(name, list(known))
+        hint = f": did you mean {near[0]}?" if near else ""
         raise ConfigError(f"there is no option {name!r}{hint}", code="unknown_option")

@@ -120,7 +120,6 @@ class SPart:
 
     @property
     def num_stages(self) -> int:
-        """Of both kinds."""
         return self.pp + self.prompt_pp
 
     @property

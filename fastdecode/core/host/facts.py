@@ -83,7 +83,6 @@ def forces_tf32(environment: Mapping[str, str]) -> bool:
 
 
 def this_host() -> HostFacts:
-    """The facts, as this process sees them now."""
     return HostFacts(
         host=socket.gethostname(),
         versions=_versions(),

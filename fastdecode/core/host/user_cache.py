@@ -19,10 +19,3 @@ def user_cache(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
     except RuntimeError:
         base = Path(os.devnull) / "no home directory"
     return Path(base) / "fastdecode" / kind
-
-
-def can_write(directory: Path) -> bool:
-    """Return True if a file can be made in the directory, or the directory itself."""
-    above = (directory, *directory.parents)
-    there = next((path for path in above if os.path.exists(path)), directory)  # never raises
-    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)

@@ -111,7 +111,6 @@ class Checkpoint:
 
     @cached_property
     def _dtype_bytes(self) -> Counter[str]:
-        """Bytes of weights by their dtype."""
         found: Counter[str] = Counter()
         for entry in self.tensors.values():
             if entry.dtype in _FLOATS:
@@ -192,7 +191,6 @@ def check_model(path: str | Path) -> None:
 
 
 def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object], Mapping[str, object]]:
-    """``config.json``, raw and parsed, and what ``hf_quant_config.json`` holds."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is not a directory. A model is a local directory in the Hugging Face "

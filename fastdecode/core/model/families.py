@@ -283,7 +283,6 @@ _STEP_LISTS = (
 
 
 def _first_of_kinds(reader: ConfigReader, num_layers: int) -> list[tuple[int, str]]:
-    """The first layer of each kind."""
     kinds = reader.strings("layer_types") or ("full_attention",)
     if len(kinds) > num_layers:
         raise reader.refuse("layer_types", kinds, f"a list of {num_layers} entries, one a layer")
@@ -1109,5 +1108,4 @@ ROWS = (
 
 
 def names_of(spec: ModelSpec) -> names.CheckpointNames:
-    """What checkpoints of this model call their tensors."""
     return next(row.names for row in ROWS if row.family == spec.family)

@@ -72,7 +72,6 @@ def with_defaults(
 
 
 def told(defaults: Mapping[str, Any]) -> str:
-    """One line about them."""
     values = ", ".join(f"{name} {value}" for name, value in defaults.items())
     return (
         f"defaults of generation_config.json: {values}; not for greedy requests, nor with "

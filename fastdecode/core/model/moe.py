@@ -93,7 +93,6 @@ class Moe:
 
     @property
     def here(self) -> range:
-        """Numbers of the experts that there are here."""
         first, count = self.held or (0, self.num_experts)
         return range(first, first + count)
 
@@ -102,7 +101,6 @@ class Moe:
         return self.num_experts * (hidden_size + self.router.bias + self.router.correction)
 
     def num_expert_parameters(self, hidden_size: int) -> int:
-        """Weights of one routed expert."""
         return 3 * hidden_size * self.inner + (2 * self.inner + hidden_size) * self.biases
 
     def num_shared_parameters(self, hidden_size: int, *, bias: bool = False) -> int:

@@ -158,7 +158,6 @@ class ModelSpec:
         return self.dtype
 
     def kv_spec(self, dtype: DType, block_size: int = 64) -> KVSpec:
-        """The KV cache of this model in ``dtype``."""
         return KVSpec(self.num_layers, self.num_kv_heads, self.head_dim, dtype, block_size)
 
     @property
@@ -187,12 +186,10 @@ class ModelSpec:
         return self.mlp_limits[layer] if self.mlp_limits else 0.0
 
     def layer_parameters(self, layer: int) -> int:
-        """Weights of one layer."""
         experts = self.moe.num_experts if self.moe is not None else 0
         return self._layer_parameters(layer, experts)
 
     def active_layer_parameters(self, layer: int) -> int:
-        """Weights of one layer that one token passes."""
         experts = self.moe.top_k if self.moe is not None else 0
         return self._layer_parameters(layer, experts)
 
@@ -207,7 +204,6 @@ class ModelSpec:
         return self._attention_parameters(layer) + mlp
 
     def _attention_parameters(self, layer: int) -> int:
-        """Weights of a layer without its MLP."""
         heads = self.layer_q_heads[layer] if self.layer_q_heads else self.num_q_heads
         q_size, k_size = heads * self.head_dim, self.qkv_sizes[1]
         attention = self.hidden_size * 2 * (q_size + k_size)
@@ -249,7 +245,6 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """All weights, shared ones counted once."""
         return (
             self.num_embedding_parameters
             + sum(map(self.layer_parameters, range(self.num_layers)))

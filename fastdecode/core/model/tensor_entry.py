@@ -36,7 +36,6 @@ class TensorEntry:
 
     @property
     def files(self) -> set[Path]:
-        """All that it is read from."""
         if self.encoding is None:
             return {self.file}
         return {part.file for part in self.encoding.parts}

@@ -63,7 +63,6 @@ def _hash(files: Iterable[Path]) -> str:
 
 
 def _stamp(files: Iterable[Path]) -> str:
-    """What changes with the files."""
     told = []
     for file in files:
         found = file.stat()

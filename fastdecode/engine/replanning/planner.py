@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from typing import IO
 
-from cost_model.goodput.replanning.asking import RoleQuestion, judged_from_json, question_to_json
-from cost_model.goodput.replanning.roles import JudgedRoles
+from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, judged_from_json, to_json
 from fastdecode.core.clock import Clock
+from fastdecode.core.host.child_process import python_command
 from fastdecode.wire.mpi.launcher import without_launcher
 
 ANSWERS_WITHIN_S = 600.0
-# The child looks for modules where we do, and nowhere else; nobody else would end
-# it, should we be killed.
+# No other process would end it if this one were killed.
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.core.host.parents import end_with; "
-    "end_with(int(sys.argv[1]), 'the planner'); "
-    "from cost_model.goodput.replanning.asking import main; main()"
+    "from fastdecode.core.host.parents import end_with; end_with(int(given), 'the planner'); "
+    "from cost_model.goodput.replanning import main; main()"
 )
 
 
@@ -42,12 +39,12 @@ class Planner:
         assert self._process is None
         # Files, not pipes: nobody has to read or write while the other does.
         with tempfile.TemporaryFile() as asked:
-            asked.write(question_to_json(question).encode())
+            asked.write(to_json(question).encode())
             asked.seek(0)
             self._answer = tempfile.TemporaryFile()  # noqa: SIM115  (until it is read)
             self._asked_s = self._clock()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, str(os.getpid()), *sys.path],
+                python_command(_BOOT, os.getpid()),
                 stdin=asked,
                 stdout=self._answer,
                 stderr=subprocess.DEVNULL,

@@ -7,11 +7,16 @@ import logging
 import threading
 from collections.abc import Callable
 
-from cost_model.goodput.replanning.asking import RoleQuestion
-from cost_model.goodput.replanning.measured import InstanceTotals, StepLog
-from cost_model.goodput.replanning.roles import Alike, Comes, JudgedRoles, Roles
-from cost_model.goodput.replanning.traffic_watch import Due, FinishedRequest, TrafficWatch
+from cost_model.goodput.measured import InstanceTotals, StepLog
+from cost_model.goodput.replanning import (
+    InstanceProfile,
+    JudgedRoles,
+    RoleQuestion,
+    Roles,
+    TrafficSample,
+)
 from cost_model.goodput.slo import RequestTimes
+from cost_model.goodput.traffic_watch import FinishedRequest, ReplanTrigger, TrafficWatch
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.engine.instances.controller import Controller
@@ -57,7 +62,7 @@ class Replanner:
         self._clock = clock
         self._log = StepLog()
         self._planner = Planner(clock)
-        self._asked: Due | None = None
+        self._asked: ReplanTrigger | None = None
 
     def arrived(self, routed: RoutedRequest) -> None:
         """See ``RequestObserver``."""
@@ -77,7 +82,9 @@ class Replanner:
         tokens = max(len(said.token_ids) for said in routed.said)
         tpot_s = (routed.last_s - routed.first_s) / (tokens - 1) if tokens > 1 else None
         times = RequestTimes(routed.arrived_s, routed.first_s - routed.arrived_s, tpot_s)
-        self._watch.over(self._clock(), FinishedRequest(times, routed.job.prompt_tokens, tokens))
+        self._watch.finished(
+            self._clock(), FinishedRequest(times, routed.job.prompt_tokens, tokens)
+        )
 
     def look(self) -> None:
         """Now and then. What goes wrong here is no reason to end what runs."""
@@ -101,7 +108,7 @@ class Replanner:
         """Look no more. Safe to call twice."""
         self._planner.close()
 
-    def _ask(self, due: Due) -> None:
+    def _ask(self, due: ReplanTrigger) -> None:
         question = self._question(due)
         if question is None:
             self._watch.put_off()
@@ -113,23 +120,23 @@ class Replanner:
             raise
         self._asked = due
 
-    def _question(self, due: Due) -> RoleQuestion | None:
+    def _question(self, due: ReplanTrigger) -> RoleQuestion | None:
         """None: too little is known of the instances, or there is no choice."""
         measured, present = self._log.measured(), self._present()
         if measured is None or present.num < 2:
             return None
         alive = [each for each in self._controller.router.registry.all if each.broken is None]
-        alike = Alike(
-            measured.times,
+        profile = InstanceProfile(
+            measured,
             self._batch_tokens,
             min(each.num_tokens for each in alive),
             min(each.max_sequences for each in alive),
         )
         found = due.traffic
-        comes = Comes(found.rate.value, found.cv.value, found.lengths[-_MOST_LENGTHS:])
-        return RoleQuestion(alike, comes, self._watch.slo, present)
+        sample = TrafficSample(found.rate.value, found.cv.value, found.lengths[-_MOST_LENGTHS:])
+        return RoleQuestion(profile, sample, self._watch.slo, present)
 
-    def _take(self, due: Due) -> None:
+    def _take(self, due: ReplanTrigger) -> None:
         judged, self._asked = self._planner.take(), None
         if judged is not None and judged.present != self._present():
             judged = None  # somebody was lost meanwhile, or changed by hand
@@ -182,7 +189,7 @@ _ORDER = (InstanceRole.PREFILL, InstanceRole.DECODE, InstanceRole.BOTH)
 """As ``Roles`` has them."""
 
 
-def _text(due: Due, judged: JudgedRoles, end: str) -> str:
+def _text(due: ReplanTrigger, judged: JudgedRoles, end: str) -> str:
     """What was found, for people."""
     rate = due.traffic.rate.value
     said = (

@@ -134,7 +134,7 @@ class RunningEngine:
         self._opened = ExitStack()
         try:
             self._is_instance = is_instance or colocation is not None
-            self._open(session, colocation, progress)
+            self._open(session, colocation)
             self.engine = self._start(
                 progress or logger.info,
                 trace,
@@ -146,12 +146,7 @@ class RunningEngine:
             raise
         self.load_s = time.perf_counter() - started
 
-    def _open(
-        self,
-        session: Session | None,
-        colocation: Colocation | None,
-        report: Callable[[str], None] | None,
-    ) -> None:
+    def _open(self, session: Session | None, colocation: Colocation | None) -> None:
         """Reach whoever serves the engine. R-workers come before the model: that
         one of them can't be reached is better known before than after a large
         one is loaded."""
@@ -160,7 +155,7 @@ class RunningEngine:
         self._opened.callback(self.codec.close)
         self._ranks: Ranks | None = None
         hub: InprocHub[Any, Any] = InprocHub()
-        self._workers = reach_workers(self.resolved, hub, colocation, report)
+        self._workers = reach_workers(self.resolved, hub, colocation)
         close, self._gone = self._workers.close, self._workers.absent
         self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
         stages = self._start_stages(hub, colocation)

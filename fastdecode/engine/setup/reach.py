@@ -134,7 +134,6 @@ def reach_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     colocation: Colocation | None = None,
-    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """The R-workers of the first stage, or what is in their place.
 
@@ -142,13 +141,12 @@ def reach_workers(
         hub: gets the connections to those that are threads; None: one of theirs
             alone.
         beside: other engines' R-workers in this process.
-        report: takes lines of progress of R-workers in this process.
     """
     if resolved.transport == "local":
         if has_stage_ranks(resolved):
             return reach_stage(resolved, 0, colocation)
         return reach_own_device(resolved, colocation)
-    workers = _reach_r_workers(resolved, hub, colocation, report)
+    workers = _reach_r_workers(resolved, hub, colocation)
     return with_spares(workers, resolved.config.cluster.spare_r_workers)
 
 
@@ -156,7 +154,6 @@ def _reach_r_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None,
     colocation: Colocation | None,
-    report: Callable[[str], None] | None,
 ) -> Reached:
     config, cluster = resolved.config, resolved.config.cluster
     if has_stage_ranks(resolved):
@@ -175,7 +172,6 @@ def _reach_r_workers(
             num_threads=num_threads,
             openmp_library=library,
             disk=disk,
-            report=report,
         )
     num_workers = config.r_part.r_workers + cluster.spare_r_workers
     return reach_threads(
@@ -185,7 +181,6 @@ def _reach_r_workers(
         disk=disk,
         hub=hub,
         beside=colocation,
-        report=report,
     )
 
 

@@ -117,7 +117,6 @@ def reach_threads(
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     stage: int = 0,
     beside: Colocation | None = None,
-    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """R-workers as threads of this process.
 
@@ -129,7 +128,6 @@ def reach_threads(
         hub: gets a connection to each; None: one that has no others.
         stage: whose they are.
         beside: other engines' in this process; None: they reach each other alone.
-        report: takes the first one's lines of progress; the others compile the same.
     """
     hub = InprocHub() if hub is None else hub
     neighbours = ThreadNeighbours() if beside is None else beside.neighbours
@@ -144,7 +142,6 @@ def reach_threads(
             hub=hub,
             neighbours=neighbours,
             disk=disk,
-            report=report if name == names[0] else None,
         )
         for name in names
     ]
@@ -169,13 +166,12 @@ def reach_inline(
     openmp_library: str | None,
     disk: Disk | None = None,
     stage: int = 0,
-    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """One R-worker in this very thread; see ``rworker.inline``.
 
     Args:
         stage: whose it is.
-        kv_bytes, num_threads, openmp_library, disk, report: see ``make_inline_worker``.
+        kv_bytes, num_threads, openmp_library, disk: see ``make_inline_worker``.
     """
     worker = make_inline_worker(
         f"s{stage}-r0" if stage else "r0",
@@ -183,7 +179,6 @@ def reach_inline(
         num_threads=num_threads,
         openmp_library=openmp_library,
         disk=disk,
-        report=report,
     )
     return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 

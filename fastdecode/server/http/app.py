@@ -1,71 +1,160 @@
-"""The routes."""
+"""The routes, and those among them that tell how the server is."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from importlib import resources
 from typing import Any, Final
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fastdecode import __version__
 from fastdecode.conversations.turns import check_id
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.server.front import Front
-from fastdecode.server.http import info, tokens
-from fastdecode.server.http.bodies import Disconnected
-from fastdecode.server.http.errors import SERVER, HttpRefusal
-from fastdecode.server.http.exchange import REFUSED, Exchange, Receive, Send, WriteTimeout
-from fastdecode.server.http.generate import CompletionExchange
+from fastdecode.server.http import tokens
+from fastdecode.server.http.errors import SERVER, HttpRefusal, refusal
+from fastdecode.server.http.generate import Completion
 from fastdecode.server.http.preparing import typed
+from fastdecode.server.link import StatusReport
 
-logger = logging.getLogger(__name__)
+PAGE: Mapping[str, tuple[str, str]] = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_NOT_KEPT = {"cache-control": "no-store"}
 
-Handler = Callable[[Front, Exchange], Awaitable[None]]
+Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 
-async def generate(front: Front, exchange: Exchange) -> None:
-    """Continue prompts, a conversation, or one of items."""
-    await CompletionExchange(front, exchange, exchange.scope["path"]).run()
+async def _generate(front: Front, request: Request) -> ASGIApp:
+    return Completion(front, request)
 
 
-async def forget(front: Front, exchange: Exchange) -> None:
+async def _forget(front: Front, request: Request) -> Response:
     """End a conversation, and keep nothing of it."""
     with typed():
-        whose = check_id(exchange.scope["path_params"]["conversation_id"])
-        if not await front.turns.forget(whose):
+        name = check_id(request.path_params["conversation_id"])
+        if not await front.turns.forget(name):
             text = "there is no such conversation, or it is over"
             raise HttpRefusal(404, text, "conversation_not_found", param="conversation_id")
-    said = {"id": whose, "object": "conversation.deleted", "deleted": True}
-    await exchange.answer_json(said)
+    return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+async def _models(front: Front, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_entry(front, name) for name in front.names]})
+
+
+async def _model(front: Front, request: Request) -> Response:
+    name = request.path_params["model"]
+    if name not in front.names:
+        raise HttpRefusal(404, f"the model {name[:256]!r} isn't served here", "model_not_found")
+    return JSONResponse(_entry(front, name))
+
+
+def _entry(front: Front, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": front.started_s,
+        "owned_by": "fastdecode",
+        "root": front.opening.model,
+        "parent": None,
+        "max_model_len": front.opening.max_model_len,
+    }
+
+
+async def _version(front: Front, request: Request) -> Response:
+    return JSONResponse({"version": __version__})
+
+
+async def _live(front: Front, request: Request) -> Response:
+    """This process answers; that says nothing of the engine."""
+    return JSONResponse({"status": "ok"})
+
+
+async def _health(front: Front, request: Request) -> Response:
+    """Answer 200 only if a token could come out."""
+    trouble, seen = front.trouble(), front.outlook.seen
+    body: dict[str, Any] = {"status": "ok" if trouble is None else "unavailable"}
+    if trouble is not None:
+        body["reason"] = trouble
+    elif seen is not None and seen.num_live_r_workers < seen.num_r_workers:
+        body["degraded"] = f"{seen.num_live_r_workers} of {seen.num_r_workers} R-workers are there"
+    return JSONResponse(body, 200 if trouble is None else 503, _NOT_KEPT)
+
+
+async def _metrics(front: Front, request: Request) -> Response:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(front.metrics)
+    return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _history(front: Front, request: Request) -> Response:
+    return JSONResponse(front.metrics.history.columns(time.monotonic()), headers=_NOT_KEPT)
+
+
+async def _status(front: Front, request: Request) -> Response:
+    seen, observed, now_s = front.outlook.seen, front.metrics, time.monotonic()
+    body = {
+        "model": front.names[0],
+        "version": __version__,
+        "state": front.trouble() or "ready",
+        "time_s": now_s,
+        "uptime_s": now_s - front.began_s,
+        "num_tasks": len(asyncio.all_tasks()),
+        "num_open": front.client.num_open,
+        "num_queued": front.admission.num_requests,
+        **(seen or StatusReport()).fields,
+        "generation_tokens": observed.generation_tokens,
+        "num_succeeded": observed.num_succeeded,
+        "num_failed": observed.ended["error"],
+        "num_aborted": observed.ended["abort"],
+        "num_rejected": observed.rejected.total(),
+        "prompt_tokens": observed.prompt_tokens,
+        "cached_tokens": observed.cached_tokens,
+        "ttft_s": observed.lately_ttft.quantiles(now_s, 0.5, 0.99),
+        "tpot_s": observed.lately_tpot.quantiles(now_s, 0.5, 0.99),
+    }
+    return JSONResponse(body, headers=_NOT_KEPT)
+
+
+async def _page(front: Front, request: Request) -> Response:
+    name, kind = PAGE[request.url.path]
+    content = resources.files(f"{__package__}.page").joinpath(name).read_bytes()
+    return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
 
 _GET: dict[str, Handler] = {
-    "/v1/models": info.models,
-    "/v1/models/{model:path}": info.model,
-    "/version": info.version,
-    "/live": info.live,
-    "/health": info.health,
-    "/metrics": info.metrics,
-    "/status.json": info.status,
-    "/history.json": info.history,
-    **dict.fromkeys(info.PAGE, info.page),
+    "/v1/models": _models,
+    "/v1/models/{model:path}": _model,
+    "/version": _version,
+    "/live": _live,
+    "/health": _health,
+    "/metrics": _metrics,
+    "/status.json": _status,
+    "/history.json": _history,
+    **dict.fromkeys(PAGE, _page),
 }
 _POST: dict[str, Handler] = {
-    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), generate),
+    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), _generate),
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
 }
-_DELETE: dict[str, Handler] = {"/v1/conversations/{conversation_id:path}": forget}
-
-
-_TABLES: Final = {"GET": _GET, "POST": _POST, "DELETE": _DELETE}
-METHODS: Final = tuple(_TABLES)
+_DELETE: dict[str, Handler] = {"/v1/conversations/{conversation_id:path}": _forget}
+_TABLES = {"GET": _GET, "POST": _POST, "DELETE": _DELETE}
 _ABSENT: Final[Mapping[str, str]] = {
     path: instead
     for instead, paths in (
@@ -93,57 +182,61 @@ _ABSENT: Final[Mapping[str, str]] = {
 
 
 def make_app(front: Front) -> Starlette:
-    """The routes as an ASGI application; the guard goes around it."""
+    """Return the routes as an ASGI application; the guard goes around it."""
     routes = [
         Route(path, _Endpoint(front, handler), methods=[method])
         for method, table in _TABLES.items()
         for path, handler in table.items()
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _not_a_route})
+    handlers: dict[Any, Any] = {
+        HttpRefusal: _refused,
+        HTTPException: _not_a_route,
+        ClientDisconnect: _gone,
+        Exception: _mistaken,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
 
 
 class _Endpoint:
-    """A handler as an ASGI application that ends in an answer, or cuts the connection."""
+    """A handler as an ASGI application. Starlette wraps functions once more, which takes time."""
 
     def __init__(self, front: Front, handler: Handler) -> None:
         self._front = front
         self._handler = handler
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._front.options.write_timeout_s)
-        try:
-            await self._handler(self._front, exchange)
-        except HttpRefusal as error:
-            await exchange.refuse(error)
-        except (Disconnected, WriteTimeout):
-            pass
-        except Exception as error:
-            # Without its traceback's values, which may hold a prompt.
-            logger.error("%r failed: %s", scope["path"][:100], type(error).__name__)
-            logger.debug("", exc_info=True)
-            if exchange.status is not None:
-                exchange.abort()
-                return
-            text = "the server has made a mistake"
-            await exchange.refuse(HttpRefusal(500, text, "internal_error", kind=SERVER))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handler(self._front, Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpRefusal)
+    return refusal(request, error)
+
+
+async def _gone(request: Request, error: Exception) -> None:
+    """The client has disconnected: there is no answer."""
+
+
+async def _mistaken(request: Request, error: Exception) -> Response:
+    """The guard logs which exception it was."""
+    text = "the server has made a mistake"
+    return refusal(request, HttpRefusal(500, text, "internal_error", kind=SERVER))
 
 
 async def _not_a_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    text, code = f"there is nothing at this path: {_instead(path)}", "not_found"
+    text, code = f"there is nothing at this path: {_instead(request.scope['path'])}", "not_found"
     if error.status_code != HTTPStatus.NOT_FOUND:
         methods = (error.headers or {}).get("Allow", "")
         text, code = f"this method isn't for this path, which takes {methods}", "bad_method"
-    refused = HttpRefusal(error.status_code, text, code)
-    request.scope[REFUSED] = code
-    return JSONResponse(refused.body, error.status_code, headers=error.headers)
+    return refusal(request, HttpRefusal(error.status_code, text, code, headers=error.headers))
 
 
 def _instead(path: str) -> str:
-    """Return what to do in place of asking at a path that doesn't exist."""
+    """Return what there is instead of a path that doesn't exist."""
     for begin, instead in _ABSENT.items():
         if f"{path}/".startswith(f"{begin}/"):
             return f"{begin} is not supported: {instead}"

@@ -1,80 +1,45 @@
-"""Bodies of requests: bounded in size, time and depth, and strictly JSON."""
+"""Bodies of requests: strictly JSON, and bounded in depth. Size and time are the guard's."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal
-from fastdecode.server.http.exchange import Receive
+from starlette.requests import Request
+
+from fastdecode.server.http.errors import HttpRefusal
 
 MAX_DEPTH = 64
 
 
-class Disconnected(Exception):  # noqa: N818  (nobody is left to be told)
-    """The client is gone."""
-
-
-@dataclass(frozen=True)
-class BodyLimits:
-    most_bytes: int
-    timeout_s: float
-
-
-async def read_body(
-    headers: list[tuple[bytes, bytes]], receive: Receive, limits: BodyLimits
-) -> bytes:
-    """What a request carries.
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Return what a request carries.
 
     Raises:
-        Refused: it says to be no JSON, doesn't come in time, or is too large.
-        Disconnected: the client has gone.
+        HttpRefusal: If it isn't JSON by its header, comes too late, or is too large.
+        ClientDisconnect: If the client has disconnected.
     """
-    _check_headers(headers, limits.most_bytes)
-    try:
-        return await asyncio.wait_for(_read(receive, limits.most_bytes), limits.timeout_s)
-    except asyncio.TimeoutError:
-        text = f"the body didn't come within {limits.timeout_s:g} s"
-        raise HttpRefusal(408, text, "body_timeout", headers=NOT_AGAIN, closes=True) from None
-
-
-def _check_headers(headers: list[tuple[bytes, bytes]], most_bytes: int) -> None:
-    given = dict(headers)
-    kind = given.get(b"content-type", b"").split(b";")[0].strip().lower()
-    if kind != b"application/json":
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
         text = "the body must be JSON, with content-type: application/json"
-        raise HttpRefusal(415, text, "unsupported_media_type", closes=True)
-    if given.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise HttpRefusal(415, text, "unsupported_media_type")
+    codings = (request.headers.get("content-encoding"), request.headers.get("transfer-encoding"))
+    if any(coding and coding.lower() not in ("identity", "chunked") for coding in codings):
         text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
-        raise HttpRefusal(415, text, "unsupported_media_type", closes=True)
-    length = given.get(b"content-length", b"0")
+        raise HttpRefusal(415, text, "unsupported_media_type")
+    length = request.headers.get("content-length", "0")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
-        raise _too_large(most_bytes)
-
-
-def _too_large(most_bytes: int) -> HttpRefusal:
-    text = f"the body is larger than {most_bytes} bytes"
-    return HttpRefusal(413, text, "body_too_large", closes=True)
-
-
-async def _read(receive: Receive, most_bytes: int) -> bytes:
-    raw = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise Disconnected
-        raw += message.get("body", b"")
-        if len(raw) > most_bytes:
-            raise _too_large(most_bytes)
-        if not message.get("more_body", False):
-            return bytes(raw)
+        raise HttpRefusal(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
+    return await request.body()
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """A JSON object, of finite numbers and bounded depth. Raises Refused."""
+    """Return a JSON object, of finite numbers and bounded depth.
+
+    Raises:
+        HttpRefusal: If the bytes are anything else.
+    """
     try:
         said = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:

@@ -1,13 +1,16 @@
-"""What a client is told of a request that isn't answered, in OpenAI's form.
+"""Errors as clients see them, in OpenAI's form.
 
-Nothing of a prompt or an answer, no path and no key: of errors that aren't the
-client's only their kind is told.
+They show no prompt, answer, path or key. Of errors that aren't the client's they show the kind.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError, RequestError
 from fastdecode.openai.answers import status
@@ -15,22 +18,19 @@ from fastdecode.openai.answers import status
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
-"""A header for those whose time was up: OpenAI's clients would ask again at
-once, and it would be up again."""
+"""A header of time-outs. Without it OpenAI's clients would retry at once, and run into the same."""
 
 
 class HttpRefusal(Exception):  # noqa: N818  (an answer)
     """A request isn't answered.
 
     Args:
-        status: of HTTP, 400 and above.
-        message: for a person.
-        code: stable, for machines.
+        status: Of HTTP, 400 and above.
+        message: For a person.
+        code: Stable, for machines.
         kind: OpenAI's ``type``.
-        param: the field to blame.
-        headers: that the answer has beside the usual ones.
-        closes: don't use the connection again: the rest of the request is
-            unread.
+        param: The field to blame.
+        headers: That the answer has beside the usual ones.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
         kind: str = INVALID,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
-        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -50,14 +49,23 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
         self.kind = kind
         self.param = param
         self.headers = dict(headers or {})
-        if closes:
-            self.headers["connection"] = "close"
 
     @property
     def body(self) -> dict[str, Any]:
         """``{"error": …}``."""
-        told = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": told}
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def new_request_id() -> str:
+    """Return an id for a request that brings none."""
+    return "req_" + secrets.token_hex(12)
+
+
+def refusal(request: Request, error: HttpRefusal) -> JSONResponse:
+    """Return an error as an answer. The request's line in the log gets its code."""
+    request.state.line["finish"] = error.code
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 # Codes of errors that mean something of their own to OpenAI's clients.
@@ -71,7 +79,7 @@ _CODES: Mapping[str, tuple[int, str, str]] = {
     "http_stopped": (503, SERVER, "http_stopped"),
 }
 NEVER_FIT = frozenset({"exceeds_capacity", "exceeds_load_limit", "too_many_parts"})
-"""Codes of a CapacityError of which waiting is no mend."""
+"""Codes of a CapacityError that waiting can't mend."""
 _WORDS: Mapping[str, str] = {
     "out_of_capacity": "there is no room for this request at present: try again in a while",
     "draining": "the server is shutting down: try again, or elsewhere",
@@ -84,7 +92,7 @@ _WORDS: Mapping[str, str] = {
 
 
 def refused(error: FastDecodeError) -> HttpRefusal:
-    """An error as its client is told it."""
+    """Return an error as its client sees it."""
     http, kind = status(error)
     code, headers = error.code, {}
     is_theirs = isinstance(error, RequestError) and http < 500
@@ -113,7 +121,7 @@ _UNAVAILABLE: Mapping[str, str] = {
 
 
 def unavailable(reason: str, retry_after_s: int = 1) -> HttpRefusal:
-    """503, with why no token could come out."""
+    """Return a 503 that says why no token could come out."""
     return HttpRefusal(
         503, _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"), reason, kind=SERVER,
         headers={"retry-after": str(retry_after_s)},

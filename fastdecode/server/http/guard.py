@@ -1,25 +1,39 @@
-"""What every request passes before a route sees it: who may ask, from where;
-and what every answer has."""
+"""The middleware around all routes: who may send requests, from which sites, within which
+bounds; what every answer has, and a line in the request log."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
+import logging
 import re
-import secrets
-from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from fastdecode.server.http.errors import HttpRefusal
-from fastdecode.server.http.exchange import REFUSED, Receive, Send, send_error
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fastdecode.server.front import Front
+from fastdecode.server.http.connection import (
+    CONNECTION,
+    MAX_HEADER_BYTES,
+    Connection,
+    header_too_large,
+)
+from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal, new_request_id, refusal
 from fastdecode.server.options import is_loopback
 
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
+METHODS = ("GET", "POST", "DELETE")
 OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js", "/icon.svg"})
 """Need no key. All other paths do, whether there is a route or not."""
 METRICS_PATHS = frozenset({"/metrics", "/status.json", "/history.json"})
 """Nor do these, if the server's options say so."""
+NOT_ADMITTED = (401, 403)
+_SHOWN = 64
+"""Letters of a path that the request log shows."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
 _NO_KEY = "this server needs an API key, and got none: send it as Authorization: Bearer KEY"
@@ -33,73 +47,121 @@ _ALWAYS = (
     (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'"),
 )
 
+logger = logging.getLogger(__name__)
+
 
 class Guard:
     """An ASGI application around the routes.
 
     Args:
-        app: the routes.
-        keys: SHA-256, in hex, of the keys that let in. Without keys any client that reaches
-            a loopback address may ask.
-        origins: whose pages may ask from a browser, besides this server's own.
+        routes: Answer requests that are admitted.
+        front: What all requests share.
+        keys: SHA-256, in hex, of the keys that are admitted. Without keys, any client that reaches
+            a loopback address is.
     """
 
-    def __init__(
-        self,
-        app: App,
-        keys: Sequence[str],
-        *,
-        open_metrics: bool = False,
-        origins: Collection[str] = (),
-    ) -> None:
-        self._app = app
-        self._origins = origins
+    def __init__(self, routes: ASGIApp, front: Front, keys: Sequence[str]) -> None:
+        self._routes = routes
+        self._front = front
         self.keys = tuple(keys)
-        self.open_paths = OPEN_PATHS | (METRICS_PATHS if open_metrics else frozenset())
+        options = front.options
+        self._open_paths = OPEN_PATHS | (METRICS_PATHS if options.open_metrics else frozenset())
+        self._origins = options.allowed_origins
+        self._app: ASGIApp = self._admit
+        if self._origins:  # Browsers ask without a key whether a page may send requests.
+            self._app = CORSMiddleware(
+                self._admit, self._origins, METHODS, allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )  # fmt: skip
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        began_s = time.monotonic()
         request_id = _request_id(scope["headers"])
-        scope["request_id"] = request_id
+        path = scope["path"]
+        line: dict[str, Any] = {
+            "time": round(time.time(), 6), "id": request_id, "route": path[:_SHOWN],
+            "status": None, "finish": None, "key": None,
+        }  # fmt: skip
+        scope.setdefault("state", {})["line"] = line
         always = ((b"x-request-id", request_id.encode()), *_ALWAYS)
 
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+        async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *always]
+                line["status"] = message["status"]
+                took = b"%.0f" % ((time.monotonic() - began_s) * 1e3)
+                more = (*always, (b"openai-processing-ms", took))
+                message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
+        connection = CONNECTION.get(None)
+        if connection is not None:
+            connection.begin(has_body=_has_body(scope["headers"]))
+        options = self._front.options
+        body = _Body(options.max_body_bytes, options.body_timeout_s)
+        try:
+            await self._app(scope, body.bounded(receive, connection), answer)
+        except Exception as error:
+            # Without its words and its traceback's values, which may hold a prompt.
+            logger.error("%r failed: %s", path[:100], type(error).__name__)
+            logger.debug("", exc_info=True)
+        finally:
+            if connection is not None:
+                connection.end_answer()
+            self._count(line)
+            # Health, figures and the page are asked for all the time.
+            is_watcher = path in OPEN_PATHS | METRICS_PATHS
+            if not is_watcher or line["status"] in NOT_ADMITTED:
+                line["e2e_s"] = round(time.monotonic() - began_s, 6)
+                self._front.log.write(line)
+
+    def _count(self, line: dict[str, Any]) -> None:
+        status, rejected = line["status"], self._front.metrics.rejected
+        if status is None:
+            line["finish"] = line["finish"] or "abort"
+        elif status in NOT_ADMITTED:
+            rejected[line["finish"]] += 1
+        elif 400 <= status < 429 and "prompt_tokens" not in line:
+            rejected["invalid"] += 1
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
-            if not scope["path"].isprintable():
-                # A newline at the end is none to the routes' patterns.
-                raise HttpRefusal(404, "there is nothing at this path", "not_found")
         except HttpRefusal as error:
-            scope[REFUSED] = error.code
-            await send_error(send_with_headers, error)
+            await refusal(Request(scope), error)(scope, receive, send)
         else:
-            await self._app(scope, receive, send_with_headers)
+            await self._routes(scope, receive, send)
 
-    def _check(self, scope: MutableMapping[str, Any]) -> None:
-        """Raises Refused."""
+    def _check(self, scope: Scope) -> None:
+        """Raises: HttpRefusal: If the request isn't admitted."""
         headers = scope["headers"]
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+            raise header_too_large()
         if self.keys:
-            if scope["path"] not in self.open_paths:
-                scope["key"] = self._check_key(headers)
-            return
+            if scope["path"] not in self._open_paths:
+                scope["state"]["line"]["key"] = self._check_key(headers)
+        else:
+            self._check_site(headers)
+        if not scope["path"].isprintable():
+            # A newline at the end is none to the routes' patterns.
+            raise HttpRefusal(404, "there is nothing at this path", "not_found")
+
+    def _check_site(self, headers: list[tuple[bytes, bytes]]) -> None:
         hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-        if len(hosts) != 1 or not _is_own(hosts[0]):
+        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if found is None or not is_loopback(found[1].strip("[]").lower()):
             # A page of another site whose name was made to mean this host.
             raise _forbidden("the Host isn't this server's: use localhost, or a key")
+        known = {f"http://{hosts[0]}", f"https://{hosts[0]}", *self._origins}
         for name, value in headers:
-            known = {*_origins(hosts[0]), *self._origins}
             if name == b"origin" and not {value.decode("latin-1"), "*"} & known:
                 raise _forbidden(
                     "requests from pages of other sites aren't answered: see --allowed-origins"
                 )
 
     def _check_key(self, headers: list[tuple[bytes, bytes]]) -> str:
-        """The hash of the key that was given, shortened."""
+        """Return the hash of the key that was given, shortened."""
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         hashed = hashlib.sha256(key.strip()).hexdigest()
@@ -109,32 +171,58 @@ class Guard:
         if not (is_given and any(matches)):
             raise HttpRefusal(
                 401, _WRONG_KEY if is_given else _NO_KEY, "invalid_api_key",
-                kind="authentication_error", headers={"www-authenticate": "Bearer"}, closes=True,
+                kind="authentication_error", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         return hashed[:12]
 
 
+class _Body:
+    """Bounds a request's body in bytes and seconds."""
+
+    def __init__(self, most_bytes: int, timeout_s: float) -> None:
+        self._most_bytes = most_bytes
+        self._timeout_s = timeout_s
+        self._is_whole = False
+        self._num_bytes = 0
+
+    def bounded(self, receive: Receive, connection: Connection | None) -> Receive:
+        """Return ``receive`` with the bounds."""
+        end_s = time.monotonic() + self._timeout_s
+
+        async def receive_within() -> Message:
+            if self._is_whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end_s - time.monotonic())
+            except asyncio.TimeoutError:
+                text = f"the body didn't come within {self._timeout_s:g} s"
+                raise HttpRefusal(408, text, "body_timeout", headers=NOT_AGAIN) from None
+            self._num_bytes += len(message.get("body", b""))
+            if self._num_bytes > self._most_bytes:
+                text = f"the body is larger than {self._most_bytes} bytes"
+                raise HttpRefusal(413, text, "body_too_large")
+            self._is_whole = not message.get("more_body", False)
+            if self._is_whole and connection is not None:
+                connection.end_body()
+            return message
+
+        return receive_within
+
+
+def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
+        for name, value in headers
+    )
+
+
 def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """The client's, if it is well-formed, or a new one."""
+    """Return the client's id, if it is well-formed, or a new one."""
     given = [value for name, value in headers if name == b"x-request-id"]
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return given[0].decode()
     return new_request_id()
 
 
-def new_request_id() -> str:
-    """For a request that brings none."""
-    return "req_" + secrets.token_hex(12)
-
-
 def _forbidden(text: str) -> HttpRefusal:
-    return HttpRefusal(403, text, "forbidden", kind="permission_error", closes=True)
-
-
-def _is_own(host: str) -> bool:
-    found = _HOST.fullmatch(host)
-    return found is not None and is_loopback(found[1].strip("[]").lower())
-
-
-def _origins(host: str) -> tuple[str, str]:
-    return f"http://{host}", f"https://{host}"
+    return HttpRefusal(403, text, "forbidden", kind="permission_error")

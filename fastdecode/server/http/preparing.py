@@ -1,23 +1,23 @@
-"""From a body's bytes to requests that the engine may have: parsed, rendered,
-tokenised, found valid for the model.
+"""From a body's bytes to requests for the engine: parsed, rendered, tokenised, checked.
 
-All of that takes a while for a body that is large or has text, and then goes on
-beside the event loop, counted as queued. There is a pool of threads for each
-sort of work: templates that never end keep nobody from being tokenised.
+For a body that is large or has text this runs beside the event loop, and counts as queued. There
+is a pool of threads for each kind of work: slow templates don't delay tokenising.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from fastdecode.conversations.history import History
+from starlette.requests import ClientDisconnect
+
 from fastdecode.conversations.open_turns import OpenTurn
 from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, told_of_turn
 from fastdecode.core.errors import CHILD_DIED, FastDecodeError, RequestError
@@ -27,16 +27,18 @@ from fastdecode.openai.chat import Chat
 from fastdecode.openai.chat import Turn as PromptOrChat
 from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
 from fastdecode.server.admission import QueueFull
+from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import Disconnected, parse_object
-from fastdecode.server.http.deadlines import RequestDeadlines
-from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
+from fastdecode.server.http.bodies import parse_object
+from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, refused, unavailable
+from fastdecode.server.options import ServeOptions
 
-MOST_SEQUENCES = 2048
+QUEUE_TIMEOUT: Final = "queue_timeout"
+MOST_SEQUENCES: Final = 2048
 """Of one HTTP request."""
-ORDINARY_BYTES_PER_TOKEN = 16
-SMALL_BYTES = 16 << 10
-"""Bodies of so many are parsed at once: to hand them to a thread takes longer."""
+ORDINARY_BYTES_PER_TOKEN: Final = 16
+SMALL_BYTES: Final = 16 << 10
+"""Smaller bodies are parsed on the event loop: to hand them to a thread takes longer."""
 
 _OF_CONVERSATIONS = (
     "conversation_expired", "conversation_too_long", "invalid_conversation", "previous_turn_failed",
@@ -53,9 +55,8 @@ class Preparation:
     """One body on its way. Belongs to the event loop.
 
     Args:
-        front: what all share; its queue has a place for this body from the
-            first thing that takes a while.
-        number: of the request, by which the queue knows it.
+        front: Its queue has a place for this body from the first thing that takes a while.
+        number: Of the request, by which the queue knows it.
     """
 
     def __init__(self, front: Front, number: int) -> None:
@@ -66,17 +67,17 @@ class Preparation:
         self._pending: asyncio.Future[Any] | None = None
         self._is_left = False
         self.turn: OpenTurn | None = None
-        """That the body is of a conversation, if it is; to be left at the end."""
+        """Set if the body is a turn of a conversation; to be left at the end."""
         self.accepted_s = time.monotonic()
         self.first_s: float | None = None
-        """See ``Timed``: no token comes before there is a request."""
+        """None, as in ``OpenRequests``: no token comes before there is a request."""
 
     async def requests(self, url: str, raw: bytes) -> tuple[BodyRequest, list[Request]]:
-        """What a body asks that was posted to ``url``.
+        """Return what a body that was posted to ``url`` asks for.
 
         Raises:
-            Refused: it can't be answered, or the queue is full.
-            Disconnected: ``leave`` was called.
+            HttpRefusal: If it can't be answered, or the queue is full.
+            ClientDisconnect: If ``leave`` was called.
         """
         asked = await self.read(raw, partial(self._front.reader.read, url))
         num_sequences = len(asked.prompts) * asked.params.n
@@ -93,84 +94,67 @@ class Preparation:
         for place, prompt in enumerate(asked.prompts):
             with typed(), _blaming_the_prompt(asked):
                 token_ids = await self.tokens_of(prompt)
-                arrived = PromptRequest(
-                    f"{self._number}.{place}", token_ids, asked.params, asked.cache
-                )
-                requests.append(await self._checked(arrived, token_ids))
+                name = f"{self._number}.{place}"
+                arrived = PromptRequest(name, token_ids, asked.params, asked.cache)
+                check = partial(self._front.checker.check, arrived, token_ids)
+                if asked.params.bad_words:  # words to be tokenised
+                    requests.append(await self.queued(self._front.threads.tokenizer, check))
+                else:
+                    requests.append(check())
         return asked, requests
 
-    async def _checked(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
-        """Raises RequestError, and as ``requests``."""
-        check = partial(self._front.checker.check, arrived, token_ids)
-        if arrived.params.bad_words:  # words to be tokenised
-            return await self.queued(self._front.threads.tokenizer, check)
-        return check()
-
     async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
-        """The request that a turn of a conversation is, once it is due. Raises
-        as ``requests``."""
+        """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
-        checker = self._front.checker
+        front, threads = self._front, self._front.threads.tokenizer
         with typed(), _blaming_the_prompt(asked):
-            new = self._prompter(prompt)
+            new: ChatTurn | PromptTurn
+            if isinstance(prompt, Chat):
+                assert front.template is not None, "the reader refuses chats without a template"
+                threads = front.threads.templates
+                new = ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
+            else:
+                new = PromptTurn(prompt, front.codec)
             turn = Turn(f"{self._number}.0", conversation_id, new, asked.params, asked.cache)
             self._take_place()
-            opened = self.turn = self._front.turns.arrive(turn)
+            opened = self.turn = front.turns.arrive(turn)
             await self._until_due(opened)
             history = await self._done(opened.begin())
+
+            def make() -> TurnPrompt:
+                made = new(history)
+                front.checker.tokenise(made.token_ids)
+                return made
+
             try:
-                prompt_asked = await self._prompted(new, history)
-                arrived = opened.asks(history, prompt_asked)
-                return checker.check(arrived, prompt_asked.token_ids)
+                made = await self.beside(threads, make)
+                return front.checker.check(opened.asks(history, made), made.token_ids)
             except FastDecodeError as error:
                 raise told_of_turn(error) from None
 
-    def _prompter(self, prompt: PromptOrChat) -> ChatTurn | PromptTurn:
-        """Makes a turn's prompt. Raises RequestError: it is no prompt."""
-        front = self._front
-        if not isinstance(prompt, Chat):
-            return PromptTurn(prompt, front.codec)
-        assert front.template is not None, "the reader refuses chats without a template"
-        return ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
-
     async def _until_due(self, opened: OpenTurn) -> None:
         """Wait for the turns before this one."""
-        deadlines = RequestDeadlines(self._front.options, self)
+        options = self._front.options
         self._pending = opened.is_due
         while not (self._is_left or opened.is_due.done()):
-            await asyncio.wait({opened.is_due}, timeout=deadlines.patience_s(None))
+            await asyncio.wait({opened.is_due}, timeout=patience_s(options, self))
             if not self._is_left:
-                deadlines.check()
+                check_deadlines(options, self)
         if self._is_left:
-            raise Disconnected
+            raise ClientDisconnect
         why_not = opened.is_due.result()
         if why_not is not None:
             trouble = self._front.trouble()
             raise why_not if trouble is None else unavailable(trouble)
 
-    async def _prompted(self, prompter: ChatTurn | PromptTurn, history: History) -> TurnPrompt:
-        """A turn's prompt, with all tokens such as the model has."""
-        front, checker = self._front, self._front.checker
-        is_chat = isinstance(prompter, ChatTurn)
-
-        def make() -> TurnPrompt:
-            asked = prompter(history)
-            checker.tokenise(asked.token_ids)
-            return asked
-
-        return await self.beside(
-            front.threads.templates if is_chat else front.threads.tokenizer, make
-        )
-
     async def read(self, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-        """What ``read`` makes of the JSON object in a body. Raises as ``requests``."""
+        """Return what ``read`` makes of the JSON object in a body. Raises as ``requests``."""
         self._num_bytes = len(raw)
         with typed():
             return await self._maybe_beside(lambda: read(parse_object(raw)))
 
     async def tokens_of(self, prompt: PromptOrChat) -> tuple[int, ...]:
-        """A prompt's or a conversation's token ids. Raises RequestError, and as
-        ``requests``."""
+        """Return a prompt's or a chat's token ids. Raises RequestError, and as ``requests``."""
         front = self._front
         if isinstance(prompt, Chat):
             assert front.template is not None, "the reader refuses chats without a template"
@@ -183,7 +167,7 @@ class Preparation:
         return await self._maybe_beside(tokenise)
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """A text's token ids, that the model has. Raises as ``tokens_of``."""
+        """Return a text's token ids. Raises as ``tokens_of``."""
         front = self._front
 
         def encode() -> tuple[int, ...]:
@@ -193,8 +177,8 @@ class Preparation:
         return await self.queued(front.threads.tokenizer, encode)
 
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
-        """The same as ``beside`` of a body that is only being prepared: from
-        the first time on it has a place in the queue. Raises Refused, too."""
+        """Do as ``beside`` for a body that is being prepared: it gets a place in the queue first.
+        Raises HttpRefusal, too."""
         self._take_place()
         return await self.beside(threads, act)
 
@@ -204,25 +188,23 @@ class Preparation:
             enter(self._front, self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
 
     async def beside(self, threads: Executor, act: Callable[[], T]) -> T:
-        """What ``act`` returns, from one of these threads. Raises what that
-        raises, and Disconnected; what hasn't begun then never does."""
+        """Return what ``act`` returns in one of these threads. Raises as ``act``, and
+        ClientDisconnect."""
         if self._is_left:
-            raise Disconnected
+            raise ClientDisconnect
         return await self._done(asyncio.get_running_loop().run_in_executor(threads, act))
 
     async def _done(self, pending: asyncio.Future[T]) -> T:
-        """What it comes to. Raises as ``beside``."""
         self._pending = pending
         try:
-            done = await pending
+            return await pending
         except asyncio.CancelledError:
             if self._is_left:
-                raise Disconnected from None
+                raise ClientDisconnect from None
             raise
-        return done
 
     def leave(self) -> None:
-        """Nobody waits for it any more."""
+        """Drop what hasn't begun: the client has disconnected."""
         self._is_left = True
         if self._pending is not None:
             self._pending.cancel()
@@ -233,12 +215,36 @@ class Preparation:
         return await self.queued(self._front.threads.bodies, act)
 
 
+def patience_s(
+    options: ServeOptions, opened: Preparation | OpenRequests, most_s: float = math.inf
+) -> float | None:
+    """Return how long to wait for what is next, ``most_s`` at most. None: without end."""
+    end_s = opened.accepted_s + (options.request_timeout_s or math.inf)
+    if opened.first_s is None:
+        end_s = min(end_s, opened.accepted_s + (options.queue_timeout_s or math.inf))
+    wait_s = min(most_s, end_s - time.monotonic())
+    return None if wait_s == math.inf else max(0.0, wait_s)
+
+
+def check_deadlines(options: ServeOptions, opened: Preparation | OpenRequests) -> None:
+    """Raises: HttpRefusal: If a request has taken too long."""
+    elapsed_s = time.monotonic() - opened.accepted_s
+    most_s = options.request_timeout_s
+    if most_s is not None and elapsed_s >= most_s:
+        text = f"the answer took more than {most_s:g} s"
+        raise HttpRefusal(408, text, "request_timeout", kind=SERVER, headers=NOT_AGAIN)
+    most_s = options.queue_timeout_s
+    if most_s is not None and opened.first_s is None and elapsed_s >= most_s:
+        text = f"no token came within {most_s:g} s"
+        raise HttpRefusal(503, text, QUEUE_TIMEOUT, kind=SERVER, headers=NOT_AGAIN)
+
+
 def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> None:
-    """Into the queue, or again with its size known. Raises Refused."""
+    """Put a request into the queue, or update its size. Raises: HttpRefusal: If it is full."""
     try:
         front.admission.enter(number, num_sequences, num_tokens, time.monotonic())
     except QueueFull as full:
-        front.observations.rejected.add(1, "queue_full")
+        front.metrics.rejected["queue_full"] += 1
         raise HttpRefusal(
             429,
             f"too many requests wait: try again in {full.retry_after_s} s",
@@ -250,7 +256,7 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
 
 @contextlib.contextmanager
 def typed() -> Iterator[None]:
-    """Inside, our errors become refusals."""
+    """Turn our errors into refusals."""
     try:
         yield
     except FastDecodeError as error:
@@ -259,7 +265,7 @@ def typed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
-    """Inside, errors name the field of the body that they come of."""
+    """Have errors name the field of the body that caused them."""
     try:
         yield
     except RequestError as error:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from fastdecode.core.errors import RequestError
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import BodyLimits, read_body
-from fastdecode.server.http.exchange import Exchange
+from fastdecode.server.http.bodies import read_body
 from fastdecode.server.http.preparing import Preparation, typed
 
 _TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
@@ -23,31 +24,55 @@ _CHAT_FIELDS = (
 _TOKENS_FIELDS = ("model", "tokens")
 
 
-async def tokenize(front: Front, exchange: Exchange) -> None:
-    """A text's or a conversation's token ids."""
+async def tokenize(front: Front, request: Request) -> Response:
+    """Answer with the token ids of a text or a chat."""
+    raw = await read_body(request, front.options.max_body_bytes)
     with _prepared(front) as preparation:
-        body = await preparation.read(await _read(front, exchange), _checked)
+        body = await preparation.read(raw, _checked)
         with typed():
             front.reader.model_of(body)
-            tokens = await _tokens_of(preparation, front, body)
-        write = partial(_tokenized, front, body, tokens)
-        raw = await preparation.beside(front.threads.bodies, write)
-    await exchange.answer_raw(raw)
+            if "messages" in body:
+                asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
+                chat = front.reader.read(CHAT_URL, asked).prompts[0]
+                tokens = await preparation.tokens_of(chat)
+            else:
+                special = body.get("add_special_tokens") is not False
+                tokens = await preparation.encoded(body["prompt"], add_special_tokens=special)
+
+        def write() -> bytes:
+            answer = {
+                "count": len(tokens),
+                "max_model_len": front.opening.max_model_len,
+                "tokens": tokens,
+                "token_strs": _strings(front, tokens) if body.get("return_token_strs") else None,
+            }
+            return json.dumps(answer).encode()
+
+        answer = await preparation.beside(front.threads.bodies, write)
+    return Response(answer, media_type="application/json")
 
 
-async def detokenize(front: Front, exchange: Exchange) -> None:
-    """Token ids' text."""
+async def detokenize(front: Front, request: Request) -> Response:
+    """Answer with the text of token ids."""
+    raw = await read_body(request, front.options.max_body_bytes)
     with _prepared(front) as preparation:
-        body = await preparation.read(await _read(front, exchange), _checked_tokens)
+        body = await preparation.read(raw, _checked_tokens)
         with typed():
             front.reader.model_of(body)
-            text = await preparation.queued(front.threads.bodies, partial(_text, front, body))
-    await exchange.answer_json({"prompt": text})
+
+            def text() -> str:
+                try:
+                    return front.codec.decode(front.checker.tokenise(body["tokens"]))
+                except RequestError as error:
+                    raise BodyError(str(error), code=error.code, param="tokens") from None
+
+            decoded = await preparation.queued(front.threads.bodies, text)
+    return JSONResponse({"prompt": decoded})
 
 
 @contextlib.contextmanager
 def _prepared(front: Front) -> Iterator[Preparation]:
-    """A preparation; at the end its place in the queue is free."""
+    """A preparation whose place in the queue is free at the end."""
     number = front.next_number()
     try:
         yield Preparation(front, number)
@@ -55,13 +80,8 @@ def _prepared(front: Front) -> Iterator[Preparation]:
         front.admission.gone(number)
 
 
-async def _read(front: Front, exchange: Exchange) -> bytes:
-    limits = BodyLimits(front.options.max_body_bytes, front.options.body_timeout_s)
-    return await read_body(exchange.headers, exchange.receive, limits)
-
-
 def _checked(body: dict[str, Any]) -> dict[str, Any]:
-    """A body of ``/tokenize``. Raises RequestError."""
+    """Return a body of ``/tokenize``. Raises: RequestError: If it is none."""
     is_chat = "messages" in body
     refuse_unknown(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, (), "the body")
     for name in ("add_special_tokens", "return_token_strs", "add_generation_prompt"):
@@ -72,47 +92,16 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-async def _tokens_of(
-    preparation: Preparation, front: Front, body: dict[str, Any]
-) -> tuple[int, ...]:
-    if "messages" not in body:
-        special = body.get("add_special_tokens") is not False
-        return await preparation.encoded(body["prompt"], add_special_tokens=special)
-    asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
-    return await preparation.tokens_of(front.reader.read(CHAT_URL, asked).prompts[0])
-
-
-def _tokenized(front: Front, body: dict[str, Any], tokens: Sequence[int]) -> bytes:
-    answer: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": front.opening.max_model_len,
-        "tokens": tokens,
-        "token_strs": None,
-    }
-    if body.get("return_token_strs"):
-        vocabulary = front.codec.vocabulary
-        answer["token_strs"] = [
-            str(token) if vocabulary is None else vocabulary.tokenizer.id_to_token(token)
-            for token in tokens
-        ]
-    return json.dumps(answer).encode()
-
-
 def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """A body of ``/detokenize``. Raises RequestError."""
+    """Return a body of ``/detokenize``. Raises: RequestError: If it is none."""
     refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
+    if not isinstance(body.get("tokens"), list):
+        refuse("tokens", "must be a list of token ids")
     return body
 
 
-def _text(front: Front, body: dict[str, Any]) -> str:
-    tokens = _token_list(body.get("tokens"))
-    try:
-        return front.codec.decode(front.checker.tokenise(tokens))
-    except RequestError as error:
-        raise BodyError(str(error), code=error.code, param="tokens") from None
-
-
-def _token_list(tokens: object) -> list[int]:
-    if not isinstance(tokens, list):
-        refuse("tokens", "must be a list of token ids")
-    return tokens
+def _strings(front: Front, tokens: Sequence[int]) -> list[str | None]:
+    vocabulary = front.codec.vocabulary
+    if vocabulary is None:
+        return [str(token) for token in tokens]
+    return [vocabulary.tokenizer.id_to_token(token) for token in tokens]

@@ -1,5 +1,5 @@
 """What a client says to an engine elsewhere, and what the engine answers. The client is
-the HTTP process (``fastdecode.server.messages``), or the controller of instances. This
+the HTTP process (``fastdecode.server.link``), or the controller of instances. This
 docstring is the protocol between a controller and an instance.
 
 ====================  ==========  ===================================================

@@ -11,10 +11,7 @@ from cost_model.goodput.placements import Degrees, GpuCluster, Pair
 from cost_model.goodput.slo import RequestTimes, Slo
 from fastdecode.core.errors import ConfigError
 from oracles.distserve.profile import PublishedModel
-from oracles.distserve.simulator import (
-    simulate_colocated,
-    simulate_disaggregated,
-)
+from oracles.distserve.simulator import simulate_colocated, simulate_disaggregated
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,7 @@ from cost_model.goodput.placements import Degrees
 from cost_model.goodput.slo import RequestTimes
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.clock import VirtualClock
-from oracles.distserve.profile import (
-    Backend,
-    PublishedModel,
-    StageTimes,
-    first_stage_ms,
-)
+from oracles.distserve.profile import Backend, PublishedModel, StageTimes, first_stage_ms
 
 DECODE_MAX_TOKENS = 50_000
 BACK_PRESSURE_TOKENS = 9_000_000

@@ -1,0 +1,233 @@
+"""Roles of running instances that are alike: what each choice carries, by simulation.
+
+A process of its own answers ``RoleQuestion`` as JSON, at the lowest priority (``main``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TextIO
+
+import numpy as np
+
+from cost_model.goodput.instances import DecodeSpec, PrefillSpec
+from cost_model.goodput.measured import LinearTimes
+from cost_model.goodput.rates import PRECISION, Load, greatest_rate
+from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
+from cost_model.goodput.slo import Slo
+from cost_model.goodput.workload import Draw, drawn_from
+from cost_model.numbers import whole
+from fastdecode.schedule.simulation.instance_time import InstanceTime
+
+HEADROOM = 1.2
+"""Goodput above this many times the arriving rate counts for nothing."""
+SEEDS = (0, 1, 2, 3, 4)
+"""Other roles must carry more in the draws of all seeds."""
+_MAX_TRIED = 16
+"""Splits to try. Of more instances, some of all splits and those near the present one."""
+_REQUESTS = 400
+_MAX_REQUESTS = 4000
+_NICEST = 19
+
+
+@dataclass(frozen=True, order=True)
+class Roles:
+    """Numbers of instances by role."""
+
+    prefill: int
+    decode: int
+    both: int = 0
+
+    @property
+    def num(self) -> int:
+        return self.prefill + self.decode + self.both
+
+    @property
+    def each(self) -> tuple[int, int, int]:
+        return self.prefill, self.decode, self.both
+
+    def flips_to(self, other: Roles) -> int:
+        """Return the number of instances that change their role on the way to ``other``."""
+        return sum(max(0, b - a) for a, b in zip(self.each, other.each, strict=True))
+
+    def __str__(self) -> str:
+        named = zip(self.each, ("prefill", "decode", "both"), strict=True)
+        return " + ".join(f"{count} {name}" for count, name in named if count)
+
+
+@dataclass(frozen=True)
+class InstanceProfile:
+    """What all instances have in common."""
+
+    times: LinearTimes
+    batch_tokens: int
+    """Prompt tokens that an instance runs at once."""
+    capacity_tokens: int
+    max_sequences: int
+
+
+@dataclass(frozen=True)
+class TrafficSample:
+    """Traffic to choose roles for."""
+
+    rate: float
+    cv: float
+    lengths: tuple[tuple[int, int], ...]
+    """Prompt and output tokens, to draw from."""
+
+    def draw(self, seed: int) -> Draw:
+        """Draw requests. Seeds above 0 draw from a bootstrap sample of the lengths."""
+        pairs = self.lengths
+        if seed:
+            generator = np.random.Generator(np.random.PCG64([seed, 2]))
+            pairs = tuple(pairs[i] for i in generator.integers(0, len(pairs), len(pairs)))
+        wanted = min(_MAX_REQUESTS, math.ceil(_REQUESTS * max(1.0, self.cv * self.cv / 4)))
+        return drawn_from(pairs, self.cv, wanted, seed)
+
+
+@dataclass(frozen=True)
+class JudgedRoles:
+    """The present roles and the best ones. Goodputs are at most ``HEADROOM`` times the rate."""
+
+    present: Roles
+    present_goodput: float
+    best: Roles
+    best_goodput: float
+    gain: float
+    """Part by which the best roles carry more, in the draw where that is least."""
+    enough: int
+    """Instances that would carry the rate, judged by the best roles. 0 if none would."""
+
+
+@dataclass
+class Judge:
+    """Simulates goodputs of roles, each once."""
+
+    profile: InstanceProfile
+    sample: TrafficSample
+    slo: Slo
+    progress: Callable[[str], object] = lambda _: None
+    _found: dict[tuple[Roles, int], float] = field(default_factory=dict)
+
+    def judge(self, present: Roles) -> JudgedRoles:
+        """Return the best roles. Of equal ones, those that change the fewest instances."""
+        most = HEADROOM * self.sample.rate
+        if self.goodput(present) >= most:
+            return JudgedRoles(present, most, present, most, 0.0, present.num)
+        best = present
+        others = [roles for roles in _candidates(present) if roles != present]
+        for roles in sorted(others, key=present.flips_to):
+            goodput = self.goodput(best)
+            if goodput < most and self._may_exceed(roles, goodput):
+                best = roles if self.goodput(roles) > goodput else best
+        gain = 0.0
+        if best != present and self.goodput(best) > 0:
+            for seed in SEEDS:
+                before, after = self.goodput(present, seed), self.goodput(best, seed)
+                gained = after / before - 1.0 if before else math.inf if after else 0.0
+                gain = min(gain, gained) if seed else gained
+                if gain <= 0:
+                    break
+        each = self.goodput(best) / best.num
+        enough = whole(self.sample.rate / each) if each else 0
+        return JudgedRoles(present, self.goodput(present), best, self.goodput(best), gain, enough)
+
+    def goodput(self, roles: Roles, seed: int = SEEDS[0]) -> float:
+        """Return requests per second within the SLO, at most ``HEADROOM`` times the rate."""
+        key = roles, seed
+        if key not in self._found:
+            run = simulation_of(self.profile, roles)
+            most = HEADROOM * self.sample.rate
+            self._found[key] = greatest_rate(self._load(seed), run, most)
+            self.progress(f"{roles}: {self._found[key]:.4g} requests a second")
+        return self._found[key]
+
+    def _may_exceed(self, roles: Roles, goodput: float) -> bool:
+        """True unless one run, a tenth of what finding a goodput takes, rules it out."""
+        if not goodput:
+            return True
+        load = self._load(SEEDS[0])
+        rate = min(goodput * (1 + PRECISION), HEADROOM * self.sample.rate)
+        return load.is_carried(simulation_of(self.profile, roles)(load.requests(rate)))
+
+    def _load(self, seed: int) -> Load:
+        draw = self.sample.draw(seed)
+        return Load(draw, self.slo, min_requests=len(draw.lengths))
+
+
+def simulation_of(
+    profile: InstanceProfile, roles: Roles
+) -> Callable[[list[tuple[float, int, int]]], GoodputRun]:
+    """Return a function that runs requests through instances with these roles."""
+    times = InstanceTime(profile.times)
+    decode = DecodeSpec(times, profile.capacity_tokens, profile.max_sequences, opens_at_once=False)
+    if roles.both or not (roles.prefill and roles.decode):
+        # The remaining instances do both.
+        both = [decode] * roles.num
+        return lambda requests: simulate_colocated(requests, both, profile.batch_tokens)
+    # What was measured is how one fetches: prefill instances never hold it up.
+    times = InstanceTime(replace(profile.times, fetched_s=0.0))
+    prefill = PrefillSpec(times, profile.batch_tokens, profile.capacity_tokens)
+    first, second = [prefill] * roles.prefill, [decode] * roles.decode
+    return lambda requests: simulate(requests, first, second)
+
+
+def _candidates(present: Roles) -> list[Roles]:
+    """Return splits, and all instances for both. Mixed roles are judged as if all were for both."""
+    num = present.num
+    splits = [Roles(count, num - count) for count in range(1, num)]
+    if len(splits) > _MAX_TRIED:
+        step = len(splits) / _MAX_TRIED
+        few = {round(index * step) for index in range(_MAX_TRIED)}
+        near = range(present.prefill - 2, present.prefill + 3)
+        splits = [each for i, each in enumerate(splits) if i in few or each.prefill in near]
+    mixed = [present] if present.both not in (0, num) else []
+    return [*mixed, *splits, Roles(0, 0, num)]
+
+
+@dataclass(frozen=True)
+class RoleQuestion:
+    profile: InstanceProfile
+    sample: TrafficSample
+    slo: Slo
+    present: Roles
+
+    def answer(self) -> JudgedRoles:
+        return Judge(self.profile, self.sample, self.slo).judge(self.present)
+
+
+def to_json(asked: RoleQuestion | JudgedRoles) -> str:
+    return json.dumps(asdict(asked))
+
+
+def question_from_json(text: str) -> RoleQuestion:
+    """
+    Raises:
+        ValueError, KeyError or TypeError: If the text is not a question.
+    """
+    tree = json.loads(text)
+    profile = {**tree["profile"], "times": LinearTimes(**tree["profile"]["times"])}
+    lengths = tuple((int(prompt), int(output)) for prompt, output in tree["sample"]["lengths"])
+    sample = TrafficSample(**{**tree["sample"], "lengths": lengths})
+    slo, present = Slo(**tree["slo"]), Roles(**tree["present"])
+    return RoleQuestion(InstanceProfile(**profile), sample, slo, present)
+
+
+def judged_from_json(text: str) -> JudgedRoles:
+    """
+    Raises:
+        ValueError, KeyError or TypeError: If the text is not an answer.
+    """
+    tree: dict[str, Any] = json.loads(text)
+    return JudgedRoles(**{**tree, **{name: Roles(**tree[name]) for name in ("present", "best")}})
+
+
+def main(questions: TextIO = sys.stdin, answers: TextIO = sys.stdout) -> None:
+    """Answer one question."""
+    os.nice(_NICEST)
+    print(to_json(question_from_json(questions.read()).answer()), file=answers, flush=True)

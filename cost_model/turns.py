@@ -1,0 +1,262 @@
+"""Conversations over tiers of a KV cache, each turn done as it arrives: what a
+policy keeps, moves down, drops, and has computed again.
+
+A turn has all tokens of its conversation in the upper tier: those that were moved down are
+restored, those that were dropped recomputed. Then, while fewer slots are free than the threshold,
+the policy moves blocks down; what was moved down counts as free at once. A full lower tier drops
+by the same policy before it takes more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cost_model.numbers import count, number
+from cost_model.printing import table
+from cost_model.traces import bounded, read_file, records
+from fastdecode.core.errors import ConfigError, Given
+from fastdecode.schedule.cache.costs import CostTable
+from fastdecode.schedule.cache.retention import TierPolicy, is_short
+
+Row: TypeAlias = "list[Any]"
+_FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")
+
+
+@dataclass(frozen=True)
+class TracedTurn:
+    conversation: str
+    num_prompt_tokens: int
+    """New tokens."""
+    num_output_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass
+class TurnTotals:
+    """Tokens of all turns, unless the name says otherwise."""
+
+    num_turns: int = 0
+    num_history: int = 0
+    """Tokens before each turn, in any tier or dropped."""
+    num_restored: int = 0
+    num_recomputed: int = 0
+    num_moved_down: int = 0
+    num_dropped: int = 0
+    recompute_cost: float = 0.0
+    """Cost of the recomputed blocks, by the policies' cost table."""
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the history that wasn't recomputed."""
+        return 1.0 - self.num_recomputed / self.num_history if self.num_history else 1.0
+
+
+@dataclass(eq=False)
+class _Conversation:
+    name: str
+    number: int
+    num_tokens: int = 0
+    last_s: float = 0.0
+
+
+class Tier:
+    """Blocks of conversations in one tier. Conversations are numbered as they appear."""
+
+    def __init__(self, policy: TierPolicy, block_size: int) -> None:
+        self._policy = policy
+        self._size = block_size
+        self.num_blocks = 0
+        self._held: dict[int, list[int]] = {}
+        self._costs: list[float] = []  # of blocks, by number
+        # By conversation.
+        self._first_costs, self._counts, self._last_s = np.ones(64), np.zeros(64), np.zeros(64)
+
+    def blocks(self, conversation: int) -> list[int]:
+        """Return a conversation's blocks in order. Not to be changed."""
+        return self._held.get(conversation, [])
+
+    def hold(self, conversation: int, blocks: list[int], last_s: float) -> None:
+        """Replace the blocks of a conversation that was last active at ``last_s``."""
+        while conversation >= len(self._counts):
+            self._first_costs, self._counts, self._last_s = (
+                np.pad(each, (0, len(each)))
+                for each in (self._first_costs, self._counts, self._last_s)
+            )
+        self._last_s[conversation] = last_s
+        self._set(conversation, blocks)
+
+    def leave(self, now_s: float) -> tuple[int, list[int]] | None:
+        """Evict blocks of the conversation with the lowest score, the first of equal ones.
+
+        Returns:
+            The conversation and its evicted blocks. None if the tier is empty.
+        """
+        held = np.flatnonzero(self._counts)
+        if not len(held):
+            return None
+        rows = (self._first_costs[held], self._counts[held], self._last_s[held])
+        conversation = int(held[np.argmin(self._policy.score(*rows, now_s))])
+        blocks = self._held[conversation]
+        leaving = self._policy.leaving(blocks)
+        num = len(leaving)
+        self._set(conversation, blocks[num:] if leaving[0] == blocks[0] else blocks[:-num])
+        return conversation, leaving
+
+    def _set(self, conversation: int, blocks: list[int]) -> None:
+        self.num_blocks += len(blocks) - int(self._counts[conversation])
+        self._counts[conversation] = len(blocks)
+        self._held.pop(conversation, None)
+        if blocks:
+            self._held[conversation] = blocks
+            self._first_costs[conversation] = self._cost(blocks[0])
+
+    def _cost(self, block: int) -> float:
+        while len(self._costs) <= block:
+            self._costs.append(self._policy.cost_of((len(self._costs) + 1) * self._size))
+        return self._costs[block]
+
+
+class TierSimulator:
+    """Two tiers with sizes in tokens, and the policy that chooses what leaves.
+
+    Args:
+        threshold: Share of the upper tier's slots below which free ones are too few.
+    """
+
+    def __init__(
+        self, policy: TierPolicy, slots: int, lower_slots: int, block_size: int, threshold: float,
+        cost: CostTable,
+    ) -> None:  # fmt: skip
+        self._upper, self._lower = Tier(policy, block_size), Tier(policy, block_size)
+        self._slots, self._lower_slots = slots // block_size, lower_slots // block_size
+        self._size = block_size
+        self._threshold = threshold
+        self._cost = cost
+        self._conversations: dict[str, _Conversation] = {}
+        self._by_number: list[_Conversation] = []
+        self.rows: list[Row] = []
+        """``[t,"run",id,restored,recomputed,prompt,output]``,
+        ``[t,"swap_out",id,n]``, ``[t,"drop",id,n]``, in tokens."""
+        self.totals = TurnTotals()
+
+    def run(self, turn: TracedTurn) -> None:
+        found, now_s = self._conversations.get(turn.conversation), turn.arrival_s
+        if found is None:
+            found = _Conversation(turn.conversation, len(self._by_number))
+            self._conversations[turn.conversation] = found
+            self._by_number.append(found)
+        before, totals = found.num_tokens, self.totals
+        upper, lower = (tier.blocks(found.number) for tier in (self._upper, self._lower))
+        restored = self._tokens(found, lower)
+        missing = sorted({*range(self._blocks(before))}.difference(upper, lower))
+        recomputed = self._tokens(found, missing)
+        found.num_tokens += turn.num_prompt_tokens + turn.num_output_tokens
+        num_blocks = self._blocks(found.num_tokens)
+        if num_blocks > self._slots:
+            raise ConfigError(
+                f"conversation {found.name!r} has {found.num_tokens} tokens, more than the "
+                f"{self._slots * self._size} of the upper tier: give it more (",
+                Given("kv_tokens"),
+                ")",
+            )
+        found.last_s = now_s
+        self._upper.hold(found.number, list(range(num_blocks)), now_s)
+        self._lower.hold(found.number, [], now_s)
+        lengths = (turn.num_prompt_tokens, turn.num_output_tokens)
+        self._add_row(now_s, "run", found.name, restored, recomputed, *lengths)
+        totals.num_turns += 1
+        totals.num_history += before
+        totals.num_restored += restored
+        totals.num_recomputed += recomputed
+        totals.recompute_cost += sum(self._cost((block + 1) * self._size) for block in missing)
+        while is_short(self._slots - self._upper.num_blocks, self._slots, self._threshold):
+            leaving = self._upper.leave(now_s)
+            if leaving is None:
+                break
+            self._move_down(self._by_number[leaving[0]], leaving[1], now_s)
+
+    def tokens_of(self, name: str) -> tuple[int, int, int]:
+        """Return a conversation's tokens in the upper tier, in the lower one, and dropped."""
+        found = self._conversations[name]
+        tiers = self._upper, self._lower
+        upper, lower = (self._tokens(found, tier.blocks(found.number)) for tier in tiers)
+        return upper, lower, found.num_tokens - upper - lower
+
+    def _move_down(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
+        """Move as many blocks as ever fit to the lower tier, and drop the others."""
+        fitting, rest = blocks[: self._lower_slots], blocks[self._lower_slots :]
+        while self._lower.num_blocks + len(fitting) > self._lower_slots:
+            leaving = self._lower.leave(now_s)
+            assert leaving is not None, "an empty tier has capacity"
+            self._drop(self._by_number[leaving[0]], leaving[1], now_s)
+        if fitting:
+            num_tokens = self._tokens(found, fitting)
+            held = sorted([*self._lower.blocks(found.number), *fitting])
+            self._lower.hold(found.number, held, found.last_s)
+            self.totals.num_moved_down += num_tokens
+            self._add_row(now_s, "swap_out", found.name, num_tokens)
+        if rest:
+            self._drop(found, rest, now_s)
+
+    def _drop(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
+        num_tokens = self._tokens(found, blocks)
+        self.totals.num_dropped += num_tokens
+        self._add_row(now_s, "drop", found.name, num_tokens)
+
+    def _add_row(self, now_s: float, what: str, name: str, *counts: int) -> None:
+        # Whole seconds have no point in JSON.
+        self.rows.append([int(now_s) if now_s == int(now_s) else now_s, what, name, *counts])
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)
+
+    def _tokens(self, found: _Conversation, blocks: list[int]) -> int:
+        # The last block of a conversation may not be full.
+        if not blocks:
+            return 0
+        beyond = (blocks[-1] + 1) * self._size - found.num_tokens
+        return len(blocks) * self._size - max(0, beyond)
+
+
+def read_turns(path: Path) -> list[TracedTurn]:
+    """Read turns in order of arrival, as JSON Lines: ``{"conversation": "A",
+    "num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}``."""
+    return read_file(path, parse_turns, str(path))
+
+
+def parse_turns(lines: Iterable[bytes], name: str) -> list[TracedTurn]:
+    turns = [_turn(fields, where) for where, fields in records(bounded(lines, name), _FIELDS)]
+    if not turns:
+        raise ConfigError(f"{name} holds no turns")
+    return sorted(turns, key=lambda turn: turn.arrival_s)
+
+
+def _turn(fields: Mapping[str, Any], where: str) -> TracedTurn:
+    name = fields.get("conversation")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: conversation={name!r} is no name")
+    num_prompt, num_output = (count(fields, each, where) for each in _FIELDS[1:3])
+    arrival_s = number({"arrival_s": 0, **fields}, "arrival_s", where, may_be_0=True)
+    return TracedTurn(name, num_prompt, num_output, arrival_s)
+
+
+def as_json(played: Mapping[str, TierSimulator]) -> dict[str, Any]:
+    return {
+        name: {"rows": tiers.rows, **asdict(tiers.totals), "hit_share": tiers.totals.hit_share}
+        for name, tiers in played.items()
+    }
+
+
+def as_text(played: Mapping[str, TierSimulator]) -> str:
+    header = ("policy", "hits", "restored", "recomputed", "moved down", "dropped", "recompute cost")
+    rows = []
+    for name, tiers in played.items():
+        t = tiers.totals
+        counts = (t.num_restored, t.num_recomputed, t.num_moved_down, t.num_dropped)
+        rows.append((name, f"{t.hit_share:.3f}", *map(str, counts), f"{t.recompute_cost:.1f}"))
+    return "\n".join(table(header, rows, indent=0))

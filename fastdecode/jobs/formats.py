@@ -1,0 +1,402 @@
+"""Formats of a job's lines: a request out of a line, an answer into one.
+
+A **simple** line is ``{"id": …, "prompt": "…"}`` or ``{"id": …, "prompt_token_ids": […]}``, with
+any sampling parameter beside it, ``"cache"``, ``"cache_salt"`` and ``"conversation_id"``. Its
+answer is ``{"id", "text", "token_ids", "finish_reason", "usage"}``, with ``"completions"`` in
+place of the middle three when n > 1, or ``{"id", "line", "error": {"code", "message"}}``.
+
+An **OpenAI** line is ``{"custom_id", "method": "POST", "url", "body"}``. Its answer is ``{"id",
+"custom_id", "response": {"status_code", "request_id", "body"}, "error": null}``. ``id`` is
+``batch_req_<run>_<line number>``: a resumed run finds the line by it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import marshal
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Final, TypeAlias
+
+from fastdecode.conversations.turns import MAX_ID_CHARS, check_turn
+from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.sequence import (
+    SHARED,
+    CacheUse,
+    Completion,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from fastdecode.jobs.lines import MAX_LINE_BYTES, LineId
+from fastdecode.openai.answers import answer_body, error_body, status
+from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
+from fastdecode.openai.chat import Turn
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, BodyRequest, RequestReader
+from fastdecode.openai.response_bodies import RESPONSES_URL
+from fastdecode.openai.responses import response_body
+from fastdecode.text.codec import TextCodec
+
+ID_PREFIX: Final = "batch_req"
+OPENAI_FIELDS: Final = ("custom_id", "method", "url", "body")
+_URLS: Final = (COMPLETIONS_URL, CHAT_URL, RESPONSES_URL)
+_SAMPLING_FIELDS: Final = tuple(
+    f.name for f in fields(SamplingParams) if f.name not in ("logits_processors", "reasoning_marks")
+)
+_SIMPLE_FIELDS: Final = (
+    "id", "prompt", "prompt_token_ids", *_SAMPLING_FIELDS, "cache", "cache_salt", "conversation_id",
+)  # fmt: skip
+_FREE: Final = frozenset(
+    ("id", "custom_id", "prompt", "prompt_token_ids", "seed", "conversation_id", "user")
+)
+"""Fields of a line or a body whose content no check reads."""
+_TEXT, _LONG_TEXT, _WHOLE, _WHOLES = (), ((),), ..., b""
+"""What a shape has in place of such content. JSON has none of these values."""
+_LEAST_LONG: Final = 10**18
+"""Whole numbers from here on are checked."""
+
+
+@dataclass(frozen=True)
+class LineRequest:
+    """Prompts of a line, all to be continued in the same way."""
+
+    line_id: LineId
+    prompts: tuple[Turn, ...]
+    params: SamplingParams
+    body: BodyRequest | None = None
+    """The line's body, if lines have bodies."""
+    cache: CacheUse = SHARED
+    conversation_id: str | None = None
+    """The conversation that the line is a turn of."""
+
+
+class LineError(RequestError):
+    """A line that can't be answered, with what is known of it.
+
+    ``param`` is the field to blame, ``conversation_id`` whose turn it was to be.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        line_id: LineId | None = None,
+        param: str | None = None,
+        conversation_id: object = None,
+    ) -> None:
+        super().__init__(message, code=code)
+        self.line_id = line_id
+        self.param = param
+        self.conversation_id = conversation_id if isinstance(conversation_id, str) else None
+
+
+class SimpleLines:
+    """Simple lines.
+
+    Args:
+        defaults: Parameters of lines that don't give them.
+        greedy: The same for lines that give ``temperature`` 0. None for ``defaults``.
+        numbers: True if every answer has the ``line`` that it is for. Otherwise errors have.
+    """
+
+    name: ClassVar[str] = "simple"
+    id_field: ClassVar[str] = "id"
+    duplicate_code: ClassVar[str] = "duplicate_id"
+
+    def __init__(
+        self,
+        defaults: SamplingParams,
+        greedy: SamplingParams | None = None,
+        *,
+        numbers: bool = True,
+    ) -> None:
+        self._defaults = defaults
+        self._greedy = greedy or defaults
+        self._numbers = numbers
+
+    def parse(self, raw: bytes, number: int) -> LineRequest:
+        """Raises: LineError: If the line is no request that can be answered."""
+        line_id: LineId | None = None
+        line: dict[str, Any] = {}
+        try:
+            line = load_object(raw, number)
+            line_id = _id_of(line, number)
+            _refuse_unknown_fields(line)
+            # null is the same as not given
+            given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
+            defaults = self._greedy if given.get("temperature") == 0 else self._defaults
+            params = replace(defaults, **given)
+            cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
+            conversation_id = check_turn(line.get("conversation_id"), params, 1)
+            prompts = (_prompt_of(line),)
+        except RequestError as error:
+            conversation_id = line.get("conversation_id")
+            raise LineError(
+                str(error), code=error.code, line_id=line_id, conversation_id=conversation_id
+            ) from None
+        return LineRequest(line_id, prompts, params, None, cache, conversation_id)
+
+    def answer(
+        self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
+    ) -> dict[str, Any]:
+        (output,) = outputs
+        place = {"line": number} if self._numbers else {}
+        return {"id": request.line_id, **place, **output_fields(output)}
+
+    def refusal(
+        self, number: int, line_id: LineId | None, error: FastDecodeError
+    ) -> dict[str, Any]:
+        return {"id": line_id, "line": number, "error": {"code": error.code, "message": str(error)}}
+
+    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
+        """Return which line an answer is for, and True if it is an error.
+
+        Raises:
+            KeyError, ValueError, TypeError: If it is no answer of this format and this run.
+        """
+        return int(answer["line"]), "error" in answer
+
+
+@dataclass(frozen=True)
+class OpenAILines:
+    """OpenAI batch lines.
+
+    Args:
+        reader: Reads bodies.
+        run_id: Stands in every answer's id.
+        clock: Unix time, for ``created``.
+    """
+
+    reader: RequestReader
+    run_id: str
+    clock: Callable[[], float] = time.time
+
+    name: ClassVar[str] = "openai"
+    id_field: ClassVar[str] = "custom_id"
+    duplicate_code: ClassVar[str] = "duplicate_custom_id"
+
+    def parse(self, raw: bytes, number: int) -> LineRequest:
+        custom_id: str | None = None
+        line: dict[str, Any] = {}
+        try:
+            line = load_object(raw, number, code="invalid_json_line")
+            custom_id = _custom_id(line, number)
+            url, body = _envelope(line, number)
+            asked = self.reader.read(url, body)
+        except RequestError as error:
+            given = line.get("body")
+            raise LineError(
+                str(error),
+                code=error.code,
+                line_id=custom_id,
+                param=getattr(error, "param", None),
+                conversation_id=given.get("conversation_id") if isinstance(given, dict) else None,
+            ) from None
+        return LineRequest(
+            custom_id, asked.prompts, asked.params, asked, asked.cache, asked.conversation_id
+        )
+
+    def answer(
+        self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
+    ) -> dict[str, Any]:
+        assert request.body is not None, "not a request of this format"
+        write = answer_body if request.body.echo is None else response_body
+        body = write(
+            request.body, outputs, codec, answer_id=f"{self.run_id}-{number}",
+            created_s=int(self.clock()),
+            model=request.body.model or self.reader.served_model_names[0],
+        )  # fmt: skip
+        return self._line(number, request.line_id, 200, body)
+
+    def refusal(
+        self, number: int, line_id: LineId | None, error: FastDecodeError
+    ) -> dict[str, Any]:
+        return self._line(number, line_id, status(error)[0], error_body(error))
+
+    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
+        prefix, number = str(answer["id"]).rsplit("_", 1)
+        if prefix != f"{ID_PREFIX}_{self.run_id}":
+            raise ValueError("an answer of another run")
+        return int(number), int(answer["response"]["status_code"]) >= 400
+
+    def _line(
+        self, number: int, line_id: LineId | None, status_code: int, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        request_id = f"req_{self.run_id}_{number}"
+        return {
+            "id": f"{ID_PREFIX}_{self.run_id}_{number}",
+            "custom_id": line_id,
+            "response": {"status_code": status_code, "request_id": request_id, "body": body},
+            "error": None,
+        }
+
+
+LineFormat: TypeAlias = "SimpleLines | OpenAILines"
+"""Answers name lines by their numbers, from 1."""
+
+
+def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
+    """Return a line's id, and its shape: what is left without contents that no check reads.
+
+    Lines of one shape are all valid, or all bad. A line without an id has no shape.
+    """
+    try:
+        line = json.loads(raw.decode())
+        line_id = line.get("id", line.get("custom_id"))
+        _blank(line, _FREE)
+        body = line.get("body")
+        if isinstance(body, dict):
+            _blank(body, _FREE)
+            for message in body.get("messages") or ():
+                if isinstance(message.get("content"), list):
+                    for part in message["content"]:
+                        _blank(part, {"text"})
+                else:
+                    _blank(message, {"content"})
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return None, None
+    if not isinstance(line_id, (str, int)):
+        return None, None
+    # It takes a third of repr's time. It is compared, and never loaded.
+    return line_id, marshal.dumps(line, 2)
+
+
+def _blank(fields: dict[str, Any], names: Set[str]) -> None:
+    """Replace texts and whole numbers of these names. Raises ValueError: a text is no UTF-8."""
+    for name in fields.keys() & names:
+        value = fields[name]
+        kind = type(value)
+        if kind is str and value:
+            if not value.isascii():
+                value.encode()
+            fields[name] = _TEXT if len(value) <= MAX_ID_CHARS else _LONG_TEXT
+        elif kind is int and -_LEAST_LONG < value < _LEAST_LONG:
+            fields[name] = _WHOLE
+        elif kind is list and value and all(type(each) is int for each in value):
+            fields[name] = _WHOLES
+
+
+def too_long(number: int) -> LineError:
+    return LineError(
+        f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it", code="line_too_long"
+    )
+
+
+def load_object(raw: bytes, number: int, code: str = "invalid_json") -> dict[str, Any]:
+    """Return the JSON object of a line. Raises: RequestError: If there is none."""
+    try:
+        line = json.loads(raw.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"line {number} is not valid JSON: {error}", code=code) from None
+    if not isinstance(line, dict):
+        raise RequestError(
+            f"line {number} is not a JSON object but {type(line).__name__}", code=code
+        )
+    return line
+
+
+def _utf8(text: str, what: str) -> str:
+    """Return the text. Raises: RequestError: If JSON escapes spell a lone surrogate in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f'"{what}" has a lone surrogate, which is no character', code="invalid_text"
+        ) from None
+    return text
+
+
+def _id_of(line: dict[str, Any], number: int) -> LineId:
+    line_id = line.get("id")
+    if isinstance(line_id, bool) or not isinstance(line_id, (str, int)) or line_id == "":
+        raise RequestError(
+            f'line {number} has no "id" that is a string or a whole number', code="invalid_id"
+        )
+    return _utf8(line_id, "id") if isinstance(line_id, str) else line_id
+
+
+def _custom_id(line: dict[str, Any], number: int) -> str:
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
+        text = f"line {number} has no custom_id that is a string of 1 to {MAX_ID_CHARS} characters"
+        raise BodyError(text, code="invalid_custom_id", param="custom_id")
+    return _utf8(custom_id, "custom_id")
+
+
+def _refuse_unknown_fields(line: dict[str, Any]) -> None:
+    for name in line:
+        if name not in _SIMPLE_FIELDS:
+            shown = name if len(name) <= 60 else name[:57] + "..."
+            near = difflib.get_close_matches(shown, _SIMPLE_FIELDS, n=1)
+            known = f"known are {', '.join(_SIMPLE_FIELDS)}"
+            hint = f"did you mean {near[0]!r}?" if near else known
+            raise RequestError(f"unknown field {shown!r}: {hint}", code="unknown_field")
+
+
+def _prompt_of(line: dict[str, Any]) -> Prompt:
+    if ("prompt" in line) == ("prompt_token_ids" in line):
+        raise RequestError('give either "prompt" or "prompt_token_ids"', code="invalid_prompt")
+    if "prompt" in line:
+        if not isinstance(line["prompt"], str):
+            raise RequestError(
+                f'"prompt" must be a string, not {type(line["prompt"]).__name__} '
+                '(token ids go in "prompt_token_ids")',
+                code="invalid_prompt",
+            )
+        return _utf8(line["prompt"], "prompt")
+    if not isinstance(line["prompt_token_ids"], list):
+        raise RequestError('"prompt_token_ids" must be a list of token ids', code="invalid_prompt")
+    token_ids: list[int] = line["prompt_token_ids"]
+    return token_ids
+
+
+def _envelope(line: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+    """Return a line's url and body. Raises: BodyError: If it has none."""
+    refuse_unknown(line, OPENAI_FIELDS, LABELS, f"line {number}")
+    if line.get("method") != "POST":
+        refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
+    url, body = line.get("url"), line.get("body")
+    if url not in _URLS:
+        refuse("url", f"must be one of {', '.join(_URLS)}, not {url!r:.80}", "url_mismatch")
+    if not isinstance(body, dict):
+        refuse("body", f"must be an object, not {type(body).__name__}", "invalid_body")
+    return url, body
+
+
+def output_fields(output: RequestOutput) -> dict[str, Any]:
+    completions = [_completion_fields(completion) for completion in output.completions]
+    num_prompt = len(output.prompt_token_ids)
+    num_output = sum(len(completion.token_ids) for completion in output.completions)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+    if output.num_cached_tokens:
+        usage["cached_tokens"] = output.num_cached_tokens
+    body: dict[str, Any] = completions[0] if len(completions) == 1 else {"completions": completions}
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [step and _step(step) for step in output.prompt_logprobs]
+    return {**body, "usage": usage}
+
+
+def _completion_fields(completion: Completion) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.stop_reason is not None:
+        line["stop_reason"] = completion.stop_reason
+    if completion.logprobs is not None:
+        line["logprobs"] = [_step(step) for step in completion.logprobs]
+    return line
+
+
+def _step(step: TokenLogprob) -> dict[str, Any]:
+    top = [list(pair) for pair in step.top]
+    return {"token_id": step.token_id, "logprob": step.logprob, "top": top}
