@@ -162,13 +162,13 @@ class RequestTable:
             self.waiting_since_s = time.monotonic()
         for place, request in enumerate(opened.requests):
             self._open[request.request_id] = opened, place
-        self._send(Submit(opened.requests))
+        self._send(Submit(tuple(opened.requests)))
 
     def leave(self, opened: OpenRequests) -> None:
         """Cancel what isn't over."""
         ids = [r.request_id for r in opened.requests if self._close(r.request_id)]
         if ids:
-            self._send(Cancel(ids))
+            self._send(Cancel(tuple(ids)))
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Hand out deltas. Those of requests that are gone are dropped."""

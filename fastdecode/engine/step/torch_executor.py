@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
-from msgspec.structs import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
