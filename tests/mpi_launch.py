@@ -180,12 +180,6 @@ class Running:
         self.kill()
         return Outcome(exit_code, self.output(), seconds, orphans)
 
-    def wait_for_end(self, timeout_s: float) -> int | None:
-        """The exit code of the command itself; None: it goes on."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout_s)
-        return None
-
     def processes(self) -> list[psutil.Process]:
         """Everything that the command started, however it is parented now."""
         found = []

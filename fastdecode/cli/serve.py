@@ -191,7 +191,11 @@ def _start(
         http: HttpProcess | None = None
         if launcher.launched_rank() in (None, 0):
             with stops.put_off(), imports_for(COMMAND):
-                import uvicorn  # noqa: F401  (the other process needs it; say so here)
+                # The other process needs them; say so here.
+                import httptools  # noqa: F401
+                import prometheus_client  # noqa: F401
+                import starlette  # noqa: F401
+                import uvicorn  # noqa: F401
             http = HttpProcess(_opening(args, options, keys))
             stack.callback(http.close)
         serve_if_r_rank(args, engine_options(args))

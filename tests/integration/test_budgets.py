@@ -23,7 +23,7 @@ MOST_LINES = {
     "fastdecode/jobs": 2785,
     "fastdecode/measure": 2454,
     "fastdecode/openai": 1468,
-    "fastdecode/schedule": 10909,
+    "fastdecode/schedule": 10900,
     "fastdecode/server": 3540,
     "fastdecode/text": 3652,
     "fastdecode/wire": 9200,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "cpu_kernels": 6526,
     "cost_model": 8535,
     "tests": 77168,
-    "benchmarks": 5375,
+    "benchmarks": 5344,
     "examples": 2062,
 }
 """Lines of ``*.py`` files under each directory."""

@@ -84,6 +84,7 @@ BODIES: list[tuple[bytes, int, str]] = [
     (b'{"prompt": [1], "max_tokens": true}', 400, "invalid_sampling_params"),
     (b'{"prompt": [99999]}', 400, "invalid_token_id"),
     (b'{"prompt": [1], "frobnicate": 1}', 400, "unknown_field"),
+    (b'{"prompt": [1], "\\ud800": 1}', 400, "unknown_field"),
     (b'{"prompt": [1], "echo": true}', 400, "unsupported_field"),
     (b'{"prompt": [1], "stream_options": {}}', 400, "invalid_value"),
     (b'{"prompt": [1], "model": "gpt-5"}', 404, "model_not_found"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import socket
@@ -106,3 +107,23 @@ def test_lines_that_there_is_no_room_for_are_left_out(
     with os.fdopen(reader, "rb") as lines:
         assert json.loads(lines.readline())["id"] == 0
     log.close()
+
+
+def test_output_that_is_closed_is_reported_once_until_it_takes_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Output(io.StringIO):
+        takes = iter([False, False, True, False])
+
+        def write(self, text: str) -> int:
+            if not next(self.takes):
+                raise ValueError("I/O operation on closed file")
+            return len(text)
+
+    monkeypatch.setattr("sys.stdout", Output())
+    log = RequestLog("-")
+    for _ in range(4):
+        log.write({"status": 200})
+    log.close()
+    reports = [record for record in caplog.records if "can't be written" in record.message]
+    assert len(reports) == 2

@@ -5,12 +5,13 @@ They show no prompt, answer, path or key. Of errors that aren't the client's the
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError, RequestError
 from fastdecode.openai.answers import status
@@ -62,10 +63,11 @@ def new_request_id() -> str:
     return "req_" + secrets.token_hex(12)
 
 
-def refusal(request: Request, error: HttpRefusal) -> JSONResponse:
+def refusal(request: Request, error: HttpRefusal) -> Response:
     """Return an error as an answer. The request's line in the log gets its code."""
     request.state.line["finish"] = error.code
-    return JSONResponse(error.body, error.status, error.headers)
+    # Escaped: a name that the client gave may be no text that UTF-8 has.
+    return Response(json.dumps(error.body), error.status, error.headers, "application/json")
 
 
 # Codes of errors that mean something of their own to OpenAI's clients.
