@@ -122,7 +122,6 @@ class Running:
 
     @property
     def process(self) -> psutil.Process:
-        """The command itself."""
         return psutil.Process(self.pid)
 
     def r_workers(self, number: int) -> list[psutil.Process]:

@@ -68,7 +68,6 @@ class Server:
             return answer.status, got, answer.read()
 
     def get(self, path: str, **headers: str) -> Any:
-        """The JSON of an answer."""
         return json.loads(self.ask("GET", path, **headers)[2])
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
@@ -63,7 +64,6 @@ ENDS_WITHIN_S = 60.0
 
 
 def add_serve(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="answer OpenAI's API over HTTP",
@@ -191,11 +191,8 @@ def _start(
         http: HttpProcess | None = None
         if launcher.launched_rank() in (None, 0):
             with stops.put_off(), imports_for(COMMAND):
-                # The other process needs them; say so here.
-                import httptools  # noqa: F401
-                import prometheus_client  # noqa: F401
-                import starlette  # noqa: F401
-                import uvicorn  # noqa: F401
+                for name in ("httptools", "prometheus_client", "starlette", "uvicorn"):
+                    import_module(name)  # the other process needs it; say so here
             http = HttpProcess(_opening(args, options, keys))
             stack.callback(http.close)
         serve_if_r_rank(args, engine_options(args))

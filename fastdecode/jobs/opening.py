@@ -74,7 +74,6 @@ class JobOptions:
 
     @property
     def formats(self) -> dict[str, str]:
-        """The options of ``ChatFormat.of``, in its order."""
         return {
             "--tool-parser": self.tool_parser,
             "--reasoning-parser": self.reasoning_parser,

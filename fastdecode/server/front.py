@@ -91,7 +91,6 @@ class Threads:
         """Keep turns, on a disk perhaps: one after the other."""
 
     def close(self) -> None:
-        """Drop what hasn't begun."""
         for pool in (self.bodies, self.templates, self.tokenizer, self.conversations):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -160,7 +159,6 @@ class Front:
         )
 
     def fail_all(self, error: FastDecodeError) -> None:
-        """End all open requests with an error."""
         self.num_cut += self.client.fail_all(error)
 
     def close(self) -> None:

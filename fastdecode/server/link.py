@@ -134,7 +134,6 @@ _FIELDS: Mapping[str, Mapping[str, AsJson]] = {
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """Return a message in JSON's types."""
     kind = type(message).__name__
     values = {name: x.to_json(getattr(message, name)) for name, x in _FIELDS[kind].items()}
     return {"kind": kind, **values}
@@ -202,7 +201,6 @@ class Channel:
         return None
 
     def wake(self) -> None:
-        """Have ``receive`` return, or its next call."""
         with contextlib.suppress(OSError):  # full: it will return
             self._waker.send(b"\0")
 
@@ -221,7 +219,6 @@ class AsyncChannel:
 
     @classmethod
     async def over(cls, connected: socket.socket) -> AsyncChannel:
-        """Return a channel over a connected socket."""
         return cls(*await asyncio.open_connection(sock=connected, limit=1 << 20))
 
     def send(self, message: Message) -> None:

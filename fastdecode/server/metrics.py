@@ -167,7 +167,6 @@ class SampleHistory:
         return {"every_s": SAMPLE_EVERY_S, "kept": MOST_SAMPLES, **columns}
 
     def _fill(self, slot: int) -> None:
-        """Add gaps up to a slot."""
         if self._slot is not None and slot > self._slot:
             self._samples.extend([None] * min(slot - self._slot, MOST_SAMPLES))
             self._slot = slot
@@ -251,7 +250,6 @@ class Metrics(Collector):
         self._histograms[name][1].observe(value, times)
 
     def see(self, now_s: float, seen: StatusReport) -> None:
-        """Note a report of the engine."""
         self._seen = seen
         self.history.note(now_s, self.generation_tokens, seen)
 

@@ -228,7 +228,6 @@ class ActivityLines:
         self._tokens = look().output_tokens
 
     def turn(self) -> None:
-        """Show a line if one is due."""
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:

@@ -109,21 +109,14 @@ def test_lines_that_there_is_no_room_for_are_left_out(
     log.close()
 
 
-def test_output_that_is_closed_is_reported_once_until_it_takes_a_line(
+def test_output_that_takes_nothing_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Output(io.StringIO):
-        takes = iter([False, False, True, False])
-
-        def write(self, text: str) -> int:
-            if not next(self.takes):
-                raise ValueError("I/O operation on closed file")
-            return len(text)
-
-    monkeypatch.setattr("sys.stdout", Output())
+    output = io.StringIO()
+    output.close()
+    monkeypatch.setattr("sys.stdout", output)
     log = RequestLog("-")
-    for _ in range(4):
+    for _ in range(3):
         log.write({"status": 200})
     log.close()
-    reports = [record for record in caplog.records if "can't be written" in record.message]
-    assert len(reports) == 2
+    assert caplog.text.count("can't be written") == 1

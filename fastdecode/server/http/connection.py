@@ -59,7 +59,6 @@ class Connection(asyncio.Protocol):
         self._awaits_header = True
         self._has_whole_body = True
         self._unread_bytes = 0
-        """Most that the request's body may still bring."""
         self._is_answering = False
         self._num_bytes = 0
         """That came since ``_most_bytes`` was set."""

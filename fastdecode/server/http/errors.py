@@ -53,7 +53,6 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
 
     @property
     def body(self) -> dict[str, Any]:
-        """``{"error": …}``."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 

@@ -187,7 +187,6 @@ class _Body:
         self._num_bytes = 0
 
     def bounded(self, receive: Receive, connection: Connection | None) -> Receive:
-        """Return ``receive`` with the bounds."""
         end_s = time.monotonic() + self._timeout_s
 
         async def receive_within() -> Message:

@@ -133,7 +133,6 @@ class Preparation:
                 raise told_of_turn(error) from None
 
     async def _until_due(self, opened: OpenTurn) -> None:
-        """Wait for the turns before this one."""
         options = self._front.options
         self._pending = opened.is_due
         while not (self._is_left or opened.is_due.done()):
@@ -256,7 +255,6 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
 
 @contextlib.contextmanager
 def typed() -> Iterator[None]:
-    """Turn our errors into refusals."""
     try:
         yield
     except FastDecodeError as error:

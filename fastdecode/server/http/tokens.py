@@ -53,7 +53,6 @@ async def tokenize(front: Front, request: Request) -> Response:
 
 
 async def detokenize(front: Front, request: Request) -> Response:
-    """Answer with the text of token ids."""
     raw = await read_body(request, front.options.max_body_bytes)
     with _prepared(front) as preparation:
         body = await preparation.read(raw, _checked_tokens)
