@@ -119,7 +119,7 @@ class SimpleLines:
         self._numbers = numbers
 
     def parse(self, raw: bytes, number: int) -> LineRequest:
-        """Raises: LineError: If the line is no request that can be answered."""
+        """Raises: LineError: If the line isn't a request that can be answered."""
         line_id: LineId | None = None
         line: dict[str, Any] = {}
         try:
@@ -156,7 +156,7 @@ class SimpleLines:
         """Return which line an answer is for, and True if it is an error.
 
         Raises:
-            KeyError, ValueError, TypeError: If it is no answer of this format and this run.
+            KeyError, ValueError, TypeError: If it isn't an answer of this format and this run.
         """
         return int(answer["line"]), "error" in answer
 
@@ -266,7 +266,7 @@ def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
 
 
 def _blank(fields: dict[str, Any], names: Set[str]) -> None:
-    """Replace texts and whole numbers of these names. Raises ValueError: a text is no UTF-8."""
+    """Replace texts and whole numbers of these names. Raises ValueError: If a text isn't UTF-8."""
     for name in fields.keys() & names:
         value = fields[name]
         kind = type(value)

@@ -5,12 +5,12 @@ its length, over a socket pair.
 Opening       engine        the first: what to serve
 Listening     HTTP          the address is bound; nothing is answered yet
 Unfit         HTTP          it can't serve: why; it ends
-Ready         engine        requests are welcome from now on
+Ready         engine        it takes requests
 Submit        HTTP          requests to run
-Cancel        HTTP          nobody waits for these requests any more
+Cancel        HTTP          these requests' clients have disconnected
 Deltas        engine        new output of requests
 StatusReport  engine        how the engine is; twice a second
-Keys          engine        other keys let in from now on
+Keys          engine        the keys that admit clients have changed
 Drain         engine        take no more requests; report when none is open
 CutOff        engine        end the open requests with an error
 Drained       HTTP          no request is open any more
@@ -60,7 +60,7 @@ class Opening:
     max_model_len: int
     vocab_size: int
     expected_output_tokens: int
-    """Of a request that doesn't set max_tokens."""
+    """Tokens that are expected of a request that doesn't set max_tokens."""
     keys: Sequence[str]
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def to_json(message: Message) -> dict[str, Any]:
 
 
 def from_json(said: Any) -> Message:
-    """Return a message. Raises: ProtocolError: If it is none."""
+    """Return a message. Raises: ProtocolError: If it is invalid."""
     try:
         kind = said.pop("kind")
         values = {name: _FIELDS[kind][name].value(value) for name, value in said.items()}

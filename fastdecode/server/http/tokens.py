@@ -80,7 +80,7 @@ def _prepared(front: Front) -> Iterator[Preparation]:
 
 
 def _checked(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of ``/tokenize``. Raises: RequestError: If it is none."""
+    """Return a body of ``/tokenize``. Raises: RequestError: If it is invalid."""
     is_chat = "messages" in body
     refuse_unknown(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, (), "the body")
     for name in ("add_special_tokens", "return_token_strs", "add_generation_prompt"):
@@ -92,7 +92,7 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of ``/detokenize``. Raises: RequestError: If it is none."""
+    """Return a body of ``/detokenize``. Raises: RequestError: If it is invalid."""
     refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
     if not isinstance(body.get("tokens"), list):
         refuse("tokens", "must be a list of token ids")
