@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import marshal
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -239,7 +238,7 @@ LineFormat: TypeAlias = "SimpleLines | OpenAILines"
 """Answers name lines by their numbers, from 1."""
 
 
-def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
+def shape_of(raw: bytes) -> tuple[LineId | None, str | None]:
     """Return a line's id, and its shape: what is left without contents that no check reads.
 
     Lines of one shape are all valid, or all bad. A line without an id has no shape.
@@ -257,12 +256,9 @@ def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
                         _blank(part, {"text"})
                 else:
                     _blank(message, {"content"})
+        return (line_id, repr(line)) if isinstance(line_id, (str, int)) else (None, None)
     except (ValueError, RecursionError, AttributeError, TypeError):
         return None, None
-    if not isinstance(line_id, (str, int)):
-        return None, None
-    # It takes a third of repr's time. It is compared, and never loaded.
-    return line_id, marshal.dumps(line, 2)
 
 
 def _blank(fields: dict[str, Any], names: Set[str]) -> None:
