@@ -167,7 +167,7 @@ def _answers(path: Path, manifest: Manifest) -> Iterator[tuple[int, bool, int]]:
     An incomplete answer at the end counts as missing.
 
     Raises:
-        ConfigError: If a line is no answer, or answers no line of the output's shard.
+        ConfigError: If a line isn't an answer, or answers no line of the output's shard.
     """
     simple, openai = SimpleLines(SamplingParams()), RequestReader({}, (), False)
     is_openai = manifest.lines == OpenAILines.name

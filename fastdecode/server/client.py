@@ -75,7 +75,7 @@ class OpenRequests:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token of a sequence after its first. None: it has one at most."""
+        """Mean seconds per token of a sequence after its first, or None if it has one at most."""
         if self.first_s is None or self.last_s is None or self.num_tokens <= self.num_sequences:
             return None
         return (self.last_s - self.first_s) / (self.num_tokens / self.num_sequences - 1)

@@ -50,7 +50,7 @@ class Outlook:
         """Return why no token could come out, or None if one could.
 
         Args:
-            waiting_since_s: Since when there has been work without a break. None: no work.
+            waiting_since_s: When the current stretch of work began. None if there is no work.
             stall_s: Work without a step for this long is a stall, unless steps are long.
 
         Returns:

@@ -154,7 +154,7 @@ def from_json(said: Any) -> Message:
         ArithmeticError,
         RequestError,
     ) as error:
-        raise ProtocolError(f"the other process sent what is no message: {error}") from None
+        raise ProtocolError(f"the other process sent an invalid message: {error}") from None
 
 
 def _parsed(raw: bytes) -> Message:

@@ -24,7 +24,7 @@ _LAST_LINES_S = 1.0
 
 class RequestLog:
     """Appends lines to a file from a thread, so that a file that takes nothing delays no request.
-    Lines without room are left out. A file that was moved away is opened anew.
+    Lines without room are left out. A file that was moved away is reopened.
 
     Args:
         path: None: nowhere; "-": stdout.
@@ -83,7 +83,7 @@ class _Reported(logging.Handler):
         was_failing, self.is_failing = self.is_failing, False
         try:
             super().emit(record)
-        except OSError:  # of opening a file anew
+        except OSError:  # of reopening a file
             self.handleError(record)
         if self.is_failing and not was_failing:
             logger.error("the request log can't be written: %s", self.reason)

@@ -272,7 +272,7 @@ class Serving:
         wishes: Of signals.
         reload: Reads the keys again.
         tell: Shows a line.
-        lines: Show what the engine does. None: nothing.
+        lines: Show what the engine does. None shows nothing.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class Serving:
 
 
 def _shown(error: FastDecodeError | None) -> str:
-    """Return a mistake of ours by its kind alone: its words may hold what a client sent."""
+    """Return a fault of the engine by its kind alone: its words may hold what a client sent."""
     cause = None if error is None else error.__cause__
     if type(error) is FastDecodeError and cause is not None:
         return f"a step raised {type(cause).__name__}"

@@ -20,7 +20,7 @@ MOST_LINES = {
     "fastdecode/conversations": 1643,
     "fastdecode/core": 10773,
     "fastdecode/engine": 21965,
-    "fastdecode/jobs": 2784,
+    "fastdecode/jobs": 2778,
     "fastdecode/measure": 2454,
     "fastdecode/openai": 1468,
     "fastdecode/schedule": 10900,

@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
         self._unread_bytes = 0
         self._is_answering = False
         self._num_bytes = 0
-        """That came since ``_most_bytes`` was set."""
+        """Bytes that came since ``_most_bytes`` was set."""
         self._most_bytes: float = MAX_HEADER_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -80,7 +80,7 @@ _CODES: Mapping[str, tuple[int, str, str]] = {
     "http_stopped": (503, SERVER, "http_stopped"),
 }
 NEVER_FIT = frozenset({"exceeds_capacity", "exceeds_load_limit", "too_many_parts"})
-"""Codes of a CapacityError that waiting can't mend."""
+"""Codes of a CapacityError that waiting doesn't end."""
 _WORDS: Mapping[str, str] = {
     "out_of_capacity": "there is no room for this request at present: try again in a while",
     "draining": "the server is shutting down: try again, or elsewhere",

@@ -145,7 +145,7 @@ class Guard:
         else:
             self._check_site(headers)
         if not scope["path"].isprintable():
-            # A newline at the end is none to the routes' patterns.
+            # The routes' patterns ignore a newline at the end.
             raise HttpRefusal(404, "there is nothing at this path", "not_found")
 
     def _check_site(self, headers: list[tuple[bytes, bytes]]) -> None:

@@ -217,7 +217,7 @@ class Preparation:
 def patience_s(
     options: ServeOptions, opened: Preparation | OpenRequests, most_s: float = math.inf
 ) -> float | None:
-    """Return how long to wait for what is next, ``most_s`` at most. None: without end."""
+    """Return how long to wait for what is next, ``most_s`` at most, or None for no limit."""
     end_s = opened.accepted_s + (options.request_timeout_s or math.inf)
     if opened.first_s is None:
         end_s = min(end_s, opened.accepted_s + (options.queue_timeout_s or math.inf))
@@ -263,7 +263,7 @@ def typed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
-    """Have errors name the field of the body that caused them."""
+    """Name the field of the body that caused an error."""
     try:
         yield
     except RequestError as error:
