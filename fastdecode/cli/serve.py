@@ -206,8 +206,7 @@ def _start(
             args.model, progress=tell, generation_config="ignore", **engine_options(args)
         ) as llm:
             stack.enter_context(stops_noted(wishes))
-            if stops.num and not wishes.num_stops:
-                wishes.num_stops = 1
+            wishes.num_stops = max(wishes.num_stops, min(stops.num, 1))
             wishes.ending = _serve(args, llm, http, options, wishes)
             stops.is_over = True
             code = exit_code(wishes.ending)
@@ -226,9 +225,10 @@ def _serve(
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
     bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
-    bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
+    bridge.start()
+    bridge.is_open.wait(options.write_timeout_s)
     tell(
         f"{COMMAND}: ready at {http.address}; {kv_tokens} tokens of KV cache, "
         f"{llm.facts.num_r_workers} R-worker(s)"

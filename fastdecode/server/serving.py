@@ -127,13 +127,12 @@ class Bridge(threading.Thread):
         self.silence_s = silence_s
         self.is_silent = False
         self._owes_answer = False
-        self._was_heard = False
-        """Since the last look."""
+        self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
         self._outbox: SimpleQueue[Message] = SimpleQueue()
-        self.is_gone = threading.Event()
-        """Set when the HTTP process has ended."""
+        self.is_gone = threading.Event()  # set when the HTTP process has ended
+        self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
         """Set when it has no open request any more, and takes none."""
         self.num_cut = 0
@@ -155,6 +154,7 @@ class Bridge(threading.Thread):
             logger.exception("the HTTP process can't be talked to any more")
         finally:
             self.is_gone.set()
+            self.is_open.set()
 
     def send(self, message: Message) -> None:
         """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
@@ -191,7 +191,7 @@ class Bridge(threading.Thread):
         self._owes_answer, self._was_heard = False, True
         match message:
             case StatusAck():
-                pass
+                self.is_open.set()
             case Submit() | Cancel():
                 self._server.obey(message)
             case Drained(num_cut):
