@@ -1,7 +1,6 @@
 """Has an engine answer conversations as they come, and tells what became of them.
 
-Nothing here is of any one engine, nor needs one: ``conversations.py`` has
-FastDecode answer, ``conversations_vllm.py`` vLLM, in that one's own environment.
+Nothing here is of any one engine, nor needs one: ``conversations.py`` has FastDecode answer.
 """
 
 from __future__ import annotations

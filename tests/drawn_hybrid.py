@@ -40,16 +40,13 @@ class DrawnTimes(StepTime):
     """To R-workers and back."""
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
-        """As ``StepTime``."""
         num_tokens = num_tokens_of(num_decoding, prompts)
         return self.step_s + max(self.weights_s, self.row_s * num_tokens)
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
         return self.token_s[worker] * load_tokens
 
     def trip_s(self, num_tokens: int) -> float:
-        """As ``StepTime``."""
         return self.way_s
 
     def misjudged(self, random: Random, error: float) -> DrawnTimes:

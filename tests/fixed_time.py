@@ -29,5 +29,4 @@ class FixedTime(StepTime):
 def fixed(
     prompt_s: float, step_s: float = 0.0, *, num_stages: int = 1, token_transfer_s: float = 0.0
 ) -> InstanceTime:
-    """An instance with these times."""
     return InstanceTime(FixedTime(prompt_s, step_s, token_transfer_s), num_stages=num_stages)

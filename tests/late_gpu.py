@@ -180,7 +180,6 @@ class LateGpu(TorchDispatchMode):
             self._captured = None
 
     def go_on(self) -> None:
-        """Time goes by."""
         if self._random is not None:
             for _ in range(self._random.randrange(12)):
                 self._random.choice(self._streams).run_one()

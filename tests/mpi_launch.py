@@ -122,7 +122,6 @@ class Running:
 
     @property
     def process(self) -> psutil.Process:
-        """The command itself."""
         return psutil.Process(self.pid)
 
     def r_workers(self, number: int) -> list[psutil.Process]:
@@ -179,12 +178,6 @@ class Running:
             orphans = [" ".join(p.cmdline()) for p in self.processes() if p.is_running()]
         self.kill()
         return Outcome(exit_code, self.output(), seconds, orphans)
-
-    def wait_for_end(self, timeout_s: float) -> int | None:
-        """The exit code of the command itself; None: it goes on."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout_s)
-        return None
 
     def processes(self) -> list[psutil.Process]:
         """Everything that the command started, however it is parented now."""

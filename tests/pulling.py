@@ -51,7 +51,6 @@ class Hosts:
         return self.by_name[name]
 
     def connect(self, address: str, line: int) -> NeighbourConnection:
-        """See ``Neighbours``."""
         if address not in self.by_name:
             raise ConfigError(f"there is no R-worker {address!r}")
         here, there = connect(InprocHub(), "a reader", self.by_name[address].hub, address)
@@ -211,6 +210,5 @@ class Host:
         return KVSource(self.name, 0, ticket, first_token, num_tokens, *heads)
 
     def die(self) -> None:
-        """Its connections close."""
         for reader in self.readers:
             reader.close()

@@ -52,7 +52,6 @@ class Store:
 
     @property
     def num_touched(self) -> int:
-        """Blocks that were ever written."""
         return int((self._cells >= 0).any(axis=1).sum())
 
     def close(self, sequence_id: int, tail: bytes | None) -> None:

@@ -68,7 +68,6 @@ class Server:
             return answer.status, got, answer.read()
 
     def get(self, path: str, **headers: str) -> Any:
-        """The JSON of an answer."""
         return json.loads(self.ask("GET", path, **headers)[2])
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
@@ -115,9 +114,9 @@ class Server:
         """Its ``http`` process, or that of its ``engine``."""
         for process in self.job.processes():
             with contextlib.suppress(psutil.Error):
-                is_http = any("server.frontend" in word for word in process.cmdline())
-                is_child = any("text.child import" in word for word in process.cmdline())
-                if not is_child and is_http == (what == "http"):
+                line = " ".join(process.cmdline())  # empty while it begins
+                is_http, is_child = "server.frontend" in line, "text.child import" in line
+                if line and not is_child and is_http == (what == "http"):
                     return process
         raise AssertionError(f"there is no {what} process: {self.job.output()}")
 

@@ -46,7 +46,6 @@ class SharedDevice:
         return Flight(run, s_part_s, (max(away),), trip_s, loads, num_tokens)
 
     def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
-        """As ``Resources``."""
         home = flights.get(0)
         home_s = 0.0 if home is None else home.s_part_s
         away = {lane: flight for lane, flight in flights.items() if lane}

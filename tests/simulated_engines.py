@@ -89,7 +89,6 @@ class SimulatedCluster(Losses):
     def _reach_threads(
         self, num_workers: int, *, kv_bytes: int, stage: int = 0, **others: Any
     ) -> Reached:
-        """In place of ``reach_threads``."""
         return self._reach(num_workers, kv_bytes, stage)
 
     def _reach_addresses(self, addresses: Sequence[str], **others: Any) -> Reached:
@@ -157,7 +156,6 @@ class ListeningLosses(Losses):
         monkeypatch.setattr(reach, "reach_addresses", self._reach_addresses)
 
     def _reach_addresses(self, addresses: Sequence[str], **others: Any) -> Reached:
-        """In place of ``reach_addresses``."""
         for address in addresses:
             if address not in self._listening:
                 self._listening[address] = self._start(len(self._listening))

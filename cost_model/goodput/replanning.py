@@ -48,15 +48,15 @@ class Roles:
         return self.prefill + self.decode + self.both
 
     @property
-    def each(self) -> tuple[int, int, int]:
+    def counts(self) -> tuple[int, int, int]:
         return self.prefill, self.decode, self.both
 
     def flips_to(self, other: Roles) -> int:
         """Return the number of instances that change their role on the way to ``other``."""
-        return sum(max(0, b - a) for a, b in zip(self.each, other.each, strict=True))
+        return sum(max(0, b - a) for a, b in zip(self.counts, other.counts, strict=True))
 
     def __str__(self) -> str:
-        named = zip(self.each, ("prefill", "decode", "both"), strict=True)
+        named = zip(self.counts, ("prefill", "decode", "both"), strict=True)
         return " + ".join(f"{count} {name}" for count, name in named if count)
 
 

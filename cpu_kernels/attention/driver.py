@@ -158,8 +158,8 @@ def run_attend(
     have), with nothing done.
 
     Sequences whose partial results fit into ``partials`` together run as one,
-    the others after them. ``append_entry``: what writes k and v, each sequence's
-    last token; 0: nothing does.
+    the others after them. ``append_entry``: address of what writes k and v of
+    each sequence's last token, or 0 to write none.
     """
     shape = as_record(fields.ctypes.data, SHAPE)
     code, index = check_values(

@@ -39,7 +39,6 @@ class CacheOptions:
 
 
 def add_cache(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "cache",
         help="show, verify or clear the conversations or KV blocks that are kept in a directory",

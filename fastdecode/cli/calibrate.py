@@ -108,7 +108,6 @@ class NetMeasurement(_Measurement):
 
 
 def add_calibrate(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "calibrate",
         help="measure this machine, to plan with `fastdecode size`",

@@ -86,7 +86,6 @@ class RankOptions:
 
 
 def add_doctor(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="check MPI, versions, cores, memory and network of this host and its R-workers",

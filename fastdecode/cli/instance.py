@@ -66,7 +66,6 @@ class InstanceOptions:
 
 
 def add_instance(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "instance",
         help="run one engine as an instance: it prefills or decodes for another process",

@@ -96,7 +96,6 @@ class LaunchOptions:
 
 
 def add_launch(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
         help="run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",

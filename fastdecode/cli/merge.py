@@ -21,7 +21,6 @@ COMMAND = "fastdecode merge"
 
 
 def add_merge(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "merge",
         help="join the answers of a job's shards, in the order of the input",

@@ -23,7 +23,6 @@ class PlotOptions:
 
 
 def add_plot(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plot",
         help="draw a run from its trace",

@@ -117,7 +117,6 @@ class Rank:
 
 
 def add_r_worker(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser = commands.add_parser(
         "r-worker",
         help="serve as an R-worker, in an MPI job or at an address",

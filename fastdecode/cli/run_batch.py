@@ -58,7 +58,6 @@ COMMAND = "fastdecode run-batch"
 
 
 def add_run_batch(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "run-batch",
         help="answer a file of OpenAI batch lines; can be interrupted and resumed",

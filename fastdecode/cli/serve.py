@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
@@ -63,7 +64,6 @@ ENDS_WITHIN_S = 60.0
 
 
 def add_serve(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="answer OpenAI's API over HTTP",
@@ -191,7 +191,8 @@ def _start(
         http: HttpProcess | None = None
         if launcher.launched_rank() in (None, 0):
             with stops.put_off(), imports_for(COMMAND):
-                import uvicorn  # noqa: F401  (the other process needs it; say so here)
+                for name in ("httptools", "prometheus_client", "starlette", "uvicorn"):
+                    import_module(name)  # the other process needs it; say so here
             http = HttpProcess(_opening(args, options, keys))
             stack.callback(http.close)
         serve_if_r_rank(args, engine_options(args))
@@ -205,8 +206,7 @@ def _start(
             args.model, progress=tell, generation_config="ignore", **engine_options(args)
         ) as llm:
             stack.enter_context(stops_noted(wishes))
-            if stops.num and not wishes.num_stops:
-                wishes.num_stops = 1
+            wishes.num_stops = max(wishes.num_stops, min(stops.num, 1))
             wishes.ending = _serve(args, llm, http, options, wishes)
             stops.is_over = True
             code = exit_code(wishes.ending)
@@ -225,9 +225,10 @@ def _serve(
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
     bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
-    bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
+    bridge.start()
+    bridge.is_open.wait(options.write_timeout_s)
     tell(
         f"{COMMAND}: ready at {http.address}; {kv_tokens} tokens of KV cache, "
         f"{llm.facts.num_r_workers} R-worker(s)"

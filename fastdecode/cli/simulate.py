@@ -100,7 +100,6 @@ class Workers:
 
 
 def add_simulate(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
         help="compare schedules on a trace, without hardware",

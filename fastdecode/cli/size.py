@@ -158,7 +158,6 @@ def _print_names(args: argparse.Namespace) -> int:
 
 
 def add_size(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "size",
         help="plan: which batch and how many CPU sockets keep a GPU busy",

@@ -56,7 +56,6 @@ class TopOptions:
 
 
 def add_top(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "top",
         help="watch a running command or server",

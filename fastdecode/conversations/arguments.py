@@ -193,7 +193,7 @@ def as_params(params: object, num_prompts: int, default: SamplingParams) -> list
 
 
 def check_cache(cache: object) -> None:
-    """Raises: RequestError: If it is no ``CacheUse``."""
+    """Raises: RequestError: If it isn't a ``CacheUse``."""
     if not isinstance(cache, CacheUse):
         raise RequestError(
             f"cache must be a fastdecode.CacheUse, not {type(cache).__name__}: "

@@ -145,7 +145,7 @@ class Conversations:
         with self._lock:
             is_over = digest_of(conversation_id) in self._over
         if not is_over:
-            logger.warning("nobody has used conversation %r: nothing is forgotten", conversation_id)
+            logger.warning("conversation %r is unknown: nothing is forgotten", conversation_id)
 
     def forget_known(self, conversation_id: str) -> bool:
         """End a conversation whose first turn has begun. Returns: True if there is one."""

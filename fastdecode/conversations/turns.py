@@ -98,7 +98,7 @@ def told_of_turn(error: FastDecodeError) -> FastDecodeError:
 
 
 def check_id(conversation_id: object) -> str:
-    """Return a conversation's id. Raises: RequestError: If it is none."""
+    """Return a conversation's id. Raises: RequestError: If it is invalid."""
     if not isinstance(conversation_id, str) or not 1 <= len(conversation_id) <= MAX_ID_CHARS:
         raise RequestError(
             Given("conversation_id"),

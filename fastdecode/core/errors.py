@@ -148,6 +148,7 @@ _EXTRAS = {
     "starlette": ("starlette", "server"),
     "uvicorn": ("uvicorn", "server"),
     "httptools": ("httptools", "server"),
+    "prometheus_client": ("prometheus-client", "server"),
     "aiohttp": ("aiohttp", "bench"),
 }
 """Package and extra of the modules that not every host has."""

@@ -89,7 +89,6 @@ class Residence:
 
     @property
     def holders(self) -> tuple[HolderId, ...]:
-        """Of each part."""
         return tuple([part.holder for part in self.parts])
 
     def index_of(self, token: int) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import marshal
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -119,7 +118,7 @@ class SimpleLines:
         self._numbers = numbers
 
     def parse(self, raw: bytes, number: int) -> LineRequest:
-        """Raises: LineError: If the line is no request that can be answered."""
+        """Raises: LineError: If the line isn't a request that can be answered."""
         line_id: LineId | None = None
         line: dict[str, Any] = {}
         try:
@@ -156,7 +155,7 @@ class SimpleLines:
         """Return which line an answer is for, and True if it is an error.
 
         Raises:
-            KeyError, ValueError, TypeError: If it is no answer of this format and this run.
+            KeyError, ValueError, TypeError: If it isn't an answer of this format and this run.
         """
         return int(answer["line"]), "error" in answer
 
@@ -239,7 +238,7 @@ LineFormat: TypeAlias = "SimpleLines | OpenAILines"
 """Answers name lines by their numbers, from 1."""
 
 
-def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
+def shape_of(raw: bytes) -> tuple[LineId | None, str | None]:
     """Return a line's id, and its shape: what is left without contents that no check reads.
 
     Lines of one shape are all valid, or all bad. A line without an id has no shape.
@@ -257,16 +256,13 @@ def shape_of(raw: bytes) -> tuple[LineId | None, bytes | None]:
                         _blank(part, {"text"})
                 else:
                     _blank(message, {"content"})
+        return (line_id, repr(line)) if isinstance(line_id, (str, int)) else (None, None)
     except (ValueError, RecursionError, AttributeError, TypeError):
         return None, None
-    if not isinstance(line_id, (str, int)):
-        return None, None
-    # It takes a third of repr's time. It is compared, and never loaded.
-    return line_id, marshal.dumps(line, 2)
 
 
 def _blank(fields: dict[str, Any], names: Set[str]) -> None:
-    """Replace texts and whole numbers of these names. Raises ValueError: a text is no UTF-8."""
+    """Replace texts and whole numbers of these names. Raises ValueError: If a text isn't UTF-8."""
     for name in fields.keys() & names:
         value = fields[name]
         kind = type(value)

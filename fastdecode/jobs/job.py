@@ -167,7 +167,6 @@ class BatchJob:
 
     @property
     def num_pending(self) -> int:
-        """Lines that aren't answered yet."""
         return self._survey.num_lines - len(self._done)
 
     def result(self) -> JobResult:
@@ -342,7 +341,6 @@ class BatchJob:
         line_id: LineId | None,
         error: FastDecodeError,
     ) -> None:
-        """Answer a line with its error."""
         if self._first_failed is None or number < self._first_failed[0]:
             named = "" if line_id is None else f" ({line_id!r})"
             self._first_failed = number, f"line {number}{named}: {error.code}: {error}"

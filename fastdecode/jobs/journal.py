@@ -81,7 +81,6 @@ class Journal:
 
     @property
     def is_empty(self) -> bool:
-        """True if it holds nothing to resume."""
         return os.fstat(self._fd).st_size == 0
 
     def empty(self) -> None:
@@ -161,7 +160,6 @@ class Journal:
         self.sync_if_due()
 
     def sync_if_due(self) -> None:
-        """Call this now and then."""
         if self._num_unsynced >= self._sync_lines or (
             self._num_unsynced and self._clock() - self._unsynced_since >= self._sync_s
         ):
@@ -180,7 +178,6 @@ class Journal:
         self.num_syncs += 1
 
     def close(self) -> None:
-        """Sync, and let go of the file."""
         try:
             self.sync()
         finally:

@@ -110,7 +110,6 @@ class LineSource:
         return file
 
     def close(self) -> None:
-        """Remove the copy of standard input."""
         if self._copy is not None:
             self._copy.close()
 

@@ -63,9 +63,9 @@ class Manifest:
     """Hash of each file, and chosen formats."""
     shard: str = str(WHOLE)
     num_lines: int = 0
-    """Lines of the shard. 0 in manifests of older versions."""
+    """Lines of the shard."""
     last_line: int = 0
-    """Number of the input's last line. 0 in manifests of older versions."""
+    """Number of the input's last line."""
 
     @classmethod
     def path_for(cls, output: Path) -> Path:

@@ -98,15 +98,7 @@ def merge(
         ):
             files = [opened.enter_context(_opened(path)) for path in outputs]
             for count, place in enumerate(order, start=1):
-                file = files[owners[place]]
-                file.seek(offsets[place])
-                line = file.readline()
-                if not line.endswith(b"\n"):
-                    raise ConfigError(
-                        f"can't read the answers in {outputs[owners[place]]}: it was cut while it "
-                        "was read: restore it, and merge again"
-                    )
-                sink.write(line)
+                sink.write(_line_at(files[owners[place]], offsets[place], outputs[owners[place]]))
                 if count % TICK_LINES == 0:
                     on_look(0.5 + count / len(order) / 2, len(order))
     except OSError as error:
@@ -114,6 +106,21 @@ def merge(
             f"can't write the output file {merged}: {explained(error)}", code="output_failed"
         ) from None
     return Merged(len(numbers), num_failed, num_missing)
+
+
+def _line_at(file: BufferedReader, offset: int, path: Path) -> bytes:
+    """Return the line at an offset. Raises: ConfigError: If it can't be read, or was cut."""
+    try:
+        file.seek(offset)
+        line = file.readline()
+    except OSError as error:
+        raise ConfigError(f"can't read the answers in {path}: {explained(error)}") from None
+    if not line.endswith(b"\n"):
+        raise ConfigError(
+            f"can't read the answers in {path}: it was cut while it was read: restore it, and "
+            "merge again"
+        )
+    return line
 
 
 def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
@@ -160,7 +167,7 @@ def _answers(path: Path, manifest: Manifest) -> Iterator[tuple[int, bool, int]]:
     An incomplete answer at the end counts as missing.
 
     Raises:
-        ConfigError: If a line is no answer, or answers no line of the output's shard.
+        ConfigError: If a line isn't an answer, or answers no line of the output's shard.
     """
     simple, openai = SimpleLines(SamplingParams()), RequestReader({}, (), False)
     is_openai = manifest.lines == OpenAILines.name

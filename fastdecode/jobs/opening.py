@@ -74,7 +74,6 @@ class JobOptions:
 
     @property
     def formats(self) -> dict[str, str]:
-        """The options of ``ChatFormat.of``, in its order."""
         return {
             "--tool-parser": self.tool_parser,
             "--reasoning-parser": self.reasoning_parser,
@@ -119,9 +118,7 @@ def open_job(
     options = replace(options, output=options.output.resolve())
     output = options.output
     if output.exists() and not output.is_file():
-        raise ConfigError(
-            f"the output {output} is not a file: a job reads in it what is done, to go on with"
-        )
+        raise ConfigError(f"the output {output} is not a file: a job resumes from what is in it")
     manifest_path, turns_path = Manifest.path_for(output), output.with_name(output.name + ".turns")
     check_paths(
         options.input, output=output, manifest=manifest_path, turns=turns_path,

@@ -19,7 +19,7 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> Shard:
-        """Return the shard of ``2/8``. Raises: ConfigError: If the text is no shard."""
+        """Return the shard of ``2/8``. Raises: ConfigError: If the text isn't a shard."""
         index, slash, count = text.partition("/")
         numbers = index.isdecimal() and count.isdecimal() and slash == "/"
         if not numbers or not 1 <= int(index) <= int(count) <= MAX_SHARDS:

@@ -57,7 +57,6 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """True if nothing new may start."""
         return self._asked > 0
 
     @property

@@ -27,8 +27,8 @@ MAX_PROBED_LINES = 100
 """Lines that are read to find out a file's format."""
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
 MAX_SHAPES: Final = 8192
-MAX_SHAPE_BYTES: Final = 4096
-"""Bytes of a shape that is remembered."""
+MAX_SHAPE_CHARS: Final = 4096
+"""Most characters of a shape that is remembered."""
 TICK_LINES: Final = 10_000
 _NUMBERS: Final = re.compile(r"\d+")
 OnLook: TypeAlias = Callable[[float, int], object]
@@ -147,7 +147,7 @@ def survey(
         on_look: Called every ``TICK_LINES`` lines.
     """
     found, finder = Survey(shard), DuplicateFinder()
-    checked: dict[bytes, ValidLine] = {}
+    checked: dict[str, ValidLine] = {}
     counts: Counter[ValidLine] = Counter()
     with source.open() as file:
         reader = LineReader(file)
@@ -158,7 +158,7 @@ def survey(
             valid = None if shape is None else checked.get(shape)
             if valid is None:
                 line_id, valid = _check(found, lines, number, raw, takes_text=takes_text)
-                if valid and shape and len(shape) <= MAX_SHAPE_BYTES and len(checked) < MAX_SHAPES:
+                if valid and shape and len(shape) <= MAX_SHAPE_CHARS and len(checked) < MAX_SHAPES:
                     checked[shape] = valid
             if line_id is not None:
                 finder.add(number, line_id)

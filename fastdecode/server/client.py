@@ -67,17 +67,15 @@ class OpenRequests:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the prefix cache."""
         return sum(self._cached.values())
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token of a sequence after its first. None: it has one at most."""
+        """Mean seconds per token of a sequence after its first, or None if it has one at most."""
         if self.first_s is None or self.last_s is None or self.num_tokens <= self.num_sequences:
             return None
         return (self.last_s - self.first_s) / (self.num_tokens / self.num_sequences - 1)
@@ -98,7 +96,6 @@ class OpenRequests:
 
     @property
     def all_begun(self) -> bool:
-        """True if every sequence has a token."""
         return len(self._told_s) == self.num_sequences
 
     async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
@@ -110,7 +107,6 @@ class OpenRequests:
         return [(place, pile.whole()) for (place, _), pile in taken.items()]
 
     def leave(self) -> None:
-        """The client has disconnected."""
         self.is_left = True
         self._wake()
 
@@ -153,11 +149,9 @@ class RequestTable:
 
     @property
     def num_open(self) -> int:
-        """Requests of the engine's that aren't over."""
         return len(self._open)
 
     def submit(self, opened: OpenRequests) -> None:
-        """Send requests to the engine."""
         if not self._open:
             self.waiting_since_s = time.monotonic()
         for place, request in enumerate(opened.requests):
@@ -165,7 +159,6 @@ class RequestTable:
         self._send(Submit(tuple(opened.requests)))
 
     def leave(self, opened: OpenRequests) -> None:
-        """Cancel what isn't over."""
         ids = [r.request_id for r in opened.requests if self._close(r.request_id)]
         if ids:
             self._send(Cancel(tuple(ids)))

@@ -50,7 +50,7 @@ class Outlook:
         """Return why no token could come out, or None if one could.
 
         Args:
-            waiting_since_s: Since when there has been work without a break. None: no work.
+            waiting_since_s: When the current stretch of work began. None if there is no work.
             stall_s: Work without a step for this long is a stall, unless steps are long.
 
         Returns:
@@ -91,7 +91,6 @@ class Threads:
         """Keep turns, on a disk perhaps: one after the other."""
 
     def close(self) -> None:
-        """Drop what hasn't begun."""
         for pool in (self.bodies, self.templates, self.tokenizer, self.conversations):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -160,7 +159,6 @@ class Front:
         )
 
     def fail_all(self, error: FastDecodeError) -> None:
-        """End all open requests with an error."""
         self.num_cut += self.client.fail_all(error)
 
     def close(self) -> None:

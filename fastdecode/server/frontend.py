@@ -64,7 +64,7 @@ _LAST_ANSWERS_S = 1.0
 _QUEUED_CAPACITIES = 4
 _MOST_TIMEOUT_MS = (1 << 31) - 1
 SPARE_FILES = 128
-"""For what is no connection: the listener, logs, pipes to children, modules."""
+"""Files that aren't connections: the listener, logs, pipes to children, modules."""
 
 
 def main(fd: int) -> None:
@@ -72,7 +72,7 @@ def main(fd: int) -> None:
     # The engine's process says what to do; uvicorn would end upon these.
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    os.umask(0o077)  # of the request log, also when it is opened anew
+    os.umask(0o077)  # of the request log, also when it is reopened
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     keep_traces_out()
     asyncio.run(_serve(socket.socket(fileno=fd)))
@@ -171,7 +171,7 @@ def _room_for_connections(wanted: int) -> int:
         return wanted
     most = max(1, soft - SPARE_FILES)
     logger.warning(
-        "more than %d connections are refused, for want of open files (--max-connections %d): "
+        "more than %d connections are refused, too few files may be open (--max-connections %d): "
         "raise ulimit -n",
         most,
         wanted,

@@ -5,12 +5,12 @@ writes them, each behind its length, over a socket pair.
 Opening       engine        the first: what to serve
 Listening     HTTP          the address is bound; nothing is answered yet
 Unfit         HTTP          it can't serve: why; it ends
-Ready         engine        requests are welcome from now on
+Ready         engine        it takes requests
 Submit        HTTP          requests to run
-Cancel        HTTP          nobody waits for these requests any more
+Cancel        HTTP          these requests' clients have disconnected
 Deltas        engine        new output of requests
 StatusReport  engine        how the engine is; twice a second
-Keys          engine        other keys let in from now on
+Keys          engine        the keys that admit clients have changed
 Drain         engine        take no more requests; report when none is open
 CutOff        engine        end the open requests with an error
 Drained       HTTP          no request is open any more
@@ -61,7 +61,7 @@ class Opening(Message, frozen=True, tag=201):
     max_model_len: int
     vocab_size: int
     expected_output_tokens: int
-    """Of a request that doesn't set max_tokens."""
+    """Tokens that are expected of a request that doesn't set max_tokens."""
     keys: tuple[str, ...]
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
@@ -177,7 +177,6 @@ class Channel:
         return None
 
     def wake(self) -> None:
-        """Have ``receive`` return, or its next call."""
         with contextlib.suppress(OSError):  # full: it will return
             self._waker.send(b"\0")
 
@@ -197,7 +196,6 @@ class AsyncChannel:
 
     @classmethod
     async def over(cls, connected: socket.socket) -> AsyncChannel:
-        """Return a channel over a connected socket."""
         return cls(*await asyncio.open_connection(sock=connected, limit=1 << 20))
 
     def send(self, message: ServerMessage) -> None:

@@ -55,7 +55,7 @@ TOTALS: Final[Mapping[str, tuple[str, str]]] = {
     "fastdecode:recomputed_sequences_total": (
         "Sequences that were started again: their R-worker was lost.", "num_recomputed"),
     "fastdecode:resumed_sequences_total": (
-        "Sequences that went on from a replica.", "resumed.num_sequences"),
+        "Sequences that continued from a replica.", "resumed.num_sequences"),
     "fastdecode:rejoined_r_workers_total": (
         "R-workers that took the place of lost ones.", "num_rejoined"),
     "fastdecode:offloaded_kv_blocks_total": (
@@ -67,7 +67,7 @@ TOTALS: Final[Mapping[str, tuple[str, str]]] = {
     "fastdecode:handed_over_requests_total": (
         "Requests whose prompts another instance ran.", "num_handed_over"),
     "fastdecode:moved_requests_total": (
-        "Requests that another instance went on with after a failure.", "num_moved"),
+        "Requests that another instance took over after a failure.", "num_moved"),
 }  # fmt: skip
 """Counters of the engine: what they say, and where they are in its status report."""
 LATELY_S: Final = 60.0
@@ -110,7 +110,7 @@ class Lately:
         self._forget(now_s)
 
     def quantiles(self, now_s: float, *parts: float) -> list[float | None]:
-        """Return quantiles by nearest rank: each is a value that was observed. None: no value."""
+        """Return quantiles by nearest rank: observed values, or None without any."""
         self._forget(now_s)
         found = sorted(value for _, value in self._values)
         if not found:
@@ -158,7 +158,7 @@ class SampleHistory:
         self._slot, self._before = slot, (now_s, num_tokens)
 
     def columns(self, now_s: float) -> dict[str, Any]:
-        """Return the samples as columns, the oldest first; None: a gap."""
+        """Return the samples as columns, the oldest first, with None for gaps."""
         self._fill(int(now_s // SAMPLE_EVERY_S) - 1)
         columns = {
             name: [each and round(getattr(each, name), 4) for each in self._samples]
@@ -167,7 +167,6 @@ class SampleHistory:
         return {"every_s": SAMPLE_EVERY_S, "kept": MOST_SAMPLES, **columns}
 
     def _fill(self, slot: int) -> None:
-        """Add gaps up to a slot."""
         if self._slot is not None and slot > self._slot:
             self._samples.extend([None] * min(slot - self._slot, MOST_SAMPLES))
             self._slot = slot
@@ -251,7 +250,6 @@ class Metrics(Collector):
         self._histograms[name][1].observe(value, times)
 
     def see(self, now_s: float, seen: StatusReport) -> None:
-        """Note a report of the engine."""
         self._seen = seen
         self.history.note(now_s, self.generation_tokens, seen)
 

@@ -138,7 +138,6 @@ class ServeOptions:
         return int(self.max_body_mb * (1 << 20))
 
     def names(self, model: str) -> tuple[str, ...]:
-        """What a request's model may be."""
         name = hub_name(model)
         usual = (Path(os.path.abspath(model)).name,) if name is None else (name, Path(name).name)
         return self.served_model_name or usual

@@ -24,7 +24,7 @@ _LAST_LINES_S = 1.0
 
 class RequestLog:
     """Appends lines to a file from a thread, so that a file that takes nothing delays no request.
-    Lines without room are left out. A file that was moved away is opened anew.
+    Lines without room are left out. A file that was moved away is reopened.
 
     Args:
         path: None: nowhere; "-": stdout.
@@ -38,7 +38,7 @@ class RequestLog:
         self._listener: QueueListener | None = None
         if path is None:
             return
-        target = logging.StreamHandler(sys.stdout) if path == "-" else _LogFile(path)
+        target = _Stdout(sys.stdout) if path == "-" else _LogFile(path)
         lines: queue.Queue[Any] = queue.Queue(max_waiting_lines)
         self._handler = _Waiting(lines)
         self._listener = QueueListener(lines, target)
@@ -73,10 +73,31 @@ class _Waiting(QueueHandler):
         self.is_full = True
 
 
-class _LogFile(WatchedFileHandler):
-    """A file, readable for its owner only."""
+class _Reported(logging.Handler):
+    """Reports lines that can't be written, once until a line could be."""
 
-    can_write = True
+    is_failing = False
+    reason: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        was_failing, self.is_failing = self.is_failing, False
+        try:
+            super().emit(record)
+        except OSError:  # of reopening a file
+            self.handleError(record)
+        if self.is_failing and not was_failing:
+            logger.error("the request log can't be written: %s", self.reason)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's)
+        self.is_failing, self.reason = True, sys.exc_info()[1]
+
+
+class _Stdout(_Reported, logging.StreamHandler):  # type: ignore[type-arg]  # until 3.11
+    """The command's own output."""
+
+
+class _LogFile(_Reported, WatchedFileHandler):
+    """A file, readable for its owner only."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -88,14 +109,3 @@ class _LogFile(WatchedFileHandler):
             raise ConfigError(text) from None
         super().__init__(path)
         os.close(fd)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            super().emit(record)
-        except OSError:  # of opening it anew
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's)
-        if self.can_write:
-            logger.error("the request log can't be written: %s", sys.exc_info()[1])
-        self.can_write = False

@@ -127,13 +127,12 @@ class Bridge(threading.Thread):
         self.silence_s = silence_s
         self.is_silent = False
         self._owes_answer = False
-        self._was_heard = False
-        """Since the last look."""
+        self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
         self._outbox: SimpleQueue[ServerMessage] = SimpleQueue()
-        self.is_gone = threading.Event()
-        """Set when the HTTP process has ended."""
+        self.is_gone = threading.Event()  # set when the HTTP process has ended
+        self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
         """Set when it has no open request any more, and takes none."""
         self.num_cut = 0
@@ -155,6 +154,7 @@ class Bridge(threading.Thread):
             logger.exception("the HTTP process can't be talked to any more")
         finally:
             self.is_gone.set()
+            self.is_open.set()
 
     def send(self, message: ServerMessage) -> None:
         """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
@@ -191,7 +191,7 @@ class Bridge(threading.Thread):
         self._owes_answer, self._was_heard = False, True
         match message:
             case StatusAck():
-                pass
+                self.is_open.set()
             case Submit() | Cancel():
                 self._server.obey(message)
             case Drained(num_cut):
@@ -228,7 +228,6 @@ class ActivityLines:
         self._tokens = look().output_tokens
 
     def turn(self) -> None:
-        """Show a line if one is due."""
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
@@ -273,7 +272,7 @@ class Serving:
         wishes: Of signals.
         reload: Reads the keys again.
         tell: Shows a line.
-        lines: Show what the engine does. None: nothing.
+        lines: Show what the engine does. None shows nothing.
     """
 
     def __init__(
@@ -362,7 +361,7 @@ class Serving:
 
 
 def _shown(error: FastDecodeError | None) -> str:
-    """Return a mistake of ours by its kind alone: its words may hold what a client sent."""
+    """Return a fault of the engine by its kind alone: its words may hold what a client sent."""
     cause = None if error is None else error.__cause__
     if type(error) is FastDecodeError and cause is not None:
         return f"a step raised {type(cause).__name__}"

@@ -96,7 +96,7 @@ class TokenizerFiles:
             tokenizer = load_tokenizer(self.path, self.added)
         for name, token in self.names.items():
             if tokenizer.token_to_id(token) is None:
-                why = "which is none of the tokens: texts can't have it"
+                why = "which isn't one of the tokens: texts can't have it"
                 named = "%s: tokenizer_config.json names %r as %s, %s"
                 logger.warning(named, self.path, token, name, why)
         for row in self.added:

@@ -31,8 +31,7 @@ def write(directory: Path, **files: str) -> None:
     ("own", "groups", "quota"),
     [
         ("0::/\n", {"": {"cpu__max": "50000 100000\n"}}, 0.5),
-        ("0::/a/b\n", {"a": {"cpu__max": "150000 100000\n"}, "a/b": {"cpu__max": "max 100000\n"}},
-         1.5),
+        ("0::/a/b\n", {"a": {"cpu__max": "150000 100000"}, "a/b": {"cpu__max": "max 100000"}}, 1.5),
         ("0::/a/b\n", {"a": {"cpu__max": "400000 100000"}, "a/b": {"cpu__max": "100000 50000"}}, 2),
         ("0::/../x\n", {"": {"cpu__max": "100000 100000"}}, 1),
         ("1:cpu,cpuacct:/job\n0::/\n", {"cpu/job": {"cpu__cfs_quota_us": "250000\n",
@@ -40,10 +39,8 @@ def write(directory: Path, **files: str) -> None:
         ("1:cpu:/docker/f00\n", {"cpu": {"cpu__cfs_quota_us": "100000",
                                          "cpu__cfs_period_us": "100000"}}, 1),
         ("1:cpu:/\n", {"cpu": {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}}, None),
-        ("0::/\n", {"": {"cpu__max": "max 100000\n"}}, None),
-        ("0::/\n", {"": {"cpu__max": ""}}, None),
-        ("0::/\n", {"": {"cpu__max": "100000 0"}}, None),
-        ("0::/\n", {"": {"cpu__max": "100000"}}, None),
+        *[("0::/\n", {"": {"cpu__max": text}}, None)
+          for text in ("max 100000\n", "", "100000 0", "100000")],
         ("4:cpuset:/a\n", {"cpuset/a": {"cpu__cfs_quota_us": "1", "cpu__cfs_period_us": "2"}},
          None),
         ("", {}, None),
@@ -80,7 +77,8 @@ import fastdecode
 import sworker.device
 from fastdecode.core.host.cpus import available_cores, usable_cpus
 found = []
-threading.Thread(target=lambda: found.append(os.sched_getaffinity(0))).start()
+thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+thread.start(); thread.join()
 print(available_cores(), len(usable_cpus()), len(os.sched_getaffinity(0)), len(found[0]))
 """
 

@@ -195,7 +195,7 @@ def test_results_do_not_depend_on_prefetching(monkeypatch):
         dispatch.plan_attend.cache_clear()
         found = compare(*case, stale=0xFF)
     dispatch.plan_attend.cache_clear()
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_equal(found, expected)
 
 
 # Nearly each pair is a kernel to compile, so not all of them.

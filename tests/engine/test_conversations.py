@@ -166,7 +166,7 @@ def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> Non
 
 def test_what_nobody_has_used_is_not_forgotten(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     llm.forget("fresh")
-    assert "nobody has used conversation 'fresh'" in caplog.text
+    assert "conversation 'fresh' is unknown: nothing is forgotten" in caplog.text
     (output,) = llm.generate([[5, 6]], GREEDY, conversation_id="fresh")
     assert output.ok
 

@@ -51,7 +51,6 @@ def always(layout: Layout, *, home_is_open: bool = True) -> Rule:
 
 
 def restless() -> Rule:
-    """Wants another layout every time."""
     courses = [Course(layout, 2) for layout in (Layout.SPLIT_2, Layout.MIXED, Layout.SPLIT_1)]
 
     def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:

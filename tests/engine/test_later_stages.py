@@ -101,7 +101,6 @@ class Stages:
         self._say(self.ends[column], message)
 
     def say(self, stage: int, message: Any) -> None:
-        """A later stage says this."""
         self._say(self.ends[1 + stage], message)
 
     def _say(self, end: Any, message: Any) -> None:

@@ -274,7 +274,6 @@ def answers(model: Path, **options: Any) -> tuple[list[Any], int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_checkpoint: Callable[..., Path]) -> tuple[Path, list[Any]]:
-    """A model, and its answers."""
     model = tiny_checkpoint("llama", num_key_value_heads=2)
     return model, answers(model)[0]
 

@@ -217,7 +217,6 @@ class Trial:
 
     @property
     def members(self) -> WorkerPool:
-        """The R-workers."""
         return cast(WorkerPool, self.made.fleet if self.heads is None else self.heads.members)
 
     def run(self) -> bool:

@@ -13,7 +13,6 @@ from fastdecode import LLM
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    """A directory."""
     return str(tiny_checkpoint("llama"))
 
 

@@ -115,12 +115,12 @@ def test_what_comes_is_judged_and_roles_are_changed(
     assert_alike(found, one.generate(prompts(60, seed=5), params(60, seed=5)))
     asked = planned.asked[0]
     assert asked.present == Roles(2, 2) and asked.slo.ttft_s == 5.0
-    times, alike = asked.alike.times, asked.alike
+    times, profile = asked.profile.times, asked.profile
     assert times.prompt_s >= 0 and times.step_s + times.token_s + times.cached_s > 0
-    assert alike.capacity_tokens > 0 and alike.max_sequences > 0
+    assert profile.capacity_tokens > 0 and profile.max_sequences > 0
     lengths = {len(prompt) for prompt in prompts(60, seed=5)}
-    assert {prompt for prompt, _ in asked.comes.lengths} <= lengths
-    assert {output for _, output in asked.comes.lengths} <= set(range(1, 24))
+    assert {prompt for prompt, _ in asked.sample.lengths} <= lengths
+    assert {output for _, output in asked.sample.lengths} <= set(range(1, 24))
     assert [role.value for role in roles.values()].count("prefill") == 3
     assert any("from now on" in line for line in told)
 

@@ -47,7 +47,7 @@ def test_duplicates_are_found_with_the_line_they_repeat(ids: list[str]) -> None:
         if line_id in first:
             expected.append([number, first[line_id]])
         first.setdefault(line_id, number)
-    assert finder.find().tolist() == expected
+    assert [list(pair) for pair in finder.find()] == expected
 
 
 def test_a_million_lines_take_a_few_bytes_each() -> None:
@@ -66,7 +66,6 @@ def test_lines_are_counted_as_an_editor_counts_them(monkeypatch: pytest.MonkeyPa
     reader = LineReader(io.BytesIO(raw))
     assert list(reader) == [(1, b"one\n"), (4, b"four\r\n"), (5, None), (6, None), (7, b"seven")]
     assert reader.sha256 == hashlib.sha256(raw).hexdigest()
-    assert reader.num_bytes == len(raw)
 
 
 def _openai_line(custom_id: str, **body: Any) -> str:

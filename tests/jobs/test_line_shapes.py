@@ -101,7 +101,7 @@ def _written(line: dict[str, Any], is_ascii: bool) -> bytes:
 def _facts(found: Survey) -> list[object]:
     every = range(1, found.last_line + 1)
     return [
-        found.num_lines, found.num_in_file, found.last_line, found.sha256, found.num_bytes,
+        found.num_lines, found.num_in_file, found.last_line, found.sha256,
         found.num_turns, found.limits, sorted(found.complaints.items()),
         [number for number in every if number in found.bad],
         [number for number in every if number in found.duplicates],

@@ -65,7 +65,6 @@ class Pair:
         self.link(LINK)
 
     def link(self, number: int) -> None:
-        """The S-worker wants one."""
         link = LinkReplica(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, number, TIMEOUT_S)
         self.links.obey(link)
 

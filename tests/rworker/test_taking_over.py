@@ -51,7 +51,6 @@ class Peers(Worker):
         return instructions
 
     def from_peer(self, peer: int, message: Any) -> Any:
-        """The answer."""
         (send,) = [x for x in self.say(peer, message) if isinstance(x, Send)]
         assert send.to == peer
         return send.message

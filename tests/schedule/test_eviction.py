@@ -242,7 +242,6 @@ class Chains:
             self.idle.add(block, self._use(now_s))
 
     def give_up(self, count: int, now_s: float, *, only_unhit: bool) -> list[int]:
-        """Numbers of those that went."""
         ones = [1] * count if self._is_naive else [count]
         gone = [self.idle.give_up(one, now_s, only_unhit=only_unhit) for one in ones]
         self.idle.check_invariants([block for block in self._blocks if block.row >= 0])

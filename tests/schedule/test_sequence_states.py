@@ -131,7 +131,6 @@ class Walk:
             self.tell(events.Lost(holder))
 
     def go_on(self, data: st.DataObject) -> None:
-        """Something happens."""
         records = list(self.life.sequences.by_request)
         acts = ["turn"] * 5 + ["submit"] * 2 + ["interrupt"]
         acts += ["answer"] * 3 * bool(self.rooms) + ["take_over"] * 3 * bool(self.takeovers)

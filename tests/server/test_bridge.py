@@ -17,7 +17,7 @@ from fastdecode.core.delta import MOST_VALUES, Delta, DeltaQueue
 from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
 from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.link import Deltas, Submit
+from fastdecode.server.link import Deltas, StatusAck, StatusReport, Submit
 from fastdecode.server.serving import Bridge
 
 WAIT_S = 60.0
@@ -69,22 +69,24 @@ def bridge_of(service: EngineService[Counting], channel: Channel) -> Bridge:
     return bridge
 
 
-@pytest.mark.parametrize("error", [OverflowError("inf"), MemoryError(), RecursionError()])
-def test_what_cannot_be_received_means_that_the_http_process_is_gone(
-    service: EngineService[Counting], channel: Channel, error: Exception
+@pytest.mark.parametrize("error", [OverflowError("inf"), MemoryError(), ValueError("no JSON")])
+@pytest.mark.parametrize("receives", [True, False])
+def test_a_message_that_cannot_pass_means_that_the_http_process_is_gone(
+    service: EngineService[Counting], channel: Channel, receives: bool, error: Exception
 ) -> None:
-    bridge = bridge_of(service, channel)
-    channel.said.put(error)
-    assert bridge.is_gone.wait(WAIT_S)
+    channel.said.put(error if receives else None)
+    channel.refuses = None if receives else error
+    assert bridge_of(service, channel).is_gone.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("error", [ValueError("no JSON"), UnicodeEncodeError("a", "b", 0, 1, "c")])
-def test_what_cannot_be_sent_means_so_too(
-    service: EngineService[Counting], channel: Channel, error: Exception
+def test_is_open_once_the_http_process_has_read_the_engines_status(
+    service: EngineService[Counting], channel: Channel
 ) -> None:
-    channel.refuses = error
     bridge = bridge_of(service, channel)
-    assert bridge.is_gone.wait(WAIT_S)
+    assert isinstance(channel.heard.get(timeout=WAIT_S), StatusReport)
+    assert not bridge.is_open.is_set()
+    channel.said.put(StatusAck())
+    assert bridge.is_open.wait(WAIT_S) and not bridge.is_gone.is_set()
 
 
 @pytest.mark.parametrize(

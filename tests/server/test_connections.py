@@ -112,6 +112,16 @@ def test_a_header_that_comes_all_at_once_is_bounded_too(server: Server) -> None:
             assert status in until_closed(connection)[:20]
 
 
+def test_a_header_behind_a_body_that_nothing_reads_is_bounded_too(server: Server) -> None:
+    unread = completion(max_tokens=2).replace(b"application/json", b"text/plain")
+    with connect(server) as connection:
+        connection.sendall(unread)
+        answer = first_answer(connection)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(LIVE + b"x: " + b"y" * (4 * MAX_HEADER_BYTES) + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 415") and b" 200 " not in until_closed(connection)
+
+
 def test_who_asks_for_another_protocol_is_answered_by_this_one(server: Server) -> None:
     """As Java's and curl's clients do, which could do with HTTP/2."""
     asks = b"\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n\r\n"

@@ -84,6 +84,7 @@ BODIES: list[tuple[bytes, int, str]] = [
     (b'{"prompt": [1], "max_tokens": true}', 400, "invalid_sampling_params"),
     (b'{"prompt": [99999]}', 400, "invalid_token_id"),
     (b'{"prompt": [1], "frobnicate": 1}', 400, "unknown_field"),
+    (b'{"prompt": [1], "\\ud800": 1}', 400, "unknown_field"),
     (b'{"prompt": [1], "echo": true}', 400, "unsupported_field"),
     (b'{"prompt": [1], "stream_options": {}}', 400, "invalid_value"),
     (b'{"prompt": [1], "model": "gpt-5"}', 404, "model_not_found"),
@@ -296,8 +297,7 @@ def _mangled(random_: random.Random) -> Any:
     return body
 
 
-def fuzz(server: Server, num: int, seed: int) -> dict[int, int]:
-    """How often each status came."""
+def count_statuses(server: Server, num: int, seed: int) -> dict[int, int]:
     random_ = random.Random(seed)
     counts: dict[int, int] = {}
     for _ in range(num):
@@ -315,7 +315,7 @@ def fuzz(server: Server, num: int, seed: int) -> dict[int, int]:
 
 
 def test_mangled_bodies_never_break_it(server: Server) -> None:
-    counts = fuzz(server, 400, seed=5)
+    counts = count_statuses(server, 400, seed=5)
     assert counts[200] > 20 and counts[400] > 100
     server.wait_until_idle()
 
@@ -342,6 +342,7 @@ def test_a_stream_whose_request_fails_says_so_without_done(server: Server) -> No
         ("/api/chat", "use /v1/chat/completions"),
         ("/v1/load_lora_adapter", "no adapters"),
         ("/chat/completions", "use /v1/chat/completions"),
+        ("/v1/chat/completions/", "use /v1/chat/completions"),
         ("/v1/v1/completions", "use /v1/completions"),
         ("/models", "use /v1/models"),
         ("/v1/embeddingsx", "paths are /v1/completions, /v1/chat/completions"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import socket
@@ -106,3 +107,16 @@ def test_lines_that_there_is_no_room_for_are_left_out(
     with os.fdopen(reader, "rb") as lines:
         assert json.loads(lines.readline())["id"] == 0
     log.close()
+
+
+def test_output_that_takes_nothing_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = io.StringIO()
+    output.close()
+    monkeypatch.setattr("sys.stdout", output)
+    log = RequestLog("-")
+    for _ in range(3):
+        log.write({"status": 200})
+    log.close()
+    assert caplog.text.count("can't be written") == 1

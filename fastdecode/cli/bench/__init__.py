@@ -1,1 +1,1 @@
-"""What measures: a plan against its run, links, and servers."""
+"""Commands that measure: a plan against its run, and servers."""

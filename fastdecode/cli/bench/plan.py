@@ -56,7 +56,6 @@ class Comparison:
 
 
 def add_bench(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="run a plan, or its scaled-down twin here: predicted against measured",

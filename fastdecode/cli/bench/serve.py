@@ -144,7 +144,6 @@ class Goodput:
 
 
 def add_bench_serve(commands: Any) -> None:
-    """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench-serve",
         help="measure a server of OpenAI's API under a load",

@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 
 def add_disaggregate(questions: Any) -> None:
-    """Add the subcommand to those of ``plan``."""
     parser = questions.add_parser(
         "disaggregate",
         help="machines for prompts and machines for tokens, and swapped microbatches",

@@ -92,7 +92,6 @@ class Wanted:
 
 
 def add_goodput(questions: Any) -> None:
-    """Add the subcommand to those of ``plan``."""
     parser: argparse.ArgumentParser = questions.add_parser(
         "goodput",
         help="prefill and decode instances for a rate and an SLO",

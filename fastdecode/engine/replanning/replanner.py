@@ -158,7 +158,7 @@ class Replanner:
             + dispatcher.prefill[i].num_tokens / dispatcher.prefill[i].batch_tokens
             for i in places
         ]
-        wanted = dict(zip(_ORDER, best.each, strict=True))
+        wanted = dict(zip(_ORDER, best.counts, strict=True))
         changes = role_changes([router.registry.roles[i] for i in places], wanted, busy)
         for index, role in changes.items():
             name = router.registry.all[places[index]].name

@@ -162,15 +162,6 @@ def leading_blocks(index: BlockIndex, keys: Seq[bytes], num_unseen: Callable[[in
     return range(min(num_unseen(found.stop), max(0, found.stop - 1)), found.stop)
 
 
-def leading_and_behind(
-    index: BlockIndex, keys: Seq[bytes], cost: Callable[[int], float]
-) -> tuple[range, range]:
-    """Where all is seen: the leading blocks that are there, and of the stretches
-    behind them the one that costs most to compute again."""
-    leading = leading_blocks(index, keys, lambda _: 0)
-    return leading, _dearest(index, keys, leading.stop, cost)
-
-
 def _dearest(
     index: BlockIndex, keys: Seq[bytes], first: int, cost: Callable[[int], float]
 ) -> range:

@@ -237,10 +237,10 @@ async def _not_a_route(request: Request, error: Exception) -> Response:
 
 def _instead(path: str) -> str:
     """Return what there is instead of a path that doesn't exist."""
+    near = "/v1/" + path.strip("/").removeprefix("v1/").removeprefix("v1/")
+    if near != path and (near in _POST or near in _GET):
+        return f"use {near}"
     for begin, instead in _ABSENT.items():
         if f"{path}/".startswith(f"{begin}/"):
             return f"{begin} is not supported: {instead}"
-    near = "/v1/" + path.strip("/").removeprefix("v1/").removeprefix("v1/")
-    if near in _POST or near in _GET:
-        return f"use {near}"
     return f"paths are {', '.join([*_POST, '/v1/models', '/health'])}"

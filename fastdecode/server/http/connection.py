@@ -15,7 +15,9 @@ from fastdecode.server.http.errors import SERVER, HttpRefusal, new_request_id
 
 MAX_HEADER_BYTES: Final = 64 << 10
 MOST_UNREAD_BYTES: Final = 64 << 20
-"""Of a body that goes on although its request was answered."""
+"""Most bytes of a body that are read although its request was answered."""
+MOST_UNREAD_CHUNKS: Final = 256 << 10
+"""The same of a body whose length was not announced: its end is not known here."""
 CONNECTION: ContextVar[Connection] = ContextVar("connection")
 """The connection of the request that a task answers."""
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
@@ -56,9 +58,10 @@ class Connection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._awaits_header = True
         self._has_whole_body = True
+        self._unread_bytes = 0
         self._is_answering = False
         self._num_bytes = 0
-        """That came since ``_most_bytes`` was set."""
+        """Bytes that came since ``_most_bytes`` was set."""
         self._most_bytes: float = MAX_HEADER_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,12 +104,18 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._inner.resume_writing()
 
-    def begin(self, *, has_body: bool) -> None:
-        """A request's header is whole, and its answer under way."""
+    def begin(self, body_bytes: int | None) -> None:
+        """Note that a request's header is whole, and its answer under way.
+
+        Args:
+            body_bytes: Length of the body. None if it was not announced.
+        """
         self._disarm()
         self._is_answering, self._awaits_header = True, False
-        self._has_whole_body = not has_body
-        self._allow(math.inf if has_body else MAX_HEADER_BYTES)
+        self._has_whole_body = body_bytes == 0
+        most = MOST_UNREAD_CHUNKS if body_bytes is None else min(body_bytes, MOST_UNREAD_BYTES)
+        self._unread_bytes = most
+        self._allow(MAX_HEADER_BYTES if self._has_whole_body else math.inf)
 
     def end_body(self) -> None:
         """The request's body is whole: what comes next is ahead of its answer."""
@@ -116,7 +125,7 @@ class Connection(asyncio.Protocol):
     def end_answer(self) -> None:
         """The answer is written. The rest of a body is still read, so that clients see it."""
         self._is_answering, self._awaits_header = False, self._has_whole_body
-        self._allow(MAX_HEADER_BYTES if self._has_whole_body else MOST_UNREAD_BYTES)
+        self._allow(MAX_HEADER_BYTES + (0 if self._has_whole_body else self._unread_bytes))
 
     def _allow(self, most_bytes: float) -> None:
         self._num_bytes, self._most_bytes = 0, most_bytes

@@ -5,12 +5,13 @@ They show no prompt, answer, path or key. Of errors that aren't the client's the
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError, RequestError
 from fastdecode.openai.answers import status
@@ -52,7 +53,6 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
 
     @property
     def body(self) -> dict[str, Any]:
-        """``{"error": …}``."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -62,10 +62,11 @@ def new_request_id() -> str:
     return "req_" + secrets.token_hex(12)
 
 
-def refusal(request: Request, error: HttpRefusal) -> JSONResponse:
+def refusal(request: Request, error: HttpRefusal) -> Response:
     """Return an error as an answer. The request's line in the log gets its code."""
     request.state.line["finish"] = error.code
-    return JSONResponse(error.body, error.status, error.headers)
+    # Escaped: a name that the client gave may be no text that UTF-8 has.
+    return Response(json.dumps(error.body), error.status, error.headers, "application/json")
 
 
 # Codes of errors that mean something of their own to OpenAI's clients.
@@ -79,7 +80,7 @@ _CODES: Mapping[str, tuple[int, str, str]] = {
     "http_stopped": (503, SERVER, "http_stopped"),
 }
 NEVER_FIT = frozenset({"exceeds_capacity", "exceeds_load_limit", "too_many_parts"})
-"""Codes of a CapacityError that waiting can't mend."""
+"""Codes of a CapacityError that waiting doesn't end."""
 _WORDS: Mapping[str, str] = {
     "out_of_capacity": "there is no room for this request at present: try again in a while",
     "draining": "the server is shutting down: try again, or elsewhere",

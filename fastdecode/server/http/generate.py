@@ -142,7 +142,6 @@ class Completion:
         return json.dumps(body).encode()
 
     async def _beside_if_long(self, write: Callable[[], T], num_tokens: int) -> T:
-        """What ``write`` returns, perhaps from a thread."""
         assert self._opened is not None, "something has been answered"
         params = self._opened.requests[0].params
         num_words = num_tokens * (1 + (params.logprobs or 0))
@@ -211,13 +210,11 @@ class Completion:
 
     @property
     def _stage(self) -> str:
-        """How far the request has come."""
         if self._opened is None:
             return "preparing" if self._is_read else "reading"
         return "waiting" if self._opened.first_s is None else "decoding"
 
     def _named(self, asked: BodyRequest) -> dict[str, Any]:
-        """Return what an answer says of itself."""
         model = asked.model or self._front.names[0]
         return {"answer_id": self._answer_id, "created_s": int(time.time()), "model": model}
 

@@ -97,7 +97,7 @@ class Guard:
 
         connection = CONNECTION.get(None)
         if connection is not None:
-            connection.begin(has_body=_has_body(scope["headers"]))
+            connection.begin(_body_bytes(scope["headers"]))
         options = self._front.options
         body = _Body(options.max_body_bytes, options.body_timeout_s)
         try:
@@ -136,7 +136,8 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         """Raises: HttpRefusal: If the request isn't admitted."""
         headers = scope["headers"]
-        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        if num_bytes + sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
             raise header_too_large()
         if self.keys:
             if scope["path"] not in self._open_paths:
@@ -144,7 +145,7 @@ class Guard:
         else:
             self._check_site(headers)
         if not scope["path"].isprintable():
-            # A newline at the end is none to the routes' patterns.
+            # The routes' patterns ignore a newline at the end.
             raise HttpRefusal(404, "there is nothing at this path", "not_found")
 
     def _check_site(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -186,7 +187,6 @@ class _Body:
         self._num_bytes = 0
 
     def bounded(self, receive: Receive, connection: Connection | None) -> Receive:
-        """Return ``receive`` with the bounds."""
         end_s = time.monotonic() + self._timeout_s
 
         async def receive_within() -> Message:
@@ -209,11 +209,13 @@ class _Body:
         return receive_within
 
 
-def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(
-        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
-        for name, value in headers
-    )
+def _body_bytes(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """Return the length of a request's body. None if it was not announced."""
+    found = dict(headers)
+    if b"transfer-encoding" in found:
+        return None
+    length = found.get(b"content-length", b"0").strip()
+    return int(length) if length.isdigit() else None
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> str:

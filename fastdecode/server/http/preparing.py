@@ -133,7 +133,6 @@ class Preparation:
                 raise told_of_turn(error) from None
 
     async def _until_due(self, opened: OpenTurn) -> None:
-        """Wait for the turns before this one."""
         options = self._front.options
         self._pending = opened.is_due
         while not (self._is_left or opened.is_due.done()):
@@ -218,7 +217,7 @@ class Preparation:
 def patience_s(
     options: ServeOptions, opened: Preparation | OpenRequests, most_s: float = math.inf
 ) -> float | None:
-    """Return how long to wait for what is next, ``most_s`` at most. None: without end."""
+    """Return how long to wait for what is next, ``most_s`` at most, or None for no limit."""
     end_s = opened.accepted_s + (options.request_timeout_s or math.inf)
     if opened.first_s is None:
         end_s = min(end_s, opened.accepted_s + (options.queue_timeout_s or math.inf))
@@ -256,7 +255,6 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
 
 @contextlib.contextmanager
 def typed() -> Iterator[None]:
-    """Turn our errors into refusals."""
     try:
         yield
     except FastDecodeError as error:
@@ -265,7 +263,7 @@ def typed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
-    """Have errors name the field of the body that caused them."""
+    """Name the field of the body that caused an error."""
     try:
         yield
     except RequestError as error:

@@ -53,7 +53,6 @@ async def tokenize(front: Front, request: Request) -> Response:
 
 
 async def detokenize(front: Front, request: Request) -> Response:
-    """Answer with the text of token ids."""
     raw = await read_body(request, front.options.max_body_bytes)
     with _prepared(front) as preparation:
         body = await preparation.read(raw, _checked_tokens)
@@ -81,7 +80,7 @@ def _prepared(front: Front) -> Iterator[Preparation]:
 
 
 def _checked(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of ``/tokenize``. Raises: RequestError: If it is none."""
+    """Return a body of ``/tokenize``. Raises: RequestError: If it is invalid."""
     is_chat = "messages" in body
     refuse_unknown(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, (), "the body")
     for name in ("add_special_tokens", "return_token_strs", "add_generation_prompt"):
@@ -93,7 +92,7 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of ``/detokenize``. Raises: RequestError: If it is none."""
+    """Return a body of ``/detokenize``. Raises: RequestError: If it is invalid."""
     refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
     if not isinstance(body.get("tokens"), list):
         refuse("tokens", "must be a list of token ids")
