@@ -300,7 +300,7 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
         transport = f"MPI ({joining.join().library})"
     else:
         Cluster(r_worker_addresses=(asked.r_worker,), key=asked.key)
-        transport = "ZeroMQ" if asked.key is None else "ZeroMQ, encrypted"
+        transport = "ZeroMQ" if asked.key in (None, "none") else "ZeroMQ, encrypted"
         reached = workers.reach_addresses(
             [asked.r_worker], key_file=asked.key, silence_s=silence_s, ends_them=False
         )

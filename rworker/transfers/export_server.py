@@ -25,7 +25,7 @@ from rworker.transfers.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
-    from fastdecode.wire.zmq.access import ClusterKey
+    from fastdecode.wire.zmq.keys import ClusterKey
     from fastdecode.wire.zmq.neighbours import ZmqNeighbours
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, OpenSequence  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
-from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqConnection, ZmqHub  # noqa: E402
+from fastdecode.wire.zmq.keys import ClusterKey  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
 HELLO = to_r_worker()[0]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.zmq.access import ClusterKey, check_address
+from fastdecode.wire.zmq.keys import NO_KEY, ClusterKey, check_address, read_key
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,19 @@ def test_wildcards_are_refused_even_with_a_key(tmp_path: Path) -> None:
         check_address("tcp://*:5555", ClusterKey.read(tmp_path / "key"), parameter="bind")
 
 
-@pytest.mark.parametrize("security", ["encrypt", "authenticate"])
-def test_a_key_file_says_what_the_key_does(tmp_path: Path, security: str) -> None:
-    ClusterKey.create(tmp_path / "key", security)
-    key = ClusterKey.read(tmp_path / "key")
-    assert (key.encrypts, key.security.value) == (security == "encrypt", security)
+def test_none_in_place_of_a_key_is_plain_beyond_loopback_and_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_key(None) is None and not caplog.messages
+    assert read_key("none") == NO_KEY
+    assert "nothing between hosts is encrypted" in caplog.text
+    check_address("tcp://10.1.2.3:5555", NO_KEY, parameter="bind")
+    with pytest.raises(ConfigError, match="every interface"):
+        check_address("tcp://*:5555", NO_KEY, parameter="bind")
+    monkeypatch.chdir(tmp_path)
+    ClusterKey.create(Path("none"))
+    key = read_key("./none")
+    assert key is not None and len(key.secret) == 40
 
 
 def test_key_files_that_are_refused(tmp_path: Path) -> None:
@@ -72,10 +80,9 @@ def test_key_files_that_are_refused(tmp_path: Path) -> None:
         ClusterKey.read(path)
     path.chmod(0o600)
     secret = path.read_text()
-    for more in ("encrypt", secret):
-        path.write_text(secret + more)
-        with pytest.raises(ConfigError, match=r"line 1: .* other lines behind it than auth"):
-            ClusterKey.read(path)
+    path.write_text(secret + "authenticate")
+    with pytest.raises(ConfigError, match=r"line 1: .* other lines behind it"):
+        ClusterKey.read(path)
     path.write_text("short")
     with pytest.raises(ConfigError, match=f"{path}, line 1: it is no key.*--new-key"):
         ClusterKey.read(path)

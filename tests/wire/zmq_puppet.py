@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from puppet import WAIT_S, obey  # noqa: E402
 
 from fastdecode.wire.traits import Role  # noqa: E402
-from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
+from fastdecode.wire.zmq.keys import read_key  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def main(path: str, number: str) -> None:
         nonlocal side
         if side is not None:
             side.listener.close()
-        key = None if key_file is None else ClusterKey.read(Path(key_file))
+        key = read_key(key_file)
         one = {Role.S_WORKER: 1}
         side = Side(
             ZmqListener(address, f"puppet {number}", key=key, silence_s=silence_s, most_peers=one)

@@ -16,9 +16,9 @@ from fastdecode.wire.instances.messages import (
 )
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.traits import Role
-from fastdecode.wire.zmq.access import ClusterKey
 from fastdecode.wire.zmq.connection import ZmqConnection
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, DealerHub, Others
+from fastdecode.wire.zmq.keys import ClusterKey
 from fastdecode.wire.zmq.listener import PeerListener
 
 _INSTANCES: Final = Others(

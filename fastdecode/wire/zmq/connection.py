@@ -16,13 +16,13 @@ from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import Array, Codec, Prefix
 from fastdecode.wire.messages import Message
 from fastdecode.wire.transport import CLOSED, closed_error, timeout_error, unreadable
+from fastdecode.wire.zmq.keys import Socket
 from fastdecode.wire.zmq.line import (
     GOODBYE,
     MAX_FRAME_BYTES,
     Line,
     LostError,
     NoLine,
-    Socket,
     wait_for,
 )
 

@@ -41,14 +41,15 @@ from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.os_errors import explained
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
-from fastdecode.wire.zmq.access import ClusterKey, check_address, connect_error, lookup_error
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
-from fastdecode.wire.zmq.line import (
-    Bell,
+from fastdecode.wire.zmq.keys import (
+    ClusterKey,
     Socket,
-    wait_for,
+    check_address,
+    connect_error,
+    lookup_error,
 )
-from fastdecode.wire.zmq.proven_line import connected_line
+from fastdecode.wire.zmq.line import Bell, DealerLine, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
         others = self._others
         check_address(address, self._key, parameter=others.parameter)
         try:
-            line = connected_line(self._context, address, self._key, self._silence_s)
+            line = DealerLine(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(
                 Given(others.parameter, address),

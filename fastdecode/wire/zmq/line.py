@@ -10,16 +10,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fastdecode.wire.codec import MAX_EPOCH, MAX_HEAD_BYTES
-from fastdecode.wire.zmq.access import ClusterKey, name_key
+from fastdecode.wire.zmq.keys import ClusterKey, Socket, name_key
 
 T = TypeVar("T")
-Socket: TypeAlias = "zmq.Socket[bytes]"
 
 GOODBYE: Final = b""
 ARE_YOU_THERE: Final = b"\0"

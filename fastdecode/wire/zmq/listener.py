@@ -7,11 +7,10 @@ import logging
 import threading
 from collections.abc import Mapping
 from functools import partial
-from typing import Final, Generic, get_args
+from typing import Any, Final, Generic, get_args
 
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
@@ -29,12 +28,17 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.patience import Pump
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
-from fastdecode.wire.zmq.access import ClusterKey, check_address
-from fastdecode.wire.zmq.admission import admit_only
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
-from fastdecode.wire.zmq.doors import MOST_PARTS, Door, ProvingDoor
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
-from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
+from fastdecode.wire.zmq.keys import ClusterKey, Socket, admit_only, check_address
+from fastdecode.wire.zmq.line import (
+    LINGER_MS,
+    MORE_FOLLOWS,
+    Bell,
+    RouterLine,
+    set_options,
+    wait_for,
+)
 from fastdecode.wire.zmq.peer_slots import ListenerPeer, PeerSlots
 from fastdecode.wire.zmq.strangers import Strangers
 
@@ -42,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _PUMP_INTERVAL_S: Final = 0.01
 _FRAMES_A_TURN: Final = 256
+_MOST_PARTS: Final = 2
+"""Of a message: its sender's identity, and a frame."""
 _OF_PROMPT_STAGES: Final = StorePrompt, FetchChunk
 _GREETINGS: Final = (*get_args(Greeting), InstanceHello, *_OF_PROMPT_STAGES)
 
@@ -82,19 +88,14 @@ class PeerListener(Generic[SendT, ReceiveT]):
         self._most_peers = most_peers
         self._lock = threading.RLock()
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
         self._pump: Pump | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._readable = [(self._socket, zmq.POLLIN)]
         self._places: PeerSlots[SendT, ReceiveT] = PeerSlots()
-        self._door = Door(self._socket)
-        if key is not None and not key.encrypts:
-            self._door = ProvingDoor(self._socket, key.for_proofs, self._places.open_line)
-        self._strangers = Strangers(self._socket, name, self._door)
+        self._strangers = Strangers(self._socket, name, self._send)
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if key is not None:
-            self._authenticator = admit_only(self._context, self._socket, key)
+        self._authenticator = admit_only(self._context, self._socket, key)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -196,22 +197,24 @@ class PeerListener(Generic[SendT, ReceiveT]):
             return False
         while parts[-1].more:  # recv_multipart asks the socket, which takes longer
             part = self._socket.recv(copy=False)
-            if len(parts) > MOST_PARTS:
+            if len(parts) > _MOST_PARTS:
                 parts.pop()  # the message is refused: its parts are not kept
             parts.append(part)
         identity = parts[0].bytes
-        try:
-            frame = self._door.take(identity, parts[1:])
-        except ProtocolError as error:
-            self._strangers.drop(error.message)
+        if len(parts) != _MOST_PARTS:
+            self._strangers.drop("several frames, or none, where one belongs")
             return True
         try:
-            if frame is not None:
-                self._arrive(identity, frame)
+            self._arrive(identity, parts[1])
         except Exception as error:
             logger.debug("a frame can't be read", exc_info=True)
             self._strangers.drop(f"{type(error).__name__}: {error}")
         return True
+
+    def _send(self, identity: bytes, data: Any, *, copy: bool) -> None:
+        """Send a peer a frame. Raises zmq.ZMQError."""
+        self._socket.send(identity, MORE_FOLLOWS)
+        self._socket.send(data, zmq.NOBLOCK, copy=copy)
 
     def _arrive(self, identity: bytes, frame: zmq.Frame) -> None:
         """A frame to its line, or to a new one; lock held."""
@@ -236,7 +239,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
             busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
             self._strangers.answer(identity, "busy", busy, prefix.epoch)
             return
-        send = partial(self._door.send, identity)
+        send = partial(self._send, identity)
         line = RouterLine(self._socket, send, prefix.epoch, self._take_in_for)
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.zmq.access import ClusterKey
 from fastdecode.wire.zmq.connection import ZmqConnection
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqHub
+from fastdecode.wire.zmq.keys import ClusterKey
 
 
 class ZmqNeighbours:

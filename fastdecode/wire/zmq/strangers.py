@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -12,8 +13,7 @@ import zmq
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.codec import Codec, Prefix, epoch_of
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.zmq.doors import Door
-from fastdecode.wire.zmq.line import Socket
+from fastdecode.wire.zmq.keys import Socket
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,12 @@ class Strangers:
 
     Args:
         name: the R-worker's.
-        door: sends them answers.
+        send: Sends a peer a frame, or raises zmq.ZMQError.
     """
 
-    def __init__(self, socket: Socket, name: str, door: Door) -> None:
+    def __init__(self, socket: Socket, name: str, send: Callable[..., None]) -> None:
         self._socket = socket
-        self._door = door
+        self._send = send
         self._name = name
         self._codec = Codec()
         self._num_dropped = 0
@@ -60,7 +60,7 @@ class Strangers:
             return
         head = self._codec.encode(Failed(self._name, code, message), epoch).head
         with contextlib.suppress(zmq.ZMQError):
-            self._door.send(identity, head, copy=True)
+            self._send(identity, head, copy=True)
 
     def _may_answer(self, identity: bytes) -> bool:
         now_s = time.monotonic()

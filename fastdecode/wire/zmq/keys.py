@@ -1,61 +1,50 @@
-"""Who may talk to whom over ZeroMQ: addresses that name their interface, and
-the key that a cluster's members share.
+"""Who may talk to whom over ZeroMQ: addresses that name their interface, and the key that a
+cluster's members share.
 
-A key file holds one secret, which S-workers and R-workers all have; with it
-each proves to the other that it belongs to the cluster. Everything between them
-is encrypted (CURVE), unless the file's second line says ``authenticate`` (``LinkSecurity``).
-Without a key only the loopback interface may be used.
+A key file holds one secret, which S-workers and R-workers all have. With it each proves to the
+other that it belongs to the cluster, and everything between them is encrypted (CURVE). Without a
+key only the loopback interface may be used, unless ``none`` stands in place of the file.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import socket
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure, shown
-from fastdecode.wire.zmq.proof import LinkSecurity, door_password, link_key
+
+logger = logging.getLogger(__name__)
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
-MEMBER: Final = "member"
-_AUTHENTICATE: Final = LinkSecurity.AUTHENTICATE.value.encode()
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_ZAP_DOMAIN: Final = "fastdecode"
 
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """A CURVE key pair that every member of the cluster holds, and how it
-    protects connections."""
+    """A CURVE key pair that every member of the cluster holds."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    security: LinkSecurity = LinkSecurity.ENCRYPT
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether what travels is encrypted; else both ends only prove the key."""
-        return self.security is LinkSecurity.ENCRYPT
-
-    @cached_property
-    def for_proofs(self) -> bytes:
-        """The key by which ends prove that they have this one."""
-        return link_key(self.secret)
 
     @classmethod
     def read(cls, path: Path) -> ClusterKey:
         """
         Raises:
-            ConfigError: the file can't be read, isn't a key, or others may read
-                it.
+            ConfigError: If the file can't be read, holds no key, or others may read it.
         """
         try:
             found, (text, *more) = path.stat(), path.read_bytes().strip().splitlines() or [b""]
@@ -63,32 +52,24 @@ class ClusterKey:
             raise ConfigError(f"key file {shown(path)}: {explained(error)}") from None
         if why := exposure(found, path):
             raise ConfigError(f"key file {path}: {why}")
-        if not _SECRET.fullmatch(text) or more not in ([], [_AUTHENTICATE]):
-            why = "is no key of 40 characters"
-            if more:
-                why = f"has other lines behind it than {_AUTHENTICATE.decode()}"
+        if more or not _SECRET.fullmatch(text):
+            why = "has other lines behind it" if more else "is no key of 40 characters"
             raise ConfigError(
                 f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
                 "--new-key FILE, and copy that file unchanged"
             )
-        security = LinkSecurity.AUTHENTICATE if more else LinkSecurity.ENCRYPT
-        return cls(zmq.curve_public(text), text, security)
+        return cls(zmq.curve_public(text), text)
 
     @staticmethod
-    def create(path: Path, security: str = LinkSecurity.ENCRYPT.value) -> None:
+    def create(path: Path) -> None:
         """Write a new key to a file that doesn't exist yet, for its owner only.
 
-        Args:
-            security: what the key does, for all who have it; see ``LinkSecurity``.
-
         Raises:
-            ConfigError: the file exists, or can't be written.
+            ConfigError: If the file exists, or can't be written.
         """
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                is_encrypting = LinkSecurity(security) is LinkSecurity.ENCRYPT
-                lines = [zmq.curve_keypair()[1], *([] if is_encrypting else [_AUTHENTICATE])]
-                file.write(b"\n".join(lines) + b"\n")
+                file.write(zmq.curve_keypair()[1] + b"\n")
         except FileExistsError:
             raise ConfigError(
                 f"the key file {path} exists and was not changed: use it (--key {path}), or name "
@@ -98,28 +79,68 @@ class ClusterKey:
             raise ConfigError(f"key file {path}: {explained(error)}") from None
 
 
+NO_KEY: Final = ClusterKey(b"", b"")
+"""Nothing is proved or encrypted, also beyond loopback, because the user said ``none``."""
+
+
+def read_key(given: str | None) -> ClusterKey | None:
+    """Return the key that ``--key`` names. None without one: this host only.
+
+    Raises:
+        ConfigError: See ``ClusterKey.read``.
+    """
+    if given is None:
+        return None
+    if given != "none":
+        return ClusterKey.read(Path(given))
+    logger.warning(
+        "--key none: nothing between hosts is encrypted, and whoever reaches a port may use it: "
+        "only on a network that you trust"
+    )
+    return NO_KEY
+
+
 def name_key(socket: zmq.Socket[bytes], key: ClusterKey | None) -> None:
-    """Have a socket that connects say, before anything else, that it has the key."""
-    if key is None:
-        return
-    if key.encrypts:
+    """Have a socket that connects prove the key, and ask the other end for it."""
+    if key is not None and key != NO_KEY:
         socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
         socket.curve_serverkey = key.public
-    else:
-        socket.plain_username = MEMBER.encode()
-        socket.plain_password = door_password(key.for_proofs).encode()
+
+
+def admit_only(
+    context: zmq.Context[Socket], socket: Socket, key: ClusterKey | None
+) -> ThreadAuthenticator | None:
+    """Have ZeroMQ take messages only from peers that prove the key. Without that it would buffer
+    what any peer sends, and a message of endless parts, for which it has no limit.
+
+    Returns:
+        What answers ZeroMQ's questions: stop it before the context ends. None without a key.
+    """
+    if key is None or key == NO_KEY:
+        return None
+
+    class Members:
+        def callback(self, domain: str, public: bytes) -> bool:
+            return public == key.public
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(_ZAP_DOMAIN, Members())
+    socket.zap_domain = _ZAP_DOMAIN.encode()
+    socket.curve_server = True
+    socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
+    return authenticator
 
 
 def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> None:
-    """Refuse addresses that reach further than was said, or further than is
-    safe without a key.
+    """Refuse addresses that reach further than was said, or further than is safe without a key.
 
     Args:
-        parameter: what gave the address, in the words of an error.
+        parameter: Option that gave the address, for the error.
 
     Raises:
-        ConfigError: not tcp://HOST:PORT, a wildcard, or not loopback though
-            there is no key.
+        ConfigError: If it is not tcp://HOST:PORT, is a wildcard, or is not loopback though there
+            is no key.
     """
     given, match = Given(parameter, address), _ADDRESS.fullmatch(address)
     if match is None or (match["port"] != "*" and not 0 <= int(match["port"]) <= 65535):
@@ -141,6 +162,7 @@ def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> No
             " can be reached from other hosts, which needs a key: make one with fastdecode "
             "r-worker --new-key FILE, copy it to every host, and give it with ",
             Given("key"),
+            ", or none on a network that you trust",
         )
 
 
