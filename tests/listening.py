@@ -18,8 +18,7 @@ from rworker.state import RWorkerState
 from rworker.worker import serve
 
 if TYPE_CHECKING:
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
 
 @dataclass
@@ -27,7 +26,7 @@ class RWorker:
     """With its sockets in sight."""
 
     listener: ZmqListener
-    neighbours: ZmqNeighbours
+    neighbours: ZmqHub
     state: RWorkerState
 
     @property
@@ -47,10 +46,9 @@ class RWorker:
 def listening(name: str, serving: ServingTerms = ANYBODY_ONCE) -> Iterator[RWorker]:
     """One, which ends after its S-worker has left."""
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
-    listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqNeighbours(None)
+    listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqHub(None)
     state = RWorkerState(name, kv_bytes=16 << 20, serving=serving)
     args = listener, state, AttentionExecutor(kernels=reference), None, neighbours
     thread = threading.Thread(target=serve, args=args, daemon=True)

@@ -166,8 +166,7 @@ def run_r_worker(args: argparse.Namespace) -> int:
 def _serve_at(bind: str, own: Resources, at: Address) -> int:
     """Serve S-workers that connect to an address: one, or one after another."""
     keys = _zmq_keys()
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
     from rworker.grace_period import GracePeriod
     from rworker.host import make_worker
     from rworker.serving_terms import ServingTerms
@@ -190,7 +189,7 @@ def _serve_at(bind: str, own: Resources, at: Address) -> int:
     if soft == resource.RLIM_INFINITY or soft > MOST_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, hard))
     listener = ZmqListener(bind, name, key=key, silence_s=at.silence_s)
-    neighbours = ZmqNeighbours(key, at.silence_s)
+    neighbours = ZmqHub(key, silence_s=at.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
         serve(listener, state, executor, GracePeriod(serving), neighbours)

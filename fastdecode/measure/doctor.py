@@ -22,7 +22,7 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.measure.neighbours import NeighbourFacts
 from fastdecode.wire.measure import RConnection, bytes_exchanged, measure_link
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
-from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for
+from fastdecode.wire.zmq.hub import io_cpu_s, io_threads_for
 
 ANSWER_TIMEOUT_S: Final = 30.0
 SLOW_ROUND_TRIP_S: Final = 1e-3

@@ -11,9 +11,12 @@ zmq = pytest.importorskip("zmq")
 
 from messages_for_tests import attend, to_r_worker  # noqa: E402
 
-from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
-from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for  # noqa: E402
-from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
+from fastdecode.wire.zmq.hub import (  # noqa: E402
+    ZmqHub,
+    ZmqListener,
+    io_cpu_s,
+    io_threads_for,
+)
 
 
 @pytest.mark.parametrize(

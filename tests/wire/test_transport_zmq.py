@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from messages_for_tests import attend, same, to_r_worker
 from mpi_launch import Running, running
-from puppet import InThread, Puppet, Puppets
+from puppet import Puppet, Puppets
 from transport_suite import WAIT_S, MakeStar, TransportSuite, code_of
 
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -26,9 +26,9 @@ from fastdecode.core.errors import ConfigError  # noqa: E402
 from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, OpenSequence  # noqa: E402
 from fastdecode.wire.transport import CLOSED, TIMEOUT  # noqa: E402
-from fastdecode.wire.zmq.hub import ZmqConnection, ZmqHub  # noqa: E402
+from fastdecode.wire.zmq.connection import ZmqConnection  # noqa: E402
+from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener  # noqa: E402
 from fastdecode.wire.zmq.keys import ClusterKey  # noqa: E402
-from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
 HELLO = to_r_worker()[0]
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -135,7 +135,7 @@ def test_members_of_the_cluster_talk_and_others_do_not(stage: Stage, tmp_path: P
         dealer.curve_serverkey, dealer.curve_publickey = ours.public, impostor_public
         dealer.curve_secretkey, dealer.linger = impostor_secret, 0
         dealer.connect(address)
-        dealer.send(Codec().encode(HELLO, 1).head)
+        dealer.send(Codec().encode(HELLO).head)
         assert not dealer.poll(500)
     context.term()
     member = ZmqHub(ours)
@@ -237,7 +237,7 @@ def test_another_s_worker_is_told_that_this_one_is_busy(stage: Stage, hub: ZmqHu
 def test_a_peer_of_another_version_is_told_both(stage: Stage, hub: ZmqHub) -> None:
     address = stage.puppets[0].call("open", ANY_PORT, None, 5.0)
     stage.puppets[0].start("accept")
-    head = bytearray(Codec().encode(HELLO, 3).head)
+    head = bytearray(Codec().encode(HELLO).head)
     head[3] = 77
     with stranger(address, zmq.DEALER) as dealer:
         dealer.send(bytes(head))
@@ -323,16 +323,16 @@ def test_an_r_worker_notices_that_its_s_worker_is_gone(stage: Stage, how: int) -
     paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     try:
         with running([sys.executable, "-c", script, listener.address], PYTHONPATH=paths) as job:
-            connection = listener.accept(WAIT_S)
-            assert connection is not None and same(connection.receive(WAIT_S), HELLO)
+            index, hello = listener.receive_any(WAIT_S)
+            connection = listener.connections[index]
+            assert same(hello, HELLO)
             job.processes()[0].send_signal(how)
             assert code_of(lambda: connection.receive(WAIT_S), "is lost") == CLOSED
             connection.close()
             # It is free for the next.
             hub = ZmqHub()
-            waiting = InThread(lambda: listener.accept(WAIT_S))
             hub.add(listener.address).send(HELLO)
-            assert same(waiting.result().receive(WAIT_S), HELLO)
+            assert same(listener.receive_any(WAIT_S)[1], HELLO)
             hub.close()
     finally:
         listener.close()

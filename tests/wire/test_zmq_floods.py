@@ -16,13 +16,12 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import Accepted  # noqa: E402
-from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
+from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener  # noqa: E402
 from fastdecode.wire.zmq.keys import ClusterKey  # noqa: E402
-from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
-from fastdecode.wire.zmq.strangers import MOST_ANSWERS  # noqa: E402
 
 HELLO = to_r_worker()[0]
 WAIT_S = 20.0
+NUM_GREETINGS = 5000
 PART_BYTES = 1 << 20
 NUM_PARTS = 300
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -76,12 +75,12 @@ def test_a_peer_that_reads_no_answers_gets_few() -> None:
         with context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(listener.address)
-            for _ in range(20 * MOST_ANSWERS):
-                stranger.send(Codec().encode(HELLO, 5).head[:-1] + b"x")
+            for _ in range(NUM_GREETINGS):
+                stranger.send(Codec().encode(HELLO).head[:-1] + b"x")
             check_it_serves(listener, None)
             num_answers = 0
             while stranger.poll(100):
                 stranger.recv()
                 num_answers += 1
-        assert MOST_ANSWERS <= num_answers <= 3 * MOST_ANSWERS  # of those of a second, or two
+        assert 1 <= num_answers < NUM_GREETINGS / 2
     context.term()

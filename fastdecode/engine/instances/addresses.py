@@ -17,17 +17,10 @@ from fastdecode.wire.instances.messages import (
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.traits import Role
 from fastdecode.wire.zmq.connection import ZmqConnection
-from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, DealerHub, Others
+from fastdecode.wire.zmq.hub import DealerHub, PeerListener
 from fastdecode.wire.zmq.keys import ClusterKey
-from fastdecode.wire.zmq.listener import PeerListener
 
-_INSTANCES: Final = Others(
-    "instance",
-    "fastdecode instance --bind",
-    "instances",
-    frozenset([*get_args(InstanceSays), Failed]),
-)
-_ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
+ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
 _BUSY_S: Final = 0.1
 """Between two attempts at one that serves another controller, which may be gone."""
 _ANSWER_S: Final = 10.0
@@ -45,8 +38,13 @@ class InstanceHub(DealerHub[ToInstance, FromInstance]):
         ConfigError: one of them is none, or may not be used without a key.
     """
 
+    peer_kind = "instance"
+    command = "fastdecode instance --bind"
+    parameter = "instances"
+    receives = frozenset([*get_args(InstanceSays), Failed])
+
     def __init__(self, addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> None:
-        super().__init__(key, silence_s, _INSTANCES)
+        super().__init__(key, silence_s=silence_s)
         try:
             for address in addresses:
                 self.add(address)
@@ -101,20 +99,6 @@ def greet(line: _ZmqLine, hello: InstanceHello, end_s: float) -> InstanceWelcome
 
 
 class InstanceListener(PeerListener[FromInstance, ToInstance]):
-    """Where a controller connects.
+    """Where a controller connects."""
 
-    Args:
-        address, name, key, silence_s: see ``PeerListener``.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        *,
-        key: ClusterKey | None = None,
-        silence_s: float = DEFAULT_SILENCE_S,
-    ) -> None:
-        hears = frozenset(get_args(ToInstance))
-        most = _ONE_CONTROLLER
-        super().__init__(address, name, hears, key=key, silence_s=silence_s, most_peers=most)
+    receives = frozenset(get_args(ToInstance))

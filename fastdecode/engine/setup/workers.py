@@ -283,8 +283,7 @@ def reach_addresses(
     """
     with imports_for("the ZeroMQ transport"):
         from fastdecode.engine.fleet.replacements import HubReplacements
-        from fastdecode.wire.zmq.hub import ZmqHub
-        from fastdecode.wire.zmq.io_threads import io_threads_for
+        from fastdecode.wire.zmq.hub import ZmqHub, io_threads_for
         from fastdecode.wire.zmq.keys import read_key
     key = read_key(key_file)
     num_threads = io_threads_for(len(addresses), available_cores())
