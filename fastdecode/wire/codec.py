@@ -301,7 +301,8 @@ class Codec:
 
     def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
         self._receives = frozenset(receives)
-        union: Any = Union[tuple(self._receives)]  # noqa: UP007  (known at run time)
+        # A peer that may send nothing is held to a message without a number, which nobody sends.
+        union: Any = Union[tuple(self._receives) or (Message,)]  # noqa: UP007  (known at run time)
         self._arrays: list[Array] = []
         self._body: Array = _NOTHING
         self._at = self._end = 0

@@ -116,6 +116,8 @@ def test_kinds_that_this_side_does_not_receive_are_refused() -> None:
     for message in (Accepted(3), Failed("r0", "c", "m")):
         with pytest.raises(ProtocolError, match=f"{type(message).__name__} is not for this side"):
             codec.decode(in_one_piece(message))
+    with pytest.raises(ProtocolError, match="Shutdown is not for this side"):
+        Codec(()).decode(in_one_piece(Shutdown()))
 
 
 def test_only_long_messages_may_have_fields_for_a_body() -> None:
