@@ -29,7 +29,7 @@ from fastdecode.core.errors import imports_for
 
 if TYPE_CHECKING:
     from fastdecode.core.measurement import RProfile
-    from fastdecode.wire.measure import RConnection
+    from fastdecode.measure.link import RConnection
 
 MAX_SIZES = 64
 LINK_BLOCK_SIZE = 16
@@ -256,7 +256,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
-    from fastdecode.wire.measure import measure_link
+    from fastdecode.measure.link import measure_link
 
     asked = read_options(args, NetMeasurement)
     spec = read_model(args.model)

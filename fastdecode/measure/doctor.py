@@ -19,8 +19,8 @@ from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.measure.link import RConnection, bytes_exchanged, measure_link
 from fastdecode.measure.neighbours import NeighbourFacts
-from fastdecode.wire.measure import RConnection, bytes_exchanged, measure_link
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
 from fastdecode.wire.zmq.hub import io_cpu_s, io_threads_for
 

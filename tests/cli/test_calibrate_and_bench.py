@@ -27,7 +27,7 @@ from fastdecode.core.measurement import (
     Timing,
     read_profile,
 )
-from fastdecode.wire.measure import NUM_LAYERS
+from fastdecode.measure.link import NUM_LAYERS
 from sworker.measure import COLD, WARM_UP, measure_s_part
 
 

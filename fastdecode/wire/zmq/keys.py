@@ -94,14 +94,14 @@ def read_key(given: str | None) -> ClusterKey | None:
     if given != "none":
         return ClusterKey.read(Path(given))
     logger.warning(
-        "--key none: nothing between hosts is encrypted, and whoever reaches a port may use it: "
-        "only on a network that you trust"
+        "--key none: nothing between hosts is encrypted, and any process that reaches a port may "
+        "use it: only on a network that you trust"
     )
     return NO_KEY
 
 
 def name_key(socket: zmq.Socket[bytes], key: ClusterKey | None) -> None:
-    """Have a socket that connects prove the key, and ask the other end for it."""
+    """Let a socket that connects prove the key, and ask the other end for it."""
     if key is not None and key != NO_KEY:
         socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
         socket.curve_serverkey = key.public
@@ -110,7 +110,7 @@ def name_key(socket: zmq.Socket[bytes], key: ClusterKey | None) -> None:
 def admit_only(
     context: zmq.Context[Socket], socket: Socket, key: ClusterKey | None
 ) -> ThreadAuthenticator | None:
-    """Have ZeroMQ take messages only from peers that prove the key. Without that it would buffer
+    """Let ZeroMQ take messages only from peers that prove the key. Without that it would buffer
     what any peer sends, and a message of endless parts, for which it has no limit.
 
     Returns:
@@ -133,14 +133,13 @@ def admit_only(
 
 
 def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> None:
-    """Refuse addresses that reach further than was said, or further than is safe without a key.
+    """Refuse addresses that reach further than the user said, or than is safe without a key.
 
     Args:
         parameter: Option that gave the address, for the error.
 
     Raises:
-        ConfigError: If it is not tcp://HOST:PORT, is a wildcard, or is not loopback though there
-            is no key.
+        ConfigError: If it is not tcp://HOST:PORT, is a wildcard, or is not loopback without a key.
     """
     given, match = Given(parameter, address), _ADDRESS.fullmatch(address)
     if match is None or (match["port"] != "*" and not 0 <= int(match["port"]) <= 65535):
