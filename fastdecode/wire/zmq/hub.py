@@ -422,18 +422,19 @@ class PeerListener(Generic[SendT, ReceiveT]):
         held. False if none is there."""
         if not zmq.zmq_poll(self._readable, 0):  # a third of what a receive takes that fails
             return False
-        identity, *frames = receive_parts(self._socket, _MOST_PARTS) or [None]
-        if identity is None:
+        parts = receive_parts(self._socket, _MOST_PARTS)
+        if not parts:
             return False
-        index = self._index_of.get(identity.bytes)
+        identity, frames = parts[0].bytes, parts[1:]
+        index = self._index_of.get(identity)
         if index is not None and self._connections[index].is_open:
             self._connections[index].inbox.append(frames)
             return True
         try:
-            self._greet(identity.bytes, frames)
+            self._greet(identity, frames)
         except Exception as error:  # of a peer that is no member, perhaps
             logger.debug("what a peer without a connection sent can't be read", exc_info=True)
-            self._refuse(identity.bytes, frames, error)
+            self._refuse(identity, frames, error)
         return True
 
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:

@@ -118,10 +118,11 @@ def admit_only(
     """
     if key is None or key == NO_KEY:
         return None
+    of_members = key.public
 
     class Members:
         def callback(self, domain: str, public: bytes) -> bool:
-            return public == key.public
+            return public == of_members
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
