@@ -67,7 +67,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
             jobs = Jobs(Path(directory), chance)
             for job in drawn(options.jobs, chance, options.of):
-                yield {"part": f"jobs: {job.kind}", **jobs.strike(job).row()}
+                yield {"part": f"jobs: {job.kind}", **jobs.strike(job)}
     if options.systems:
         yield from struck_systems(options)
 

@@ -17,7 +17,7 @@ from hybrid_jobs import HybridJob
 from limited_steps import StepLimit
 from mpi_launch import running
 from turn_lines import check_turns, write_turns
-from zmq_r_workers import PATHS, at, r_workers
+from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
@@ -109,7 +109,7 @@ def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
 ) -> None:
     options, output, expected = asked(400)  # far from its end when it goes on
     with r_workers("*", "*") as (jobs, addresses):
-        with running([*limit.fastdecode, *options, *at(addresses)], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *options, *at(addresses)]) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.send_signal(stop)
             s_worker.wait_until(lambda: "stopping after this step" in s_worker.output())
@@ -135,7 +135,7 @@ def test_a_lost_r_worker_changes_no_token(
     with r_workers("*", "*") as (jobs, addresses):
         command = [*limit.fastdecode, *options, *at(addresses)]
         command += ["--summary", str(summary), "--worker-silence-s", "1"]
-        with running([*command, "--r-partition", partition], **PATHS) as s_worker:
+        with running([*command, "--r-partition", partition]) as s_worker:
             s_worker.wait_for_text(output)
             limit.lose(jobs[0].process, trouble)
             outcome = s_worker.wait()
@@ -152,7 +152,7 @@ def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
 ) -> None:
     hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
     with r_workers("*", "*") as (jobs, addresses):
-        with running([*limit.fastdecode, *hybrid.options, *at(addresses)], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *hybrid.options, *at(addresses)]) as s_worker:
             s_worker.wait_for_text(hybrid.output)
             limit.lose(jobs[0].process, signal.SIGKILL)
             outcome = s_worker.wait()
@@ -167,7 +167,7 @@ def test_more_connections_than_an_r_worker_takes_change_no_token(
     """They wait outside; who is served goes on being served."""
     options, output, expected = asked(60)
     with r_workers("*") as ((job,), (address,)), contextlib.ExitStack() as strangers:
-        with running([*limit.fastdecode, *options, *at([address])], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *options, *at([address])]) as s_worker:
             s_worker.wait_for_text(output)
             host, port = address.removeprefix("tcp://").split(":")
             r_worker = job.process
@@ -203,7 +203,7 @@ def test_a_replacement_at_the_same_address_joins(
     with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
         command = [*limit.fastdecode, *options, *at(addresses), "--summary", str(summary)]
         command += ["--max-num-sequences", "1", "--worker-silence-s", "60"]
-        with running(command, **PATHS) as s_worker:
+        with running(command) as s_worker:
             s_worker.wait_for_text(output)
             jobs[0].kill()
             with r_workers(addresses[0].rpartition(":")[2]):
@@ -222,7 +222,7 @@ def test_when_all_are_lost_the_exit_code_says_so(asked: Asked, limit: StepLimit)
     options += ["--worker-timeout-s", "2"]
     with (
         r_workers("*") as ((job,), (address,)),
-        running([*limit.fastdecode, *options, *at([address])], **PATHS) as s_worker,
+        running([*limit.fastdecode, *options, *at([address])]) as s_worker,
     ):
         s_worker.wait_for_text(output)
         limit.lose(job.process, signal.SIGKILL)
@@ -241,7 +241,7 @@ def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
     with r_workers("*", "*", options=quick) as (jobs, addresses):
         command = [*limit.fastdecode, *options, *at(addresses)]
         command += ["--summary", str(summary), "--worker-silence-s", "1"]
-        with running(command, **PATHS) as s_worker:
+        with running(command) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.suspend()
             limit.lift()
@@ -269,7 +269,7 @@ def test_a_job_starts_without_an_r_worker_that_joins_later(
         command = [*limit.fastdecode, *options, *at([*addresses, f"tcp://127.0.0.1:{later}"])]
         command += ["--summary", str(summary), "--max-num-sequences", "1"]
         command += ["--worker-timeout-s", "10"]  # is how long it looks for the other
-        with running(command, **PATHS) as s_worker:
+        with running(command) as s_worker:
             s_worker.wait_for_text(output)
             with r_workers(str(later)):
                 s_worker.wait_until(lambda: "has replaced an R-worker" in s_worker.output())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_launch import needs_mpi, running
-from server_process import FASTDECODE, serving
+from mpi_launch import FASTDECODE, needs_mpi, running
+from server_process import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

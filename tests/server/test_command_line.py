@@ -9,11 +9,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from mpi_launch import needs_mpi
+from mpi_launch import FASTDECODE, needs_mpi
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import CHECKPOINT, FASTDECODE, Server, serving
+from server_process import CHECKPOINT, Server, serving
 
 from fastdecode.cli.main import main
 from fastdecode.cli.serve import StopsWhileStarting, exit_code, run_serve, stops_noted

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dense_attention import dense_attention
+from attention_cases import dense
 from numpy.typing import NDArray
 
 import cpu_kernels
@@ -85,10 +85,11 @@ def dequantized(x: Array) -> Array:
 
 def exact(q: Array, k: Array, v: Array) -> Array:
     """In float64, of the numbers that both hold."""
-    parts = zip(q, by_sequence(dequantized(k)), by_sequence(dequantized(v)), strict=True)
-    return np.stack(
-        [dense_attention(row[None], k, v, len(k) - 1, len(k), SPEC)[0][0] for row, k, v in parts]
-    )
+    parts = zip(q[:, None], *(by_sequence(dequantized(x)) for x in (k, v)), strict=True)
+    return np.concatenate([
+        dense(*map(torch.from_numpy, part), SPEC, past=len(part[1]) - 1)[0].numpy()
+        for part in parts
+    ])  # fmt: skip
 
 
 def most_off(q: Array, k: Array, v: Array) -> Array:

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from chunk_inputs import FEATURES, dense, spec_with, specs, starts_of, tensors
+from attention_cases import dense
+from chunk_inputs import FEATURES, specs, starts_of, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -50,7 +51,7 @@ def test_ragged_sequences_of_any_kind(
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("want_lse", [False, True])
 def test_long_sequences_with_tiles_of_the_real_size(name: str, want_lse: bool) -> None:
-    spec = spec_with(name)
+    spec = FEATURES[name]
     q, k, v = tensors(spec, 700, seed=1)
     o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=want_lse)
     expected, expected_lse = dense(q, k, v, spec)
@@ -72,7 +73,7 @@ def test_windows_as_long_as_the_chunk(window: int) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("want_lse", [False, True])
 def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
-    spec = spec_with(name)
+    spec = FEATURES[name]
     lengths = [3, 128, 1, 40, 200]
     q, k, v = tensors(spec, sum(lengths), seed=2)
     o, lse = local_causal_attention(
@@ -93,7 +94,7 @@ def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
 def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(
     name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    spec = spec_with(name)
+    spec = FEATURES[name]
     q, k, v = tensors(spec, 300, seed=3, dtype=dtype)
     o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=True)
     expected, expected_lse = dense(q, k, v, spec)
@@ -105,7 +106,7 @@ def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(
 
 def test_inputs_may_be_views_into_one_fused_projection() -> None:
     for name in ("plain", "softcap"):
-        spec = spec_with(name)
+        spec = FEATURES[name]
         fused = torch.randn(50, 10, 16, generator=torch.Generator().manual_seed(4))
         q, k, v = fused[:, :6], fused[:, 6:8], fused[:, 8:]
         o, _ = local_causal_attention(q, k, v, [0, 20], spec, want_lse=False)
@@ -117,7 +118,7 @@ def test_inputs_may_be_views_into_one_fused_projection() -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_fused_and_tiled_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_with(name)
+    spec = FEATURES[name]
     q, k, v = tensors(spec, 150, seed=5)
     first, first_lse = local_causal_attention(q, k, v, [0, 60], spec, want_lse=True)
     monkeypatch.setattr(prefill, "_fused", lambda *_: False)
@@ -133,8 +134,8 @@ def test_plain_attention_takes_the_fused_way(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(prefill, "tiled", forbidden)
     for name in ("plain", "wide window"):
         for want_lse in (False, True):
-            q, k, v = tensors(spec_with(name), 30, seed=6)
-            local_causal_attention(q, k, v, [0], spec_with(name), want_lse=want_lse)
+            q, k, v = tensors(FEATURES[name], 30, seed=6)
+            local_causal_attention(q, k, v, [0], FEATURES[name], want_lse=want_lse)
 
 
 @pytest.mark.parametrize("want_lse", [False, True])
@@ -143,7 +144,7 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
     layout: str, want_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel itself runs on CUDA only: here a stand-in follows its signature."""
-    spec = spec_with("plain")
+    spec = FEATURES["plain"]
     q, k, v = tensors(spec, 90, seed=12)
     starts = [0, 7, 7, 50, 90]
     expected = local_causal_attention(q, k, v, starts, spec, want_lse=want_lse)
@@ -173,12 +174,12 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
         torch.testing.assert_close(alone, dense(*one, spec)[0].float(), atol=3e-6, rtol=1e-5)
         assert calls.pop() == [0, 43] and not planned.called
     for other in ("window", "alibi", "softcap"):  # not its business
-        local_causal_attention(q, k, v, starts, spec_with(other), want_lse=False)
+        local_causal_attention(q, k, v, starts, FEATURES[other], want_lse=False)
     assert len(calls) == 1
 
 
 def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, num_new, num_keys = spec_with("plain"), [3, 20, 1], [30, 20, 8]
+    spec, num_new, num_keys = FEATURES["plain"], [3, 20, 1], [30, 20, 8]
     queries, (_, keys, values) = tensors(spec, 24, seed=13)[0], tensors(spec, 58, seed=14)
     assert not prefill.can_take_together(queries, num_keys, spec)  # not on a CPU
 
@@ -205,7 +206,7 @@ def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.Mo
     monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", ragged)
     assert prefill.can_take_together(queries, num_keys, spec)
-    assert not prefill.can_take_together(queries, num_keys, spec_with("window"))
+    assert not prefill.can_take_together(queries, num_keys, FEATURES["window"])
     found = prefill.chunks_together(queries, keys, values, num_new, num_keys, spec)
     with mock.patch.object(prefill, "_fused") as planned:
         one = prefill.chunk_attention(queries[:3], keys[:30], values[:30], spec)
@@ -279,7 +280,7 @@ def test_merging_keeps_the_first_sides_dtype() -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for name, want_lse in itertools.product(FEATURES, (False, True)):
-        spec = spec_with(name)
+        spec = FEATURES[name]
         q, k, v = tensors(spec, 500, seed=10, dtype=dtype)
         o, lse = local_causal_attention(
             q.cuda(), k.cuda(), v.cuda(), [0, 123], spec, want_lse=want_lse
