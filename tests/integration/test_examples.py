@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, running
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
 from examples import TRIES_ALL
 
@@ -29,9 +29,8 @@ PROMISED = {
 
 
 def _run(*command: str) -> str:
-    environ = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    with running(list(command), **environ) as job:
-        outcome = job.wait(WITHIN_S)
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    outcome = run(command, timeout_s=WITHIN_S, PATH=path)
     assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
     return outcome.output
 
