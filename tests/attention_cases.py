@@ -52,8 +52,9 @@ def dense(
     Returns:
         o [Q, Hq, D] and the log-sum-exp [Q, Hq], in float64.
     """
-    k, v = (x.double().repeat_interleave(spec.group_size, dim=1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * spec.scale
+    groups = (spec.num_kv_heads, spec.group_size)
+    scores = torch.einsum("ihgd,jhd->hgij", q.double().unflatten(1, groups), k.double())
+    scores = scores.flatten(0, 1) * spec.scale
     if spec.logit_softcap is not None:
         scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
     query_at, key_at = past + torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
@@ -70,7 +71,8 @@ def dense(
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.double()[:, None])
     weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
-    return torch.einsum("hij,jhd->ihd", weights, v), lse.T
+    o = torch.einsum("hgij,jhd->ihgd", weights.unflatten(0, groups), v.double())
+    return o.flatten(1, 2), lse.T
 
 
 @dataclass(frozen=True)
