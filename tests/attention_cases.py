@@ -192,7 +192,7 @@ class CachedSequences:
                 (news, spec.num_q_heads),
             )
         )
-        self._slots = [
+        self.slots = [
             torch.from_numpy(
                 table[np.arange(total) // block_size].astype(np.int64) * block_size
                 + np.arange(total) % block_size
@@ -200,7 +200,7 @@ class CachedSequences:
             for table, total in zip(self._tables, self.totals, strict=True)
         ]
         kernels, self.cache.kernels = self.cache.kernels, None  # torch stores the past
-        for k, v, slots, past in zip(self.k, self.v, self._slots, pasts, strict=True):
+        for k, v, slots, past in zip(self.k, self.v, self.slots, pasts, strict=True):
             self.cache.store(0, k[:past], v[:past], slots[:past])
         self.cache.kernels = kernels
         if sinks is not None:
@@ -230,10 +230,10 @@ class CachedSequences:
         starts = ends - self.news
         first_row = int(starts[first[0]] if first else ends[-1])
         later = [
-            Prompt(slice(int(starts[i]), int(ends[i])), self._slots[i]) for i in of_kind["later"]
+            Prompt(slice(int(starts[i]), int(ends[i])), self.slots[i]) for i in of_kind["later"]
         ]
         return PagedStep(
-            self.new(self._slots),
+            self.new(self.slots),
             torch.from_numpy(tables).to(self.device),
             torch.from_numpy(lens).to(self.device),
             lens,

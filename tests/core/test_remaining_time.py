@@ -8,11 +8,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import pytest
 
-from fastdecode.core.answer_lengths import EndedAnswers, LengthTable, few_limits, spread_evenly
+from fastdecode.core.answer_lengths import EndedAnswers, few_limits
 from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
 MARKS = tuple(tenth / 10 for tenth in range(1, 10))
@@ -64,10 +63,10 @@ def samples(job: Shape) -> Iterator[tuple[float, JobCounts, int]]:
         yield now_s, JobCounts(num, done, ages, prompts, ended, limits, num), outputs
 
 
-def judged(job: Shape, marks: tuple[float, ...] = MARKS) -> list[tuple[float, float]]:
-    """Return the ETA and the truth, in seconds, at these shares of a job's time."""
+def judged(job: Shape) -> list[tuple[float, float]]:
+    """Return the ETA and the truth, in seconds, at each tenth of a job's time."""
     *_, (end_s, _, _) = samples(job)
-    left, found, times = list(marks), [], TokenTimes()
+    left, found, times = list(MARKS), [], TokenTimes()
     for now_s, counts, outputs in samples(job):
         times.add(now_s, counts.prompt_tokens, outputs, counts.num_running)
         while left and now_s >= left[0] * end_s:
@@ -86,6 +85,7 @@ LENGTHS: Mapping[str, Callable[[random.Random], float]] = {
     "log-normal, sigma 0.8": _log_normal(0.8),
     "log-normal, sigma 1": _log_normal(1.0),
     "exponential": lambda rng: rng.expovariate(1 / MEAN),
+    "all of the same length": lambda rng: 200,
     "100 to 300": lambda rng: rng.uniform(100, 300),
     "short and long": lambda rng: rng.gauss(*((40, 10) if rng.random() < 0.6 else (400, 60))),
 }
@@ -109,50 +109,9 @@ def is_right(estimate: float, true: float) -> bool:
     return abs(estimate - true) <= 0.2 * true
 
 
-WIDTH, JOBS = 64, 8
+JOBS = 6
 LEAST_RIGHT = {"log-normal, sigma 0.8": 0.75, "log-normal, sigma 1": 0.55, "exponential": 0.75}
 """The part of all estimates; the longest of a few answers can't be foreseen."""
-CLOSE = tuple(share / 40 for share in range(4, 36))
-
-
-def shares(num: int, seed: int = 5) -> list[float]:
-    """From 0 to 1, ``WIDTH`` in turn all over it: the first lines of a job are like
-    the others."""
-    rng, drawn = random.Random(seed), []
-    while len(drawn) < num:
-        block = [(i + rng.random()) / WIDTH for i in range(WIDTH)]
-        rng.shuffle(block)
-        drawn += block
-    return drawn[:num]
-
-
-def spread_lengths(num: int, sigma: float, most: int = 1024) -> list[int]:
-    """Log-normal, 150 on average before they are cut at ``most``."""
-    normal = NormalDist(-(sigma**2) / 2, sigma)
-    every = (150 * 2.718281828 ** normal.inv_cdf(share) for share in shares(num))
-    return [max(1, min(most, round(length))) for length in every]
-
-
-def jobs() -> dict[str, Shape]:
-    rng = random.Random(5)
-    even = [rng.randint(100, 300) for _ in range(1200)]
-    return {
-        "all of the same length": Shape([200] * 1000, 200),
-        "long prompts": Shape([40] * 1000, 40, prompt=4000),
-        "the same, no limit": Shape([200] * 1000, None),
-        "a bit spread, few": Shape(spread_lengths(640, 0.25), None),
-        "a bit spread": Shape(spread_lengths(1500, 0.25), 1024),
-        "spread": Shape(spread_lengths(1500, 0.5), 1024),
-        "widely spread and cut": Shape(spread_lengths(1500, 1.0, 256), 256),
-        "between 100 and 300": Shape(even, 300),
-    }
-
-
-@pytest.mark.parametrize("name", jobs())
-def test_the_estimate_is_within_a_fifth(name: str) -> None:
-    estimate = judged(jobs()[name], CLOSE)
-    assert len(estimate) == len(CLOSE)
-    assert [(ours, true) for ours, true in estimate if not is_right(ours, true)] == []
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
@@ -181,26 +140,6 @@ def test_limits_are_taken_where_no_answer_has_ended() -> None:
     times.add(10.0, 0, 500, 50)
     counts = JobCounts(100, 0, {(10, 20): 50}, limits={20: 100}, num_lines=100)
     assert remaining_s(counts, times) == pytest.approx(30.0, rel=0.05)
-
-
-def test_a_line_may_have_several_answers() -> None:
-    times = TokenTimes()
-    times.add(1.0, 0, 50, 50)
-    times.add(10.0, 0, 500, 50)
-    counts = JobCounts(50, 0, {(10, 20): 50}, limits={20: 100}, num_lines=50)
-    assert counts.num_waiting == 50
-    assert remaining_s(counts, times) == pytest.approx(30.0, rel=0.05)
-
-
-def test_the_cost_of_a_round_shows_when_the_batch_empties() -> None:
-    times, now_s, outputs = TokenTimes(), 0.0, 0
-    for num_running in [64] * 40 + [48, 32, 16, 8, 4]:
-        now_s += 20 * (0.08 + 0.0005 * num_running)
-        outputs += 20 * num_running
-        times.add(now_s, 0, outputs, num_running)
-    costs = times.of()
-    assert costs.round == pytest.approx(0.08, rel=0.15)
-    assert costs.output_token == pytest.approx(0.0005, rel=0.4)
 
 
 def test_time_in_which_nothing_ran_counts_too() -> None:
@@ -239,30 +178,6 @@ def test_time_until_the_first_tokens_is_no_cost_of_theirs(
         assert estimate == pytest.approx(left_s, rel=0.25, abs=2)
 
 
-def test_running_answers_count_up_to_the_length_they_have() -> None:
-    rng, ended = random.Random(1), EndedAnswers()
-    running: dict[tuple[int, int], int] = {}
-    for _ in range(4000):
-        length, seen = round(rng.expovariate(1 / 200)), rng.randint(0, 400)
-        if length <= seen:
-            ended.add(length, is_cut=False)
-        else:
-            running[seen, 0] = running.get((seen, 0), 0) + 1
-    table = LengthTable.of(ended, running)
-    assert table.area(float("inf")) == pytest.approx(200, rel=0.07)
-    assert table.left(300, 1 << 20) == pytest.approx(200, rel=0.15)
-    assert table.share(table.length(0.3)) == pytest.approx(0.3)
-
-
-def test_cut_answers_say_nothing_of_longer_ones() -> None:
-    rng, ended = random.Random(1), EndedAnswers()
-    for _ in range(4000):
-        length = round(rng.expovariate(1 / 200))
-        ended.add(min(length, 256), is_cut=length > 256)
-    table = LengthTable.of(ended, {})
-    assert table.area(float("inf")) == pytest.approx(200, rel=0.1)
-
-
 def test_many_limits_are_counted_by_bucket() -> None:
     limits = dict.fromkeys(range(1, 3000), 2)
     few = few_limits(limits)
@@ -270,12 +185,3 @@ def test_many_limits_are_counted_by_bucket() -> None:
     mean = sum(length * num for length, num in few.items()) / sum(few.values())
     assert mean == pytest.approx(1500, rel=0.05)
     assert few_limits({7: 3}) == {7: 3}
-
-
-def test_a_sum_of_tokens_is_spread_over_running_answers() -> None:
-    spread = spread_evenly(10, 1000, {300: 4, 400: 6})
-    assert sum(spread.values()) == 10 and {most for _, most in spread} == {400}
-    assert sum(length * num for (length, _), num in spread.items()) == 1000
-    assert not spread_evenly(0, 0, {})
-    assert spread_evenly(2, -9, {}) == {(0, 0): 2}
-    assert spread_evenly(1, 7, {0: 1, 20: 1}) == {(7, 0): 1}

@@ -29,7 +29,7 @@ def test_a_step_of_every_kind_of_row(name: str, dtype: DType) -> None:
     assert step.error() < 1e-5
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["plain", "all"])
 def test_groups_of_decoded_tokens(name: str) -> None:
     """Too little room for all of them side by side."""
     spec = SPECS[name]

@@ -76,18 +76,6 @@ def test_a_chunk_of_few_tokens_is_cut_by_what_it_sees(kernels: BlockKernels) -> 
     assert later.chunk_work[None].splits.num_merges > 0
 
 
-def test_other_rows_are_left_alone(kernels: BlockKernels) -> None:
-    case = Case(torch.float32, False, 16, 2, 16, "plain")
-    step = case.sequences((30, 20), (3, 4), DEVICE, kernels)
-    later = step.step("later")
-    q = torch.cat(step.q)
-    o = torch.full_like(q, 7.0)
-    step.cache.store(0, step.new(step.k), step.new(step.v), later.slots)
-    step.cache.attend_later(0, q, later.later[1:], o, {})
-    assert (o[:3] == 7.0).all()
-    torch.testing.assert_close(o[3:].double().cpu(), step.expected()[3:], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_int8_as_an_r_worker_holds_it(dtype: torch.dtype, kernels: BlockKernels) -> None:
     """Whole numbers and scales are R-workers', to the bit, halves between two included."""

@@ -4,33 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import CPU, MOST_OFF, Case, dense
-
-from fastdecode.core.spec import AttentionSpec
-from sworker.prefill import merge_attention
-from sworker.sinks import add_sinks
+from attention_cases import CPU, MOST_OFF, Case
 
 SINKS = torch.linspace(-30.0, 30.0, 8)
-
-
-def test_parts_are_merged_first() -> None:
-    """Of o in two parts, and their log-sum-exps: in float64 what the definition says."""
-    generator = torch.Generator().manual_seed(0)
-    spec = AttentionSpec(8, 2, 12, 0.3)
-    q, k, v = (
-        torch.randn(num, heads, 12, generator=generator, dtype=torch.float64)
-        for num, heads in ((1, 8), (9, 2), (9, 2))
-    )
-    parts = [dense(q, k, v, spec, past=8, keys=keys) for keys in (slice(0, 4), slice(4, 9))]
-    (o_a, lse_a), (o_b, lse_b) = parts
-    share = torch.sigmoid(lse_a - lse_b)[..., None]
-    o, lse = o_a * share + o_b * (1 - share), torch.logaddexp(lse_a, lse_b)
-    expected = dense(q, k, v, spec, past=8, sinks=SINKS)[0]
-    found = o * torch.sigmoid(lse - SINKS.double())[..., None]
-    torch.testing.assert_close(found, expected, atol=1e-15, rtol=1e-14)
-    single, single_lse = merge_attention(o_a.float(), lse_a.float(), o_b.float(), lse_b.float())
-    add_sinks(single, single_lse, SINKS)
-    torch.testing.assert_close(single.double(), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "softcap", "alibi"])
