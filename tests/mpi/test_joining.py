@@ -20,7 +20,6 @@ REQUIRED += ["--output", "/nonexistent/out"]
     ("s_worker", "r_worker", "code", "told"),
     [
         (["--help"], [], 0, "usage: fastdecode generate"),
-        (["--top-p", "7"], [], 2, "--top-p 7"),
         ([], ["--typo"], 2, "unknown option --typo"),
     ],
 )
