@@ -126,13 +126,13 @@ def test_rows_and_tables_grow_and_are_used_again() -> None:
     lengths = rng.integers(1, 40, 200)
     for i, length in enumerate(lengths):
         store.open(i, int(length))
-        memory.append(store, {i: [1000 * i + j for j in range(length)]})
+        memory.append(store, [(i, 0, [1000 * i + j for j in range(length)])])
     for i in range(0, 200, 2):
         store.close(i)
     num_rows = len(store.tables.blocks)
     for i in range(200, 300):
         store.open(i, 3)
-        memory.append(store, {i: [1000 * i, 1000 * i + 1, 1000 * i + 2]})
+        memory.append(store, [(i, 0, [1000 * i, 1000 * i + 1, 1000 * i + 2])])
     assert len(store.tables.blocks) == num_rows
     for i in range(1, 200, 2):
         assert memory.read(store, i) == [1000 * i + j for j in range(lengths[i])]
