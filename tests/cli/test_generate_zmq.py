@@ -13,10 +13,8 @@ from typing import TypeAlias
 
 import pytest
 from generate_jobs import answers_alone, write_requests
-from hybrid_jobs import HybridJob
 from limited_steps import StepLimit
 from mpi_launch import running
-from turn_lines import check_turns, write_turns
 from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL
@@ -49,14 +47,25 @@ def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
 def test_conversations_go_on_from_kept_blocks_at_addresses(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    write_turns(tmp_path / "turns.jsonl")
+    turns = [
+        {"id": f"{whose}{turn}", "prompt_token_ids": [place * 7 + turn] * 20,
+         "conversation_id": whose, "temperature": 0, "ignore_eos": True, "max_tokens": 9}
+        for turn in range(3) for place, whose in enumerate("ab", 1)
+    ]  # fmt: skip
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in turns))
     options = ["generate", "--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
     options += ["--block-size", "16", "--input", str(tmp_path / "turns.jsonl"), "--output"]
     plain, kept = tmp_path / "plain.jsonl", tmp_path / "kept.jsonl"
     assert main([*options, str(plain), "--kv-memory-gb", "0.01"]) == 0
     with r_workers("*", "*") as (_, addresses):
         assert main([*options, str(kept), "--prefix-cache", "on", *at(addresses)]) == 0
-    check_turns(plain, kept)
+    before, after = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (plain, kept)
+    )
+    assert [line["token_ids"] for line in after] == [line["token_ids"] for line in before]
+    for line in after:  # a later turn runs what is new, and the last drawn token
+        spared = 0 if line["id"].endswith("0") else line["usage"]["prompt_tokens"] - 21
+        assert line["usage"].get("cached_tokens", 0) == spared, line["id"]
 
 
 def test_tokens_are_those_of_threads_one_job_after_another(asked: Asked, tmp_path: Path) -> None:
@@ -144,21 +153,6 @@ def test_a_lost_r_worker_changes_no_token(
     assert f"R-worker {addresses[0]} is lost" in outcome.output
     written = json.loads(summary.read_text())
     assert written["r_workers_lost"] == 1 and written["recomputed"] > 0
-
-
-@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: over MPI it is in make test")
-def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, limit: StepLimit
-) -> None:
-    hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
-    with r_workers("*", "*") as (jobs, addresses):
-        with running([*limit.fastdecode, *hybrid.options, *at(addresses)]) as s_worker:
-            s_worker.wait_for_text(hybrid.output)
-            limit.lose(jobs[0].process, signal.SIGKILL)
-            outcome = s_worker.wait()
-        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-        assert jobs[1].wait().exit_code == 0
-    hybrid.check_with_one_lost()
 
 
 def test_more_connections_than_an_r_worker_takes_change_no_token(
