@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
-from store_machine import BLOCK_SIZE as STORE_BLOCK
-from store_machine import counts, ids, refuses_unchanged
+from store_checks import counts, ids, refuses_unchanged
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
@@ -33,7 +32,7 @@ def keys(*numbers: int) -> np.ndarray:
 
 
 def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
-    store = KVStore(4, STORE_BLOCK)
+    store = KVStore(4, 4)
     store.open(0, 8)
     store.append(ids(0), counts(8))
     store.cached.keep([key(1), key(2)], store.tables.of_row(store.tables.row(0)).copy())
