@@ -155,37 +155,29 @@ def test_facts(mode: str | None, gpu: Any, tmp_path: Path, monkeypatch: pytest.M
     assert ("note" in rows["GPU"]) == (mode != "Default")
 
 
-def check(name: str, ok: bool | None) -> dict[str, Any]:
-    return {name: {"check": name, "ok": ok, "why": "w"}}
-
-
-def report_of(gpu: Any, tmp_path: Path, **outcomes: Any) -> Any:
+@pytest.mark.parametrize(
+    ("checks", "layers", "right", "exit_code"),
+    [
+        ([True], {}, (1, 1), 0),
+        ([True], {"left_out": ["no time was left"]}, (1, 1), 3),
+        ([True], {"failed": ["exit code 1"]}, (1, 1), 1),
+        ([True, False, None], {"left_out": ["not installed: pytest"]}, (1, 3), 1),
+    ],
+)
+def test_verdict_and_exit_code(
+    gpu: Any, tmp_path: Path, checks: list[bool | None], layers: dict[str, Any],
+    right: tuple[int, int], exit_code: int,
+) -> None:  # fmt: skip
+    """A check that was not run is not right."""
     report = gpu.Report(tmp_path / "r.json", smoke=False)
     steps = {step.name: step for step in gpu.STEPS}
-    for name, found in outcomes.items():
-        report.add(steps[name], found)
-    return report
-
-
-def test_right_counts_checks_that_were_not_run(gpu: Any, tmp_path: Path) -> None:
-    kernels = gpu.Outcome(checks={**check("a", True), **check("b", False), **check("c", None)})
-    report = report_of(
-        gpu, tmp_path, kernels=kernels, sampler=gpu.Outcome(left_out=["not installed: pytest"])
-    )
-    assert report.right == (1, 4)
-    assert re.fullmatch(r"RIGHT 1/4 · FAST 0/6 · \d:\d\d min · r\.json", report.verdict)
-    assert report.exit_code == 1
+    rows = {str(i): {"check": str(i), "ok": ok, "why": "w"} for i, ok in enumerate(checks)}
+    report.add(steps["kernels"], gpu.Outcome(checks=rows))
+    report.add(steps["layers"], gpu.Outcome(**layers))
+    assert (report.right, report.exit_code) == (right, exit_code)
+    shown = rf"RIGHT {right[0]}/{right[1]} · FAST 0/6 · \d:\d\d min · r\.json"
+    assert re.fullmatch(shown, report.verdict)
     assert json.loads((tmp_path / "r.json").read_text())["steps"]["kernels"]["checks"]
-
-
-@pytest.mark.parametrize(
-    ("found", "exit_code"),
-    [({}, 0), ({"left_out": ["no time was left"]}, 3), ({"failed": ["exit code 1"]}, 1)],
-)
-def test_exit_code(gpu: Any, tmp_path: Path, found: dict[str, Any], exit_code: int) -> None:
-    kernels = gpu.Outcome(checks=check("a", True))
-    report = report_of(gpu, tmp_path, kernels=kernels, layers=gpu.Outcome(**found))
-    assert report.exit_code == exit_code
 
 
 def test_a_wrong_result_shows_no_rate(gpu: Any) -> None:
