@@ -35,7 +35,7 @@ from rworker.stream.chunks import layout_of
 from rworker.stream.mirror import Mirror
 from rworker.stream.taking_over import take_over
 
-MirrorMachine.TestCase.settings = settings(max_examples=examples(240), stateful_step_count=40)
+MirrorMachine.TestCase.settings = settings(max_examples=examples(160), stateful_step_count=40)
 TestMirror = MirrorMachine.TestCase
 
 
