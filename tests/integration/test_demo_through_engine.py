@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from examples import TRIES_ALL
+from examples import TRIES_ALL, examples
 from fastdecode import LLM, SamplingParams
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHECKPOINT = EXAMPLES / "model" / "checkpoint"
 STATED_RECALL = 0.775
-MARGIN = 0.1
-"""Three standard deviations of the share of 200 answers."""
 
 
 def test_the_checkpoint_is_small_and_transformers_loads_it() -> None:
@@ -34,7 +32,8 @@ MANY = {"r_workers": 3, "prefill_chunk": 48, "lanes": 2}
 @pytest.mark.parametrize("options", [MANY, *[{"r_workers": 1}] * TRIES_ALL])
 def test_it_recalls_what_its_prompts_told(options: dict[str, int]) -> None:
     lines = (EXAMPLES / "model" / "recall_eval.jsonl").read_text().splitlines()
-    items = [json.loads(line) for line in lines]
+    items = [json.loads(line) for line in lines[: examples(200)]]
+    three_deviations = 3 * (STATED_RECALL * (1 - STATED_RECALL) / len(items)) ** 0.5
     params = SamplingParams(temperature=0, max_tokens=32, stop=("\n",))
     with LLM(str(CHECKPOINT), r_threads=1, kv_memory_gb=0.2, **options) as llm:
         outputs = llm.generate([item["prompt"] for item in items], params)
@@ -42,4 +41,4 @@ def test_it_recalls_what_its_prompts_told(options: dict[str, int]) -> None:
         output.text.strip().startswith(item["answer"].strip())
         for output, item in zip(outputs, items, strict=True)
     ]
-    assert sum(right) / len(right) >= STATED_RECALL - MARGIN
+    assert sum(right) / len(right) >= STATED_RECALL - three_deviations
