@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_model.quantities import seconds_text
-from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import (
     add_log_level_option,
     add_options,
     add_status_option,
+    measuring,
     read_options,
     tell,
 )
@@ -107,12 +107,10 @@ class NetMeasurement(_Measurement):
     key: str | None = option(None, "the cluster's key, if it is on another host", metavar="FILE")
 
 
-def add_calibrate(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "calibrate",
-        help="measure this machine, to plan with `fastdecode size`",
-        description="Measure the S-part on a device (s), the R-part on a host (r), or the network "
-        "between an S-worker and an R-worker (net), into a profile for `size`.",
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure the S-part on a device (s), the R-part on a host (r), or the network "
+        "between an S-worker and an R-worker (net), into a profile for `size`."
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     link = "round trip, bandwidth and cost of a message to an R-worker"

@@ -21,7 +21,6 @@ from typing import Any
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
-    add_log_level_option,
     add_options,
     as_typed,
     check_options,
@@ -95,21 +94,16 @@ class LaunchOptions:
         check_values(self)
 
 
-def add_launch(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "launch",
-        help="run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
-        description=(
-            "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
-            "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
-        ),
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
+        "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
     )
     parser.set_defaults(run=run_launch)
     add_options(parser, LaunchOptions)
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
     )
-    add_log_level_option(parser)
 
 
 def run_launch(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from fastdecode.cli.parser import Rare
 from fastdecode.core.config.options import REQUIRED, Declared, declared, option
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
-from fastdecode.core.files import write_json
+from fastdecode.core.files import STANDARD, check_paths
 
 if TYPE_CHECKING:
-    from fastdecode.core.sequence import SamplingParams
+    from fastdecode.core.config.engine import EngineConfig
 
 T = TypeVar("T")
 EXIT_UNEXPECTED = 1
@@ -192,42 +192,13 @@ def add_log_level_option(parser: Container, default: str = "warning") -> None:
 
 
 def add_exit_code_option(parser: Container) -> None:
-    parser.add_argument(
-        "--exit-code-file",
-        type=Path,
-        metavar="FILE",
-        help="also write the exit code there: mpirun's says little once a rank was lost",
-    )
-
-
-def add_input_option(parser: Container) -> None:
-    parser.add_argument(
-        "--input",
-        "-i",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="requests, JSON Lines, also compressed by gzip; -: standard input",
-    )
-
-
-def add_report_options(parser: Container) -> None:
-    """Add the files about a job, besides its answers."""
-    for flag, text in (
-        ("--summary", "write timings and totals there, JSON"),
-        ("--trace", "write what ran when, as Chrome trace events"),
-    ):
-        parser.add_argument(flag, type=Path, metavar="FILE", help=text)
-    add_status_option(parser)
+    text = "also write the exit code there: mpirun's says little once a rank was lost"
+    parser.add_argument("--exit-code-file", type=Path, metavar="FILE", help=text)
 
 
 def add_status_option(parser: Container) -> None:
-    parser.add_argument(
-        "--status",
-        type=Path,
-        metavar="FILE",
-        help="write the command's state there once a second, JSON: fastdecode top shows it",
-    )
+    text = "write the command's state there once a second, JSON: fastdecode top shows it"
+    parser.add_argument("--status", type=Path, metavar="FILE", help=text)
 
 
 @dataclass(frozen=True)
@@ -324,20 +295,6 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
-    """Return the parameters of requests that do not set their own.
-
-    Raises:
-        ConfigError: If an option makes no sense. It names the option.
-    """
-    from fastdecode.core.sequence import SamplingParams
-
-    try:
-        return SamplingParams(**sampling_given(args))
-    except RequestError as error:
-        raise ConfigError(*error.words) from None
-
-
 def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
     """Return and print the sampling parameters that the model's generation_config.json
     recommends."""
@@ -379,31 +336,53 @@ def load_engine(args: argparse.Namespace) -> None:
         import fastdecode.engine.setup.launch  # noqa: F401
 
 
-def check_options(args: argparse.Namespace) -> SamplingParams:
+def check_options(args: argparse.Namespace) -> EngineConfig:
     """Refuse impossible options before anything starts: ranks of an MPI job wait for each other.
-
-    Returns:
-        The sampling parameters of requests that do not set their own.
 
     Raises:
         ConfigError: If an option makes no sense. It names the option.
     """
     from fastdecode.core.config.engine import EngineConfig
+    from fastdecode.core.sequence import SamplingParams
 
     try:
-        EngineConfig.of(args.model, **engine_options(args))
-        return sampling_defaults(args)
+        config = EngineConfig.of(args.model, **engine_options(args))
+        SamplingParams(**sampling_given(args))
     except ConfigError as error:
         error.is_of_command_line = True
         raise
+    except RequestError as error:
+        refused = ConfigError(*error.words)
+        refused.is_of_command_line = True
+        raise refused from None
+    return config
 
 
-def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> int:
-    """Write a job's summary if one is wanted. Return 1 if that failed, otherwise 0."""
-    try:
-        if path is not None:
-            write_json(path, summary, "summary")
-    except ConfigError as error:
-        tell(f"{command}: {error}; the answers are whole")
-        return EXIT_UNEXPECTED
-    return 0
+@contextlib.contextmanager
+def measuring(
+    args: argparse.Namespace,
+    command: str,
+    progress: Callable[[], Mapping[str, Any]] = dict,
+    **outputs: Path | None,
+) -> Iterator[Callable[[str], None]]:
+    """Write ``--status``, if it is given, while the command measures.
+
+    Args:
+        args: Options of the command.
+        command: Name of the command.
+        progress: Returns its progress. Empty if it does not count.
+        outputs: Other files that it writes, by option.
+
+    Returns:
+        A function that reports the current activity in a line.
+
+    Raises:
+        ConfigError: If the file can't be written, or is one of ``outputs``.
+    """
+    from fastdecode.measure.status_file import Measuring, StatusFile
+
+    if args.status is not None:
+        check_paths(STANDARD, status=args.status, **outputs)
+    watched = Measuring(tell, getattr(args, "model", None), progress)
+    with StatusFile(args.status, command, watched, tell):
+        yield watched.say

@@ -1,6 +1,7 @@
-"""``fastdecode top``: watch a command that writes ``--status``, or a server.
+"""``fastdecode top``: watch a command that writes ``--status``, or a server. ``fastdecode plot``:
+a picture of a run that is over.
 
-Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 there is nothing to watch.
+Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 nothing is to be watched.
 Without ``--once``, ``top`` waits until the file or the server exists.
 """
 
@@ -21,9 +22,10 @@ from time import sleep
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from fastdecode.cli.options import add_log_level_option, add_options, read_options
+from fastdecode.cli.options import add_options, read_options
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.files import check_writable
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.words import printable
 from fastdecode.server.keys import first_key
@@ -55,17 +57,24 @@ class TopOptions:
         check_options(self)
 
 
-def add_top(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        help="watch a running command or server",
-        description="Watch a command that was started with --status FILE, or a server at "
+@dataclass(frozen=True)
+class PlotOptions:
+    """What is drawn, and where."""
+
+    source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="TRACE")
+    output: Path | None = option(
+        None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
+    )
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Watch a command that was started with --status FILE, or a server at "
         "http://HOST:PORT: progress, tokens/s of the last minute, shares of S-worker and "
-        "R-workers, KV caches. Waits until it has started, and ends when it ends.",
+        "R-workers, KV caches. Waits until it has started, and ends when it ends."
     )
     parser.set_defaults(run=run_top)
     add_options(parser, TopOptions)
-    add_log_level_option(parser, default="error")
 
 
 def run_top(args: argparse.Namespace) -> int:
@@ -166,3 +175,20 @@ def _checked(content: bytes, place: str) -> dict[str, Any]:
         if isinstance(status, dict) and {"state", "time_s", "uptime_s"} <= status.keys():
             return status
     raise ConfigError(f"{place} is no status: give the file of --status, or a server's address")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Draw a file of --trace: who computed when, sequences over time."
+    parser.set_defaults(run=run_plot)
+    add_options(parser, PlotOptions)
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    """Draw. Return the exit code."""
+    from fastdecode.measure.run_plot import plot_run
+
+    target = args.output or args.source.with_name(args.source.name + ".svg")
+    check_writable(target, "picture")
+    plot_run(args.source, target)
+    print(target)
+    return 0

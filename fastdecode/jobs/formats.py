@@ -30,7 +30,7 @@ from fastdecode.core.sequence import (
     SamplingParams,
     TokenLogprob,
 )
-from fastdecode.jobs.lines import MAX_LINE_BYTES, LineId
+from fastdecode.jobs.lines import MAX_LINE_BYTES, Identify, LineId
 from fastdecode.openai.answers import answer_body, error_body, status
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.chat import Turn
@@ -151,14 +151,6 @@ class SimpleLines:
     ) -> dict[str, Any]:
         return {"id": line_id, "line": number, "error": {"code": error.code, "message": str(error)}}
 
-    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
-        """Return which line an answer is for, and True if it is an error.
-
-        Raises:
-            KeyError, ValueError, TypeError: If it isn't an answer of this format and this run.
-        """
-        return int(answer["line"]), "error" in answer
-
 
 @dataclass(frozen=True)
 class OpenAILines:
@@ -216,12 +208,6 @@ class OpenAILines:
     ) -> dict[str, Any]:
         return self._line(number, line_id, status(error)[0], error_body(error))
 
-    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
-        prefix, number = str(answer["id"]).rsplit("_", 1)
-        if prefix != f"{ID_PREFIX}_{self.run_id}":
-            raise ValueError("an answer of another run")
-        return int(number), int(answer["response"]["status_code"]) >= 400
-
     def _line(
         self, number: int, line_id: LineId | None, status_code: int, body: dict[str, Any]
     ) -> dict[str, Any]:
@@ -236,6 +222,20 @@ class OpenAILines:
 
 LineFormat: TypeAlias = "SimpleLines | OpenAILines"
 """Answers name lines by their numbers, from 1."""
+
+
+def identifier(lines: str, run_id: str) -> Identify:
+    """Return the ``Identify`` of a run's answers. ``lines``: name of their format."""
+
+    def openai(answer: dict[str, Any]) -> tuple[int, bool]:
+        prefix, number = str(answer["id"]).rsplit("_", 1)
+        if prefix != f"{ID_PREFIX}_{run_id}":
+            raise ValueError("an answer of another run")
+        return int(number), int(answer["response"]["status_code"]) >= 400
+
+    if lines == OpenAILines.name:
+        return openai
+    return lambda answer: (int(answer["line"]), "error" in answer)
 
 
 def shape_of(raw: bytes) -> tuple[LineId | None, str | None]:

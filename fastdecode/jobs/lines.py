@@ -12,9 +12,10 @@ import sys
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, TypeAlias, cast
+from typing import IO, Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -23,10 +24,43 @@ from fastdecode.core.files import STANDARD, open_output, write_whole
 from fastdecode.core.os_errors import explained
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_SHARDS = 1 << 20
 _GZIP: Final = b"\x1f\x8b"
 """No line of JSON begins so."""
 LineId: TypeAlias = "str | int"
 """As the line gave it. 1 and "1" are the same."""
+Identify: TypeAlias = Callable[[dict[str, Any]], tuple[int, bool]]
+"""Returns which line an answer is for, and True if it is an error. Raises KeyError, ValueError or
+TypeError for what is no answer of the run."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Lines ``index``, ``index + count``, … of a file, whose first line is 1. For job arrays."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Shard:
+        """Return the shard of ``2/8``. Raises: ConfigError: If the text isn't a shard."""
+        index, slash, count = text.partition("/")
+        numbers = index.isdecimal() and count.isdecimal() and slash == "/"
+        if not numbers or not 1 <= int(index) <= int(count) <= MAX_SHARDS:
+            raise ConfigError(
+                f"--shard {text!r} is not I/N with 1 <= I <= N <= {MAX_SHARDS}: "
+                "give 1/8, 2/8, ... 8/8 to the eight jobs of an array"
+            )
+        return cls(int(index), int(count))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def __contains__(self, number: int) -> bool:
+        return number % self.count == self.index % self.count
+
+
+WHOLE: Final = Shard()
 
 
 class LineSource:

@@ -17,8 +17,15 @@ from fastdecode.jobs.formats import (
     shape_of,
     too_long,
 )
-from fastdecode.jobs.lines import DuplicateFinder, LineId, LineReader, LineSet, LineSource
-from fastdecode.jobs.shard import WHOLE, Shard
+from fastdecode.jobs.lines import (
+    WHOLE,
+    DuplicateFinder,
+    LineId,
+    LineReader,
+    LineSet,
+    LineSource,
+    Shard,
+)
 from fastdecode.openai.chat import Chat
 
 MAX_COMPLAINTS = 20

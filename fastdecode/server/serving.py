@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
@@ -253,14 +253,11 @@ class Ending(Enum):
     HTTP_LOST = auto()
 
 
-@dataclass
-class Wishes:
-    """What signals have asked for."""
+class Signals(Protocol):
+    """Counts of the signals that ask a server to stop, and to read its keys again."""
 
-    num_stops: int = 0
-    num_reloads: int = 0
-    ending: Ending | None = None
-    """Set once no request is answered any more."""
+    num_stops: int
+    num_reloads: int
 
 
 class Serving:
@@ -269,7 +266,7 @@ class Serving:
     Args:
         service: Runs the requests. Where it has no thread of its own, its steps run here.
         bridge: To the HTTP process.
-        wishes: Of signals.
+        signals: Looked at several times a second.
         reload: Reads the keys again.
         tell: Shows a line.
         lines: Show what the engine does. None shows nothing.
@@ -279,7 +276,7 @@ class Serving:
         self,
         service: EngineService[Any],
         bridge: Bridge,
-        wishes: Wishes,
+        signals: Signals,
         reload: Callable[[], None],
         tell: Callable[[str], None],
         lines: ActivityLines | None = None,
@@ -287,7 +284,7 @@ class Serving:
         self._lines = lines
         self._service = service
         self._bridge = bridge
-        self._wishes = wishes
+        self._signals = signals
         self._reload = reload
         self._tell = tell
         self._nothing = DeltaQueue()
@@ -295,15 +292,15 @@ class Serving:
 
     def run(self, drain_timeout_s: float) -> Ending:
         """Serve until a signal asks to stop, or serving can't continue."""
-        bridge, wishes = self._bridge, self._wishes
-        self._turn_while(lambda: not wishes.num_stops)
+        bridge, signals = self._bridge, self._signals
+        self._turn_while(lambda: not signals.num_stops)
         if not self._is_broken:
             self._tell(
                 f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
                 "at once"
             )
             bridge.send(Drain(drain_timeout_s))
-            self._turn_while(lambda: wishes.num_stops < 2, drain_timeout_s)
+            self._turn_while(lambda: signals.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():
             self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
         if not bridge.drained.is_set():
@@ -343,8 +340,8 @@ class Serving:
                 self._on_silence()
             if self._lines is not None:
                 self._lines.turn()
-            if self._wishes.num_reloads > self._num_reloaded:
-                self._num_reloaded = self._wishes.num_reloads
+            if self._signals.num_reloads > self._num_reloaded:
+                self._num_reloaded = self._signals.num_reloads
                 self._reload()
 
     def _on_silence(self) -> None:

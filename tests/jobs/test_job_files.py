@@ -21,7 +21,8 @@ from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import check_paths, open_output, write_json
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.job import BatchJob
-from fastdecode.jobs.opening import JobOptions, open_ordered_job
+from fastdecode.jobs.opening import open_ordered_job
+from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.stopping import Stopping
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "model" / "checkpoint"
@@ -34,7 +35,9 @@ def ordered(tmp_path: Path, num_lines: int, output: Path | None = None) -> tuple
     ]
     source.write_text("".join(line + "\n" for line in lines))
     return open_ordered_job(
-        JobOptions(source, output, skip_bad_lines=True), model_dir(tmp_path), lambda text: None
+        JobOptions(input=source, output=output, on_error="skip"),
+        model_dir(tmp_path),
+        lambda text: None,
     ), output
 
 
@@ -153,7 +156,7 @@ def test_an_answer_to_a_line_that_isnt_there_is_refused(make_job: Callable[..., 
         job.output.write_bytes(
             whole[: -len(last)] + last.replace(b"_" + number + b'"', b'_%d"' % other, 1)
         )
-        with pytest.raises(ConfigError, match="is no answer of the run"):
+        with pytest.raises(ConfigError, match="not in shard 1/1"):
             job.open("resume")
 
 

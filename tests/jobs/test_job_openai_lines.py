@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from fastdecode.core.errors import CapacityError, RequestError
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams, TokenLogprob
-from fastdecode.jobs.formats import LineError, LineRequest, OpenAILines
+from fastdecode.jobs.formats import LineError, LineRequest, OpenAILines, identifier
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
@@ -287,6 +287,7 @@ def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
 # ------------------------------------------------------------------------------
 
 LINES = lines()
+IDENTIFY = identifier("openai", "r1")
 
 
 @pytest.fixture
@@ -337,7 +338,7 @@ def test_a_completions_answer(codec: TextCodec) -> None:
         },
         "error": None,
     }
-    assert LINES.identify(answer) == (7, False)
+    assert IDENTIFY(answer) == (7, False)
 
 
 def test_an_answer_tells_logprobs_of_its_prompt_in_vllms_shape(codec: TextCodec) -> None:
@@ -487,7 +488,7 @@ def test_an_error_is_a_response(
     assert answer["response"]["status_code"] == status
     shown = answer["response"]["body"]["error"]
     assert shown == {"message": "m", "type": kind, "param": param, "code": error.code}
-    assert LINES.identify(answer) == (3, True)
+    assert IDENTIFY(answer) == (3, True)
 
 
 def test_answers_of_another_run_are_not_ours() -> None:
@@ -499,4 +500,4 @@ def test_answers_of_another_run_are_not_ours() -> None:
         {"id": "batch_req_r1_7"},
     ):
         with pytest.raises((KeyError, ValueError, TypeError)):
-            LINES.identify(foreign)
+            IDENTIFY(foreign)

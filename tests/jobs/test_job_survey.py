@@ -21,9 +21,8 @@ from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
 from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines
-from fastdecode.jobs.lines import DuplicateFinder, LineReader, LineSet, LineSource
+from fastdecode.jobs.lines import DuplicateFinder, LineReader, LineSet, LineSource, Shard
 from fastdecode.jobs.manifest import identify_model
-from fastdecode.jobs.shard import Shard
 from fastdecode.jobs.survey import kind_of_lines, survey
 from fastdecode.openai.requests import RequestReader
 

@@ -14,8 +14,7 @@ from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import survey as survey_module
 from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines
-from fastdecode.jobs.lines import LineSource
-from fastdecode.jobs.shard import WHOLE, Shard
+from fastdecode.jobs.lines import WHOLE, LineSource, Shard
 from fastdecode.jobs.survey import Survey, survey
 from fastdecode.openai.requests import RequestReader
 
