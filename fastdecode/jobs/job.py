@@ -30,7 +30,6 @@ from fastdecode.conversations.turns import (
     TurnPrompt,
     after_a_failed_turn,
 )
-from fastdecode.core.answer_lengths import EndedAnswers
 from fastdecode.core.errors import (
     CHILD_DIED,
     CapacityError,
@@ -135,7 +134,6 @@ class BatchJob:
         self._done = recovered.done
         self._num_failed = recovered.num_failed
         self._num_run = self._num_run_failed = self._num_taken = 0
-        self._ended = EndedAnswers()
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: tuple[int, str] | None = None
@@ -186,10 +184,9 @@ class BatchJob:
                 that no longer exist.
             FastDecodeError: If the output can't be written (code ``output_failed``).
         """
-        progress.begin(self._survey.num_lines, len(self._done), self._survey.limits)
+        progress.begin(self._survey.num_lines, len(self._done))
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
-        prompts_before = llm.stats.num_prompt_tokens
         withdrawn = False
 
         def on_tick() -> None:
@@ -204,8 +201,7 @@ class BatchJob:
             progress.update(
                 done=len(self._done), num_failed=self._num_failed,
                 num_tokens=llm.stats.num_output_tokens - tokens_before, workers=now.workers,
-                num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
-                num_running=now.num_running, running=llm.running_answers(), ended=self._ended,
+                num_running=now.num_running,
             )  # fmt: skip
 
         with contextlib.suppress(StopNow):
@@ -318,7 +314,6 @@ class BatchJob:
             return  # another prompt of the line has failed
         if output.error is None:
             line.outputs[index] = output
-            self._ended.add_output(output)
             if len(line.outputs) == len(line.request.prompts):
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(len(line.outputs))]

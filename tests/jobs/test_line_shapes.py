@@ -101,7 +101,7 @@ def _facts(found: Survey) -> list[object]:
     every = range(1, found.last_line + 1)
     return [
         found.num_lines, found.num_in_file, found.last_line, found.sha256,
-        found.num_turns, found.limits, sorted(found.complaints.items()),
+        found.num_turns, sorted(found.complaints.items()),
         [number for number in every if number in found.bad],
         [number for number in every if number in found.duplicates],
     ]  # fmt: skip
@@ -168,4 +168,4 @@ def test_lines_of_one_shape_are_parsed_once(tmp_path: Path) -> None:
     lines = [json.dumps({"id": i, "prompt": f"p{i}", "max_tokens": 4}) for i in range(5000)]
     (tmp_path / "in").write_text("\n".join(lines))
     found = survey(LineSource(tmp_path / "in"), Counted(SamplingParams()))
-    assert parsed == [1] and found.num_lines == 5000 and found.limits == {4: 5000}
+    assert parsed == [1] and found.num_lines == 5000
