@@ -194,12 +194,8 @@ def _line(
         or getattr(job, "r_worker", None)
     )
     r_command = [*_fastdecode(), "r-worker", *([] if options.no_numa else ["--numa-node", "auto"])]
-    for flag, value in (
-        ("--r-threads", options.r_threads),
-        ("--kv-memory-gb", options.kv_memory_gb),
-        ("--cache-disk", options.cache_disk),
-        ("--cache-disk-gb", options.cache_disk_gb),
-    ):
+    for name in ("r_threads", "kv_memory_gb", "cache_disk", "cache_disk_gb"):
+        flag, value = "--" + name.replace("_", "-"), getattr(options, name)
         if value is not None and not has_r_workers:
             raise ConfigError(
                 f"{flag} before -- configures R-workers that launch starts, and with "

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastdecode.cli.parser import Rare
-from fastdecode.core.config.options import REQUIRED, Declared, declared, option
+from fastdecode.cli.parser import RareHelp
+from fastdecode.core.config.options import REQUIRED, Declared, declared, option, switch
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
 from fastdecode.core.files import STANDARD, check_paths
 
@@ -31,18 +31,8 @@ _METAVARS = {"GB": "GB", "s": "S"}
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
 
 
-class Container(Protocol):
-    """A parser, or a group of its options."""
-
-    def add_argument(self, *flags: str, **options: Any) -> Any: ...
-
-    def add_argument_group(self, title: str, description: str | None = None) -> Any: ...
-
-    def add_mutually_exclusive_group(self, *, required: bool = False) -> Any: ...
-
-
 def add_options(
-    parser: Container,
+    parser: argparse._ActionsContainer,
     group: type[Any],
     title: str | None = None,
     description: str | None = None,
@@ -72,7 +62,7 @@ def add_options(
         flags = [each.flag] if each.option.short is None else [each.flag, each.option.short]
         (alternatives if each.option.is_alternative else target).add_argument(
             *flags,
-            help=text if shows_all or each.option.common else Rare(text),
+            help=text if shows_all or each.option.common else RareHelp(text),
             **_action(each, is_positional=not each.flag.startswith("-")),
         )
 
@@ -186,17 +176,17 @@ def progress_teller(every_s: float = 5.0) -> Callable[[str], None]:
     return progress
 
 
-def add_log_level_option(parser: Container, default: str = "warning") -> None:
+def add_log_level_option(parser: argparse._ActionsContainer, default: str = "warning") -> None:
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", default=default, choices=levels)
 
 
-def add_exit_code_option(parser: Container) -> None:
+def add_exit_code_option(parser: argparse._ActionsContainer) -> None:
     text = "also write the exit code there: mpirun's says little once a rank was lost"
     parser.add_argument("--exit-code-file", type=Path, metavar="FILE", help=text)
 
 
-def add_status_option(parser: Container) -> None:
+def add_status_option(parser: argparse._ActionsContainer) -> None:
     text = "write the command's state there once a second, JSON: fastdecode top shows it"
     parser.add_argument("--status", type=Path, metavar="FILE", help=text)
 
@@ -237,12 +227,12 @@ class SamplingOptions:
         (), "generate this token and no others; repeatable", metavar="ID"
     )
     bad_words: tuple[str, ...] = option((), "never generate this text; repeatable", metavar="TEXT")
-    ignore_eos: bool = option(False, "continue after the end-of-sequence token", is_switch=True)
+    ignore_eos: bool = switch("continue after the end-of-sequence token")
     detokenize: bool = option(
         True, "give token ids only, without text", flag="--no-detokenize", is_switch=True
     )
-    include_stop_str_in_output: bool = option(
-        False, "keep the stop text, or the text of the stop token, in the text", is_switch=True
+    include_stop_str_in_output: bool = switch(
+        "keep the stop text, or the text of the stop token, in the text"
     )
     skip_special_tokens: bool = option(
         True,
@@ -256,16 +246,14 @@ class SamplingOptions:
 
 
 def add_sampling_options(
-    parser: Container, askers: str = "lines", *, has_chats: bool = False
+    parser: argparse._ActionsContainer, askers: str = "lines", *, has_chats: bool = False
 ) -> None:
     """Draw the sampling options. ``has_chats``: some of the ``askers`` may be chats."""
     from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS
     from fastdecode.core.sequence import SamplingParams
 
-    params, group = (
-        SamplingParams(),
-        parser.add_argument_group("sampling", f"defaults for {askers} that do not set them"),
-    )
+    params = SamplingParams()
+    group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     defaults: dict[str, object] = {
         each.name: getattr(params, each.name)
         for each in declared(SamplingOptions)
@@ -308,7 +296,7 @@ def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_engine_options(
-    parser: Container, defaults: Mapping[str, str] = MappingProxyType({})
+    parser: argparse._ActionsContainer, defaults: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Draw the options of ``EngineConfig``, each of its groups as a group."""
     from fastdecode.core.config.engine import GROUPS

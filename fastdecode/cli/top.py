@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -79,47 +79,45 @@ def add_top(parser: argparse.ArgumentParser) -> None:
 
 def run_top(args: argparse.Namespace) -> int:
     """Show until the command has ended, or ctrl-C. Return the exit code."""
-    options = read_options(args, TopOptions)
-    look = _looker(options.place, options.api_key_file)
+    from fastdecode.measure.live_view import LiveView
+
+    view = LiveView()
     try:
-        first = look() if options.once else _wait_for(look, options.every)
-        _watch(options.place, first, look, None if options.once else options.every)
+        for place, status in enumerate(_statuses(read_options(args, TopOptions))):
+            view.add(status, time.time())
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+            show(view.lines(width), is_first=place == 0)
     except KeyboardInterrupt:
         print()
     return 0
 
 
-def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
-    """Return the first status. ``top`` may start before the command."""
-    has_said = False
+def _statuses(options: TopOptions) -> Iterator[dict[str, Any]]:
+    """Yield one status after the other until the command has ended.
+
+    Raises:
+        ConfigError: If there is none. ``top`` may start before the command, and then waits.
+    """
+    look = _looker(options.place, options.api_key_file)
+    is_first, is_waiting = True, False
     while True:
-        try:
-            return look()
-        except NotYetError as error:
-            if not has_said:
-                print(f"waiting: {error} (ctrl-C ends this)", flush=True)
-            has_said = True
-        sleep(every_s)
-
-
-def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None) -> None:
-    """Show one status after the other, or only the first if ``every_s`` is None."""
-    from fastdecode.measure.live_view import LiveView
-
-    view, is_first = LiveView(), True
-    while True:
-        view.add(status, time.time())
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
-        show(view.lines(width), is_first=is_first)
-        if every_s is None or str(status["state"]).startswith("ended"):
-            return
-        is_first = False
-        sleep(every_s)
         try:
             status = look()
-        except ConfigError:
-            print(f"{place} no longer answers")
-            return
+        except ConfigError as error:
+            if not is_first:
+                print(f"{options.place} no longer answers")
+                return
+            if options.once or not isinstance(error, NotYetError):
+                raise
+            if not is_waiting:
+                print(f"waiting: {error} (ctrl-C ends this)", flush=True)
+            is_waiting = True
+        else:
+            is_first = False
+            yield status
+            if options.once or str(status["state"]).startswith("ended"):
+                return
+        sleep(options.every)
 
 
 def show(lines: list[str], *, is_first: bool) -> None:

@@ -12,7 +12,6 @@ An **OpenAI** line is ``{"custom_id", "method": "POST", "url", "body"}``. Its an
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Callable, Sequence, Set
@@ -124,7 +123,7 @@ class SimpleLines:
         try:
             line = load_object(raw, number)
             line_id = _id_of(line, number)
-            _refuse_unknown_fields(line)
+            refuse_unknown(line, _SIMPLE_FIELDS, (), f"line {number}")
             # null is the same as not given
             given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
             defaults = self._greedy if given.get("temperature") == 0 else self._defaults
@@ -321,16 +320,6 @@ def _custom_id(line: dict[str, Any], number: int) -> str:
         text = f"line {number} has no custom_id that is a string of 1 to {MAX_ID_CHARS} characters"
         raise BodyError(text, code="invalid_custom_id", param="custom_id")
     return _utf8(custom_id, "custom_id")
-
-
-def _refuse_unknown_fields(line: dict[str, Any]) -> None:
-    for name in line:
-        if name not in _SIMPLE_FIELDS:
-            shown = name if len(name) <= 60 else name[:57] + "..."
-            near = difflib.get_close_matches(shown, _SIMPLE_FIELDS, n=1)
-            known = f"known are {', '.join(_SIMPLE_FIELDS)}"
-            hint = f"did you mean {near[0]!r}?" if near else known
-            raise RequestError(f"unknown field {shown!r}: {hint}", code="unknown_field")
 
 
 def _prompt_of(line: dict[str, Any]) -> Prompt:

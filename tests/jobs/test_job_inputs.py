@@ -15,8 +15,7 @@ from batch_jobs import LINES, NUM_LINES, Job
 from fake_llm import FakeLLM
 
 from fastdecode.cli.main import main
-from fastdecode.core.errors import ConfigError, FastDecodeError
-from fastdecode.jobs.journal import OrderedOutput
+from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.lines import Shard
 from fastdecode.jobs.manifest import Manifest
 from fastdecode.jobs.merging import merge
@@ -100,25 +99,6 @@ def test_an_output_that_cant_be_resumed_is_refused(make_job: MakeJob, name: str)
     job.output = Path(name) if name == "-" else job.output.with_name(name)
     with pytest.raises(ConfigError, match="can't be resumed"):
         job.run()
-
-
-def test_answers_in_order_can_be_compressed(tmp_path: Path) -> None:
-    output = OrderedOutput(tmp_path / "out.jsonl.gz")
-    output.begin()
-    for place in (2, 1, 0):
-        output.append(place, None, {"id": place})
-    output.close()
-    lines = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [0, 1, 2]
-
-
-def test_a_full_disk_is_told_of_a_compressed_output(tmp_path: Path) -> None:
-    (tmp_path / "full.gz").symlink_to("/dev/full")
-    output = OrderedOutput(tmp_path / "full.gz")
-    output.begin()
-    output.append(0, None, {"id": 0})
-    with pytest.raises(FastDecodeError, match="No space left"):
-        output.close()
 
 
 # --- shards

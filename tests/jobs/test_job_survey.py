@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.progress import Progress
@@ -24,28 +22,6 @@ from fastdecode.jobs.lines import DuplicateFinder, LineReader, LineSet, LineSour
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.jobs.survey import kind_of_lines, survey
 from fastdecode.openai.requests import RequestReader
-
-
-@given(st.lists(st.integers(1, 5000)))
-def test_a_line_set_is_a_set(numbers: list[int]) -> None:
-    lines = LineSet()
-    for number in numbers:
-        lines.add(number)
-    assert len(lines) == len(set(numbers))
-    assert all((number in lines) == (number in set(numbers)) for number in range(5100))
-
-
-@given(st.lists(st.sampled_from(["a", "b", "c", "é", "", "0", "00"]), max_size=30))
-def test_duplicates_are_found_with_the_line_they_repeat(ids: list[str]) -> None:
-    finder = DuplicateFinder()
-    first: dict[str, int] = {}
-    expected = []
-    for number, line_id in enumerate(ids, start=3):
-        finder.add(number, line_id)
-        if line_id in first:
-            expected.append([number, first[line_id]])
-        first.setdefault(line_id, number)
-    assert [list(pair) for pair in finder.find()] == expected
 
 
 def test_a_million_lines_take_a_few_bytes_each() -> None:
