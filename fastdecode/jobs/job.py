@@ -41,7 +41,7 @@ from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import PromptRequest, RequestOutput
 from fastdecode.jobs.formats import LineError, LineFormat, LineRequest, too_long
 from fastdecode.jobs.journal import Journal, OrderedOutput, Recovered
-from fastdecode.jobs.lines import LineId, LineReader, LineSource
+from fastdecode.jobs.lines import LineId, LineSource
 from fastdecode.jobs.manifest import seed_of
 from fastdecode.jobs.session import JobSession
 from fastdecode.jobs.stopping import StopNow, Stopping
@@ -212,8 +212,7 @@ class BatchJob:
 
     def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest | Turn]:
         """Yield the prompts of the lines that are left. Bad lines are answered here."""
-        with self._source.open() as file:
-            reader = LineReader(file)
+        with self._source.open() as reader:
             for number, raw in reader:
                 if number not in self._survey.shard:
                     continue

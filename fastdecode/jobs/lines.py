@@ -109,7 +109,7 @@ class LineSource:
         return self._reading.tell() / max(1, os.fstat(self._reading.fileno()).st_size)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[IO[bytes]]:
+    def open(self) -> Iterator[LineReader]:
         """Open the lines from the first on, uncompressed, without a byte order mark.
 
         Raises:
@@ -123,17 +123,17 @@ class LineSource:
             is_packed = raw.read(len(_GZIP)) == _GZIP
             raw.seek(0)
             if not is_packed:
-                yield self._as_utf8(raw)
+                yield self._reader(raw)
                 return
             try:
                 with gzip.GzipFile(fileobj=raw) as file:
-                    yield self._as_utf8(cast("IO[bytes]", file))
+                    yield self._reader(cast("IO[bytes]", file))
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ConfigError(
                     f"the input {self} is a damaged gzip file: {error}: compress it again"
                 ) from None
 
-    def _as_utf8(self, file: IO[bytes]) -> IO[bytes]:
+    def _reader(self, file: IO[bytes]) -> LineReader:
         first = file.read(4)
         if b"\0" in first or first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise ConfigError(
@@ -141,7 +141,7 @@ class LineSource:
                 "UTF-8 (in PowerShell: Set-Content -Encoding utf8)"
             )
         file.seek(len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0)
-        return file
+        return LineReader(file)
 
     def close(self) -> None:
         if self._copy is not None:
@@ -179,16 +179,19 @@ class LineReader:
 
 
 class LineSink:
-    """An output that is opened and emptied: a file, gzip by its suffix, or standard output.
+    """An output that is opened and emptied: a file, or standard output.
+
+    Args:
+        packs: True to compress it by gzip. None decides by its suffix.
 
     Raises:
         ConfigError: If it can't be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, packs: bool | None = None) -> None:
         self._fd = os.dup(1) if path == STANDARD else open_output(path, "output")
         self._packed: gzip.GzipFile | None = None
-        if path.suffix == ".gz":
+        if packs or (packs is None and path.suffix == ".gz"):
             self._file = os.fdopen(self._fd, "wb")
             self._packed = gzip.GzipFile("", "wb", fileobj=self._file, mtime=0)
 

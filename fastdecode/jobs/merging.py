@@ -25,6 +25,8 @@ from fastdecode.jobs.survey import OnLook, unseen
 
 TICK_LINES: Final = 10_000
 SHOWN_SHARDS: Final = 10
+_PART: Final = ".part"
+"""Suffix of a file that is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,10 @@ def merge(
         raise ConfigError(
             f"line {numbers[order[twice[0]]]} is answered twice: the outputs were changed"
         )
+    packs = merged.suffix == ".gz"
     places = ((owners[place], offsets[place]) for place in order)
     try:
-        with _written_beside(merged) as beside, contextlib.closing(LineSink(beside)) as sink:
+        with _written_beside(merged) as beside, contextlib.closing(LineSink(beside, packs)) as sink:
             for count, line in enumerate(_lines_at(places, outputs), start=1):
                 sink.write(line)
                 if count % TICK_LINES == 0:
@@ -124,7 +127,8 @@ def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
     """Raises: ConfigError: If writing the joined file would destroy an input."""
     if merged == STANDARD:
         return
-    written = identity(merged), identity(_part_of(merged.resolve()))
+    target = merged.resolve()
+    written = identity(target), identity(target.with_name(target.name + _PART))
     for output in outputs:
         for path in (output, Manifest.path_for(output.resolve())):
             if identity(path) in written:
@@ -166,7 +170,7 @@ def _written_beside(merged: Path) -> Iterator[Path]:
     if merged == STANDARD or (target.exists() and not target.is_file()):
         yield merged
         return
-    part = _part_of(target)
+    part = target.with_name(target.name + _PART)
     try:
         yield part
         part.replace(target)
@@ -174,8 +178,3 @@ def _written_beside(merged: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-
-
-def _part_of(target: Path) -> Path:
-    """Return the name of a file that isn't whole. It is compressed if the target is."""
-    return target.with_name(target.name + (".part.gz" if target.suffix == ".gz" else ".part"))

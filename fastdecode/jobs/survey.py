@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from fastdecode.jobs.lines import (
     WHOLE,
     DuplicateFinder,
     LineId,
-    LineReader,
     LineSet,
     LineSource,
     Shard,
@@ -112,8 +112,8 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
     Raises:
         ConfigError: If the file can't be read.
     """
-    with source.open() as file:
-        for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
+    with source.open() as reader:
+        for _, raw in itertools.islice(reader, MAX_PROBED_LINES):
             try:
                 line = load_object(raw or b"", 0)
             except RequestError:
@@ -143,8 +143,7 @@ def survey(
     """
     found, finder = Survey(shard), DuplicateFinder()
     checked: dict[str, bool] = {}
-    with source.open() as file:
-        reader = LineReader(file)
+    with source.open() as reader:
         for number, raw in reader:
             found.num_in_file += 1
             found.last_line = number
@@ -152,8 +151,8 @@ def survey(
             is_turn = None if shape is None else checked.get(shape)
             if is_turn is None:
                 line_id, is_turn = _check(found, lines, number, raw, takes_text=takes_text)
-                is_short = shape is not None and len(shape) <= MAX_SHAPE_CHARS
-                if is_turn is not None and is_short and len(checked) < MAX_SHAPES:
+                has_room = len(checked) < MAX_SHAPES
+                if shape and is_turn is not None and has_room and len(shape) <= MAX_SHAPE_CHARS:
                     checked[shape] = is_turn
             if line_id is not None:
                 finder.add(number, line_id)
