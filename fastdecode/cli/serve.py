@@ -134,7 +134,7 @@ class Signals:
             raise Interrupted
 
     def begin(self) -> None:
-        """Only count from now on. A stop that interrupted nothing counts as the first."""
+        """Count stops, and raise no Interrupted. A stop that came already is the first."""
         self._interrupts = False
         self.num_stops = min(self.num_stops, 1)
 

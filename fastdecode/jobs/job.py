@@ -67,9 +67,9 @@ class JobResult:
     num_done: int
     """Lines that are answered, now or in a run before."""
     num_failed: int
-    """Of those, with an error."""
+    """Lines that are answered with an error."""
     num_bad: int = 0
-    """Of those, lines that fail in every run: bad ones, and prompts that are too long."""
+    """Lines that fail in every run: bad ones, and prompts that are too long."""
     num_run: int = 0
     """Lines that were answered now."""
     num_run_failed: int = 0
@@ -102,7 +102,7 @@ class _OpenLine:
     """Its place among the lines that are answered now."""
     request: LineRequest
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    """By the prompt's place in the line."""
+    """Outputs by the prompt's place in the line."""
 
 
 class BatchJob:

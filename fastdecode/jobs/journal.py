@@ -40,7 +40,7 @@ class Recovered:
     done: LineSet = field(default_factory=LineSet)
     """Lines that are answered."""
     num_failed: int = 0
-    """Of those, with an error."""
+    """Lines that are answered with an error."""
     num_torn_bytes: int = 0
     """Bytes that were cut off at the end."""
 
@@ -246,7 +246,7 @@ def read_answers(
     An incomplete end is left out.
 
     Args:
-        identify: Raises KeyError, ValueError or TypeError for what is no answer.
+        identify: Raises KeyError, ValueError or TypeError if it is not an answer of the run.
         last_line: The highest number of a line.
         shard: Has the lines that may be answered.
 

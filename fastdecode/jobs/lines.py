@@ -31,7 +31,7 @@ LineId: TypeAlias = "str | int"
 """As the line gave it. 1 and "1" are the same."""
 Identify: TypeAlias = Callable[[dict[str, Any]], tuple[int, bool]]
 """Returns which line an answer is for, and True if it is an error. Raises KeyError, ValueError or
-TypeError for what is no answer of the run."""
+TypeError if it is not an answer of the run."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class ChatOptions:
     chat_template_content_format: str = option(
         AUTO,
         "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
-        "auto: as it is written",
+        "auto: the one that the template reads",
         choices=CONTENT_FORMATS,
     )
     tool_parser: str = option(
