@@ -12,7 +12,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
@@ -38,6 +37,7 @@ from fastdecode.server.link import (
     Submit,
     Unfit,
 )
+from fastdecode.wire.instances.messages import EngineNumbers
 from fastdecode.wire.mpi.launcher import without_launcher
 
 logger = logging.getLogger(__name__)
@@ -201,46 +201,37 @@ class Bridge(threading.Thread):
                 raise ProtocolError(f"the HTTP process said {type(message).__name__}")
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What an engine does, and has done."""
-
-    num_running: int
-    num_waiting: int
-    output_tokens: int
-    workers: tuple[int, int]
-    """R-workers that aren't lost, and all."""
-
-
 class ActivityLines:
     """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
     def __init__(
         self,
-        look: Callable[[], Activity],
+        look: Callable[[], EngineNumbers],
+        count_tokens: Callable[[], int],
         tell: Callable[[str], None],
         clock: Clock = time.monotonic,
     ) -> None:
         self._look = look
+        self._count_tokens = count_tokens
         self._tell = tell
         self._clock = clock
         self._told_s = clock()
-        self._tokens = look().output_tokens
+        self._tokens = count_tokens()
 
     def turn(self) -> None:
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
             return
-        now = self._look()
-        tokens, self._tokens, self._told_s = self._tokens, now.output_tokens, now_s
-        if not (now.num_running or now.num_waiting or now.output_tokens > tokens):
+        now, before = self._look(), self._tokens
+        self._tokens, self._told_s = self._count_tokens(), now_s
+        if not (now.num_running or now.num_waiting or self._tokens > before):
             return
         live, num = now.workers
         workers = f", R-workers {live}/{num}" if num else ""
         self._tell(
             f"{now.num_running} running, {now.num_waiting} waiting, "
-            f"{(now.output_tokens - tokens) / elapsed_s:.0f} tok/s{workers}"
+            f"{(self._tokens - before) / elapsed_s:.0f} tok/s{workers}"
         )
 
 
