@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode.cli.commands import COMMANDS
-from fastdecode.cli.main import _parse, main
+from fastdecode.cli.main import COMMANDS, _parse, main
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "model" / "checkpoint"
