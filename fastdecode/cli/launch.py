@@ -21,7 +21,6 @@ from typing import Any
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
-    add_log_level_option,
     add_options,
     as_typed,
     check_options,
@@ -95,21 +94,16 @@ class LaunchOptions:
         check_values(self)
 
 
-def add_launch(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "launch",
-        help="run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
-        description=(
-            "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
-            "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
-        ),
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
+        "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
     )
     parser.set_defaults(run=run_launch)
     add_options(parser, LaunchOptions)
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
     )
-    add_log_level_option(parser)
 
 
 def run_launch(args: argparse.Namespace) -> int:
@@ -200,12 +194,8 @@ def _line(
         or getattr(job, "r_worker", None)
     )
     r_command = [*_fastdecode(), "r-worker", *([] if options.no_numa else ["--numa-node", "auto"])]
-    for flag, value in (
-        ("--r-threads", options.r_threads),
-        ("--kv-memory-gb", options.kv_memory_gb),
-        ("--cache-disk", options.cache_disk),
-        ("--cache-disk-gb", options.cache_disk_gb),
-    ):
+    for name in ("r_threads", "kv_memory_gb", "cache_disk", "cache_disk_gb"):
+        flag, value = "--" + name.replace("_", "-"), getattr(options, name)
         if value is not None and not has_r_workers:
             raise ConfigError(
                 f"{flag} before -- configures R-workers that launch starts, and with "

@@ -264,19 +264,6 @@ def test_usage_errors_are_exit_code_2_and_name_the_input(
     assert (tmp_path / "in.jsonl").read_text() == '{"id": 1, "prompt_token_ids": [1]}\n'
 
 
-def test_the_command_is_there_and_starts_without_torch() -> None:
-    code = (
-        "import sys, fastdecode.cli.main as c\n"
-        "try: c.main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "generate" in shown.stdout
-
-
 def test_a_missing_extra_names_the_pip_command() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -8,7 +8,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +15,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.answer_lengths import AnswerCounts
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
-from fastdecode.core.sequence import PromptRequest, Request
-from fastdecode.engine.running_answers import RunningAnswers
+from fastdecode.core.sequence import PromptRequest
 from sworker.worker import SWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -173,29 +170,6 @@ def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -
     assert next(stream).request_id == "short"
     stream.close()  # "long" is forgotten, and its blocks are free again
     assert [o.request_id for o in llm.stream(arrivals())] == ["short", "long"]
-
-
-def test_running_answers_are_counted_by_tokens_and_limits(llm: LLM) -> None:
-    reported: list[AnswerCounts] = []
-    seconds = iter([0.0, 0.5, 1.5])
-    answers = RunningAnswers(llm.service, lambda: next(seconds))
-
-    def run(served: Any) -> None:
-        """In the engine's thread."""
-        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
-        served.engine.submit(Request("endless", (5, 6, 7), params, 50, 0))
-        while not served.engine.running_answers.get((3, 50)):
-            served.engine.step()
-
-    llm.service.call(run)
-    reported.append(answers.latest())  # asks for it
-    llm.service.call(lambda served: None)
-    reported.append(answers.latest())
-    llm.service.call(lambda served: served.engine.cancel("endless"))
-    answers.latest()
-    llm.service.call(lambda served: None)
-    (((tokens, most), num),) = reported[1].items()
-    assert (reported[0], most, num) == ({}, 50, 1) and 3 <= tokens < 50
 
 
 def test_bad_options_are_named() -> None:

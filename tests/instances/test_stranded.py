@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 from instance_processes import Process, instance, ready
 from instance_runs import prompts
-from mpi_launch import Running
+from mpi_launch import FASTDECODE, Running
 from zmq_r_workers import at, r_workers
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import FASTDECODE, Server, serving
+from server_process import Server, serving
 
 SILENCE_S = "2"
 FEW = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
