@@ -51,43 +51,6 @@ def run_chunk(held: DevicePrefill, *sequences: Sequence) -> DevicePrefillChunks 
     return begun
 
 
-def test_r_workers_are_asked_nothing_for_a_prompt() -> None:
-    held, one, decoding = held_prompts(64), sequence(1), sequence(2)
-    decoding.num_cached = len(PROMPT) - 1
-    for first, num_tokens in ((0, 8), (8, 8), (16, 4)):
-        one.num_cached = first
-        begun = held.begin(step(Chunk(one, num_tokens), Chunk(decoding, 1)))
-        assert begun is not None
-        (span,) = begun.batch.spans
-        assert span.begin.num_queries.tolist() == [1, 0]
-        assert span.begin.num_new.tolist() == [1, num_tokens]
-        assert (span.query_rows, span.rows) == (slice(0, 1), slice(0, 1 + num_tokens))
-        assert not span.begin.want_lse
-        assert (span.counts.load_tokens, span.counts.num_prompt_tokens) == (20, num_tokens)
-    assert held.num_held == len(PROMPT)
-    del begun
-    assert held.num_held == 0  # it is done
-
-
-def test_places_are_nobody_elses_until_their_steps_are_over() -> None:
-    held, one, two, three = held_prompts(44), *map(sequence, (1, 2, 3))
-    steps = [run_chunk(held, one), run_chunk(held, two)]
-    assert held.num_held == 40
-    assert run_chunk(held, three) is None  # no room: R-workers attend what they have
-    (span,) = step(Chunk(three, 8)).spans
-    assert span.begin.num_queries.tolist() == [8]
-    assert run_chunk(held, three) is None
-    last = [run_chunk(held, one) for _ in CHUNKS[1:]][-1]
-    assert held.num_held == 40  # its last step goes on
-    del last, steps
-    assert held.num_held == 20
-    four, begun = sequence(4), None
-    begun = run_chunk(held, four)
-    assert begun is not None and held.num_held == 40
-    slots = [slots.tolist() for _, slots in begun._stored]
-    assert slots == [list(range(8))]  # where the first one was
-
-
 def test_whoever_begins_anew_is_held_anew() -> None:
     held, one, two = held_prompts(40), sequence(1), sequence(2)
     run_chunk(held, one)
@@ -104,14 +67,6 @@ def test_whoever_begins_anew_is_held_anew() -> None:
     assert run_chunk(held, sequence(3)) is not None
     assert held.num_held == 20
     del two
-    assert held.num_held == 0
-
-
-def test_a_step_with_one_that_isnt_held_is_attended_as_ever() -> None:
-    held, one, other = held_prompts(20), sequence(1), sequence(2)
-    run_chunk(held, one)
-    other.num_cached = 8
-    assert held.begin(step(Chunk(one, 8), Chunk(other, 8))) is None
     assert held.num_held == 0
 
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from state_machine import HELLO
 from trouble import NotFinite, give
 
-from cpu_kernels import reference
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
@@ -38,7 +37,6 @@ from fastdecode.wire.messages import (
 )
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
-from rworker.worker import start_worker_thread
 from sworker.buffers import LENT_LAYERS, Staging
 
 WAIT_S = 60.0
@@ -56,22 +54,6 @@ def fleet_of(num_peers: int) -> tuple[WorkerPool, list[InprocConnection[FromRWor
         for i in range(num_peers)
     ]
     return WorkerPool(hub, WAIT_S), ends
-
-
-def test_a_holder_that_only_stores_answers_each_layer_once() -> None:
-    span: Any = SimpleNamespace(
-        query_rows=slice(0, 0), closed=(), begin=SimpleNamespace(step=7), rows=slice(0, 4)
-    )
-    part = remote._HolderStep(span, None)
-
-    def owed(layer: int) -> int:
-        return part.owed(AttendResult(7, 0, layer, np.zeros((0, 1, 1)), None, 0.0))
-
-    assert [owed(0), owed(1)] == [0, 1]
-    part.take(1)  # any order is right
-    assert [owed(0), owed(1), owed(2), owed(-1)] == [0, 0, 2, 0]
-    part.take(0)
-    assert owed(0) == 2
 
 
 def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
@@ -171,37 +153,6 @@ def test_control_characters_reach_no_log(caplog: pytest.LogCaptureFixture) -> No
     assert r"r\x1b[2J failed: a\nERROR all is well\x07" in fleet.lost[0].message
     assert all(message.isprintable() for message in caplog.messages) and caplog.messages
     assert Refused(1, "x", "a\rb").message == r"a\rb"
-
-
-def test_a_neighbour_takes_over_a_lost_holder() -> None:
-    """The fleet routes holders to peers: one R-worker keeps two."""
-    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    kernels: Any = reference
-    workers = [
-        start_worker_thread(
-            f"r{i}", kv_bytes=1 << 20, hub=hub, executor=AttentionExecutor(kernels=kernels)
-        )
-        for i in range(2)
-    ]
-    fleet = WorkerPool(hub, WAIT_S)
-    hello = replace(HELLO, max_blocks=8)
-    assert {i: welcome.worker for i, welcome in greet(fleet, hello).items()} == {0: "r0", 1: "r1"}
-    workers[0].connection.close()
-    fleet.send(0, OpenSequence(1, 8))
-    assert [holder for holder, _ in fleet.take_losses()] == [0]
-    fleet.placement.move(0, to=1)
-    assert not fleet.lost and fleet.peer(0) == fleet.peer(1) == "R-worker r1"
-    fleet.send(0, hello)
-    answered = fleet.receive()
-    assert answered is not None and answered[0] == 0 and isinstance(answered[1], Welcome)
-    for holder in (0, 1):
-        fleet.send(holder, OpenSequence(1, 8))
-    assert [fleet.receive(), fleet.receive()] == [(0, Accepted(1)), (1, Accepted(1))]
-    workers[1].connection.close()
-    fleet.send(1, OpenSequence(2, 8))
-    assert [holder for holder, _ in fleet.take_losses()] == [HolderId(0), HolderId(1)]
-    for worker in workers:
-        worker.join(WAIT_S)
 
 
 class OfAnotherDtype(AttentionExecutor):

@@ -297,14 +297,6 @@ def test_gpus_by_the_names_that_drivers_give(name: str, known: str | None) -> No
     assert gpu_like("NVIDIA B999", 180 * GB, 0.9, HARDWARE)[0].name == "H100-SXM"
 
 
-def test_what_was_taken_is_said_in_a_line() -> None:
-    on_cpu = describe_device(torch.device("cpu"), FreeMemory(12 * GB), "auto")
-    assert on_cpu == "the CPU (--device auto: torch sees no GPU; 12.0 GB of memory free)"
-    free = replace(FREE, device_name="NVIDIA A10")
-    found = describe_device(torch.device("cuda", 0), free, "auto")
-    assert found == "NVIDIA A10 (--device auto: cuda:0, 78.0 of 80.0 GB free)"
-
-
 def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
     def transport(num_gpus: int, **options: Any) -> str:
         return resolved(num_gpus, **options).transport

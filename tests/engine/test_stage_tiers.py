@@ -16,7 +16,7 @@ from fastdecode import LLM
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.wire.kv.kept import keys_of, words_of
-from fastdecode.wire.kv.tiers import Moved, Stocked
+from fastdecode.wire.kv.tiers import Stocked
 from rworker.tiers.disk import slot_files
 
 SMALL: dict[str, Any] = {
@@ -83,10 +83,6 @@ def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
 FIRST, SECOND = HolderId(0), HolderId(5)
 
 
-def moved(job: int, *failed: bytes) -> Moved:
-    return Moved(3, job, words_of(failed), 10, 0.5)
-
-
 def stocked(*keys: bytes, num_slots: int = 9, is_last: bool = True) -> Stocked:
     return Stocked(3, num_slots, words_of(keys), words_of(keys)[:, 0].astype("i4") * 0 + 5, is_last)
 
@@ -101,16 +97,3 @@ def test_a_block_is_there_where_all_stages_have_it() -> None:
     assert isinstance(found, Stocked) and keys_of(found.keys) == [KEYS[1]]
     assert (found.holder, found.num_slots) == (W, 7)
     assert dropped == {FIRST: {KEYS[2]}, SECOND: {KEYS[0], KEYS[3]}}
-
-
-def test_what_one_stage_couldnt_store_the_others_give_up() -> None:
-    moves = JoinedMoves(W, [FIRST, SECOND])
-    moves.begin_store(5)
-    moves.take(FIRST, moved(5))
-    assert not moves.news
-    dropped = moves.take(SECOND, moved(5, KEYS[1]))
-    (news,) = moves.news
-    assert isinstance(news, Moved) and keys_of(news.failed) == [KEYS[1]] and news.num_bytes == 20
-    assert dropped == {FIRST: {KEYS[1]}, SECOND: set()}
-    moves.take(FIRST, moved(6, KEYS[0]))  # a fetch: who asked for it gives the block up
-    assert not moves.take(SECOND, moved(6)) and len(moves.news) == 2

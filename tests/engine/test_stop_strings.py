@@ -79,13 +79,6 @@ def test_text_is_cut_before_the_first_stop(
     assert speak(pieces, stop) == expected
 
 
-def test_stop_strings_wait_for_min_tokens() -> None:
-    pieces = ["a", "END", "b", "EN", "D", "c"]
-    assert speak(pieces, ["END"], min_tokens=2) == ("a", 2)
-    assert speak(pieces, ["END"], min_tokens=3) == ("aENDb", 5)
-    assert speak(pieces, ["END"], min_tokens=6) == ("aENDbENDc", None)
-
-
 @settings(max_examples=examples(600), deadline=None)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),

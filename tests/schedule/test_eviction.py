@@ -60,19 +60,6 @@ def test_what_is_cheap_for_its_idle_time_goes_first_and_of_a_chain_the_end() -> 
     assert Kept("retention").give_up(1, 9) == []
 
 
-def test_the_value_is_that_of_the_simulated_policy() -> None:
-    """Of chains of one block each nobody can tell the two apart."""
-    kept, policy = Kept("retention"), Retention(SIZE, COSTS)
-    holdings = [Holding(name, [0], last_s) for name, last_s in (("a", 3), ("b", 1), ("c", 2))]
-    for holding in holdings:
-        kept.use(holding.name, 1, holding.last_s)
-    for _ in holdings:
-        victim = victim_of(policy, holdings, 9, SIZE)
-        assert victim is not None
-        holdings.remove(victim[0])
-        assert kept.give_up(1, 9) == [f"{victim[0].name}0"]
-
-
 def test_of_a_conversation_the_blocks_that_cost_least_go_first() -> None:
     """Whoever says that it goes on needs its end as much as its beginning."""
     kept = Kept("retention")
@@ -159,14 +146,6 @@ def test_a_conversation_whose_end_is_given_up_shares_nothing_any_more() -> None:
         kept.index.lease(chain[-1])
     assert kept.give_up(3, 9) == ["first0", "second0", "first1"]
     assert kept.give_up(3, 9) == ["system0", "system1", "second1"], "it is one's alone now"
-
-
-def test_the_trailing_half_of_the_largest_for_its_idle_time_goes_together() -> None:
-    kept = Kept("size-idle")
-    kept.use("a", 9, 50)
-    kept.use("b", 5, 0)
-    assert kept.give_up(1, 100) == ["b4", "b3", "b2"], "5 × 100, rounded up"
-    assert kept.give_up(4, 100) == ["a8", "a7", "a6", "a5", "a4"]
 
 
 def test_least_recently_used_ends_go_first() -> None:

@@ -92,14 +92,6 @@ def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
     assert not life.handing.has_exported and not life.sequences.by_sequence
 
 
-def test_one_that_is_over_with_its_first_token_is_not_handed_over() -> None:
-    life = lifecycle()
-    tell(life, Submitted(request("a")))
-    open_all(life)
-    finish, close = step(life, {0: "stop"})
-    assert isinstance(finish, Finish) and isinstance(close, Close)
-
-
 @pytest.mark.parametrize("over", [(), (0,), (1,), (0, 1, 2)])
 def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
     life = lifecycle()
@@ -137,23 +129,6 @@ def test_who_loses_what_was_to_be_fetched_says_so(event: Event) -> None:
 def coming(max_tokens: int = 4) -> Request:
     return replace(
         request("a"), max_tokens=max_tokens, hands_over=False, drawn={0: (7,)}, sources=SOURCES
-    )
-
-
-def test_who_comes_runs_when_its_prompt_is_here() -> None:
-    life = lifecycle()
-    tell(life, Submitted(coming()))
-    (asked,) = tell(life, LaneIdle(0))
-    assert isinstance(asked, Open)
-    assert tell(life, Opened(asked.part.part_id)) == [Pull(asked.part, 5, SOURCES)]
-    assert life.handing.is_importing and tell(life, LaneReady(0)) == []
-    (fetched,) = tell(life, Pulled(asked.part.part_id, ""))
-    assert isinstance(fetched, HasFetched) and not life.handing.is_importing
-    (run,) = tell(life, LaneReady(0))
-    assert isinstance(run, Run) and [chunk.num_tokens for chunk in run.chunks] == [1]
-    assert (
-        life.sequences.counts.num_recomputed == 0
-        and life.sequences.counts.num_cached_prompt_tokens == 0
     )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from holdings import Holding, victim_of
 
 from cost_model.turns import Tier
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import (
-    IdleColumns,
     LeastRecent,
     Retention,
     SizeIdle,
@@ -37,33 +35,6 @@ def order(policy: Retention, holdings: list[Holding], count: int, now_s: float) 
         holding.blocks.remove(block)
         gone.append(f"{holding.name}{block * CHUNK}")
     return gone
-
-
-def test_the_lowest_value_goes_first_and_of_one_conversation_its_beginning() -> None:
-    holdings = [
-        chunks("A", 0, 1024, 40),
-        chunks("B", 512, 2048, 80),
-        chunks("C", 0, 64, 10),
-        chunks("D", 1536, 4096, 30),
-    ]
-    policy = Retention(CHUNK, COSTS)
-    assert policy.score(policy.cost_of(32), 2.0, 10.0, 100) == pytest.approx(1.01 / 90)
-    expected = ["C0", "C32", "A0", "A32", "A64", "A96", "A128", "A160"]
-    assert order(policy, holdings, 8, 100) == expected
-
-
-def test_what_many_share_is_worth_what_all_of_them_would_pay() -> None:
-    policy = Retention(CHUNK, COSTS)
-    shared, own = policy.cost_of(32) / 100 * 5, policy.cost_of(2080) / 50
-    idle = IdleColumns(
-        costs=np.array([policy.cost_of(32), policy.cost_of(2080)]),
-        idle_s=np.array([100.0, 50.0]),
-        num_leases=np.array([5.0, 1.0]),
-        last_uses=np.array([1, 2]),
-        num_tokens=np.array([32, 2080]),
-        is_end=np.array([True, True]),
-    )
-    assert policy.values(idle).tolist() == pytest.approx([shared, own]) and own < shared
 
 
 def test_what_is_in_use_goes_last() -> None:
