@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,9 +26,9 @@ class Node:
         self.itself = self
 
 
-def test_an_open_engine_is_left_out_of_collections(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_an_open_engine_is_left_out_of_collections(llama: str) -> None:
     garbage = weakref.ref(Node())
-    with LLM(str(tiny_checkpoint("llama")), **OPTIONS) as llm:
+    with LLM(llama, **OPTIONS) as llm:
         assert garbage() is None, "what was garbage before isn't kept"
         assert gc.get_freeze_count() > 10_000
         assert len(gc.get_objects()) < gc.get_freeze_count()
@@ -40,12 +39,11 @@ def test_an_open_engine_is_left_out_of_collections(tiny_checkpoint: Callable[...
     assert gc.get_freeze_count() == 0, "a closed engine may be collected"
 
 
-def test_objects_that_others_froze_stay_frozen(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_objects_that_others_froze_stay_frozen(llama: str) -> None:
     """The application's, and those of an engine that is still open."""
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, **OPTIONS):
+    with LLM(llama, **OPTIONS):
         frozen = gc.get_freeze_count()
-        with LLM(path, **OPTIONS):
+        with LLM(llama, **OPTIONS):
             pass
         assert 10_000 < gc.get_freeze_count() <= frozen
     assert gc.get_freeze_count() == 0

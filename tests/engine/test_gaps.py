@@ -71,20 +71,20 @@ def make_holes(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
+def plain(llama: str) -> Said:
     """What the script comes to without a cache."""
-    with LLM(str(tiny_checkpoint("llama")), **SHARED, kv_memory_gb=0.01, prefix_cache="off") as llm:
+    with LLM(llama, **SHARED, kv_memory_gb=0.01, prefix_cache="off") as llm:
         return script(llm)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_of_keeping_kv_says_the_same(
-    way: dict[str, Any], tiny_checkpoint: Callable[..., Path], plain: Said
+    way: dict[str, Any], llama: str, plain: Said
 ) -> None:
     options = {**SHARED, "kv_memory_gb": 0.01, "prefix_cache": "on", **way}
     if way.get("kv_placement") == "gpu":
         del options["r_threads"]
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
         assert script(llm, holes=True) == plain
         assert (llm.stats.num_gap_tokens > 0) == way.keys().isdisjoint(
             ("split_tokens", "prompt_pp")
@@ -104,10 +104,8 @@ def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., 
         assert llm.stats.num_gap_tokens > 0
 
 
-def test_quantised_blocks_around_a_gap_are_reused_as_they_are(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+def test_quantised_blocks_around_a_gap_are_reused_as_they_are(llama: str) -> None:
     options = {**SHARED, "kv_memory_gb": 0.01, "kv_dtype": "int8", "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
         assert len(script(llm, holes=True)) == len(NEW) + (len(NEW) + 1) // 2
         assert llm.stats.num_gap_tokens > 0

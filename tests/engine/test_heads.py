@@ -4,9 +4,7 @@ whole sequences, also after a loss."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,11 +43,9 @@ from fastdecode.wire.messages import (
         ({"kv_placement": "gpu"}, "no R-workers: the KV cache on cpu"),
     ],
 )
-def test_who_is_greeted(
-    options: dict[str, Any], line: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_who_is_greeted(options: dict[str, Any], line: str, llama: str) -> None:
     told: list[str] = []
-    LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, progress=told.append, **options).close()
+    LLM(llama, kv_memory_gb=0.01, progress=told.append, **options).close()
     told = [each for each in told[1:] if not each.startswith("compiling kernels")]
     assert told == [line]
 

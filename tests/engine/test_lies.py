@@ -163,9 +163,7 @@ class OfAnotherDtype(AttentionExecutor):
         return replace(result, o=np.ones(result.o.shape, np.uint16))
 
 
-def test_o_of_another_dtype_is_not_believed(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o_of_another_dtype_is_not_believed(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "dtype": "float32",
         "r_threads": 1,
@@ -175,7 +173,7 @@ def test_o_of_another_dtype_is_not_believed(
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def tokens() -> tuple[list[tuple[int, ...]], int]:
-        with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        with LLM(llama, **options) as llm:
             outputs = llm.generate(prompts([3, 9, 4, 5], seed=2), greedy)
             return [
                 output.completions[0].token_ids for output in outputs
@@ -213,7 +211,7 @@ def test_who_lies_in_a_group_is_given_up_alone(
     assert caplog.text.count("R-worker r1 is lost: it answered o of uint16 (") == 1
 
 
-def answers(model: Path, **options: Any) -> tuple[list[Any], int]:
+def answers(model: Path | str, **options: Any) -> tuple[list[Any], int]:
     """Tokens or error codes of some requests, and how many R-workers are left."""
     sampled = replace(GREEDY, temperature=0.9, top_p=0.9, seed=5, n=2)
     asked = [GREEDY, sampled, GREEDY, GREEDY, sampled]
@@ -253,9 +251,7 @@ def test_o_that_is_not_finite_is_not_believed(
 
 
 def test_in_16_bits_too(
-    tiny_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class In16Bits(NotFinite):
         def compute(self, compute: Compute) -> AttendResult:
@@ -264,12 +260,12 @@ def test_in_16_bits_too(
             return replace(result, o=nan if self._left < 0 else result.o)
 
     give(monkeypatch, {"r0": lambda: In16Bits(what=0)})
-    found, num_live = answers(tiny_checkpoint("llama"), **HERE, dtype="bfloat16")
+    found, num_live = answers(llama, **HERE, dtype="bfloat16")
     assert num_live == 1 and all(isinstance(one, list) for one in found)
     assert "R-worker r0 is lost: it answered NaN or Inf in layer" in caplog.text
 
 
-def with_weights(model: Path, to: Path, name: str, change: Callable[[Any], None]) -> Path:
+def with_weights(model: Path | str, to: Path, name: str, change: Callable[[Any], None]) -> Path:
     """A copy of a model, one of whose weights is another."""
     shutil.copytree(model, to)
     weights = load_file(to / "model.safetensors")
@@ -300,12 +296,10 @@ def test_a_request_that_is_not_finite_by_itself_fails_alone(
     assert [found[i] for i in others] == [expected[i] for i in others]
 
 
-def test_kv_that_overflows_in_the_cache_is_nobodys_fault(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_kv_that_overflows_in_the_cache_is_nobodys_fault(llama: str, tmp_path: Path) -> None:
     """What was sent is finite; as float16, in which it is kept, it isn't."""
     hot = with_weights(
-        tiny_checkpoint("llama"),
+        llama,
         tmp_path / "hot",
         "model.layers.0.self_attn.v_proj.weight",
         lambda weight: weight.mul_(1e8),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,16 +31,16 @@ def test_when_nothing_is_reused(options: dict[str, Any], says: str) -> None:
     assert "cache is off" in why_none_of(CacheUse(is_off=True), why) or says
 
 
-def test_in_python(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_in_python(llama: str) -> None:
     options: dict[str, Any] = {"kv_memory_gb": 0.01, "r_threads": 1, "dtype": "float32"}
-    with LLM(str(tiny_checkpoint("llama")), prefix_cache="off", **options) as llm:
+    with LLM(llama, prefix_cache="off", **options) as llm:
         with pytest.warns(UserWarning, match="conversation_id.*prefix_cache is off") as found:
             llm.generate([1, 2], ONE, conversation_id="c")
         assert found[0].filename == __file__, "it points at the user's line"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             llm.generate([1, 2], ONE)
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm, warnings.catch_warnings():
+    with LLM(llama, **options) as llm, warnings.catch_warnings():
         warnings.simplefilter("error")
         llm.generate([1, 2], ONE, conversation_id="c")
         with pytest.raises(UserWarning, match="this request's cache is off"):

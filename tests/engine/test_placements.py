@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import FAMILIES, FEW_FAMILIES, prompts
-from mixed_requests import OPTIONS, mixed_requests, tokens
+from mixed_requests import OPTIONS, mixed_requests, plain, tokens
 from trouble import crash_after
 
 from examples import TRIES_ALL
@@ -24,7 +23,6 @@ from fastdecode.core.sequence import PromptRequest
 from sworker.worker import Pass, SWorker
 
 Make = Callable[..., Path]
-Tokens = list[list[tuple[int, ...]]]
 
 ON_DEVICE: dict[str, Any] = {"dtype": "float32", "kv_memory_gb": 0.01, "kv_placement": "gpu"}
 STAGES: dict[str, Any] = {**OPTIONS, "pp": 3, "pp_layers": "1,1,1"}
@@ -33,18 +31,6 @@ SWAPPED: dict[str, Any] = {**STAGES_ON_DEVICES, "kv_placement": "swap"}
 PROMPT_STAGES: dict[str, Any] = {**OPTIONS, "pp": 2, "prompt_pp": 2}
 HEADS: dict[str, Any] = {**OPTIONS, "r_partition": "heads"}
 PARTS: dict[str, Any] = {**OPTIONS, "split_tokens": 16, "block_size": 16}
-
-
-@cache
-def plain(path: str) -> Tokens:
-    """Return what one engine with one R-worker says."""
-    with LLM(path, **OPTIONS) as llm:
-        return tokens(llm, mixed_requests())
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_checkpoint: Make) -> str:
-    return str(tiny_checkpoint("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -62,9 +62,9 @@ def script(llm: LLM, cache: CacheUse = ANYBODY) -> Said:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
+def plain(llama: str) -> Said:
     """What the script comes to without a cache."""
-    with LLM(str(tiny_checkpoint("llama")), **SHARED, prefix_cache="off") as llm:
+    with LLM(llama, **SHARED, prefix_cache="off") as llm:
         said = script(llm)
         assert llm.stats.num_cached_prompt_tokens == 0
     return said
@@ -81,23 +81,21 @@ def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_of_keeping_kv_says_the_same(
-    way: dict[str, Any], tiny_checkpoint: Callable[..., Path], plain: Said
+    way: dict[str, Any], llama: str, plain: Said
 ) -> None:
     options = {**SHARED, "block_size": 16, "prefix_cache": "on", **way}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
         assert script(llm) == plain
         assert llm.stats.num_cached_prompt_tokens > 0
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_quantised_blocks_are_kept_as_they_are(
-    kv_dtype: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_quantised_blocks_are_kept_as_they_are(kv_dtype: str, llama: str) -> None:
     """What is kept says the same each time. (What is run in another batch is
     rounded otherwise, with or without a cache.)"""
     asked = [own + own for own in prompts((40, 90), seed=6)]
     options = {**SHARED, "block_size": 16, "kv_dtype": kv_dtype, "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
         llm.generate(asked, GREEDY)
         kept = [tokens_of([llm.generate(prompt, GREEDY)[0] for prompt in asked]) for _ in range(3)]
         assert kept[0] == kept[1] == kept[2]
@@ -120,10 +118,8 @@ def test_many_requests_run_a_common_beginning_once_on_each_r_worker(
 
 
 @pytest.mark.parametrize("cache", ["off", {"salt": "x"}, None])
-def test_what_is_no_cache_use_is_refused_at_the_call(
-    tiny_checkpoint: Callable[..., Path], cache: Any
-) -> None:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+def test_what_is_no_cache_use_is_refused_at_the_call(llama: str, cache: Any) -> None:
+    with LLM(llama, dtype="float32", kv_memory_gb=0.01) as llm:
         for ask in (llm.generate, llm.chat):
             asked: Any = [5, 6] if ask == llm.generate else [{"role": "user", "content": "a"}]
             with pytest.raises(RequestError, match="CacheUse, not"):
@@ -156,12 +152,10 @@ def test_auto_keeps_blocks_wherever_that_is_there(others: dict[str, Any], keeps:
     assert EngineConfig.of("dir", prefix_cache="auto", **options).keeps_blocks is keeps
 
 
-def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(llama: str) -> None:
     (prompt,) = prompts((40,), seed=2)
     options = {**SHARED, "block_size": 16, "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
 
         def cached(**use: Any) -> int:
             (output,) = llm.generate(prompt, GREEDY, cache=CacheUse(**use))
@@ -174,8 +168,8 @@ def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(
         assert stats.num_cached_prompt_tokens == 64
 
 
-def test_what_is_only_kept_is_not_told_as_used(tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(str(tiny_checkpoint("llama")), **SHARED) as llm:
+def test_what_is_only_kept_is_not_told_as_used(llama: str) -> None:
+    with LLM(llama, **SHARED) as llm:
         asked = prompts((COMMON,), seed=3)
         llm.generate(asked, GREEDY)
         figures: list[EngineFigures] = []

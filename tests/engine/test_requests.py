@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,20 +26,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_checkpoint: Callable[..., Path]) -> Iterator[LLM]:
-    with LLM(
-        str(tiny_checkpoint("llama")), dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01
-    ) as llm:
+def llm(llama: str) -> Iterator[LLM]:
+    with LLM(llama, dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01) as llm:
         yield llm
 
 
 def test_eos_of_the_tokenizer_ends_a_text_beside_the_models_own(
-    llm: LLM, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    llm: LLM, llama: str, tmp_path: Path
 ) -> None:
     (output,) = llm.generate([[5, 6, 7]], GREEDY)
     tokens = output.completions[0].token_ids
     assert tokens[1] != tokens[0]
-    model = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
+    model = shutil.copytree(llama, tmp_path / "model")
     (model / "generation_config.json").unlink()
     tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(211)}))
     tokenizer.save(str(model / "tokenizer.json"))
@@ -132,10 +130,8 @@ def test_stop_token_ids_and_limits(llm: LLM) -> None:
     assert stopped.completions[0].finish_reason == "stop"
 
 
-def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(
-        str(tiny_checkpoint("llama")), dtype="float32", max_model_len=20, kv_memory_gb=0.01
-    ) as llm:
+def test_generation_ends_at_the_models_limit(llama: str) -> None:
+    with LLM(llama, dtype="float32", max_model_len=20, kv_memory_gb=0.01) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         outputs = llm.generate([[5] * 15, [5] * 19, [5] * 20], params)
     assert [len(o.completions[0].token_ids) for o in outputs[:2]] == [5, 1]
@@ -144,14 +140,13 @@ def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path
     assert outputs[2].error.code == "prompt_too_long"
 
 
-def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_too_little_memory_is_a_refusal_and_a_queue(llama: str) -> None:
     """Few blocks: a request that can never fit is refused; those that fit one
     by one wait for each other."""
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, dtype="float32", kv_memory_gb=0.01) as roomy:
+    with LLM(llama, dtype="float32", kv_memory_gb=0.01) as roomy:
         block_bytes = 0.01e9 / roomy.facts.num_kv_blocks
         expected = roomy.generate([[5, 6]] * 6, GREEDY)
-    with LLM(path, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
+    with LLM(llama, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
         assert tight.facts.num_kv_blocks == 2
         outputs = tight.generate([[5, 6]] * 6, GREEDY)
         (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=140))
@@ -214,11 +209,11 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"))
 
 
-def test_an_absent_device_is_named(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_an_absent_device_is_named(llama: str) -> None:
     with pytest.raises(ConfigError, match="cuda:99"):
-        LLM(str(tiny_checkpoint("llama")), device="cuda:99")
+        LLM(llama, device="cuda:99")
     with pytest.raises(ConfigError, match="abacus"):
-        LLM(str(tiny_checkpoint("llama")), device="abacus")
+        LLM(llama, device="abacus")
 
 
 def test_one_stream_at_a_time(llm: LLM) -> None:
@@ -230,8 +225,8 @@ def test_one_stream_at_a_time(llm: LLM) -> None:
     assert llm.generate([[5]], GREEDY)[0].ok
 
 
-def test_a_closed_llm_says_so(tiny_checkpoint: Callable[..., Path]) -> None:
-    llm = LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01)
+def test_a_closed_llm_says_so(llama: str) -> None:
+    llm = LLM(llama, dtype="float32", kv_memory_gb=0.01)
     llm.close()
     llm.close()
     with pytest.raises(ConfigError, match="closed"):
@@ -256,10 +251,8 @@ def test_arguments_of_other_types_are_refused(llm: LLM, prompts: object, params:
     ],
     ids=repr,
 )
-def test_an_s_worker_that_fails_answers_every_request(
-    error: RuntimeError, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+def test_an_s_worker_that_fails_answers_every_request(error: RuntimeError, llama: str) -> None:
+    with LLM(llama, dtype="float32", kv_memory_gb=0.01) as llm:
         with mock.patch.object(SWorker, "drawn", side_effect=error):
             outputs = llm.generate([[5], [6, 7]], GREEDY)
         (later,) = llm.generate([[5]], GREEDY)
@@ -285,8 +278,6 @@ def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
     assert again.ok
 
 
-def test_too_little_memory_for_a_block_is_a_bad_option(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+def test_too_little_memory_for_a_block_is_a_bad_option(llama: str) -> None:
     with pytest.raises(ConfigError, match="memory"):
-        LLM(str(tiny_checkpoint("llama")), kv_memory_gb=1e-6)
+        LLM(llama, kv_memory_gb=1e-6)

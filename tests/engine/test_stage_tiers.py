@@ -4,7 +4,6 @@ has its layers of it, and no token changes whatever one of them lacks."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ W = HolderId(1)
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
-    with LLM(str(tiny_checkpoint("llama")), **{**SMALL, "prefix_cache": "off"}) as llm:
+def plain(llama: str) -> Said:
+    with LLM(llama, **{**SMALL, "prefix_cache": "off"}) as llm:
         return talk_in_turns(llm)
 
 
@@ -47,33 +46,33 @@ MORE_WAYS: list[dict[str, Any]] = [{"pp": 2, "lanes": 2}, {"pp": 3}, {"pp": 2, "
 
 @pytest.mark.parametrize("way", WAYS + MORE_WAYS * TRIES_ALL, ids=str)
 def test_what_was_on_the_stages_disks_says_the_same(
-    way: dict[str, Any], tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+    way: dict[str, Any], tmp_path: Path, llama: str, plain: Said
 ) -> None:
-    path, options = str(tiny_checkpoint("llama")), on_disks(tmp_path, **way)
-    with LLM(path, **options) as llm:
+    options = on_disks(tmp_path, **way)
+    with LLM(llama, **options) as llm:
         assert all(one == plain for one in until_some_are_fetched(llm, lambda: talk_in_turns(llm)))
         counts = llm.stats.tiers
         assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
     assert len(slot_files(tmp_path)) == way["pp"] * way.get("r_workers", 1)
-    with LLM(path, **options) as llm:  # found again
+    with LLM(llama, **options) as llm:  # found again
         assert llm.stats.tiers.num_found == 0  # until the first step takes news
         assert talk_in_turns(llm) == plain
         assert llm.stats.tiers.num_found > 0
         assert llm.stats.num_cached_prompt_tokens > 0
-    with LLM(path, **{**options, "pp_layers": "2,1" if way["pp"] == 2 else "1,1,1"}) as llm:
+    with LLM(llama, **{**options, "pp_layers": "2,1" if way["pp"] == 2 else "1,1,1"}) as llm:
         assert talk_in_turns(llm) == plain
         assert (llm.stats.tiers.num_found > 0) == (way["pp"] == 3)  # of those layers
 
 
 def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+    tmp_path: Path, llama: str, plain: Said
 ) -> None:
     """Its files are gone: what the others still have would fill their disks."""
-    path, options = str(tiny_checkpoint("llama")), on_disks(tmp_path, pp=2)
-    with LLM(path, **options) as llm:
+    options = on_disks(tmp_path, pp=2)
+    with LLM(llama, **options) as llm:
         until_some_are_fetched(llm, lambda: talk_in_turns(llm))
     shutil.rmtree(slot_files(tmp_path)[0].parent)
-    with LLM(path, **options) as llm:
+    with LLM(llama, **options) as llm:
         talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
         assert all(said == plain for said in talks)
         counts = llm.stats.tiers

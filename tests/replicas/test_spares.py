@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_jobs import run
+from replica_jobs import Tokens, run
 from trouble import crash_after
 
 from fastdecode.core.config.engine import EngineConfig
@@ -20,12 +19,10 @@ from fastdecode.wire.transport import PeerLostError
 
 
 def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+    monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens
 ) -> None:
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r0": 20, "r1": 4})
-    tokens, stats = run(path, replicas=0, r_workers=1, lanes=1, spare_r_workers=2)
+    tokens, stats = run(llama, replicas=0, r_workers=1, lanes=1, spare_r_workers=2)
     assert tokens == expected
     assert stats.num_rejoined == 2
 
@@ -74,16 +71,6 @@ def test_what_a_spare_one_says_waits_until_it_is_asked() -> None:
     assert lost.value.index == HolderId(1)
 
 
-def test_connections_that_are_made_later_stand_behind_those_of_places() -> None:
-    hub, _ = hub_of(2, 1)
-    assert [one.peer for one in hub.connections] == ["r0", "r1"]
-    whole: Any = hub.whole
-    stage = connect(whole, "S", InprocHub[FromRWorker, ToRWorker](), "stage 1")[1]
-    assert [one.peer for one in hub.connections] == ["r0", "r1", "stage 1"]
-    stage.send(Accepted(5))
-    assert hub.receive_any(1.0) == (2, Accepted(5))
-
-
 def test_a_spare_one_that_dies_is_found_when_it_is_needed() -> None:
     hub, ends = hub_of(1, 2)
     ends[1].close()
@@ -99,14 +86,12 @@ def test_a_spare_one_that_dies_is_found_when_it_is_needed() -> None:
 
 
 def test_a_replacement_that_takes_a_copy_over_keeps_blocks_on_disk(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     """Its lower tier is opened once it has the copy: before, it has no cache to open it for."""
-    path = tiny_checkpoint("llama")
     disk = {"cache_disk": str(tmp_path), "cache_disk_gb": 0.01, "spare_r_workers": 1}
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 40})
-    tokens, stats = run(path, **disk)
+    tokens, stats = run(llama, **disk)
     assert tokens == expected
     assert stats.replicas is not None and len(stats.replicas.returns) == 1
     assert [each.worker for each in stats.replicas.failovers] == ["R-worker r1"]
