@@ -1,5 +1,5 @@
-"""R-workers that share out the KV heads: the tokens of R-workers that each have
-whole sequences, also after a loss."""
+"""Groups of R-workers that share out the KV heads: members that answer what cannot be are
+lost alone, and what members report is joined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.resharing import GROUP, in_heads, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.kept import keys_of, words_of
-from fastdecode.wire.kv.tiers import Moved
+from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -35,7 +35,6 @@ from fastdecode.wire.messages import (
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"r_workers": 2}, "greeting 2 R-worker(s): R-worker r0, R-worker r1"),
         (
             {"r_workers": 2, "r_partition": "heads"},
             "greeting 2 R-worker(s): R-worker r0, R-worker r1",
@@ -135,3 +134,20 @@ def test_a_block_has_moved_where_all_have_their_heads_of_it_and_faults_are_those
     assert isinstance(moved, Moved) and keys_of(moved.failed) == keys
     assert (moved.holder, moved.num_bytes, moved.seconds) == (GROUP, 170, 0.7)
     assert moved.faults == (1, 3, 0, 0)
+
+
+def stocked(*keys: bytes, num_slots: int = 9, is_last: bool = True) -> Stocked:
+    return Stocked(3, num_slots, words_of(keys), np.full(len(keys), 5, np.int32), is_last)
+
+
+def test_a_block_is_there_where_all_members_have_it_and_others_drop_it() -> None:
+    keys = [bytes([i]) * 16 for i in range(4)]
+    moves = JoinedMoves(GROUP, [0, 1])
+    assert not moves.take(1, stocked(keys[0], keys[1], is_last=False))
+    assert not moves.take(0, stocked(keys[1], keys[2], num_slots=7))
+    assert not moves.news
+    dropped = moves.take(1, stocked(keys[3]))
+    (found,) = moves.news
+    assert isinstance(found, Stocked) and keys_of(found.keys) == [keys[1]]
+    assert (found.holder, found.num_slots) == (GROUP, 7)
+    assert dropped == {0: {keys[2]}, 1: {keys[0], keys[3]}}

@@ -207,8 +207,14 @@ def test_a_report_on_a_transfer_ends_the_wait() -> None:
     assert wait.first_to_come() is None and pool.moves.has_moves
 
 
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("crashes", [{"r0": 9}, {"r0": 9, "r1": 30}], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("layout", "crashes"),
+    [
+        (Layout.SPLIT_1, {"r0": 9}),
+        (Layout.SPLIT_2, {"r0": 9, "r1": 30}),
+        (Layout.MIXED, {"r0": 9, "r1": 30}),
+    ],
+)
 def test_a_lost_r_worker_never_disturbs_those_at_home(
     crashes: dict[str, int],
     layout: Layout,

@@ -50,11 +50,12 @@ def tokens_of(
     }
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "stabilized"])
-def test_regrouping_changes_no_token(schedule: str, llama: str) -> None:
+def test_regrouping_changes_no_token(llama: str) -> None:
     with LLM(llama, max_num_sequences=8, **OPTIONS) as llm:
         expected = tokens_of(llm)
-    with LLM(llama, r_workers=2, lanes=2, schedule=schedule, max_num_sequences=8, **OPTIONS) as llm:
+    with LLM(
+        llama, r_workers=2, lanes=2, schedule="stabilized", max_num_sequences=8, **OPTIONS
+    ) as llm:
         lanes, count = itertools.cycle([3, 1, 4, 2]), itertools.count()
 
         def regroup(running: RunningEngine) -> None:

@@ -16,32 +16,20 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.engine.step import remote as attend
 from sworker.buffers import LENT_LAYERS, Shipment, Staging
 
-NUM_LATE = {"polls": 0, "waits": 0}
-
 
 class LateStaged:
-    """Copies when it is waited for, or after a few looks: whoever writes the
-    sources before, spoils it."""
+    """Copies only when it is waited for: whoever writes the sources before, spoils it."""
 
     def __init__(
         self, staging: Staging, sources: tuple[Tensor, ...], slot: list[np.ndarray]
     ) -> None:
         self._staging, self._sources, self._slot = staging, sources, slot
-        self._looks = 0
 
     @property
     def done(self) -> bool:
-        self._looks += 1
-        NUM_LATE["polls"] += 1
-        if self._looks > 6:
-            self._copy()
         return not self._sources
 
     def wait(self) -> None:
-        NUM_LATE["waits"] += 1
-        self._copy()
-
-    def _copy(self) -> None:
         if self._sources:
             self._slot[:] = [source.numpy().copy() for source in self._sources]
             self._sources = ()
@@ -56,8 +44,6 @@ class LateStaging(Staging):
     """A ring of host memory, as a GPU's: its slots are written again, in place,
     after ``LENT_LAYERS`` layers."""
 
-    staged = LateStaged
-
     def __init__(self, gpu: None, slot_bytes: int) -> None:
         super().__init__()
         self._ring: list[list[np.ndarray]] = [[] for _ in range(LENT_LAYERS)]
@@ -67,19 +53,7 @@ class LateStaging(Staging):
         self._ring.append(slot)
         for array in slot:
             array.fill(np.nan)  # who still reads it reads nonsense
-        return self.staged(self, (q, k, v), slot)
-
-
-class NeverDone(LateStaged):
-    """Copies only when it is waited for."""
-
-    @property
-    def done(self) -> bool:
-        return not self._sources
-
-
-class NeverDoneStaging(LateStaging):
-    staged = NeverDone
+        return LateStaged(self, (q, k, v), slot)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -100,7 +74,7 @@ def test_what_a_lost_r_worker_was_to_get_is_not_sent_to_its_successor(
         expected = [output.completions[0].token_ids for output in llm.generate(asked, params)]
 
     crash_after(monkeypatch, {"r1": 21})
-    monkeypatch.setattr(attend, "make_staging", NeverDoneStaging)
+    monkeypatch.setattr(attend, "make_staging", LateStaging)
     with LLM(path, r_workers=3, r_partition="heads", **options) as llm:
         assert [
             output.completions[0].token_ids for output in llm.generate(asked, params)

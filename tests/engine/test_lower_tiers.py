@@ -216,3 +216,44 @@ def test_a_disk_that_is_too_small_is_an_error_at_the_start(llama: str, tmp_path:
         EngineConfig.of(
             "dir", r_worker_addresses=("tcp://127.0.0.1:1",), cache_disk="x", cache_disk_gb=1
         )
+
+
+# Stages: a block is there where every stage has its layers of it.
+
+STAGES: list[dict[str, Any]] = [{"pp": 2}, {"pp": 3, "r_workers": 2, "lanes": 3}]
+MORE_STAGES: list[dict[str, Any]] = [{"pp": 2, "lanes": 2}, {"pp": 3}, {"pp": 2, "r_workers": 2}]
+
+
+@pytest.mark.parametrize("way", STAGES + MORE_STAGES * TRIES_ALL, ids=str)
+def test_what_was_on_the_stages_disks_says_the_same(
+    way: dict[str, Any], tmp_path: Path, llama: str, plain: Said
+) -> None:
+    options = on_disk(tmp_path, kv_memory_gb=0.0001, **way)
+    with LLM(llama, **options) as llm:
+        assert all(one == plain for one in until_some_are_fetched(llm, lambda: talk_in_turns(llm)))
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+    assert len(slot_files(tmp_path)) == way["pp"] * way.get("r_workers", 1)
+    with LLM(llama, **options) as llm:  # found again
+        assert llm.stats.tiers.num_found == 0  # until the first step takes news
+        assert talk_in_turns(llm) == plain
+        assert llm.stats.tiers.num_found > 0
+        assert llm.stats.num_cached_prompt_tokens > 0
+    with LLM(llama, **{**options, "pp_layers": "2,1" if way["pp"] == 2 else "1,1,1"}) as llm:
+        assert talk_in_turns(llm) == plain
+        assert (llm.stats.tiers.num_found > 0) == (way["pp"] == 3)  # of those layers
+
+
+def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
+    tmp_path: Path, llama: str, plain: Said
+) -> None:
+    """Its files are gone: what the others still have would fill their disks."""
+    options = on_disk(tmp_path, kv_memory_gb=0.0001, pp=2)
+    with LLM(llama, **options) as llm:
+        until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+    shutil.rmtree(slot_files(tmp_path)[0].parent)
+    with LLM(llama, **options) as llm:
+        talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+        assert all(said == plain for said in talks)
+        counts = llm.stats.tiers
+        assert counts.num_found == 0 and counts.num_fetched > 0 and counts.num_failed == 0

@@ -244,10 +244,8 @@ def test_arguments_of_other_types_are_refused(llm: LLM, prompts: object, params:
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("out of memory"),
         torch.distributed.DistBackendError("out of memory"),
         RuntimeError("DefaultCPUAllocator: out of memory"),
-        RuntimeError("CUDA error: out of memory"),
     ],
     ids=repr,
 )

@@ -337,14 +337,6 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
     world.check()
 
 
-def test_instances_for_both_are_given_as_many_requests_each() -> None:
-    every = [Scripted(name, num_tokens=400 * BLOCK_SIZE) for name in ("a", "b", "c")]
-    controller = Controller(every, every, batch_tokens=40, block_size=BLOCK_SIZE)
-    for number in range(30):
-        controller.submit(
-            Request(f"r{number}", (5,) * 10, SamplingParams(max_tokens=20), 20, seed=number)
-        )
-    assert [len(each.asked) for each in every] == [10, 10, 10]
 
 
 @pytest.mark.parametrize("seed", range(40))

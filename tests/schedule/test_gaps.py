@@ -100,7 +100,7 @@ def test_a_gap_is_kept_once_it_is_filled_and_the_next_turn_has_none() -> None:
     st.sampled_from((None, 8)),
     st.booleans(),
 )
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(600, share=8))
 def test_nobody_reads_what_was_not_written_for_it_whatever_is_given_up(
     data: st.DataObject,
     turns: list[tuple[int, int, int]],

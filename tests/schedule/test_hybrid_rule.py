@@ -12,6 +12,7 @@ import pytest
 from drawn_hybrid import DrawnCase, draw, judge
 from shared_device import SharedDevice
 
+from examples import examples
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
@@ -160,7 +161,7 @@ def test_never_slower_than_the_device_alone() -> None:
     which one found room at home."""
     modes: Counter[str] = Counter()
     ratios = []
-    for seed in (428, 824, 2643, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(60)):
+    for seed in (428, 824, 2643, 3316, 3376, 4223, 7125, 7152, 8306, 8746, *range(examples(60))):
         verdict = judge(draw(Random(seed)))
         ratios.append(verdict.ratio)
         modes.update(verdict.modes.keys())
@@ -172,7 +173,7 @@ def test_never_slower_than_the_device_alone() -> None:
 
 def test_never_much_slower_when_costs_are_misjudged() -> None:
     ratios = []
-    for seed in range(40):
+    for seed in range(examples(40)):
         random = Random(seed)
         ratios.append(judge(draw(random), error=0.2, random=random).ratio)
     assert min(ratios) >= 0.97

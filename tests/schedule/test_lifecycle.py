@@ -9,6 +9,7 @@ from schedule_choices import options
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import COMING, Request, SamplingParams, Sequence
+from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.events import (
     Came,
     Cancelled,
@@ -24,6 +25,7 @@ from fastdecode.schedule.life.events import (
     Joined,
     LaneIdle,
     LaneReady,
+    Leaving,
     Lost,
     Open,
     Opened,
@@ -338,3 +340,73 @@ def test_who_comes_while_all_holders_are_taken_over_waits_for_one_that_opens_aga
     assert tell(life, LaneIdle(0)) == [], "nobody has room, and nobody is told that none will have"
     tell(life, Reopened(holders[1]))
     assert opening(life, 0).part.holder == holders[1]
+
+
+# A holder is lost and gone on with from a replica.
+
+HOLDER = HolderId(0)
+NUM_PARTS = 3
+
+
+@pytest.fixture
+def adopting() -> Lifecycle:
+    """With one sequence, whose parts are all open on one holder."""
+    made = lifecycle(split_tokens=2 * BLOCK_SIZE)
+    submit(made, "r", NUM_PARTS * 2 * BLOCK_SIZE - 2, 2)
+    opens = [x for x in tell(made, LaneIdle(0)) if isinstance(x, Open)]
+    assert [x.part.holder for x in opens] == [HOLDER] * NUM_PARTS
+    for one in opens:
+        tell(made, Opened(one.part.part_id))
+    assert made.sequences.state(0) is SequenceState.RUNNING  # type: ignore[arg-type]
+    return made
+
+
+def taken_over(adopting: Lifecycle, found: tuple[int | None, ...]) -> list[Instruction]:
+    """The holder is lost, and whoever goes on for it has so many tokens of each part."""
+    (order,) = tell(adopting, Interrupted(HOLDER))
+    assert isinstance(order, TakeOver) and len(order.parts) == NUM_PARTS
+    return tell(adopting, TakenOver(HOLDER, found))
+
+
+def test_a_sequence_goes_on_with_what_all_of_its_parts_have(adopting: Lifecycle) -> None:
+    told = taken_over(adopting, (0, 0, 0))
+    assert [type(one) for one in told] == [Extend] * NUM_PARTS
+    assert adopting.sequences.state(0) is SequenceState.RUNNING  # type: ignore[arg-type]
+    assert not adopting.sequences.counts.num_recomputed
+    assert adopting.adoptions.counts.num_sequences == 1
+
+
+@pytest.mark.parametrize("found", [(None, None, None), (0, None, None), (None, 0, 0), (0, 0, None)])
+def test_a_sequence_of_which_parts_are_missing_waits_again_once(
+    adopting: Lifecycle, found: tuple[int | None, ...]
+) -> None:
+    told = taken_over(adopting, found)
+    assert adopting.sequences.state(0) is SequenceState.REQUEUED  # type: ignore[arg-type]
+    assert adopting.sequences.counts.num_recomputed == 1
+    assert len(adopting.scheduler.waiting) == 1 and not adopting.adoptions
+    assert not [one for one in told if not isinstance(one, Close)]
+
+
+def test_a_holder_goes_from_state_to_state(adopting: Lifecycle) -> None:
+    cached, home = (0,) * NUM_PARTS, True
+    for event, state in (
+        (Interrupted(HOLDER), HolderState.ASKED),  # at once: no step is in flight
+        (TakenOver(HOLDER, cached), HolderState.ADOPTED),
+        (Reopened(HOLDER), HolderState.OPEN),
+        (Leaving(HOLDER), HolderState.LEAVING),  # it owes answers about its parts
+        (Interrupted(HOLDER), HolderState.ASKED),
+        (TakenOver(HOLDER, cached, is_home=home), HolderState.OPEN),
+        (Lost(HOLDER), HolderState.LOST),
+        (Joined(HOLDER, 40), HolderState.OPEN),
+    ):
+        tell(adopting, event)
+        assert adopting.holders[HOLDER] is state
+        assert (adopting.holders.open == [HOLDER]) is (state is HolderState.OPEN)
+        assert adopting.holders.are_lost is (state is HolderState.LOST)
+
+
+def test_a_holder_that_serves_is_not_replaced(adopting: Lifecycle) -> None:
+    taken_over(adopting, (0,) * NUM_PARTS)
+    with pytest.raises(AssertionError, match="a holder that is adopted can't be asked"):
+        adopting.holders.move(HOLDER, HolderState.ASKED)
+    assert adopting.holders[HOLDER] is HolderState.ADOPTED

@@ -43,20 +43,6 @@ def test_prompts_keep_to_the_budget_and_get_on_in_every_step(
             booked.append(list(chunks))
 
 
-def test_a_prompt_fills_what_the_others_leave() -> None:
-    budget = PrefillBudget(100, 60)
-    budget.book(budget.chunks(150))
-    assert budget.chunks(90) == (40, 40, 10)
-    budget.book((40, 40, 10))
-    assert budget.chunks(1) == ()
-    budget.next_step()
-    assert budget.chunks(1) == ()
-    budget.next_step()
-    assert budget.chunks(100) == (60, 40)
-    budget.clear()
-    assert budget.chunks(61) == (60, 1)
-
-
 @given(st.integers(1, 40), st.integers(1, 120), st.integers(0, 60), st.integers(1, 25))
 def test_chunks_of_split_sequences_end_where_parts_do(
     chunk: int, num_tokens: int, first: int, part: int

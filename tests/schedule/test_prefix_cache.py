@@ -18,7 +18,7 @@ from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 
-briefly = settings(max_examples=examples(280))
+briefly = settings(max_examples=examples(280, share=8))
 
 
 @briefly
