@@ -247,7 +247,7 @@ def test_what_was_on_the_stages_disks_says_the_same(
 def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
     tmp_path: Path, llama: str, plain: Said
 ) -> None:
-    """Its files are gone: what the others still have would fill their disks."""
+    """Remove the files of one stage: blocks of the others would fill their disks."""
     options = on_disk(tmp_path, kv_memory_gb=0.0001, pp=2)
     with LLM(llama, **options) as llm:
         until_some_are_fetched(llm, lambda: talk_in_turns(llm))

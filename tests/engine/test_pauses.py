@@ -25,7 +25,7 @@ from rworker.worker import serve
 
 
 class Willing:
-    """A connection to an R-worker that welcomes whoever greets it."""
+    """A connection to an R-worker that answers every ``Hello``."""
 
     peer = "R-worker r0"
     heard_s = None
@@ -72,7 +72,7 @@ class Job:
         self.comes = HubReplacements(Place(), HELLO, Deadlines(timeout_s, clock=lambda: self.now_s))
 
     def waits_s(self, *, serves_s: float) -> float:
-        """How long nobody comes, after a loss; then one does, and serves so long."""
+        """Return the seconds from a loss to a replacement, which then serves ``serves_s``."""
         lost_s = self.now_s
         while not self.comes.look([0]):
             self.now_s += 0.25
@@ -134,7 +134,7 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
         monkeypatch.setattr(
             hub, "reconnect", lambda index: made.append(reconnect(index)) or made[-1]
         )
-        # Nobody has closed the connection to the lost one.
+        # The connection to the lost one is still open.
         replacements = HubReplacements(hub, hello, Deadlines(60.0))
         assert wait_for(
             lambda: replacements.look([0]) or None,

@@ -323,7 +323,7 @@ def test_whoever_asks_much_does_not_starve_the_steps() -> None:
 
 
 class Interrupted(SimpleQueue[BaseException | None]):
-    """An interrupt comes where it is said that the engine was made."""
+    """Raise an interrupt when the loop reports that the engine was made."""
 
     def put(
         self, item: BaseException | None, block: bool = True, timeout: float | None = None

@@ -30,7 +30,7 @@ SEEN = StatusReport(1, state="ready", num_live_r_workers=1)
 
 
 class Line:
-    """Of an instance that takes everything but what it is told not to."""
+    """A connection to an instance that accepts every message but ``SetRole``."""
 
     heard_s = None
     is_open = True
@@ -149,8 +149,8 @@ HELLO = InstanceHello(1, INSTANCE_WELCOME.model_hash)
 
 
 class Ranks(InprocHub[Any, Any]):
-    """To four of them. Whoever waits in vain has waited as long as it may, and
-    while it waits the first of them says how it is."""
+    """Connections to four ranks. A wait without an answer takes its whole time, and the first
+    rank may report its state meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()

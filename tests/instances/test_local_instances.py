@@ -208,7 +208,7 @@ FEW = {"dtype": "float32", "block_size": 16, "kv_memory_gb": 0.02}
 
 
 def each_stats(llm: LLM, number: int):  # type: ignore[no-untyped-def]
-    """Of one instance; prefill instances come first."""
+    """Return the figures of one instance; prefill instances come first."""
     hub = llm._running._hub
     assert isinstance(hub, LocalHub)
     return hub.services[number]._loop.owned.served.engine.stats

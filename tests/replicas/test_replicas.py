@@ -1,4 +1,4 @@
-"""Sequences of a lost R-worker go on with what its neighbour has kept."""
+"""A neighbour with a replica, or a standby R-worker, takes the place of a lost R-worker."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_spare_one_that_dies_is_found_when_it_is_needed() -> None:
 def test_a_replacement_that_takes_a_copy_over_keeps_blocks_on_disk(
     monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
-    """Its lower tier is opened once it has the copy: before, it has no cache to open it for."""
+    """It opens its lower tier once it has the copy: before, it has no cache to open it for."""
     disk = {"cache_disk": str(tmp_path), "cache_disk_gb": 0.01, "spare_r_workers": 1}
     crash_after(monkeypatch, {"r1": 40})
     tokens, stats = run(llama, **disk)

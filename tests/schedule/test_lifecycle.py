@@ -1,4 +1,4 @@
-"""A lifecycle by itself: what it says to each event, whoever carries it out."""
+"""A lifecycle by itself: the instructions that it returns for each event."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_who_outgrows_its_room_steps_when_it_has_more() -> None:
     submit(life, "short", num_prompt_tokens=1, max_tokens=1)
     tell(life, Opened(opening(life, 0).part.part_id))
     step(life, 0)
-    for length in (3, 1):  # from now on a sequence is expected to end after one token
+    for length in (3, 1):  # by now a sequence is expected to end after one token
         submit(life, f"long{length}", num_prompt_tokens=4, max_tokens=length)
     tell(life, Opened(opening(life, 0).part.part_id))
     step(life, 0)
@@ -279,7 +279,7 @@ def test_a_sequence_steps_on_with_a_token_that_is_coming() -> None:
     assert tell(life, Came((Drawn(sequence, 8),))) == []
     assert sequence.token_ids == [5, 5, 5, 8]
     assert end(life, run) == [] and sequence.token_ids == [5, 5, 5, 8, 7]
-    # Its last is coming: nobody needs its cache any more.
+    # Its last is coming: its cache is of no use any more.
     assert go_ahead(life, sequence) == [Close(asked.part)]
     assert life.sequences.state(sequence.sequence_id) is SequenceState.DONE
     assert tell(life, LaneReady(0)) == [] and life.scheduler.num_running == 0
@@ -342,7 +342,7 @@ def test_who_comes_while_all_holders_are_taken_over_waits_for_one_that_opens_aga
     assert opening(life, 0).part.holder == holders[1]
 
 
-# A holder is lost and gone on with from a replica.
+# Another R-worker takes over a lost holder from a replica.
 
 HOLDER = HolderId(0)
 NUM_PARTS = 3
@@ -362,7 +362,7 @@ def adopting() -> Lifecycle:
 
 
 def taken_over(adopting: Lifecycle, found: tuple[int | None, ...]) -> list[Instruction]:
-    """The holder is lost, and whoever goes on for it has so many tokens of each part."""
+    """Lose the holder to an R-worker that has ``found`` tokens of each part."""
     (order,) = tell(adopting, Interrupted(HOLDER))
     assert isinstance(order, TakeOver) and len(order.parts) == NUM_PARTS
     return tell(adopting, TakenOver(HOLDER, found))
