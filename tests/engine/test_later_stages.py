@@ -283,6 +283,13 @@ def test_a_stage_that_says_what_cannot_be_is_let_go_and_not_one_that_is_gone() -
     assert stages.links.gone == {2}
 
 
+def test_a_member_that_the_first_stage_gives_up_is_given_up_there() -> None:
+    stages = Stages()
+    stages.members.lose(stages.members.member(2, W), WorkerError("it keeps a replica", code="x"))
+    assert stages.heard(2) == ColumnLost(W, "x", "it keeps a replica")
+    assert [column for column, _ in stages.fleet.take_losses()] == [W]
+
+
 def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -> None:
     stages = Stages(first_prompt_stage=2)
     stages.members.note_kept(1, kept((V, 0, 0), (W, 1, 0)))

@@ -20,11 +20,6 @@ from trouble import crash_after, give
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, WorkerError
-from fastdecode.core.holders import Holder, HolderKind, Part, Residence
-from fastdecode.core.sequence import Request, Sequence
-from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.parts import ClosedPartMerge
-from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.blocks.kv_store import KVStore
@@ -146,35 +141,6 @@ def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
         llm.snapshot().engine.num_live_r_workers == 2
         and "lse of shape (3, 1), where none was asked" in caplog.text
     )
-
-
-def test_a_step_goes_on_whoever_has_answered() -> None:
-    """R-workers 0 and 1 have a closed part each, 2 has the last one."""
-    request = Request("r", tuple(range(40)), SamplingParams(), max_tokens=1, seed=0)
-    sequence = Sequence.of(0, request, 0)
-    sequence.num_cached, sequence.residence = (
-        36,
-        Residence(tuple(Part(i, i, 16 * i, 16) for i in range(3))),
-    )
-    batch = StepBatch.build(
-        [Chunk(sequence, 1)], (Holder(HolderKind.R_WORKER, False, False, 1),) * 3, step=0
-    )
-    spans = {span.holder: span for span in batch.spans}
-    answer = AttendResult(
-        0, 0, 0, np.full((1, 1, 2), 3.0, np.float32), np.zeros((1, 1), np.float32), 0.0
-    )
-    for answered, expected in (
-        ((), 9.0),
-        ((1,), 3.0),
-        ((2,), 9.0),
-        ((0, 2), 6.0),
-        ((2, 1, 0), 5.0),
-    ):
-        merge, o = ClosedPartMerge(batch, torch.device("cpu")), torch.full((1, 1, 2), 9.0)
-        for worker in answered:
-            merge.arrive(spans[worker], answer, torch.float32)
-        merge.merge_into(o)
-        torch.testing.assert_close(o, torch.full((1, 1, 2), expected))
 
 
 def test_who_no_longer_fits_after_a_loss_says_so(

@@ -16,22 +16,7 @@ from traffic import Harness
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.schedule.life.events import (
-    Drawn,
-    Event,
-    Extend,
-    Instruction,
-    Interrupted,
-    LaneIdle,
-    LaneReady,
-    Open,
-    Opened,
-    Run,
-    StepDone,
-    Submitted,
-    TakenOver,
-    TakeOver,
-)
+from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
@@ -53,9 +38,9 @@ class ApartHarness(Harness):
     """By lane."""
     most_at_once: int = 0
 
-    def _tell(self, event: Event, lane: int | None = None) -> list[Instruction]:
+    def _tell(self, event: events.Event, lane: int | None = None) -> list[events.Instruction]:
         left = super()._tell(event, lane)
-        self.num_whole += sum(isinstance(one, Open) for one in left)
+        self.num_whole += sum(isinstance(one, events.Open) for one in left)
         self.most_at_once = max(self.most_at_once, self.scheduler.num_running)
         for each in self.scheduler.lanes:
             self.most_running[each.index] = max(self.most_running[each.index], len(each.running))
@@ -71,7 +56,7 @@ class ApartHarness(Harness):
             and not (of_prompts and run.sequence.num_uncached == 1)
         }
 
-    def _check_run(self, lane: int, run: Run) -> None:
+    def _check_run(self, lane: int, run: events.Run) -> None:
         super()._check_run(lane, run)
         if lane < self.first_prompt_lane:
             lane_size = -(-MAX_SEQUENCES // self.first_prompt_lane)
@@ -200,33 +185,33 @@ def test_tokens_that_a_replica_lacks_run_in_a_lane_of_prompts(num_left: int) -> 
     chosen = replace(options("greedy", 1), num_prompt_lanes=1)
     life = Lifecycle(make_scheduler(chosen, (40,), BLOCK_SIZE))
 
-    def tell(event: Event) -> list[Instruction]:
+    def tell(event: events.Event) -> list[events.Instruction]:
         instructions = life.handle(event)
         life.check_invariants()
         for one in instructions:
-            if isinstance(one, Open | Extend):
-                instructions += tell(Opened(one.part.part_id))
+            if isinstance(one, events.Open | events.Extend):
+                instructions += tell(events.Opened(one.part.part_id))
         return instructions
 
     def step(lane: int) -> list[tuple[int, int]]:
         """What the lane's next step runs: first token and how many."""
-        told = tell(LaneIdle(lane))
-        runs = [one for one in told + tell(LaneReady(lane)) if isinstance(one, Run)]
+        told = tell(events.LaneIdle(lane))
+        runs = [one for one in told + tell(events.LaneReady(lane)) if isinstance(one, events.Run)]
         ran = [(chunk.first, chunk.num_tokens) for run in runs for chunk in run.chunks]
         for run in runs:
             drawing = [x.sequence for x in run.chunks if x.first + x.num_tokens == num_known()]
-            tell(StepDone(lane, tuple(Drawn(sequence, 7) for sequence in drawing)))
+            tell(events.StepDone(lane, tuple(events.Drawn(sequence, 7) for sequence in drawing)))
         return ran
 
     def num_known() -> int:
         (record,) = life.sequences.by_sequence.values()
         return len(record.sequence.token_ids)
 
-    tell(Submitted(Request("r", (5,) * 8, SamplingParams(), 6, seed=0)))
+    tell(events.Submitted(Request("r", (5,) * 8, SamplingParams(), 6, seed=0)))
     assert [step(1), step(1), step(0), step(0)] == [[(0, 5)], [(5, 3)], [(8, 1)], [(9, 1)]]
-    (order,) = tell(Interrupted(holder))
-    assert isinstance(order, TakeOver)
-    tell(TakenOver(holder, (num_left,)))
+    (order,) = tell(events.Interrupted(holder))
+    assert isinstance(order, events.TakeOver)
+    tell(events.TakenOver(holder, (num_left,)))
     ran = [each for _ in range(3) for each in step(1)]
     assert (ran[0][0], sum(num for _, num in ran)) == (num_left, 11 - num_left)
     assert step(0) == [(11, 1)] and not step(1)
