@@ -159,6 +159,35 @@ def test_who_gave_room_gets_it_back_when_another_stage_has_none() -> None:
     assert [stages.heard_own(W) for _ in range(2)] == [ExtendSequence(7, 200), None]
 
 
+def test_a_column_is_lost_once_wherever_that_is_told() -> None:
+    stages = Stages()
+    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.say(1, ColumnLost(W, "worker_timeout", "it is silent"))
+    ((column, error),) = stages.fleet.take_losses()
+    assert column == W and "stage 1: it is silent" in error.message
+    stages.say(2, answer(7))
+    stages.own(W, Accepted(7))
+    assert not stages.answers and not stages.fleet.is_owed
+    stages.say(2, ColumnLost(W, "worker_timeout", "it is silent, too"))
+    assert not stages.fleet.take_losses() and list(stages.fleet.lost) == [W]
+    assert len(stages.fleet.gone) == 2
+
+
+def test_what_is_moved_of_a_lost_column_is_news_of_nobody() -> None:
+    stages = Stages()
+    for column in (V, W):
+        stages.fleet.send(column, UseTier("0" * 64))
+    stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
+    stages.fleet.take_losses()
+    for column in (V, W):
+        stages.say(2, stocked(column))
+        stages.own(column, stocked(column))
+    assert stages.fleet.is_owed and not stages.fleet.moves.of_tiers
+    stages.say(1, stocked(V))
+    assert not stages.fleet.is_owed
+    assert [news.holder for news in stages.fleet.moves.take_tiers()] == [V]
+
+
 def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     """Greetings too: a stage whose R-workers share the heads answers the last alone."""
     stages = Stages()

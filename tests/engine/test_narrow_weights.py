@@ -70,7 +70,7 @@ def run(path: Path, asked: list[list[int]], params: Any, **options: Any) -> list
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    zip([*DENSE, *EXPERTS], itertools.cycle(["bfloat16", "float16"]), strict=False),
+    list(zip([*DENSE, *EXPERTS], itertools.cycle(["bfloat16", "float16"]), strict=False)),
 )
 def test_greedy_tokens(family: str, dtype: str, clear: Any) -> None:
     path, asked, tokens = clear(family, dtype)

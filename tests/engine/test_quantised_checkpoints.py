@@ -36,7 +36,7 @@ def say(path: Path, **where: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("way", "family"), zip(WAYS, itertools.cycle(["llama", "qwen2"]), strict=False)
+    ("way", "family"), list(zip(WAYS, itertools.cycle(["llama", "qwen2"]), strict=False))
 )
 def test_tokens_are_those_of_the_decoded_weights(
     way: str, family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
