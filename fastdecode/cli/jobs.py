@@ -29,7 +29,7 @@ from fastdecode.cli.options import (
     add_options,
     add_sampling_options,
     add_status_option,
-    check_options,
+    check_engine_options,
     engine_options,
     given,
     load_engine,
@@ -234,7 +234,7 @@ def run_merge(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> EngineConfig:
     """Check options and files, and import the engine. R-workers of an MPI job serve, and do not
     return."""
-    config = check_options(args)
+    config = check_engine_options(args)
     serve_other_rank(config, tell)
     with imports_for(f"fastdecode {args.command} (an S-worker)"):
         load_engine(args)

@@ -23,14 +23,13 @@ from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
     add_options,
     as_typed,
-    check_options,
+    check_engine_options,
     read_options,
     tell,
 )
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
-from fastdecode.core.config.options import check_options as check_values
-from fastdecode.core.config.options import option, switch
+from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
@@ -91,7 +90,7 @@ class LaunchOptions:
     dry_run: bool = switch("show the line, and do nothing else")
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_options(self)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +169,7 @@ def _check(job: argparse.Namespace, *, files: bool) -> None:
     if job.command not in _OF_INSTANCES:
         return
     try:
-        check_options(job)
+        check_engine_options(job)
     except ConfigError as error:
         raise ConfigError(as_typed(error, job.flags), code=error.code) from None
     if files and job.command != "serve" and not job.input.is_file():

@@ -324,7 +324,7 @@ def load_engine(args: argparse.Namespace) -> None:
         import fastdecode.engine.setup.launch  # noqa: F401
 
 
-def check_options(args: argparse.Namespace) -> EngineConfig:
+def check_engine_options(args: argparse.Namespace) -> EngineConfig:
     """Refuse impossible options before anything starts: ranks of an MPI job wait for each other.
 
     Raises:

@@ -25,7 +25,7 @@ from fastdecode.cli.options import (
     add_options,
     add_sampling_options,
     add_status_option,
-    check_options,
+    check_engine_options,
     engine_options,
     load_engine,
     model_defaults,
@@ -165,7 +165,7 @@ def _start(args: argparse.Namespace, signals: Signals) -> int:
         args.length_quantile = LENGTH_QUANTILE
     if args.expected_output_tokens is None:
         args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
-    config = check_options(args)
+    config = check_engine_options(args)
     options = read_options(args, ServeOptions)
     if args.status is not None:
         check_writable(args.status, "status")

@@ -361,10 +361,3 @@ def test_answers_are_synced_by_number_and_by_time(tmp_path: Path) -> None:
 def test_bad_options_are_named(make_job: Callable[..., Job], bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         make_job().open(**bad)
-
-
-def test_an_input_that_can_be_read_only_once_is_refused(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.input = Path("/dev/null")
-    with pytest.raises(ConfigError, match="not a file"):
-        job.open()
