@@ -1,8 +1,9 @@
-"""Attention over blocks by kernels, beside float64: of every dtype, head size, group, block
-size and kind that an engine may ask for."""
+"""Attention beside its definition in float64: of every dtype, head size, group, block size and
+kind that an engine may ask for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,10 +15,64 @@ from torch import Tensor
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
+from sworker.prefill import as_cached
 
+CPU = torch.device("cpu")
 KINDS = ("plain", "window", "softcap", "alibi")
 MOST_OFF = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-"""Of the greatest result: softmax weights and results are rounded to the dtype."""
+"""Largest error as a part of the greatest result: weights and results are rounded."""
+SLOPES = (0.5, 0.25, 0.125, 0.06, 0.03, 1.0)
+SPECS = {
+    "plain": AttentionSpec(6, 2, 12, 0.3),
+    "mha": AttentionSpec(2, 2, 8, 0.3),
+    "window": AttentionSpec(6, 2, 12, 0.3, sliding_window=19),
+    "alibi": AttentionSpec(6, 2, 12, 0.3, alibi_slopes=SLOPES),
+    "all": AttentionSpec(6, 1, 20, 0.5, sliding_window=37, alibi_slopes=SLOPES, logit_softcap=2.0),
+}
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    *,
+    past: int = 0,
+    keys: slice = slice(None),
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend by ``AttentionSpec``'s docstring, with all scores at once.
+
+    Args:
+        q: [Q, Hq, D], queries at ``past`` and the following positions.
+        k, v: [n, Hkv, D], from position 0.
+        keys: Keys that count.
+        sinks: [Hq], a score without a value in every row.
+
+    Returns:
+        o [Q, Hq, D] and the log-sum-exp [Q, Hq], in float64.
+    """
+    groups = (spec.num_kv_heads, spec.group_size)
+    scores = torch.einsum("ihgd,jhd->hgij", q.double().unflatten(1, groups), k.double())
+    scores = scores.flatten(0, 1) * spec.scale
+    if spec.logit_softcap is not None:
+        scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
+    query_at, key_at = past + torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
+    if spec.alibi_slopes is not None:
+        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float64)
+        scores = scores + slopes[:, None, None] * (key_at - query_at)
+    visible = key_at <= query_at
+    if spec.sliding_window is not None:
+        visible &= key_at > query_at - spec.sliding_window
+    counted = torch.zeros(len(k), dtype=torch.bool)
+    counted[keys] = True
+    scores = scores.masked_fill(~(visible & counted), -math.inf)
+    lse = scores.logsumexp(dim=-1)  # [Hq, Q]
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
+    weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
+    o = torch.einsum("hgij,jhd->ihgd", weights.unflatten(0, groups), v.double())
+    return o.flatten(1, 2), lse.T
 
 
 @dataclass(frozen=True)
@@ -51,9 +106,21 @@ class Case:
             "alibi": replace(plain, alibi_slopes=slopes),
         }[self.kind]
 
-    @property
-    def kv_dtype(self) -> DType:
-        return DType.INT8 if self.is_int8 else DType(str(self.dtype).removeprefix("torch."))
+    def sequences(
+        self,
+        pasts: Sequence[int],
+        news: Sequence[int],
+        device: torch.device,
+        kernels: BlockKernels | None,
+        sinks: Tensor | None = None,
+    ) -> CachedSequences:
+        found = CachedSequences(
+            self.spec, pasts, news, device, self.block_size,
+            DType.INT8 if self.is_int8 else DType(str(self.dtype).removeprefix("torch.")),
+            self.dtype, sinks,
+        )  # fmt: skip
+        found.cache.kernels = kernels
+        return found
 
 
 def cases(
@@ -68,7 +135,7 @@ def cases(
 
 
 def pairwise(all_cases: Sequence[Case]) -> list[Case]:
-    """So few of them that any two values stand together in one, if they do in any."""
+    """Return few cases: any two values stand together in one if they do in any."""
     values = [
         (c.dtype, c.is_int8, c.head_dim, c.group_size, c.block_size, c.kind) for c in all_cases
     ]
@@ -82,140 +149,114 @@ def pairwise(all_cases: Sequence[Case]) -> list[Case]:
 
 
 class CachedSequences:
-    """Sequences of which the last tokens aren't cached yet, in blocks in random order.
+    """Sequences whose last tokens are not cached yet, in blocks in random order.
 
     Args:
-        pasts, news: tokens of each that are cached, and that come in a step.
-        sinks: float32 [Hq], of attention that has them.
+        pasts, news: Tokens of each sequence that are cached, and that a step brings.
+        sinks: float32 [Hq] of attention that has them.
     """
 
     def __init__(
         self,
-        case: Case,
+        spec: AttentionSpec,
         pasts: Sequence[int],
         news: Sequence[int],
-        device: torch.device,
-        kernels: BlockKernels | None,
+        device: torch.device = CPU,
+        block_size: int = 16,
+        kv_dtype: DType = DType.FLOAT32,
+        dtype: torch.dtype = torch.float32,
         sinks: Tensor | None = None,
     ) -> None:
-        self.sinks = sinks
-        self.case, self.pasts, self.news = case, pasts, news
-        self.device, size = device, case.block_size
+        self.spec, self.pasts, self.news = spec, pasts, news
+        self.device, self.block_size, self.sinks = device, block_size, sinks
         self.totals = [past + new for past, new in zip(pasts, news, strict=True)]
-        widths = [-(-total // size) for total in self.totals]
-        self.width = max(widths)
-        rng = np.random.default_rng(3)
-        blocks = rng.permutation(sum(widths) + 2).astype(np.int32)
-        kv = KVSpec(1, 2, case.head_dim, case.kv_dtype, size)
-        self.cache = PagedKV(kv, [case.spec], len(blocks), device)
+        widths = [-(-total // block_size) for total in self.totals]
+        rng = np.random.default_rng(5)
+        blocks = rng.permutation(sum(widths) + 3).astype(np.int32)
+        kv = KVSpec(1, spec.num_kv_heads, spec.head_dim, kv_dtype, block_size)
+        self.cache = PagedKV(kv, [spec], len(blocks), device)
         for memory in (self.cache.pool, self.cache.scales):
             if memory is not None and memory.is_floating_point():
                 memory.fill_(float("nan"))  # what was never written must not be weighed in
-        starts = np.cumsum(widths) - widths
-        self.tables = [blocks[start:][:width] for start, width in zip(starts, widths, strict=True)]
+        ends = np.cumsum(widths)
+        self._tables = [blocks[end - width : end] for end, width in zip(ends, widths, strict=True)]
         generator = torch.Generator().manual_seed(1)
-        shape = (sum(self.totals), case.head_dim)
-
-        def drawn(num_heads: int, num: int) -> Tensor:
-            x = torch.randn(num, num_heads, shape[1], generator=generator)
-            return x.to(case.dtype).to(device)
-
-        self.k, self.v = drawn(2, shape[0]), drawn(2, shape[0])
-        self.q = drawn(2 * case.group_size, sum(news))
+        self.k, self.v, self.q = (
+            [
+                torch.randn(num, heads, spec.head_dim, generator=generator).to(dtype).to(device)
+                for num in nums
+            ]
+            for nums, heads in (
+                (self.totals, spec.num_kv_heads),
+                (self.totals, spec.num_kv_heads),
+                (news, spec.num_q_heads),
+            )
+        )
         self.slots = [
             torch.from_numpy(
-                table[np.arange(total) // size].astype(np.int64) * size + np.arange(total) % size
+                table[np.arange(total) // block_size].astype(np.int64) * block_size
+                + np.arange(total) % block_size
             ).to(device)
-            for table, total in zip(self.tables, self.totals, strict=True)
+            for table, total in zip(self._tables, self.totals, strict=True)
         ]
-        ends = np.cumsum(self.totals)
-        is_new = torch.cat(
-            [torch.arange(total) >= past for past, total in zip(pasts, self.totals, strict=True)]
-        ).to(device)
-        self.new_k, self.new_v = self.k[is_new], self.v[is_new]
-        self._ends = ends
-        self.cache.kernels = None  # the past is stored by torch
-        self.cache.store(0, self.k[~is_new], self.v[~is_new], torch.cat(self.slots)[~is_new])
+        kernels, self.cache.kernels = self.cache.kernels, None  # torch stores the past
+        for k, v, slots, past in zip(self.k, self.v, self.slots, pasts, strict=True):
+            self.cache.store(0, k[:past], v[:past], slots[:past])
         self.cache.kernels = kernels
         if sinks is not None:
             self.cache.sinks = [sinks.to(device)]
 
-    def decoded(self) -> PagedStep:
-        """A step in which every sequence has one new token."""
-        tables = np.full((len(self.totals), self.width), -1, np.int32)
-        for row, table in zip(tables, self.tables, strict=True):
-            row[: len(table)] = table
-        lens = np.array(self.totals, np.int32)
-        num = len(lens)
-        return PagedStep(
-            torch.stack([slots[-1] for slots in self.slots]),
-            torch.from_numpy(tables.clip(min=0)).to(self.device),
-            torch.from_numpy(lens).to(self.device), lens, (), slice(num, num), (),
-        )  # fmt: skip
+    def new(self, of_each: Sequence[Tensor]) -> Tensor:
+        """Return the rows of K, V or slots that the step brings."""
+        return torch.cat([x[past:] for x, past in zip(of_each, self.pasts, strict=True)])
 
-    def later(self) -> PagedStep:
-        """A step of later chunks."""
-        ends = np.cumsum(self.news)
-        none = np.zeros(0, np.int32)
-        prompts = tuple(
-            Prompt(slice(int(end) - new, int(end)), slots)
-            for end, new, slots in zip(ends, self.news, self.slots, strict=True)
-        )
-        new_slots = [slots[-new:] for slots, new in zip(self.slots, self.news, strict=True)]
-        num = int(ends[-1])
-        no_tables = torch.zeros((0, 0), dtype=torch.int32, device=self.device)
+    def step(self, kind: str | None = None) -> PagedStep:
+        """Return a step with the new tokens.
+
+        Args:
+            kind: ``decoded``, ``later`` or ``first`` chunks. None tells it by each sequence's
+                tokens; decoded ones come first, first chunks last.
+        """
+        ends, of_kind = np.cumsum(self.news), dict[str, list[int]](decoded=[], later=[], first=[])
+        for i, (past, new) in enumerate(zip(self.pasts, self.news, strict=True)):
+            usual = "decoded" if new == 1 else "later" if past else "first"
+            of_kind[kind or usual].append(i)
+        decoded, first = of_kind["decoded"], of_kind["first"]
+        width = max((len(self._tables[i]) for i in decoded), default=0)
+        tables = np.zeros((len(decoded), width), np.int32)
+        for row, i in enumerate(decoded):
+            tables[row, : len(self._tables[i])] = self._tables[i]
+        lens = np.array([self.totals[i] for i in decoded], np.int32)
+        starts = ends - self.news
+        first_row = int(starts[first[0]] if first else ends[-1])
+        later = [
+            Prompt(slice(int(starts[i]), int(ends[i])), self.slots[i]) for i in of_kind["later"]
+        ]
         return PagedStep(
-            torch.cat(new_slots), no_tables, no_tables.flatten(), none, prompts, slice(num, num), ()
+            self.new(self.slots),
+            torch.from_numpy(tables).to(self.device),
+            torch.from_numpy(lens).to(self.device),
+            lens,
+            tuple(later),
+            slice(first_row, int(ends[-1])),
+            tuple(int(starts[i]) - first_row for i in first),
         )
 
-    def first(self) -> PagedStep:
-        """A step of first chunks: nothing is cached."""
-        none, no_tables = np.zeros(0, np.int32), torch.zeros((0, 0), dtype=torch.int32)
-        starts = tuple((np.cumsum(self.news) - self.news).tolist())
-        slots = torch.cat(self.slots)
-        return PagedStep(
-            slots, no_tables, no_tables.flatten(), none, (), slice(0, len(slots)), starts
-        )
-
-    def error(self, step: PagedStep) -> float:
-        """How far a step's attention is off, as a part of the greatest result."""
-        found = self.cache.attend(0, self.q, self.new_k, self.new_v, step).double().cpu()
+    def error(self, step: PagedStep | None = None) -> float:
+        """Return how far a step's attention is off, as a part of the greatest result."""
+        q, k, v = torch.cat(self.q), self.new(self.k), self.new(self.v)
+        found = self.cache.attend(0, q, k, v, step or self.step()).double().cpu()
         expected = self.expected()
         assert found.isfinite().all()
         return float((found - expected).abs().max() / expected.abs().max())
 
     def expected(self) -> Tensor:
-        """In float64 on the CPU, of what the cache holds. [T, Hq, D]."""
-        starts = np.cumsum(self.news) - self.news
+        """Attend in float64 to what the cache must hold. [T, Hq, D]."""
+        k, v = (
+            [as_cached(one.float(), self.cache.kv.dtype).cpu() for one in x]
+            for x in (self.k, self.v)
+        )
         return torch.cat([
-            exact(
-                self.q[start:][:new].double().cpu(),
-                *(x.double().cpu() for x in self.cache._seen(0, slots, torch.float32)),
-                self.case.spec,
-                self.sinks,
-            )
-            for start, new, slots in zip(starts, self.news, self.slots, strict=True)
+            dense(self.q[i].cpu(), k[i], v[i], self.spec, past=past, sinks=self.sinks)[0]
+            for i, past in enumerate(self.pasts)
         ])  # fmt: skip
-
-
-def exact(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
-) -> Tensor:
-    """Dense: q [n, Hq, D], the last of the keys' tokens, k and v [L, Hkv, D], float64 → [n,
-    Hq, D]. Sinks [Hq] by their definition."""
-    k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-    places = torch.arange(len(k))
-    ahead = places - places[len(k) - len(q) :, None]  # [n, L]
-    if spec.logit_softcap is not None:
-        scores = spec.logit_softcap * (scores / spec.logit_softcap).tanh()
-    if spec.alibi_slopes is not None:
-        scores += torch.tensor(spec.alibi_slopes, dtype=torch.float64)[:, None, None] * ahead
-    hidden = ahead > 0
-    if spec.sliding_window is not None:
-        hidden |= ahead <= -spec.sliding_window
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        of_none = sinks.double()[:, None, None].expand(-1, len(q), 1)
-        scores = torch.cat((scores, of_none), dim=-1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)

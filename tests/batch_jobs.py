@@ -12,7 +12,8 @@ from fake_llm import FakeLLM
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.job import BatchJob, JobResult
-from fastdecode.jobs.opening import JobOptions, open_job
+from fastdecode.jobs.opening import open_job
+from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.stopping import Stopping
 
 NUM_LINES = 30
@@ -39,9 +40,9 @@ class Job:
     def open(self, begin: str = "new", **options: Any) -> BatchJob:
         engine = {"max_model_len": options.pop("max_model_len", None), **options.pop("engine", {})}
         config = EngineConfig.of(str(self.model), **engine)
-        return open_job(
-            JobOptions(self.input, self.output, begin=begin, **options), config, self.told.append
-        )
+        options |= {"new": {}, "resume": {"resume": True}, "overwrite": {"overwrite": True}}[begin]
+        job = JobOptions(input=self.input, output=self.output, **options)
+        return open_job(job, config, self.told.append)
 
     def run(
         self, llm: FakeLLM | None = None, stopping: Stopping | None = None, **options: Any

@@ -1,47 +1,15 @@
-"""Queries, keys and values of chunks, kinds of attention, and a dense float64
-reference: what a chunk's own attention is compared with."""
+"""Queries, keys and values of chunks, and kinds of attention."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastdecode.core.spec import AttentionSpec
-
-
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    *,
-    past: int = 0,
-    keys: slice = slice(None),
-) -> tuple[Tensor, Tensor]:
-    """AttentionSpec's docstring, all scores at once. The first query stands at
-    ``past``; only ``keys`` count."""
-    num_queries, num_keys = q.shape[0], k.shape[0]
-    k, v = (x.double().repeat_interleave(spec.group_size, dim=1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * spec.scale
-    if spec.logit_softcap is not None:
-        scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
-    query_at, key_at = past + torch.arange(num_queries)[:, None], torch.arange(num_keys)[None, :]
-    if spec.alibi_slopes is not None:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float64)
-        scores = scores + slopes[:, None, None] * (key_at - query_at)
-    visible = key_at <= query_at
-    if spec.sliding_window is not None:
-        visible &= key_at > query_at - spec.sliding_window
-    counted = torch.zeros(num_keys, dtype=torch.bool)
-    counted[keys] = True
-    scores = scores.masked_fill(~(visible & counted), -math.inf)
-    lse = scores.logsumexp(dim=-1)  # [Hq, n]
-    weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
-    return torch.einsum("hij,jhd->ihd", weights, v), lse.T
 
 
 def tensors(
@@ -71,20 +39,14 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     )
 
 
+_SLOPES = (0.5, 0.25, 0.125, 0.06, 0.03, 1.0)
+_PLAIN = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
 FEATURES = {
-    "plain": {},
-    "window": {"sliding_window": 9},
-    "window of one": {"sliding_window": 1},
-    "wide window": {"sliding_window": 10_000},
-    "alibi": {"alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0)},
-    "softcap": {"logit_softcap": 1.5},
-    "all": {
-        "sliding_window": 33,
-        "alibi_slopes": (0.5, 0.25, 0.125, 0.06, 0.03, 1.0),
-        "logit_softcap": 4.0,
-    },
+    "plain": _PLAIN,
+    "window": replace(_PLAIN, sliding_window=9),
+    "window of one": replace(_PLAIN, sliding_window=1),
+    "wide window": replace(_PLAIN, sliding_window=10_000),
+    "alibi": replace(_PLAIN, alibi_slopes=_SLOPES),
+    "softcap": replace(_PLAIN, logit_softcap=1.5),
+    "all": replace(_PLAIN, sliding_window=33, alibi_slopes=_SLOPES, logit_softcap=4.0),
 }
-
-
-def spec_with(name: str) -> AttentionSpec:
-    return AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25, **FEATURES[name])  # type: ignore[arg-type]

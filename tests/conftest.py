@@ -29,14 +29,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from inherited_signals import hear_interrupts
 from limited_steps import StepLimit
-from one_thread import compute_on_one_thread
 
 from examples import TRIES_ALL
 
 hear_interrupts()
-# Before anything imports torch or NumPy's BLAS, which read it when they are loaded.
+# Before anything imports torch or NumPy's BLAS, which read it when they are loaded. Tests' matrices
+# are small: threads that wait for each other after every operator took four times the CPU.
 if not TRIES_ALL:
-    compute_on_one_thread(os.environ)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 # Tests start more than a hundred processes of the same modules: where bytecode isn't kept, each
 # compiles all of them anew, which is a fifth of the time that a job takes to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -74,7 +75,6 @@ LONGEST = (
     "server/test_openai_client.py",
     "engine/test_late_device.py",
     "server/test_conversations.py",
-    "instances/test_protected_instances.py",
     "engine/test_simulated_faults.py",
     "cost_model/test_replanning.py",
     "sworker/sampler/test_sampler.py",

@@ -1,9 +1,10 @@
-"""A random conversation with an R-worker, by somebody who knows all that it should say."""
+"""A random conversation with an R-worker, beside the answers that it must give."""
 
 from __future__ import annotations
 
 import numpy as np
-from dense_attention import dense_attention, rounded, to_bits, to_float
+import torch
+from attention_cases import dense
 from values import replace
 
 from fastdecode.core.dtype import DType
@@ -23,13 +24,10 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from rworker.worker import WorkerThread
+from sworker.dtypes import torch_dtype
 
 HQ, HKV, D, BLOCK_SIZE = 6, 2, 20, 8
-
-
 PLAIN = AttentionSpec(HQ, HKV, D, scale=D**-0.5)
-
-
 LAYERS = (
     PLAIN,
     replace(PLAIN, sliding_window=11),
@@ -37,9 +35,24 @@ LAYERS = (
         PLAIN, alibi_slopes=tuple(2.0 ** -(i + 1) for i in range(HQ)), logit_softcap=5.0, scale=0.4
     ),
 )
-
-
 WAIT_S = 120.0
+
+
+def to_float(bits: np.ndarray, dtype: DType) -> np.ndarray:
+    whole: np.ndarray = torch.from_numpy(bits).view(torch_dtype(dtype)).float().numpy()
+    return whole
+
+
+def to_bits(x: np.ndarray, dtype: DType) -> np.ndarray:
+    """Return the carrier's numbers of ``x``, rounded to nearest."""
+    if dtype is DType.FLOAT32:
+        return x
+    bits: np.ndarray = torch.from_numpy(x).to(torch_dtype(dtype)).view(torch.uint16).numpy()
+    return bits
+
+
+def rounded(x: np.ndarray, dtype: DType) -> np.ndarray:
+    return to_float(to_bits(x, dtype), dtype)
 
 
 def hello(kv_dtype: DType, activation_dtype: DType = DType.FLOAT32) -> Hello:
@@ -182,7 +195,10 @@ class Conversation:
             beyond = 0 if begin.num_beyond is None else int(begin.num_beyond[i])
             position = int(begin.num_past[i] + begin.num_new[i]) + beyond - num_queries
             k, v = self.cached[sequence][layer]
-            want_o, want_lse = dense_attention(q[rows], k, v, position, visible, LAYERS[layer])
+            qkv = (torch.from_numpy(x) for x in (q[rows], k, v))
+            want_o, want_lse = (
+                x.numpy() for x in dense(*qkv, LAYERS[layer], past=position, keys=slice(visible))
+            )
             np.testing.assert_allclose(o[rows], want_o, rtol=tolerance, atol=tolerance)
             if result.lse is not None:
                 np.testing.assert_allclose(

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from sampling_rows import make_state
 
+from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.sampler import SamplingState, sample
 
-NUM_DRAWS = 8000
+NUM_DRAWS = examples(8000)
 LEAST_EXPECTED = 5.0
 """Draws of a cell of the chi-square test; rarer tokens are one cell."""
 NORMAL_QUANTILE = 3.719

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fastdecode.core.answer_lengths import AnswerCounts
 from fastdecode.core.errors import FastDecodeError, RequestError, WorkerError
 from fastdecode.core.sequence import Completion, PromptRequest, RequestOutput
 from fastdecode.text.codec import TextCodec
@@ -93,9 +92,6 @@ class FakeLLM:
     def cancel_waiting(self) -> None:
         for request_id in list(self._taken)[self._width :]:
             del self._taken[request_id]
-
-    def running_answers(self) -> AnswerCounts:
-        return {}
 
     def snapshot(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mpi_launch import Running, running
+from mpi_launch import FASTDECODE, Running, running
 from news import NewsLLM
 
 from fastdecode import LLM
 from fastdecode.engine.instances.cluster import ClusterEngine
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[1])}
 SILENCE_S = 2.0
 ENGINE = (
     *("--dtype", "float32", "--r-threads", "1", "--kv-memory-gb", "0.004"),
@@ -43,19 +39,13 @@ def instance(
 ) -> Iterator[Running]:
     """A process that may not be ready yet."""
     command = [*FASTDECODE, "instance", model, "--role", role, *engine, *options]
-    with running([*command, "--bind", f"tcp://127.0.0.1:{port}"], **PATHS) as job:
+    with running([*command, "--bind", f"tcp://127.0.0.1:{port}"]) as job:
         yield job
 
 
 def ready(job: Running, role: str) -> Process:
-    """Once it says where it listens."""
-
-    def is_told() -> bool:
-        lines = [line for line in job.output().splitlines(keepends=True) if " listens at " in line]
-        return bool(lines) and lines[-1].endswith("\n")
-
-    job.wait_until(is_told)
-    return Process(job, role, job.output().split(" listens at ")[-1].split()[0])
+    """Wait until an instance listens."""
+    return Process(job, role, job.address())
 
 
 @contextlib.contextmanager

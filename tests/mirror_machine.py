@@ -1,22 +1,27 @@
-"""What happens to a cache, to its replica, and to the link between them, in any
-order."""
+"""What happens to a cache, to its replica, and to the link between them, in any order.
+
+The cache's KV store is checked after every step: no block is lost, shared by mistake or
+overwritten, and what is refused changes nothing.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from state_machine import step_of
+from store_checks import counts, ids, refuses_unchanged, snapshot
 from stream_suite import Memory, hello_for
 from values import replace
 
 import cpu_kernels
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import CapacityError
+from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.chunks import ChunkStored, StoreChunk
@@ -31,6 +36,7 @@ from fastdecode.wire.messages import (
     OpenSequence,
     Welcome,
 )
+from rworker.blocks.kv_store import KVStore
 from rworker.caches import Caches
 from rworker.instructions import CopyBlocks, Drop, PlaceChunk, Prepare, Send
 from rworker.state import RWorkerState
@@ -109,12 +115,19 @@ class MirrorMachine(RuleBasedStateMachine):
 
     # What the owner does.
 
+    @property
+    def store(self) -> KVStore:
+        return self.owner.books.store
+
     def change(self, message: Any) -> bool:
-        """One of the S-worker's messages. Whether it was accepted."""
+        """Apply one of the S-worker's messages. Return True if it was accepted."""
+        before = snapshot(self.store)
         answer = self.owner.books.reserve(message)
-        if isinstance(answer, Accepted):
+        is_accepted = isinstance(answer, Accepted)
+        if is_accepted:
             self.follow(message)
-        return isinstance(answer, Accepted)
+        assert is_accepted or snapshot(self.store) == before
+        return is_accepted
 
     def note(self, sequence: int) -> None:
         self.history.setdefault(sequence, []).append(list(self.tokens[sequence]))
@@ -163,10 +176,13 @@ class MirrorMachine(RuleBasedStateMachine):
     def keep_blocks_of(self, sequence: int) -> None:
         books = self.owner.books
         num_full = books.num_settled(sequence) // KV.block_size
-        blocks = books.store.tables.of_row(books.store.tables.row(sequence)).tolist()
+        table = self.store.tables.of_row(self.store.tables.row(sequence)).copy()
         for block in range(num_full):
             key = self.name(self.tokens[sequence][: (block + 1) * KV.block_size])
-            if key not in self.kept and blocks[block] not in books.store.cached.key_of():
+            if int(table[block]) in self.store.cached.key_of():
+                again = partial(self.store.cached.keep, [b"another key"], table[block : block + 1])
+                refuses_unchanged(self.store, ProtocolError, again)
+            elif key not in self.kept:
                 message = KeepBlocks(sequence, block, words_of([key]))
                 books.keep(message)
                 self.follow(message)
@@ -209,6 +225,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.owner.books.forget(message)
         self.follow(message)
         self.kept.difference_update(gone)
+        refuses_unchanged(self.store, ProtocolError, lambda: self.store.cached.forget(gone))
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data(), more=st.integers(0, 8))
@@ -337,9 +354,11 @@ class MirrorMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.at_rest()))
         kept = data.draw(st.integers(0, len(self.tokens[sequence])))
+        before = snapshot(self.store)
         try:
-            self.owner.books.store.truncate(sequence, kept)
+            self.store.truncate(sequence, kept)
         except CapacityError:  # others share what it would leave
+            assert snapshot(self.store) == before
             return
         self.follow(TruncateSequence(sequence, kept))
         self.behind.pop(sequence, None)
@@ -370,6 +389,12 @@ class MirrorMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(list(self.tokens)))
         if self.change(ExtendSequence(sequence, self.reserved[sequence] + more)):
             self.reserved[sequence] += more
+        less = partial(self.store.extend, sequence, self.reserved[sequence] - 1)
+        refuses_unchanged(self.store, ProtocolError, less)
+        if sequence not in self.behind:
+            over = counts(self.reserved[sequence] - len(self.tokens[sequence]) + 1)
+            outgrow = partial(self.store.append, ids(sequence), over)
+            refuses_unchanged(self.store, CapacityError, outgrow)
 
     @precondition(lambda self: self.at_rest())
     @rule(data=st.data())
@@ -378,6 +403,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.owner.books.close(CloseSequence(sequence))
         self.follow(CloseSequence(sequence))
         self.gone(sequence)
+        refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence))
 
     # The link.
 
@@ -429,13 +455,14 @@ class MirrorMachine(RuleBasedStateMachine):
         keys = sorted(self.chains)
         order = TakeOver(SESSION, ids, most, 0, words_of(keys))
         (taken,) = self.replica.hear(order, S_WORKER)
+        self.replica.memory.books = self.books_of_replica()
         for key, is_kept in zip(keys, taken.is_kept.tolist(), strict=True):
             if is_kept:
-                assert self.read_kept(key) == self.last_block(key)
+                assert self.read_kept(self.replica.memory, key) == self.last_block(key)
         for sequence, count in zip(ids.tolist(), taken.num_tokens.tolist(), strict=True):
             if count > 0:
                 versions = {tuple(version[:count]) for version in self.history[sequence]}
-                assert self.read(self.books_of_replica(), sequence, count) in versions
+                assert self.read(self.replica.memory, sequence, count) in versions
         self.connect_if_possible()
 
     def connect_if_possible(self) -> None:
@@ -454,10 +481,10 @@ class MirrorMachine(RuleBasedStateMachine):
             if self.answers:
                 self.answer()
         assert self.mirror.num_behind == 0
-        books = self.books_of_replica()
+        books = self.replica.memory.books = self.books_of_replica()
         assert set(books.store.cached) == self.kept
         for key in self.kept:
-            assert self.read_kept(key) == self.last_block(key)
+            assert self.read_kept(self.replica.memory, key) == self.last_block(key)
         there, protected = books.store.tables.row_of.keys(), self.tokens.keys() - self.unprotected
         assert protected >= there >= protected - self.doubtful
         for sequence in books.store.tables.row_of:
@@ -465,8 +492,7 @@ class MirrorMachine(RuleBasedStateMachine):
             settled = self.owner.books.num_settled(sequence)
             assert books.num_settled(sequence) == settled
             if settled:
-                assert self.read(books, sequence, settled) == tuple(tokens[:settled])
-                self.replica.memory.books = books
+                assert self.read(self.replica.memory, sequence, settled) == tuple(tokens[:settled])
                 mine = self.owner.stored(sequence, 0, settled)
                 theirs = self.replica.memory.stored(sequence, 0, settled)
                 assert [x.tobytes() for x in mine] == [x.tobytes() for x in theirs]
@@ -480,10 +506,10 @@ class MirrorMachine(RuleBasedStateMachine):
         chain = self.chains[key]
         return chain[(len(chain) - 1) // KV.block_size * KV.block_size :]
 
-    def read_kept(self, key: bytes) -> tuple[int, ...]:
-        """The same, as the replica has them."""
-        block = int(self.books_of_replica().store.cached.of_keys([key])[0])
-        memory, count = self.replica.memory, len(self.last_block(key))
+    def read_kept(self, memory: Memory, key: bytes) -> tuple[int, ...]:
+        """Return the same, as a memory has them."""
+        block = int(memory.books.store.cached.of_keys([key])[0])
+        count = len(self.last_block(key))
         slots = block * KV.block_size + np.arange(count, dtype=np.int64)
         tokens = cpu_kernels.allocate_tokens(memory.layout, count)
         cpu_kernels.gather(memory.layout, memory.pool[0], slots, *tokens)
@@ -493,16 +519,32 @@ class MirrorMachine(RuleBasedStateMachine):
         caches: Caches = self.replica.state._caches
         return next(cache.books for cache in caches if cache.holder == 0)
 
-    def read(self, books: Any, sequence: int, count: int) -> tuple[int, ...]:
-        """The numbers that tokens were made of, from the scales of int8: the
-        largest of K is number + 7 in the first layer."""
-        self.replica.memory.books = books
-        k, _, scales = self.replica.memory.stored(sequence, 0, count)
+    def read(self, memory: Memory, sequence: int, count: int) -> tuple[int, ...]:
+        """Return the numbers that tokens were made of.
+
+        The scales of int8 tell them: the largest of K is number + 7 in the first layer.
+        """
+        k, _, scales = memory.stored(sequence, 0, count)
         return self.numbers(k[0], scales[0])
 
     def numbers(self, k: np.ndarray, scales: np.ndarray) -> tuple[int, ...]:
         largest = scales[:, 0, 0] * (np.abs(k[:, 0].astype(np.int32) - 128)).max(axis=-1)
         return tuple(np.rint(largest - 7).astype(int).tolist())
+
+    @invariant()
+    def the_store_is_sound(self) -> None:
+        self.store.check_invariants()
+        for sequence, tokens in self.tokens.items():
+            if tokens:
+                assert self.read(self.owner, sequence, len(tokens)) == tuple(tokens)
+        for key in self.kept:
+            assert self.read_kept(self.owner, key) == self.last_block(key)
+        free, available = self.store.pool.num_free, self.store.pool.num_available
+        ends = [self.behind[s][0] + len(self.behind[s][1]) if s in self.behind else len(tokens)
+                for s, tokens in self.tokens.items()]  # fmt: skip
+        for num_blocks, totals in ((free, ends), (available, self.reserved.values())):
+            unshared = sum(-(-total // KV.block_size) for total in totals)
+            assert NUM_BLOCKS - num_blocks <= unshared + len(self.kept)
 
     @invariant()
     def the_link_is_bounded(self) -> None:

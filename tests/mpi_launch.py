@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+PATHS = {"PYTHONPATH": str(Path(__file__).parents[1])}
 TAG = "FASTDECODE_TEST_JOB"
 _KILLED_WITHIN_S = 10.0
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"
@@ -79,7 +81,7 @@ def running(command: Sequence[str], **environ: str) -> Iterator[Running]:
         env.update({
             TAG: tag, "TMPDIR": directory, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_btl_sm_backing_directory": memory, **environ,
+            "OMPI_MCA_btl_sm_backing_directory": memory, **PATHS, **environ,
         })  # fmt: skip
         log = Path(directory, "output")
         with log.open("wb") as output:
@@ -141,7 +143,7 @@ class Running:
         found: list[psutil.Process] = []
 
         def is_there() -> bool:
-            found[:] = [p for p in self.processes() if _rank_of(p) == str(number)]
+            found[:] = [p for p in self.processes() if rank_of(p) == str(number)]
             return bool(found)
 
         self.wait_until(is_there)
@@ -149,6 +151,17 @@ class Running:
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
+
+    def address(self) -> str:
+        """Wait until the command listens, and return its address."""
+
+        def is_told() -> bool:
+            lines = self.output().splitlines(keepends=True)
+            said = [line for line in lines if " listens at " in line]
+            return bool(said) and said[-1].endswith("\n")
+
+        self.wait_until(is_told)
+        return self.output().split(" listens at ")[-1].split()[0]
 
     def wait_for_text(self, path: Path) -> None:
         """Until something has been written to a file. It may come and go
@@ -213,7 +226,8 @@ def _is_r_worker(process: psutil.Process) -> bool:
     return False
 
 
-def _rank_of(process: psutil.Process) -> str:
+def rank_of(process: psutil.Process) -> str:
+    """Return the process's rank in an MPI job, or "" if it has none."""
     with contextlib.suppress(psutil.Error):
         return str(process.environ().get("OMPI_COMM_WORLD_RANK", ""))
     return ""

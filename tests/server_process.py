@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from mpi_launch import Running, running
+from mpi_launch import FASTDECODE, Running, running
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "examples" / "model" / "checkpoint"
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 STARTS_WITHIN_S = 180.0
-PATHS = {"PYTHONPATH": str(ROOT)}
 TALK = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ 'Oscar' if message.role == 'user' else 'Noah' }}: {{ message.content }}\n{% endfor %}"
@@ -126,7 +124,7 @@ def serving(
     command: list[str], *options: str, is_ready: bool = True, **environ: str
 ) -> Iterator[Server]:
     """A server at any free port."""
-    with running([*command, *options], **PATHS, **environ) as job:
+    with running([*command, *options], **environ) as job:
         job.wait_until(
             lambda: "listening at" in job.output() and job.output().endswith("\n"), STARTS_WITHIN_S
         )

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from mpi_launch import Running, running
-
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[1])}
+from mpi_launch import FASTDECODE, Running, running
 
 
 @contextlib.contextmanager
@@ -24,14 +19,10 @@ def r_workers(
             command = [*FASTDECODE, "r-worker", "--threads", "1", "--kv-memory-gb", "0.01"]
             jobs.append(
                 stack.enter_context(
-                    running([*command, "--bind", f"tcp://127.0.0.1:{port}", *options], **PATHS)
+                    running([*command, "--bind", f"tcp://127.0.0.1:{port}", *options])
                 )
             )
-        for job in jobs:
-            job.wait_until(
-                lambda job=job: " listens at " in job.output() and job.output().endswith("\n")
-            )
-        yield jobs, [job.output().split(" listens at ")[1].split()[0] for job in jobs]
+        yield jobs, [job.address() for job in jobs]
 
 
 def at(addresses: list[str]) -> list[str]:

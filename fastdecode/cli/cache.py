@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option, add_options
+from fastdecode.cli.options import add_options
 from fastdecode.core.config.options import REQUIRED, option, switch
 
 if TYPE_CHECKING:
@@ -38,18 +38,15 @@ class CacheOptions:
     json: bool = switch("print it as JSON")
 
 
-def add_cache(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "cache",
-        help="show, verify or clear the conversations or KV blocks that are kept in a directory",
-        description="Show what is kept of conversations in the directory of --conversations, or "
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show what is kept of conversations in the directory of --conversations, or "
         "in the file that run-batch keeps beside its output; or what KV blocks R-workers keep in "
         "the directory of --cache-disk. Every turn is read and compared with its checksum (KV "
-        "blocks with --verify only); nothing is changed.",
+        "blocks with --verify only); nothing is changed."
     )
     parser.set_defaults(run=run_cache)
     add_options(parser, CacheOptions)
-    add_log_level_option(parser, default="error")
 
 
 def run_cache(args: argparse.Namespace) -> int:

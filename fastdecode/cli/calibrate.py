@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cost_model.quantities import seconds_text
-from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import (
     add_log_level_option,
     add_options,
     add_status_option,
+    measuring,
     read_options,
     tell,
 )
@@ -107,31 +107,20 @@ class NetMeasurement(_Measurement):
     key: str | None = option(None, "the cluster's key, if it is on another host", metavar="FILE")
 
 
-def add_calibrate(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "calibrate",
-        help="measure this machine, to plan with `fastdecode size`",
-        description="Measure the S-part on a device (s), the R-part on a host (r), or the network "
-        "between an S-worker and an R-worker (net), into a profile for `size`.",
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure the S-part on a device (s), the R-part on a host (r), or the network "
+        "between an S-worker and an R-worker (net), into a profile for `size`."
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    link = "round trip, bandwidth and cost of a message to an R-worker"
+    s_text = "T(B) of the S-part over batch sizes, and prompts over their lengths"
+    r_text = "time of a cached token over sequences and contexts, and the read ceiling"
+    net_text = "round trip, bandwidth and cost of a message to an R-worker"
+    net_model = f"{_NAMED}: its head shape is sent"
     for name, text, model, group, run in (
-        (
-            "s",
-            "T(B) of the S-part over batch sizes, and prompts over their lengths",
-            "Hugging Face model directory",
-            SMeasurement,
-            run_calibrate_s,
-        ),
-        (
-            "r",
-            "time of a cached token over sequences and contexts, and the read ceiling",
-            _NAMED,
-            RMeasurement,
-            run_calibrate_r,
-        ),
-        ("net", link, f"{_NAMED}: its head shape is sent", NetMeasurement, run_calibrate_net),
+        ("s", s_text, "Hugging Face model directory", SMeasurement, run_calibrate_s),
+        ("r", r_text, _NAMED, RMeasurement, run_calibrate_r),
+        ("net", net_text, net_model, NetMeasurement, run_calibrate_net),
     ):
         kind = kinds.add_parser(name, help=text)
         if name == "net":
@@ -150,7 +139,7 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
     """Measure the S-part. Return the exit code."""
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.doubts import doubts
-    from fastdecode.core.measurement import ENOUGH, write_profile
+    from fastdecode.core.measurement import ENOUGH
 
     asked = read_options(args, SMeasurement)
     config = EngineConfig.of(
@@ -166,20 +155,15 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
     )
     with measuring(args, "calibrate s", out=asked.out) as say:
         profile = calibrate_s(config, effort, say)
-    _warn(doubts(profile))
-    write_profile(asked.out, profile)
-    for point in profile.layer:
-        timing = point.timing
-        tell(
-            f"  T({point.size}) = {seconds_text(timing.median_s)} a layer (spread "
-            f"{timing.spread:.1%})"
-        )
-    tell(
-        f"  {ENOUGH:.0%} of the most prompt tokens a second are run {profile.batch_tokens} at a "
+    lines = [
+        f"T({x.size}) = {seconds_text(x.timing.median_s)} a layer (spread {x.timing.spread:.1%})"
+        for x in profile.layer
+    ]
+    lines.append(
+        f"{ENOUGH:.0%} of the most prompt tokens a second are run {profile.batch_tokens} at a "
         f"time: --max-step-tokens {profile.batch_tokens} more than --max-num-sequences"
     )
-    tell(f"wrote {asked.out}; use it with: fastdecode size --gpu {asked.out}")
-    return 0
+    return _finish(asked.out, profile, doubts(profile), lines, "gpu")
 
 
 def run_calibrate_r(args: argparse.Namespace) -> int:
@@ -190,7 +174,6 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     from fastdecode.core.dtype import DType
     from fastdecode.core.host.cpus import available_cores
     from fastdecode.core.host.machine import default_kv_bytes
-    from fastdecode.core.measurement import write_profile
     from rworker.measure import Effort, Host, measure_r_part
 
     asked = read_options(args, RMeasurement)
@@ -219,20 +202,18 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     fit = fit_decode(profile.decode)
     ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
     rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
-    _warn(doubts(profile, bytes_per_s=rate))
-    write_profile(asked.out, profile)
-    tell(
-        f"  R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
+    lines = [
+        f"R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
         f"read ceiling of {ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
         f"{seconds_text(fit.call_s)} a call; fit error {fit.relative_error:.1%}"
-    )
-    _tell_attention_rate(profile, fit.token_s)
-    tell(f"wrote {asked.out}; use it with: fastdecode size --cpu {asked.out}")
-    return 0
+    ]
+    lines += _attention_rate(profile, fit.token_s)
+    return _finish(asked.out, profile, doubts(profile, bytes_per_s=rate), lines, "cpu")
 
 
-def _tell_attention_rate(profile: RProfile, token_s: float) -> None:
-    """Print what attention computes, beside the part of the peak that ``size`` counts."""
+def _attention_rate(profile: RProfile, token_s: float) -> list[str]:
+    """Return a line about what attention computes, beside the part of the peak that ``size``
+    counts, if that is known."""
     from cost_model.hardware import Hardware
     from rworker.measure import attention_isa
 
@@ -240,13 +221,13 @@ def _tell_attention_rate(profile: RProfile, token_s: float) -> None:
     alike = (cpu for cpu in Hardware.load().cpus.values() if isa.startswith(cpu.isa))
     cpu = next(alike, None)
     if cpu is None or token_s <= 0:
-        return
+        return []
     rate = 4 * profile.num_q_heads * profile.head_dim / token_s / 1e9
     share = cpu.attention_peak(profile.kv_dtype, group).value
-    tell(
-        f"  {rate:.3g} GFLOP/s of attention; by name, size counts at most {share:.0%} of the FMA "
+    return [
+        f"{rate:.3g} GFLOP/s of attention; by name, size counts at most {share:.0%} of the FMA "
         f"peak at base clock ({cpu.isa}, {profile.kv_dtype}, {group} query heads a KV head)"
-    )
+    ]
 
 
 def run_calibrate_net(args: argparse.Namespace) -> int:
@@ -255,7 +236,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     from cost_model.stages import LinkModel
     from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
-    from fastdecode.core.measurement import NetProfile, write_profile
+    from fastdecode.core.measurement import NetProfile
     from fastdecode.measure.link import measure_link
 
     asked = read_options(args, NetMeasurement)
@@ -271,15 +252,12 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
         )
     machine = this_machine("network", ("numpy", "mpi4py", "fastdecode"))
     profile = NetProfile(machine, transport, times.transfer, times.round_trip, times.message)
-    _warn(doubts(profile))
-    write_profile(asked.out, profile)
     link = LinkModel.from_profile(profile)
-    tell(
-        f"  round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each "
+    line = (
+        f"round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each "
         f"way, a message costs the S-worker's thread {seconds_text(link.message_s)}"
     )
-    tell(f"wrote {asked.out}; use it with: fastdecode size --nic {asked.out}")
-    return 0
+    return _finish(asked.out, profile, doubts(profile), [line], "nic")
 
 
 @contextlib.contextmanager
@@ -310,12 +288,19 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
         reached.close((), 5.0)
 
 
-def _warn(found: Sequence[str]) -> None:
-    """Print the doubts about a profile, and what to do."""
-    for each in found:
-        tell(f"warning: {each}")
-    if found:
+def _finish(out: Path, profile: Any, doubts: Sequence[str], lines: Sequence[str], part: str) -> int:
+    """Write a profile, and print doubts about it, ``lines``, and how to use it. Return 0."""
+    from fastdecode.core.measurement import write_profile
+
+    for doubt in doubts:
+        tell(f"warning: {doubt}")
+    if doubts:
         tell(
             "warning: the machine was busy, or too little was measured: measure again on an idle "
             "machine, with more --repeats, before you plan with this profile"
         )
+    write_profile(out, profile)
+    for line in lines:
+        tell(f"  {line}")
+    tell(f"wrote {out}; use it with: fastdecode size --{part} {out}")
+    return 0

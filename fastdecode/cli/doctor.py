@@ -18,11 +18,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastdecode.cli.options import (
     add_exit_code_option,
-    add_log_level_option,
     add_options,
     read_options,
 )
@@ -35,6 +34,7 @@ from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
+    from fastdecode.core.host.facts import HostFacts
     from fastdecode.measure.doctor import Finding, WorkerFacts
     from fastdecode.measure.link import RConnection
     from fastdecode.measure.neighbours import NeighbourFacts
@@ -85,18 +85,15 @@ class RankOptions:
     r_threads: int | None = option(None, "CPU threads; default: its share")
 
 
-def add_doctor(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor",
-        help="check MPI, versions, cores, memory and network of this host and its R-workers",
-        description="Check everything that a job needs. Alone: this host. In an MPI job: all of "
-        "it. With --r-worker: those R-workers; they serve jobs afterwards.",
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check everything that a job needs. Alone: this host. In an MPI job: all of "
+        "it. With --r-worker: those R-workers; they serve jobs afterwards."
     )
     parser.set_defaults(run=run_doctor)
     add_options(parser, DoctorOptions)
     ranks = "in an MPI job: of every rank but the first"
     add_options(parser, RankOptions, "R-worker ranks", ranks)
-    add_log_level_option(parser, default="error")
     add_exit_code_option(parser)
 
 
@@ -108,48 +105,17 @@ def run_doctor(args: argparse.Namespace) -> int:
 
         print(refusals_as_text())
         return 0
-    from fastdecode.core.host.cpus import cpu_quota
-    from fastdecode.core.host.facts import lacks_for_triton, this_host
-    from fastdecode.measure.doctor import ModelFacts, examine_all, fail, judge
+    from fastdecode.core.host.facts import this_host
 
-    findings: list[Finding] = []
-
-    def add(*found: Finding) -> None:
-        for each in found:
-            findings.append(each)
-            if not options.json:
-                print(f"{each.level}  {each.check}: {each.text}", flush=True)
-                if each.mend:
-                    print(f"      -> {each.mend}", flush=True)
-
-    here = this_host()
+    here, findings = this_host(), []
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    model = None if options.model is None else ModelFacts.read(options.model)
-    if options.compile:
-        add(_compiled(options.model))
-    with contextlib.ExitStack() as opened:
-        reached = _Reached()
-        try:
-            _serve_if_r_rank(options, read_options(args, RankOptions))
-            reached = _reach_all(options, opened, workers)
-        except MissingExtraError as error:
-            add(fail("transport", error.message, pip_command(error.extra)))
-        except FastDecodeError as error:
-            add(fail("transport", error.message))
-        add(_launcher())
-        examined = _noting(examine_all(reached.asked), workers)
-        ways = _noting(_ways(reached, workers), neighbours)
-        lacks = lacks_for_triton()
-        for finding in judge(here, examined, model, lacks, ways, os.environ, cpu_quota()):
-            add(finding)
-        places = {one.peer: place for place, one in enumerate(reached.asked)}
-    workers.sort(key=lambda facts: places[facts.peer])
-    add(_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
-    if options.conversations is not None:
-        add(_conversations(options.conversations))
-    if options.cache_disk is not None:
-        add(_cache_disk(options.cache_disk))
+    for found in _examine(options, read_options(args, RankOptions), here, workers, neighbours):
+        findings.append(found)
+        if not options.json:
+            print(f"{found.level}  {found.check}: {found.text}", flush=True)
+            if found.mend:
+                print(f"      -> {found.mend}", flush=True)
     if options.json:
         facts = {"s_worker": here, "r_workers": workers, "neighbours": neighbours}
         print(json.dumps({"findings": findings, **facts}, indent=2, default=asdict))
@@ -157,6 +123,53 @@ def run_doctor(args: argparse.Namespace) -> int:
         counts = [(sum(x.level == level for x in findings), level) for level in _LEVELS]
         print(", ".join(f"{count} {level}" for count, level in counts))
     return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
+
+
+def _examine(
+    options: DoctorOptions,
+    rank: RankOptions,
+    here: HostFacts,
+    workers: list[WorkerFacts],
+    neighbours: list[NeighbourFacts],
+) -> Iterator[Finding]:
+    """Yield findings, each as soon as it is known. Fill ``workers`` and ``neighbours``.
+
+    In the ranks of an MPI job but the first, serve as an R-worker and do not return.
+    """
+    from fastdecode.core.host.cpus import cpu_quota
+    from fastdecode.core.host.facts import lacks_for_triton
+    from fastdecode.measure.doctor import ModelFacts, examine_all, fail, judge
+
+    model = None if options.model is None else ModelFacts.read(options.model)
+    if options.compile:
+        yield _compiled(options.model)
+    with contextlib.ExitStack() as opened:
+        asked: Sequence[RConnection | WorkerFacts] = ()
+        addresses: Sequence[str] = ()
+        try:
+            if launcher.launched_size() is not None and not options.r_worker_addresses:
+                job = joining.join()
+                if job.rank != mpi_job.S_RANK:
+                    from rworker.host import serve_rank
+
+                    serve_rank(job, kv_memory_gb=rank.kv_memory_gb, num_threads=rank.r_threads)
+            asked, addresses = _reach_all(options, opened, workers)
+        except MissingExtraError as error:
+            yield fail("transport", error.message, pip_command(error.extra))
+        except FastDecodeError as error:
+            yield fail("transport", error.message)
+        yield _launcher()
+        examined = _noting(examine_all(asked), workers)
+        ways = _noting(_ways(asked, addresses, workers), neighbours)
+        yield from judge(here, examined, model, lacks_for_triton(), ways, os.environ, cpu_quota())
+        places = {one.peer: place for place, one in enumerate(asked)}
+    workers.sort(key=lambda facts: places[facts.peer])
+    num_hosts = len({w.report.host.host for w in workers if w.report is not None})
+    yield _interfaces(here, num_hosts)
+    if options.conversations is not None:
+        yield _conversations(options.conversations)
+    if options.cache_disk is not None:
+        yield _cache_disk(options.cache_disk)
 
 
 def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:
@@ -252,38 +265,21 @@ def _cache_disk(directory: Path) -> Finding:
     return ok(check, text)
 
 
-def _serve_if_r_rank(options: DoctorOptions, rank: RankOptions) -> None:
-    """Serve as an R-worker in every rank of an MPI job but the first, and do not return."""
-    if launcher.launched_size() is None or options.r_worker_addresses:
-        return
-    job = joining.join()
-    if job.rank != mpi_job.S_RANK:
-        from rworker.host import serve_rank
-
-        serve_rank(job, kv_memory_gb=rank.kv_memory_gb, num_threads=rank.r_threads)
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """R-workers that can be asked, or the reason why not."""
-
-    asked: Sequence[RConnection | WorkerFacts] = ()
-    addresses: Sequence[str] = ()
-    """Addresses of R-workers for each other."""
-
-
 def _reach_all(
     options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
-) -> _Reached:
+) -> tuple[Sequence[RConnection | WorkerFacts], Sequence[str]]:
     """Connect to every R-worker, at the addresses given or in this MPI job.
 
     Args:
         opened: Closes the connections.
         found: Facts of R-workers that are known when it does.
+
+    Returns:
+        Their connections, or why there is none, and their addresses for each other.
     """
     addresses, silence_s = options.r_worker_addresses, Cluster.worker_silence_s
     if not addresses and launcher.launched_size() is None:
-        return _Reached()
+        return (), ()
     from fastdecode.engine.setup.workers import reach_addresses, reach_stage_ranks
     from fastdecode.measure.doctor import WorkerFacts
 
@@ -298,7 +294,7 @@ def _reach_all(
             workers.close([i for i, one in enumerate(connections) if one.peer in wrong], 5.0)
 
         opened.callback(close)
-        return _Reached(connections, workers.addresses)
+        return connections, workers.addresses
     Cluster(r_worker_addresses=addresses, key=options.key)
     workers = reach_addresses(
         addresses,
@@ -315,10 +311,14 @@ def _reach_all(
         else connection
         for i, connection in enumerate(workers.hub.connections)
     ]
-    return _Reached(asked, addresses)
+    return asked, addresses
 
 
-def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[NeighbourFacts]:
+def _ways(
+    asked: Sequence[RConnection | WorkerFacts],
+    addresses: Sequence[str],
+    found: Sequence[WorkerFacts],
+) -> Iterator[NeighbourFacts]:
     """Measure the links between those R-workers that passed so far."""
     from fastdecode.measure.doctor import WorkerFacts
     from fastdecode.measure.neighbours import examine_neighbours
@@ -326,12 +326,12 @@ def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[Neighbour
     reports = {facts.peer: facts.report for facts in found if not facts.error}
     well = [
         (connection, address, report.kv_bytes)
-        for connection, address in zip(reached.asked, reached.addresses, strict=True)
+        for connection, address in zip(asked, addresses, strict=True)
         if not isinstance(connection, WorkerFacts)
         and (report := reports.get(connection.peer)) is not None
     ]
-    names, kv_bytes = [address for _, address, _ in well], [num_bytes for _, _, num_bytes in well]
-    yield from examine_neighbours([connection for connection, _, _ in well], names, kv_bytes)
+    connections, names, kv_bytes = zip(*well, strict=True) if well else ((), (), ())
+    yield from examine_neighbours(connections, names, kv_bytes)
 
 
 def _launcher() -> Finding:
@@ -363,11 +363,10 @@ def _launcher() -> Finding:
     return ok("mpi", f"{library}, and {mpirun} belongs to it")
 
 
-def _interfaces(num_hosts: int) -> Finding:
-    from fastdecode.core.host.facts import this_host
+def _interfaces(here: HostFacts, num_hosts: int) -> Finding:
     from fastdecode.measure.doctor import ok, warn
 
-    outward = [x for x in this_host().interfaces if not x.endswith(" 127.0.0.1")]
+    outward = [x for x in here.interfaces if not x.endswith(" 127.0.0.1")]
     chosen = os.environ.get(_TCP_INTERFACE, "")
     text = f"this host has {', '.join(outward) or 'only loopback'}"
     text += f"; MPI is to use {chosen}" if chosen else ""

@@ -11,12 +11,11 @@ import contextlib
 import socket
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
     add_engine_options,
-    add_log_level_option,
     add_options,
     add_status_option,
     engine_options,
@@ -65,13 +64,11 @@ class InstanceOptions:
     )
 
 
-def add_instance(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "instance",
-        help="run one engine as an instance: it prefills or decodes for another process",
-        description="Load a model, and run what a controller gives this process: generate, "
+def add_instance(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Load a model, and run what a controller gives this process: generate, "
         "run-batch or serve with --instances. Serves one controller at a time, and then the next. "
-        "Stops upon SIGTERM or Ctrl-C.",
+        "Stops upon SIGTERM or Ctrl-C."
     )
     parser.set_defaults(run=_instance)
     add_model(parser)
@@ -79,7 +76,6 @@ def add_instance(commands: Any) -> None:
     add_options(group, InstanceOptions)
     add_status_option(group)
     add_engine_options(parser)
-    add_log_level_option(parser)
 
 
 @stop_signals(interrupt)  # until it serves

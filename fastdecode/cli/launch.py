@@ -21,17 +21,15 @@ from typing import Any
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
-    add_log_level_option,
     add_options,
     as_typed,
-    check_options,
+    check_engine_options,
     read_options,
     tell,
 )
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
-from fastdecode.core.config.options import check_options as check_values
-from fastdecode.core.config.options import option, switch
+from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
@@ -92,24 +90,19 @@ class LaunchOptions:
     dry_run: bool = switch("show the line, and do nothing else")
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_options(self)
 
 
-def add_launch(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "launch",
-        help="run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
-        description=(
-            "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
-            "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
-        ),
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
+        "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
     )
     parser.set_defaults(run=run_launch)
     add_options(parser, LaunchOptions)
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help=", ".join(COMMANDS)
     )
-    add_log_level_option(parser)
 
 
 def run_launch(args: argparse.Namespace) -> int:
@@ -176,7 +169,7 @@ def _check(job: argparse.Namespace, *, files: bool) -> None:
     if job.command not in _OF_INSTANCES:
         return
     try:
-        check_options(job)
+        check_engine_options(job)
     except ConfigError as error:
         raise ConfigError(as_typed(error, job.flags), code=error.code) from None
     if files and job.command != "serve" and not job.input.is_file():
@@ -200,12 +193,8 @@ def _line(
         or getattr(job, "r_worker", None)
     )
     r_command = [*_fastdecode(), "r-worker", *([] if options.no_numa else ["--numa-node", "auto"])]
-    for flag, value in (
-        ("--r-threads", options.r_threads),
-        ("--kv-memory-gb", options.kv_memory_gb),
-        ("--cache-disk", options.cache_disk),
-        ("--cache-disk-gb", options.cache_disk_gb),
-    ):
+    for name in ("r_threads", "kv_memory_gb", "cache_disk", "cache_disk_gb"):
+        flag, value = "--" + name.replace("_", "-"), getattr(options, name)
         if value is not None and not has_r_workers:
             raise ConfigError(
                 f"{flag} before -- configures R-workers that launch starts, and with "

@@ -14,14 +14,15 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from fastdecode import __version__
-from fastdecode.cli.commands import COMMANDS
-from fastdecode.cli.options import EXIT_WORKERS_LOST, as_typed, tell
+from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option, as_typed, tell
 from fastdecode.cli.parser import Parser, is_said_by_other_rank
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
@@ -31,6 +32,54 @@ from fastdecode.wire.mpi import joining, launcher, leaving
 
 _NEW_OBJECTS: Final = 10_000
 """Between two garbage collections."""
+
+
+class Command(NamedTuple):
+    """One command. Its module's function ``add_<name>`` adds its options to a parser."""
+
+    module: str
+    help: str
+    log_level: str | None = "warning"
+    """Default of its ``--log-level``. None if each of its own subcommands has one."""
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
+    "generate": Command("jobs", "complete every prompt of a JSON Lines file"),
+    "run-batch": Command(
+        "jobs", "answer a file of OpenAI batch lines; can be interrupted and resumed"
+    ),
+    "merge": Command("jobs", "join the answers of a job's shards, in the order of the input"),
+    "serve": Command("serve", "answer OpenAI's API over HTTP"),
+    "bench-serve": Command("bench.serve", "measure a server of OpenAI's API under a load"),
+    "size": Command("size", "plan: which batch and how many CPU sockets keep a GPU busy"),
+    "plan": Command("plan", "plan: machines for prompts and for tokens, and whether it pays", None),
+    "calibrate": Command(
+        "calibrate", "measure this machine, to plan with `fastdecode size`", None
+    ),
+    "bench": Command(
+        "bench.plan", "run a plan, or its scaled-down twin here: predicted against measured"
+    ),
+    "simulate": Command("simulate", "compare schedules on a trace, without hardware"),
+    "r-worker": Command("r_worker", "serve as an R-worker, in an MPI job or at an address"),
+    "instance": Command(
+        "instance", "run one engine as an instance: it prefills or decodes for another process"
+    ),
+    "launch": Command(
+        "launch", "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts"
+    ),
+    "top": Command("top", "watch a running command or server", "error"),
+    "plot": Command("top", "draw a run from its trace", "error"),
+    "cache": Command(
+        "cache",
+        "show, verify or clear the conversations or KV blocks that are kept in a directory",
+        "error",
+    ),
+    "doctor": Command(
+        "doctor",
+        "check MPI, versions, cores, memory and network of this host and its R-workers",
+        "error",
+    ),
+})  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,10 +196,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     asked = next((word for word in argv if not word.startswith("-")), None)
     wants_all = asked is None and "--help=all" in argv
     for name, command in COMMANDS.items():
+        added = commands.add_parser(name, help=command.help)
         if name == asked or wants_all:
-            command.add(commands)
-        else:
-            commands.add_parser(name, help=command.help)
+            module = import_module(f"fastdecode.cli.{command.module}")
+            getattr(module, "add_" + name.replace("-", "_"))(added)
+            if command.log_level is not None:
+                add_log_level_option(added, command.log_level)
     return parser
 
 

@@ -7,19 +7,19 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastdecode.cli.parser import Rare
-from fastdecode.core.config.options import REQUIRED, Declared, declared, option
+from fastdecode.cli.parser import RareHelp
+from fastdecode.core.config.options import REQUIRED, Declared, declared, option, switch
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
-from fastdecode.core.files import write_json
+from fastdecode.core.files import STANDARD, check_paths
 
 if TYPE_CHECKING:
-    from fastdecode.core.sequence import SamplingParams
+    from fastdecode.core.config.engine import EngineConfig
 
 T = TypeVar("T")
 EXIT_UNEXPECTED = 1
@@ -31,18 +31,8 @@ _METAVARS = {"GB": "GB", "s": "S"}
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
 
 
-class Container(Protocol):
-    """A parser, or a group of its options."""
-
-    def add_argument(self, *flags: str, **options: Any) -> Any: ...
-
-    def add_argument_group(self, title: str, description: str | None = None) -> Any: ...
-
-    def add_mutually_exclusive_group(self, *, required: bool = False) -> Any: ...
-
-
 def add_options(
-    parser: Container,
+    parser: argparse._ActionsContainer,
     group: type[Any],
     title: str | None = None,
     description: str | None = None,
@@ -72,7 +62,7 @@ def add_options(
         flags = [each.flag] if each.option.short is None else [each.flag, each.option.short]
         (alternatives if each.option.is_alternative else target).add_argument(
             *flags,
-            help=text if shows_all or each.option.common else Rare(text),
+            help=text if shows_all or each.option.common else RareHelp(text),
             **_action(each, is_positional=not each.flag.startswith("-")),
         )
 
@@ -186,48 +176,19 @@ def progress_teller(every_s: float = 5.0) -> Callable[[str], None]:
     return progress
 
 
-def add_log_level_option(parser: Container, default: str = "warning") -> None:
+def add_log_level_option(parser: argparse._ActionsContainer, default: str = "warning") -> None:
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", default=default, choices=levels)
 
 
-def add_exit_code_option(parser: Container) -> None:
-    parser.add_argument(
-        "--exit-code-file",
-        type=Path,
-        metavar="FILE",
-        help="also write the exit code there: mpirun's says little once a rank was lost",
-    )
+def add_exit_code_option(parser: argparse._ActionsContainer) -> None:
+    text = "also write the exit code there: mpirun's says little once a rank was lost"
+    parser.add_argument("--exit-code-file", type=Path, metavar="FILE", help=text)
 
 
-def add_input_option(parser: Container) -> None:
-    parser.add_argument(
-        "--input",
-        "-i",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="requests, JSON Lines, also compressed by gzip; -: standard input",
-    )
-
-
-def add_report_options(parser: Container) -> None:
-    """Add the files about a job, besides its answers."""
-    for flag, text in (
-        ("--summary", "write timings and totals there, JSON"),
-        ("--trace", "write what ran when, as Chrome trace events"),
-    ):
-        parser.add_argument(flag, type=Path, metavar="FILE", help=text)
-    add_status_option(parser)
-
-
-def add_status_option(parser: Container) -> None:
-    parser.add_argument(
-        "--status",
-        type=Path,
-        metavar="FILE",
-        help="write the command's state there once a second, JSON: fastdecode top shows it",
-    )
+def add_status_option(parser: argparse._ActionsContainer) -> None:
+    text = "write the command's state there once a second, JSON: fastdecode top shows it"
+    parser.add_argument("--status", type=Path, metavar="FILE", help=text)
 
 
 @dataclass(frozen=True)
@@ -266,12 +227,12 @@ class SamplingOptions:
         (), "generate this token and no others; repeatable", metavar="ID"
     )
     bad_words: tuple[str, ...] = option((), "never generate this text; repeatable", metavar="TEXT")
-    ignore_eos: bool = option(False, "continue after the end-of-sequence token", is_switch=True)
+    ignore_eos: bool = switch("continue after the end-of-sequence token")
     detokenize: bool = option(
         True, "give token ids only, without text", flag="--no-detokenize", is_switch=True
     )
-    include_stop_str_in_output: bool = option(
-        False, "keep the stop text, or the text of the stop token, in the text", is_switch=True
+    include_stop_str_in_output: bool = switch(
+        "keep the stop text, or the text of the stop token, in the text"
     )
     skip_special_tokens: bool = option(
         True,
@@ -285,16 +246,14 @@ class SamplingOptions:
 
 
 def add_sampling_options(
-    parser: Container, askers: str = "lines", *, has_chats: bool = False
+    parser: argparse._ActionsContainer, askers: str = "lines", *, has_chats: bool = False
 ) -> None:
     """Draw the sampling options. ``has_chats``: some of the ``askers`` may be chats."""
     from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS
     from fastdecode.core.sequence import SamplingParams
 
-    params, group = (
-        SamplingParams(),
-        parser.add_argument_group("sampling", f"defaults for {askers} that do not set them"),
-    )
+    params = SamplingParams()
+    group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     defaults: dict[str, object] = {
         each.name: getattr(params, each.name)
         for each in declared(SamplingOptions)
@@ -324,20 +283,6 @@ def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sampling_defaults(args: argparse.Namespace) -> SamplingParams:
-    """Return the parameters of requests that do not set their own.
-
-    Raises:
-        ConfigError: If an option makes no sense. It names the option.
-    """
-    from fastdecode.core.sequence import SamplingParams
-
-    try:
-        return SamplingParams(**sampling_given(args))
-    except RequestError as error:
-        raise ConfigError(*error.words) from None
-
-
 def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
     """Return and print the sampling parameters that the model's generation_config.json
     recommends."""
@@ -351,7 +296,7 @@ def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_engine_options(
-    parser: Container, defaults: Mapping[str, str] = MappingProxyType({})
+    parser: argparse._ActionsContainer, defaults: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Draw the options of ``EngineConfig``, each of its groups as a group."""
     from fastdecode.core.config.engine import GROUPS
@@ -379,31 +324,53 @@ def load_engine(args: argparse.Namespace) -> None:
         import fastdecode.engine.setup.launch  # noqa: F401
 
 
-def check_options(args: argparse.Namespace) -> SamplingParams:
+def check_engine_options(args: argparse.Namespace) -> EngineConfig:
     """Refuse impossible options before anything starts: ranks of an MPI job wait for each other.
-
-    Returns:
-        The sampling parameters of requests that do not set their own.
 
     Raises:
         ConfigError: If an option makes no sense. It names the option.
     """
     from fastdecode.core.config.engine import EngineConfig
+    from fastdecode.core.sequence import SamplingParams
 
     try:
-        EngineConfig.of(args.model, **engine_options(args))
-        return sampling_defaults(args)
+        config = EngineConfig.of(args.model, **engine_options(args))
+        SamplingParams(**sampling_given(args))
     except ConfigError as error:
         error.is_of_command_line = True
         raise
+    except RequestError as error:
+        refused = ConfigError(*error.words)
+        refused.is_of_command_line = True
+        raise refused from None
+    return config
 
 
-def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> int:
-    """Write a job's summary if one is wanted. Return 1 if that failed, otherwise 0."""
-    try:
-        if path is not None:
-            write_json(path, summary, "summary")
-    except ConfigError as error:
-        tell(f"{command}: {error}; the answers are whole")
-        return EXIT_UNEXPECTED
-    return 0
+@contextlib.contextmanager
+def measuring(
+    args: argparse.Namespace,
+    command: str,
+    progress: Callable[[], Mapping[str, Any]] = dict,
+    **outputs: Path | None,
+) -> Iterator[Callable[[str], None]]:
+    """Write ``--status``, if it is given, while the command measures.
+
+    Args:
+        args: Options of the command.
+        command: Name of the command.
+        progress: Returns its progress. Empty if it does not count.
+        outputs: Other files that it writes, by option.
+
+    Returns:
+        A function that reports the current activity in a line.
+
+    Raises:
+        ConfigError: If the file can't be written, or is one of ``outputs``.
+    """
+    from fastdecode.measure.status_file import Measuring, StatusFile
+
+    if args.status is not None:
+        check_paths(STANDARD, status=args.status, **outputs)
+    watched = Measuring(tell, getattr(args, "model", None), progress)
+    with StatusFile(args.status, command, watched, tell):
+        yield watched.say

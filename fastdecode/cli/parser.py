@@ -24,7 +24,7 @@ _LIKENESS = 0.66
 """Likeness of an unknown option to the one that was meant."""
 
 
-class Rare(str):
+class RareHelp(str):
     """The help of an option that the short help leaves out."""
 
 
@@ -115,14 +115,14 @@ class Parser(argparse.ArgumentParser):
                 action
                 for action in group._group_actions
                 if what in (ALL, _plain(group.title))
-                or (what is None and not isinstance(action.help, Rare))
+                or (what is None and not isinstance(action.help, RareHelp))
             ]
             if shown:
                 formatter.start_section(group.title)
                 formatter.add_text(group.description)
                 formatter.add_arguments(shown)
                 formatter.end_section()
-        if what is None and any(isinstance(a.help, Rare) for a in self._actions):
+        if what is None and any(isinstance(a.help, RareHelp) for a in self._actions):
             groups = ", ".join(self.groups())
             formatter.add_text(f"More options: --help=all, or --help=GROUP with one of {groups}.")
         return formatter.format_help() + (self._commands_help() if what == ALL else "")

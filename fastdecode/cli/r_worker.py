@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.options import add_log_level_option, add_options, read_options, tell
-from fastdecode.core.config.engine import EngineConfig
+from fastdecode.cli.options import add_options, read_options
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.host.parents import end_with
-from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.wire.mpi import joining
 from fastdecode.wire.mpi.roles import InstanceRanks
 
@@ -113,25 +111,17 @@ class Rank:
     exit_with_parent: bool = switch("end when the parent process ends")
 
 
-def add_r_worker(commands: Any) -> None:
-    parser = commands.add_parser(
-        "r-worker",
-        help="serve as an R-worker, in an MPI job or at an address",
-        description="Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : "
+def add_r_worker(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serve as an R-worker. In an MPI job: mpirun -n 1 fastdecode generate ... : "
         "-n 3 fastdecode r-worker. At an address: fastdecode r-worker --bind tcp://HOST:PORT, "
         "and on the S-worker's host fastdecode generate --r-worker "
-        "tcp://HOST:PORT ...",
+        "tcp://HOST:PORT ..."
     )
     parser.set_defaults(run=run_r_worker)
     add_options(parser, Resources, "resources")
     add_options(parser, Address, "at an address")
     add_options(parser, Rank)
-    add_log_level_option(parser)
-
-
-def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
-    """Roles by rank: see ``serve_other_rank``. Raises ConfigError."""
-    serve_other_rank(EngineConfig.of(args.model, **engine_options), tell)
 
 
 def run_r_worker(args: argparse.Namespace) -> int:

@@ -22,11 +22,10 @@ from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
-    add_log_level_option,
     add_options,
     add_sampling_options,
     add_status_option,
-    check_options,
+    check_engine_options,
     engine_options,
     load_engine,
     model_defaults,
@@ -35,13 +34,13 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_none
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.files import check_writable
 from fastdecode.core.host.interrupts import Interrupted, interrupt
+from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.keys import key_hashes
 from fastdecode.server.options import ServeOptions
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.server.link import Opening
-    from fastdecode.server.serving import Activity, Ending, HttpProcess, Wishes
+    from fastdecode.server.serving import Ending, HttpProcess
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
@@ -63,13 +62,11 @@ ENDS_WITHIN_S = 60.0
 """Longest time for the step in flight once all requests are answered."""
 
 
-def add_serve(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "serve",
-        help="answer OpenAI's API over HTTP",
-        description="Serve /v1/completions, /v1/chat/completions and /v1/responses, whole and "
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serve /v1/completions, /v1/chat/completions and /v1/responses, whole and "
         "as streams, to any client of OpenAI's API. Stops upon SIGTERM or Ctrl-C once what runs "
-        "is done; a second time at once.",
+        "is done; a second time at once."
     )
     parser.set_defaults(run=run_serve)
     add_model(parser)
@@ -83,46 +80,42 @@ def add_serve(commands: Any) -> None:
     add_options(parser.add_argument_group("conversations"), Keeping)
     add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
-    add_log_level_option(parser)
 
 
-def run_serve(
-    args: argparse.Namespace,
-    serve: Callable[[argparse.Namespace, StopsWhileStarting], int] | None = None,
-) -> int:
-    """Serve until asked to stop. Return the exit code. ``serve``: replaces serving in tests."""
-    from fastdecode.core.host.logs import keep_traces_out
+class Signals:
+    """Counts the signals that ask a server to stop, or to read its keys again.
 
-    stops = StopsWhileStarting()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(stop_signals(stops.hear))
-        if args.log_level != "debug":
-            stack.callback(keep_traces_out())
-        code = (serve or _serve_or_stop)(args, stops)
-        if stops.num or stops.is_over:
-            # Keep the handlers while MPI is left: signals change nothing any more.
-            stops.kept = stack.pop_all()
-    return code
-
-
-class StopsWhileStarting:
-    """Handles signals that ask to stop before anything is served, and after the end.
-
-    The first one raises Interrupted, or is only counted where Python swallows the exception (in
-    a destructor or a callback). The third one ends the process.
+    While it starts, the first stop raises Interrupted, or is only counted where Python swallows
+    the exception (in a destructor or a callback). Later ``Serving`` looks at the counts. Once
+    nothing is answered any more, a stop ends the process. After the end it does nothing.
 
     Args:
         leave: Ends the process immediately.
     """
 
     def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
-        self.num = 0
+        self.num_stops = self.num_reloads = 0
+        self.ending: Ending | None = None
+        """Set once no request is answered any more. The engine may take long to close."""
         self.is_over = False
-        """True once all requests are answered. Nothing is left to stop."""
+        self._leave = leave
+        self._interrupts = True
         self.kept: contextlib.ExitStack | None = None
         """Holds the signal handlers until the process ends."""
-        self._leave = leave
-        self._is_put_off = False
+
+    def on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.is_over:
+            return
+        self.num_stops += 1
+        if self.ending is not None:
+            self._leave(exit_code(self.ending))
+        elif self.num_stops > 2:  # something hangs
+            self._leave(EXIT_SOME_FAILED)
+        elif self.num_stops == 1 and self._interrupts:
+            interrupt(number, frame)
+
+    def on_reload(self, number: int, frame: FrameType | None) -> None:
+        self.num_reloads += 1
 
     @contextlib.contextmanager
     def put_off(self) -> Iterator[None]:
@@ -132,91 +125,107 @@ class StopsWhileStarting:
         Raises:
             Interrupted: If a signal arrived meanwhile.
         """
-        self._is_put_off = True
+        self._interrupts = False
         try:
             yield
         finally:
-            self._is_put_off = False
-        if self.num:
+            self._interrupts = True
+        if self.num_stops:
             raise Interrupted
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
-        if self.is_over:
-            return
-        self.num += 1
-        if self.num > 2:
-            self._leave(EXIT_SOME_FAILED)
-        elif self.num == 1 and not self._is_put_off:
-            interrupt(number, frame)
+    def begin(self) -> None:
+        """Count stops, and raise no Interrupted. A stop that came already is the first."""
+        self._interrupts = False
+        self.num_stops = min(self.num_stops, 1)
 
 
-def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
-    from fastdecode.server.serving import Wishes
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until asked to stop. Return the exit code."""
+    from fastdecode.core.host.logs import keep_traces_out
 
-    _expect_lengths(args)
-    check_options(args)
+    signals = Signals()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop_signals(signals.on_stop))
+        stack.callback(
+            signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signals.on_reload)
+        )
+        if args.log_level != "debug":
+            stack.callback(keep_traces_out())
+        code = _start(args, signals)
+        if signals.num_stops or signals.is_over:
+            # Keep the handlers while MPI is left: signals change nothing any more.
+            signals.kept = stack.pop_all()
+    return code
+
+
+def _start(args: argparse.Namespace, signals: Signals) -> int:
+    """Start, and serve until asked to stop. Return the exit code."""
+    # Reserve room for expected lengths: without max_tokens a request's limit is the model's.
+    if args.length_quantile is None:
+        args.length_quantile = LENGTH_QUANTILE
+    if args.expected_output_tokens is None:
+        args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
+    config = check_engine_options(args)
     options = read_options(args, ServeOptions)
     if args.status is not None:
         check_writable(args.status, "status")
     keys = key_hashes(options)
-    wishes = Wishes()
     try:
-        with _reloads_noted(wishes):
-            return _start(args, options, keys, wishes, stops)
+        code = _load_and_serve(args, config, options, keys, signals)
     except KeyboardInterrupt:
-        if wishes.ending is not None:
+        if signals.ending is not None:
             raise
-    tell(f"{COMMAND}: asked to stop while it started; it has answered nothing")
-    # The other ranks of an MPI job wait for our goodbye.
-    joining.joined_at_last(wanted=True)
-    return 0
+        tell(f"{COMMAND}: asked to stop while it started; it has answered nothing")
+        # The other ranks of an MPI job wait for our goodbye.
+        joining.joined_at_last(wanted=True)
+        return 0
+    signals.is_over = True
+    return code
 
 
-def _start(
+def _load_and_serve(
     args: argparse.Namespace,
+    config: EngineConfig,
     options: ServeOptions,
     keys: tuple[str, ...],
-    wishes: Wishes,
-    stops: StopsWhileStarting,
+    signals: Signals,
 ) -> int:
-    """Start, and serve until asked to stop. Return the exit code.
-
+    """
     Raises:
         KeyboardInterrupt: If asked to stop while it starts.
     """
-    from fastdecode.server.serving import HttpProcess
-
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
         if launcher.launched_rank() in (None, 0):
-            with stops.put_off(), imports_for(COMMAND):
+            with signals.put_off(), imports_for(COMMAND):
                 for name in ("httptools", "prometheus_client", "starlette", "uvicorn"):
                     import_module(name)  # the other process needs it; say so here
-            http = HttpProcess(_opening(args, options, keys))
+                from fastdecode.server.serving import HttpProcess
+            http = HttpProcess(_opening(args, config, options, keys))
             stack.callback(http.close)
-        serve_if_r_rank(args, engine_options(args))
+        serve_other_rank(config, tell)
         assert http is not None, "rank 0 has it, and others don't return"
         tell(f"{COMMAND}: listening at {http.address}; loading")
-        with stops.put_off(), imports_for(f"{COMMAND} (an S-worker)"):
+        with signals.put_off(), imports_for(f"{COMMAND} (an S-worker)"):
             load_engine(args)
             from fastdecode.engine.llm import LLM
         # Requests bring the defaults of generation_config.json.
         with LLM(
             args.model, progress=tell, generation_config="ignore", **engine_options(args)
         ) as llm:
-            stack.enter_context(stops_noted(wishes))
-            wishes.num_stops = max(wishes.num_stops, min(stops.num, 1))
-            wishes.ending = _serve(args, llm, http, options, wishes)
-            stops.is_over = True
-            code = exit_code(wishes.ending)
-            _end_later(code)  # should a step never end
+            signals.begin()
+            signals.ending = _serve(args, llm, http, options, signals)
+            code = exit_code(signals.ending)
+            # Should a step never end.
+            timer = threading.Timer(ENDS_WITHIN_S, os._exit, (code or EXIT_SOME_FAILED,))
+            timer.daemon = True
+            timer.start()
             args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
     return code
 
 
 def _serve(
-    args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes
+    args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, signals: Signals
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
@@ -246,16 +255,11 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    lines = ActivityLines(lambda: _activity(llm), say)
+    lines = ActivityLines(lambda: llm.snapshot().engine, lambda: llm.stats.num_output_tokens, say)
     with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
-        return Serving(llm.service, bridge, wishes, reload, say, lines).run(options.drain_timeout_s)
-
-
-def _activity(llm: LLM) -> Activity:
-    from fastdecode.server.serving import Activity
-
-    now = llm.snapshot().engine
-    return Activity(now.num_running, now.num_waiting, llm.stats.num_output_tokens, now.workers)
+        return Serving(llm.service, bridge, signals, reload, say, lines).run(
+            options.drain_timeout_s
+        )
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:
@@ -264,24 +268,13 @@ def _figures(running: RunningEngine) -> dict[str, Any]:
     return status_to_json(running.engine.stats, running.engine.figures())
 
 
-def _expect_lengths(args: argparse.Namespace) -> None:
-    """Reserve room for expected lengths: without max_tokens a request's limit is the model's."""
-    if args.length_quantile is None:
-        args.length_quantile = LENGTH_QUANTILE
-    if args.expected_output_tokens is None:
-        args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
-
-
-def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, ...]) -> Opening:
-    """
-    Raises:
-        ModelError, ConfigError: If the model directory can't be used.
-    """
+def _opening(
+    args: argparse.Namespace, config: EngineConfig, options: ServeOptions, keys: tuple[str, ...]
+) -> Opening:
     from fastdecode.core.model.checkpoint import open_checkpoint
     from fastdecode.core.model.identity import identify
     from fastdecode.server.link import Opening
 
-    config = EngineConfig.of(args.model, **engine_options(args))
     spec = open_checkpoint(args.model, config.s_part.load_format).spec(
         max_model_len=config.s_part.max_model_len
     )
@@ -299,50 +292,13 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
     )
 
 
-def _end_later(code: int) -> None:
-    """End this process after a while, should a step never end."""
-    timer = threading.Timer(ENDS_WITHIN_S, os._exit, (code or EXIT_SOME_FAILED,))
-    timer.daemon = True
-    timer.start()
-
-
 def exit_code(ending: Ending) -> int:
     """Return the exit code for the end of a server."""
     from fastdecode.server.serving import Ending
 
-    codes = {
+    return {
         Ending.ALL_ANSWERED: 0,
         Ending.SOME_CUT: EXIT_SOME_FAILED,
         Ending.ENGINE_LOST: EXIT_WORKERS_LOST,
         Ending.HTTP_LOST: EXIT_HTTP_LOST,
-    }
-    return codes[ending]
-
-
-@contextlib.contextmanager
-def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """Let signals ask the server to stop. ``leave``: ends the process immediately."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        wishes.num_stops += 1
-        if wishes.ending is not None:  # the engine takes long to close
-            leave(exit_code(wishes.ending))
-        elif wishes.num_stops > 2:  # something hangs
-            leave(EXIT_SOME_FAILED)
-
-    with stop_signals(stop):
-        yield
-
-
-@contextlib.contextmanager
-def _reloads_noted(wishes: Wishes) -> Iterator[None]:
-    """Let SIGHUP ask the server to read its keys again, once it has started."""
-
-    def reload(number: int, frame: FrameType | None) -> None:
-        wishes.num_reloads += 1
-
-    before = signal.signal(signal.SIGHUP, reload)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    }[ending]

@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from fastdecode.cli.options import add_log_level_option, add_options, given, read_options
+from fastdecode.cli.options import add_options, given, read_options
 from fastdecode.core.config.groups import SCHEDULES, Batching
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
@@ -99,17 +99,14 @@ class Workers:
         return list(values) * (num // len(values))
 
 
-def add_simulate(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "simulate",
-        help="compare schedules on a trace, without hardware",
-        description="Run the real scheduler over a trace of requests, on simulated workers and a "
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the real scheduler over a trace of requests, on simulated workers and a "
         'virtual clock. Trace lines: {"num_prompt_tokens": 512, "num_output_tokens": 128}, '
-        'optionally with "max_tokens" and "arrival_s" or "arrival_step".',
+        'optionally with "max_tokens" and "arrival_s" or "arrival_step".'
     )
     parser.set_defaults(run=run_simulate)
     add_options(parser, Run)
-    add_log_level_option(parser)
     add_options(parser, Conversations, "conversations")
     hardware = parser.add_argument_group("hardware")
     add_options(hardware, Workers)

@@ -20,7 +20,6 @@ from cost_model.transport import MAX_IO_THREADS, TRANSPORTS
 from cost_model.workload import Workload, parse_kv_dtype
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
-    add_log_level_option,
     add_options,
     given,
     read_options,
@@ -157,13 +156,11 @@ def _print_names(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_size(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "size",
-        help="plan: which batch and how many CPU sockets keep a GPU busy",
-        description="Which batch and how many CPU sockets keep a GPU busy, what limits it, and "
+def add_size(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Which batch and how many CPU sockets keep a GPU busy, what limits it, and "
         "whether it is worth it. From datasheets, or from profiles that `fastdecode calibrate` "
-        "measured.",
+        "measured."
     )
     parser.set_defaults(run=run_size)
     add_model(
@@ -183,7 +180,6 @@ def add_size(commands: Any) -> None:
     add_options(parts, Setup)
     add_options(parser, Goal, "what to hold")
     add_options(parser, Output, "output")
-    add_log_level_option(parser)
 
 
 def run_size(args: argparse.Namespace) -> int:

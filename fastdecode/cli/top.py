@@ -1,6 +1,7 @@
-"""``fastdecode top``: watch a command that writes ``--status``, or a server.
+"""``fastdecode top``: watch a command that writes ``--status``, or a server. ``fastdecode plot``:
+a picture of a run that is over.
 
-Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 there is nothing to watch.
+Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 nothing is to be watched.
 Without ``--once``, ``top`` waits until the file or the server exists.
 """
 
@@ -14,16 +15,17 @@ import shutil
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from fastdecode.cli.options import add_log_level_option, add_options, read_options
+from fastdecode.cli.options import add_options, read_options
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.files import check_writable
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.words import printable
 from fastdecode.server.keys import first_key
@@ -55,62 +57,67 @@ class TopOptions:
         check_options(self)
 
 
-def add_top(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        help="watch a running command or server",
-        description="Watch a command that was started with --status FILE, or a server at "
+@dataclass(frozen=True)
+class PlotOptions:
+    """What is drawn, and where."""
+
+    source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="TRACE")
+    output: Path | None = option(
+        None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
+    )
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Watch a command that was started with --status FILE, or a server at "
         "http://HOST:PORT: progress, tokens/s of the last minute, shares of S-worker and "
-        "R-workers, KV caches. Waits until it has started, and ends when it ends.",
+        "R-workers, KV caches. Waits until it has started, and ends when it ends."
     )
     parser.set_defaults(run=run_top)
     add_options(parser, TopOptions)
-    add_log_level_option(parser, default="error")
 
 
 def run_top(args: argparse.Namespace) -> int:
     """Show until the command has ended, or ctrl-C. Return the exit code."""
-    options = read_options(args, TopOptions)
-    look = _looker(options.place, options.api_key_file)
+    from fastdecode.measure.live_view import LiveView
+
+    view = LiveView()
     try:
-        first = look() if options.once else _wait_for(look, options.every)
-        _watch(options.place, first, look, None if options.once else options.every)
+        for place, status in enumerate(_statuses(read_options(args, TopOptions))):
+            view.add(status, time.time())
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+            show(view.lines(width), is_first=place == 0)
     except KeyboardInterrupt:
         print()
     return 0
 
 
-def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
-    """Return the first status. ``top`` may start before the command."""
-    has_said = False
+def _statuses(options: TopOptions) -> Iterator[dict[str, Any]]:
+    """Yield one status after the other until the command has ended.
+
+    Raises:
+        ConfigError: If there is none. ``top`` may start before the command, and then waits.
+    """
+    look = _looker(options.place, options.api_key_file)
+    is_first, is_waiting = True, False
     while True:
-        try:
-            return look()
-        except NotYetError as error:
-            if not has_said:
-                print(f"waiting: {error} (ctrl-C ends this)", flush=True)
-            has_said = True
-        sleep(every_s)
-
-
-def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None) -> None:
-    """Show one status after the other, or only the first if ``every_s`` is None."""
-    from fastdecode.measure.live_view import LiveView
-
-    view, is_first = LiveView(), True
-    while True:
-        view.add(status, time.time())
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
-        show(view.lines(width), is_first=is_first)
-        if every_s is None or str(status["state"]).startswith("ended"):
-            return
-        is_first = False
-        sleep(every_s)
         try:
             status = look()
-        except ConfigError:
-            print(f"{place} no longer answers")
-            return
+        except ConfigError as error:
+            if not is_first:
+                print(f"{options.place} no longer answers")
+                return
+            if options.once or not isinstance(error, NotYetError):
+                raise
+            if not is_waiting:
+                print(f"waiting: {error} (ctrl-C ends this)", flush=True)
+            is_waiting = True
+        else:
+            is_first = False
+            yield status
+            if options.once or str(status["state"]).startswith("ended"):
+                return
+        sleep(options.every)
 
 
 def show(lines: list[str], *, is_first: bool) -> None:
@@ -166,3 +173,20 @@ def _checked(content: bytes, place: str) -> dict[str, Any]:
         if isinstance(status, dict) and {"state", "time_s", "uptime_s"} <= status.keys():
             return status
     raise ConfigError(f"{place} is no status: give the file of --status, or a server's address")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Draw a file of --trace: who computed when, sequences over time."
+    parser.set_defaults(run=run_plot)
+    add_options(parser, PlotOptions)
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    """Draw. Return the exit code."""
+    from fastdecode.measure.run_plot import plot_run
+
+    target = args.output or args.source.with_name(args.source.name + ".svg")
+    check_writable(target, "picture")
+    plot_run(args.source, target)
+    print(target)
+    return 0

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, TextIO
 
-from fastdecode.core.answer_lengths import AnswerCounts, EndedAnswers, few_limits, spread_evenly
 from fastdecode.core.clock import Clock
-from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
 # Between two lines where there is no terminal, and between two looks of the one
 # line where there is.
@@ -22,8 +19,6 @@ REFRESH_EVERY_S = 0.5
 BAR_CHARS = 20
 MOST_S = 1e10
 """No longer time is shown."""
-
-logger = logging.getLogger(__name__)
 
 
 class StatusLine:
@@ -129,10 +124,10 @@ class Progress:
     """Shows how far work is. Use it in a ``with`` statement.
 
     Args:
-        stream: as ``StatusLine`` takes it.
-        unit: of what is counted.
-        clock: in seconds.
-        now: the time of day.
+        stream: As ``StatusLine`` takes it.
+        unit: Name of what is counted.
+        clock: Returns seconds.
+        now: Returns the time of day.
     """
 
     def __init__(
@@ -143,14 +138,10 @@ class Progress:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._unit = unit
-        self._limits: Mapping[int, int] = {}
         self._status = StatusLine(stream, clock, now)
         self._clock = clock
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
-        self._num_prompt_tokens = self._num_running = 0
-        self._running: AnswerCounts | None = None
-        self._ended = EndedAnswers()
-        self._times = TokenTimes()
+        self._num_running = 0
         self._workers = (0, 0)
         self._started_s = clock()
 
@@ -166,15 +157,8 @@ class Progress:
         if self._total:
             self._status.end(self.line)
 
-    def begin(self, total: int, done: int = 0, limits: Mapping[int, int] | None = None) -> None:
-        """
-        Args:
-            total: of the units.
-            done: before now.
-            limits: answers of all units by the most tokens that they may get; 0: no
-                limit is known. None: a unit has one answer without a limit.
-        """
-        self._limits = few_limits(limits or {0: total})
+    def begin(self, total: int, done: int = 0) -> None:
+        """Start counting. ``done``: units that were done before."""
         self._total, self._done_before, self._done = total, done, done
         self._started_s = self._clock()
         self._status.restart()
@@ -186,52 +170,48 @@ class Progress:
         num_failed: int,
         num_tokens: int,
         workers: tuple[int, int],
-        num_prompt_tokens: int = 0,
         num_running: int = 0,
-        running: AnswerCounts | None = None,
-        ended: EndedAnswers | None = None,
     ) -> None:
-        """How it stands now: done in all, tokens since ``begin``, R-workers
-        that aren't lost and all, sequences that run, and how far they are;
-        answers that are complete since ``begin``. Call it as often as you like."""
+        """Note the state, and show it if a line is due. Call it as often as you like.
+
+        Args:
+            done: Units that are done, those before ``begin`` among them.
+            num_tokens: Generated tokens since ``begin``.
+            workers: R-workers that aren't lost, and all.
+            num_running: Units that run.
+        """
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_running, self._running = num_running, running
-        self._ended = ended or self._ended
-        self._workers = workers
-        elapsed_s = self._clock() - self._started_s
-        self._times.add(elapsed_s, num_prompt_tokens, num_tokens, num_running)
+        self._num_running, self._workers = num_running, workers
         self._status.show_if_due(self.line)
 
     def line(self) -> str:
-        elapsed_s = max(self._clock() - self._started_s, 1e-9)
         live, num_workers = self._workers
         workers = f", R-workers {live}/{num_workers}" if num_workers else ""
+        left_s = self.remaining_s
+        is_known = left_s is not None and left_s < MOST_S
+        eta = str(timedelta(seconds=round(left_s or 0.0))) if is_known else "-"
         return (
             f"{self._unit} {self._done}/{self._total}, {self._num_failed} failed, "
-            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {self._eta()}{workers}"
+            f"{self._num_tokens / self._elapsed_s:.0f} tok/s, ETA {eta}{workers}"
         )
 
     @property
+    def _elapsed_s(self) -> float:
+        return max(self._clock() - self._started_s, 1e-9)
+
+    @property
     def remaining_s(self) -> float | None:
-        """Estimate of the seconds until all is done. None if too little is known."""
-        # Counts of several threads: an answer may have ended whose tokens aren't in the sum.
-        num_tokens = max(0, self._num_tokens - self._ended.num_tokens)
-        running = self._running or spread_evenly(self._num_running, num_tokens, self._limits)
-        counts = JobCounts(
-            lines_left=self._total - self._done_before,
-            lines_done=self._done - self._done_before,
-            running=running,
-            prompt_tokens=self._num_prompt_tokens,
-            done=self._ended,
-            limits=self._limits,
-            num_lines=self._total,
-        )
-        try:
-            return remaining_s(counts, self._times)
-        except (ArithmeticError, LookupError, ValueError):
-            logger.debug("no estimate of the time that is left", exc_info=True)
+        """Seconds until all is done, at the pace so far. None until a unit is done.
+
+        Units that run count as half done.
+        """
+        done, left = self._done - self._done_before, self._total - self._done
+        if left <= 0:
+            return 0.0
+        if done <= 0:
             return None
+        half = min(self._num_running, left) / 2
+        return self._elapsed_s * (left - half) / (done + half)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -242,11 +222,6 @@ class Progress:
             "num_failed": self._num_failed,
             "eta_s": self.remaining_s,
         }
-
-    def _eta(self) -> str:
-        left_s = self.remaining_s
-        is_known = left_s is not None and 0 <= left_s < MOST_S
-        return str(timedelta(seconds=round(left_s or 0.0))) if is_known else "-"
 
     def print(self, text: str) -> None:
         """Print to stdout, which may be the same terminal."""

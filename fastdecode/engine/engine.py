@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import replace
 from typing import Any, Final
 
-from fastdecode.core.answer_lengths import AnswerCounts
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Listener
 from fastdecode.core.errors import (
@@ -122,16 +120,6 @@ class Engine:
     def num_running(self) -> int:
         """Sequences that are running, or about to."""
         return self._lifecycle.scheduler.num_running
-
-    @property
-    def running_answers(self) -> AnswerCounts:
-        """Of sequences that are running: their tokens so far, and the most they get."""
-        running = (
-            run.sequence
-            for lane in self._lifecycle.scheduler.lanes
-            for run in lane.running.values()
-        )
-        return Counter((each.num_generated, each.request.max_tokens) for each in running)
 
     @property
     def has_work(self) -> bool:

@@ -10,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from fastdecode.core.answer_lengths import AnswerCounts
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
 from fastdecode.core.errors import (
     ConfigError,
@@ -36,8 +35,6 @@ class ServedEngine(Protocol):
     def pause_s(self) -> float: ...
     @property
     def num_running(self) -> int: ...
-    @property
-    def running_answers(self) -> AnswerCounts: ...
     @property
     def num_unfinished_sequences(self) -> int: ...
     def submit(self, request: Request, listener: Listener | None = None) -> None: ...

@@ -6,7 +6,6 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
@@ -33,7 +32,6 @@ from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_none, why_none_of
 from fastdecode.conversations.turns import PromptTurn, Turn, check_id
-from fastdecode.core.answer_lengths import AnswerCounts, EndedAnswers
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
@@ -67,7 +65,6 @@ from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.engine.request_stream import Arriving, RequestStreams
-from fastdecode.engine.running_answers import RunningAnswers
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
@@ -167,7 +164,6 @@ class LLM:
         checker = RequestChecker(self.codec, *limits, begun, seeds)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
         most_sequences *= max(1, config.instances.most_decoding)
-        self._running_answers = RunningAnswers(self._service)
         self._readings = RequestStreams(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
@@ -217,11 +213,6 @@ class LLM:
     def snapshot(self) -> Snapshot:
         """How it is, R-workers that were lost among it; never waits for a step."""
         return self._service.snapshot()
-
-    def running_answers(self) -> AnswerCounts:
-        """Tokens and limits of the sequences that run, of a second ago at most but
-        for a step; empty where instances run them. Never waits for a step."""
-        return self._running_answers.latest()
 
     def generate(
         self,
@@ -458,7 +449,7 @@ class LLM:
         ``params``: theirs, in order."""
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
-            tick = stack.enter_context(_shown(self, params, outputs)) if progress else None
+            tick = stack.enter_context(_shown(self, len(params), outputs)) if progress else None
             for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
                 outputs[output.request_id] = output
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
@@ -535,18 +526,15 @@ def _requests(
 
 @contextlib.contextmanager
 def _shown(
-    llm: LLM, params: Sequence[SamplingParams], outputs: Mapping[str, RequestOutput]
+    llm: LLM, num_requests: int, outputs: Mapping[str, RequestOutput]
 ) -> Iterator[Callable[[], None]]:
     """Shows how far a call is; gives what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
-    prompts_before = llm.stats.num_prompt_tokens
-    ended, num_counted, num_failed = EndedAnswers(), 0, 0
+    num_counted = num_failed = 0
 
     def tick() -> None:
         nonlocal num_counted, num_failed
-        for output in islice(outputs.values(), num_counted, None):
-            ended.add_output(output)
-            num_failed += not output.ok
+        num_failed += sum(not x.ok for x in islice(outputs.values(), num_counted, None))
         num_counted = len(outputs)
         now = llm.snapshot().engine
         bar.update(
@@ -554,16 +542,10 @@ def _shown(
             num_failed=num_failed,
             num_tokens=llm.stats.num_output_tokens - tokens_before,
             workers=now.workers,
-            num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
             num_running=now.num_running,
-            running=llm.running_answers(),
-            ended=ended,
         )
 
     with Progress(sys.stderr, "requests") as bar:
-        limits: Counter[int] = Counter()
-        for its in params:
-            limits[its.max_tokens or 0] += its.n
-        bar.begin(len(params), limits=limits)
+        bar.begin(num_requests)
         yield tick
         tick()

@@ -12,7 +12,6 @@ An **OpenAI** line is ``{"custom_id", "method": "POST", "url", "body"}``. Its an
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Callable, Sequence, Set
@@ -30,7 +29,7 @@ from fastdecode.core.sequence import (
     SamplingParams,
     TokenLogprob,
 )
-from fastdecode.jobs.lines import MAX_LINE_BYTES, LineId
+from fastdecode.jobs.lines import MAX_LINE_BYTES, Identify, LineId
 from fastdecode.openai.answers import answer_body, error_body, status
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.chat import Turn
@@ -124,7 +123,7 @@ class SimpleLines:
         try:
             line = load_object(raw, number)
             line_id = _id_of(line, number)
-            _refuse_unknown_fields(line)
+            refuse_unknown(line, _SIMPLE_FIELDS, (), f"line {number}")
             # null is the same as not given
             given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
             defaults = self._greedy if given.get("temperature") == 0 else self._defaults
@@ -150,14 +149,6 @@ class SimpleLines:
         self, number: int, line_id: LineId | None, error: FastDecodeError
     ) -> dict[str, Any]:
         return {"id": line_id, "line": number, "error": {"code": error.code, "message": str(error)}}
-
-    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
-        """Return which line an answer is for, and True if it is an error.
-
-        Raises:
-            KeyError, ValueError, TypeError: If it isn't an answer of this format and this run.
-        """
-        return int(answer["line"]), "error" in answer
 
 
 @dataclass(frozen=True)
@@ -216,12 +207,6 @@ class OpenAILines:
     ) -> dict[str, Any]:
         return self._line(number, line_id, status(error)[0], error_body(error))
 
-    def identify(self, answer: dict[str, Any]) -> tuple[int, bool]:
-        prefix, number = str(answer["id"]).rsplit("_", 1)
-        if prefix != f"{ID_PREFIX}_{self.run_id}":
-            raise ValueError("an answer of another run")
-        return int(number), int(answer["response"]["status_code"]) >= 400
-
     def _line(
         self, number: int, line_id: LineId | None, status_code: int, body: dict[str, Any]
     ) -> dict[str, Any]:
@@ -236,6 +221,20 @@ class OpenAILines:
 
 LineFormat: TypeAlias = "SimpleLines | OpenAILines"
 """Answers name lines by their numbers, from 1."""
+
+
+def identifier(lines: str, run_id: str) -> Identify:
+    """Return the ``Identify`` of a run's answers. ``lines``: name of their format."""
+
+    def openai(answer: dict[str, Any]) -> tuple[int, bool]:
+        prefix, number = str(answer["id"]).rsplit("_", 1)
+        if prefix != f"{ID_PREFIX}_{run_id}":
+            raise ValueError("an answer of another run")
+        return int(number), int(answer["response"]["status_code"]) >= 400
+
+    if lines == OpenAILines.name:
+        return openai
+    return lambda answer: (int(answer["line"]), "error" in answer)
 
 
 def shape_of(raw: bytes) -> tuple[LineId | None, str | None]:
@@ -321,16 +320,6 @@ def _custom_id(line: dict[str, Any], number: int) -> str:
         text = f"line {number} has no custom_id that is a string of 1 to {MAX_ID_CHARS} characters"
         raise BodyError(text, code="invalid_custom_id", param="custom_id")
     return _utf8(custom_id, "custom_id")
-
-
-def _refuse_unknown_fields(line: dict[str, Any]) -> None:
-    for name in line:
-        if name not in _SIMPLE_FIELDS:
-            shown = name if len(name) <= 60 else name[:57] + "..."
-            near = difflib.get_close_matches(shown, _SIMPLE_FIELDS, n=1)
-            known = f"known are {', '.join(_SIMPLE_FIELDS)}"
-            hint = f"did you mean {near[0]!r}?" if near else known
-            raise RequestError(f"unknown field {shown!r}: {hint}", code="unknown_field")
 
 
 def _prompt_of(line: dict[str, Any]) -> Prompt:

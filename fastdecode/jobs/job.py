@@ -30,7 +30,6 @@ from fastdecode.conversations.turns import (
     TurnPrompt,
     after_a_failed_turn,
 )
-from fastdecode.core.answer_lengths import EndedAnswers
 from fastdecode.core.errors import (
     CHILD_DIED,
     CapacityError,
@@ -42,7 +41,7 @@ from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import PromptRequest, RequestOutput
 from fastdecode.jobs.formats import LineError, LineFormat, LineRequest, too_long
 from fastdecode.jobs.journal import Journal, OrderedOutput, Recovered
-from fastdecode.jobs.lines import LineId, LineReader, LineSource
+from fastdecode.jobs.lines import LineId, LineSource
 from fastdecode.jobs.manifest import seed_of
 from fastdecode.jobs.session import JobSession
 from fastdecode.jobs.stopping import StopNow, Stopping
@@ -60,7 +59,7 @@ _MAY_PASS: Final = (PREVIOUS_FAILED, CHILD_DIED)
 KEEP_ALL = ConversationLimits(most=1 << 62)
 
 
-@dataclass(frozen=True)
+@dataclass
 class JobResult:
     """State of a job."""
 
@@ -68,9 +67,9 @@ class JobResult:
     num_done: int
     """Lines that are answered, now or in a run before."""
     num_failed: int
-    """Of those, with an error."""
+    """Lines that are answered with an error."""
     num_bad: int = 0
-    """Of those, lines that fail in every run: bad ones, and prompts that are too long."""
+    """Lines that fail in every run: bad ones, and prompts that are too long."""
     num_run: int = 0
     """Lines that were answered now."""
     num_run_failed: int = 0
@@ -103,7 +102,7 @@ class _OpenLine:
     """Its place among the lines that are answered now."""
     request: LineRequest
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    """By the prompt's place in the line."""
+    """Outputs by the prompt's place in the line."""
 
 
 class BatchJob:
@@ -133,15 +132,12 @@ class BatchJob:
         self._survey = found
         self._output = output
         self._done = recovered.done
-        self._num_failed = recovered.num_failed
-        self._num_run = self._num_run_failed = self._num_taken = 0
-        self._ended = EndedAnswers()
+        self._result = JobResult(found.num_lines, len(self._done), recovered.num_failed)
+        self._num_taken = 0
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
-        self._first_failed: tuple[int, str] | None = None
+        self._first_failed: int | None = None
         self._open: dict[int, _OpenLine] = {}
-        self._lost: FastDecodeError | None = None
-        self._interrupted = False
         self._input_changed = False
 
     def __enter__(self) -> BatchJob:
@@ -163,20 +159,15 @@ class BatchJob:
         self._source.close()
         if self.session is not None:
             # R-workers that ended with the job keep nothing for it.
-            self.session.close(is_over=error is None and self._lost is None)
+            self.session.close(is_over=error is None and self._result.lost is None)
 
     @property
     def num_pending(self) -> int:
         return self._survey.num_lines - len(self._done)
 
     def result(self) -> JobResult:
-        return JobResult(
-            num_lines=self._survey.num_lines, num_done=len(self._done), num_failed=self._num_failed,
-            num_bad=min(self._num_failed, len(self._survey.bad) + self._num_hopeless),
-            num_run=self._num_run, num_run_failed=self._num_run_failed,
-            first_error=None if self._first_failed is None else self._first_failed[1],
-            lost=self._lost, interrupted=self._interrupted,
-        )  # fmt: skip
+        num_bad = min(self._result.num_failed, len(self._survey.bad) + self._num_hopeless)
+        return replace(self._result, num_done=len(self._done), num_bad=num_bad)
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
         """Answer what is left, until it is done, ``stopping`` is asked, or no R-worker is left.
@@ -186,10 +177,9 @@ class BatchJob:
                 that no longer exist.
             FastDecodeError: If the output can't be written (code ``output_failed``).
         """
-        progress.begin(self._survey.num_lines, len(self._done), self._survey.limits)
+        progress.begin(self._survey.num_lines, len(self._done))
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
-        prompts_before = llm.stats.num_prompt_tokens
         withdrawn = False
 
         def on_tick() -> None:
@@ -202,10 +192,9 @@ class BatchJob:
             self._output.sync_if_due()
             now = llm.snapshot().engine
             progress.update(
-                done=len(self._done), num_failed=self._num_failed,
+                done=len(self._done), num_failed=self._result.num_failed,
                 num_tokens=llm.stats.num_output_tokens - tokens_before, workers=now.workers,
-                num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
-                num_running=now.num_running, running=llm.running_answers(), ended=self._ended,
+                num_running=now.num_running,
             )  # fmt: skip
 
         with contextlib.suppress(StopNow):
@@ -213,7 +202,7 @@ class BatchJob:
             for output in llm.stream(asked, on_tick, self._conversations):
                 self._collect(output, llm)
         self._output.sync()
-        self._interrupted = stopping.wanted and self.num_pending > 0
+        self._result.interrupted = stopping.wanted and self.num_pending > 0
         if self._input_changed:
             raise ConfigError(
                 f"{self._source} was changed while it was read: some answers may be to lines that "
@@ -223,8 +212,7 @@ class BatchJob:
 
     def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest | Turn]:
         """Yield the prompts of the lines that are left. Bad lines are answered here."""
-        with self._source.open() as file:
-            reader = LineReader(file)
+        with self._source.open() as reader:
             for number, raw in reader:
                 if number not in self._survey.shard:
                     continue
@@ -318,7 +306,6 @@ class BatchJob:
             return  # another prompt of the line has failed
         if output.error is None:
             line.outputs[index] = output
-            self._ended.add_output(output)
             if len(line.outputs) == len(line.request.prompts):
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(len(line.outputs))]
@@ -328,7 +315,7 @@ class BatchJob:
         del self._open[number]
         is_lost = not isinstance(output.error, (RequestError, CapacityError))
         if is_lost:
-            self._lost = output.error
+            self._result.lost = output.error
         # A line whose workers were lost stays as it was, to be answered by a resumed job.
         if not is_lost or self._rules.answers_lost:
             self._refuse(number, line.place, output.prompt, line.request.line_id, output.error)
@@ -341,9 +328,10 @@ class BatchJob:
         line_id: LineId | None,
         error: FastDecodeError,
     ) -> None:
-        if self._first_failed is None or number < self._first_failed[0]:
+        if self._first_failed is None or number < self._first_failed:
             named = "" if line_id is None else f" ({line_id!r})"
-            self._first_failed = number, f"line {number}{named}: {error.code}: {error}"
+            self._first_failed = number
+            self._result.first_error = f"line {number}{named}: {error.code}: {error}"
         is_hopeless = isinstance(error, RequestError) and error.code not in _MAY_PASS
         self._num_hopeless += is_hopeless and number not in self._survey.bad
         self._write(number, place, prompt, self._lines.refusal(number, line_id, error), failed=True)
@@ -352,9 +340,9 @@ class BatchJob:
         self, number: int, place: int, prompt: str | None, answer: dict[str, Any], *, failed: bool
     ) -> None:
         self._done.add(number)
-        self._num_failed += failed
-        self._num_run += 1
-        self._num_run_failed += failed
+        self._result.num_failed += failed
+        self._result.num_run += 1
+        self._result.num_run_failed += failed
         self._output.append(place, prompt, answer)
 
 

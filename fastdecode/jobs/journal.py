@@ -15,8 +15,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -25,11 +25,10 @@ from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import write_whole
 from fastdecode.core.json_file import sync_directory
 from fastdecode.core.os_errors import explained
-from fastdecode.jobs.lines import LineSet, LineSink
+from fastdecode.jobs.lines import WHOLE, Identify, LineSet, LineSink, Shard
 
 MAX_BYTES_IN_MEMORY: Final = 16 << 20
-Identify: TypeAlias = Callable[[dict[str, Any]], tuple[int, bool]]
-"""``LineFormat.identify``."""
+RESTORE: Final = "restore the file, or run its job again with --overwrite"
 OnLine: TypeAlias = Callable[["str | None", dict[str, Any]], None]
 """Gets an answer as it is written, and its prompt if that is text."""
 
@@ -41,7 +40,7 @@ class Recovered:
     done: LineSet = field(default_factory=LineSet)
     """Lines that are answered."""
     num_failed: int = 0
-    """Of those, with an error."""
+    """Lines that are answered with an error."""
     num_torn_bytes: int = 0
     """Bytes that were cut off at the end."""
 
@@ -95,42 +94,57 @@ class Journal:
             ) from None
 
     def recover(
-        self, identify: Identify, *, last_line: int, retry_errors: bool = False
+        self,
+        identify: Identify,
+        last_line: int,
+        shard: Shard = WHOLE,
+        *,
+        retry_errors: bool = False,
     ) -> Recovered:
         """Cut a torn end off, and return what the output holds.
 
         Args:
-            last_line: The highest number of a line.
+            identify, last_line, shard: As ``read_answers`` takes them.
             retry_errors: True to take answers that are errors out of the file.
 
         Raises:
             ConfigError: If it can't be repaired, or holds what isn't this run's.
         """
+        found, good_bytes = Recovered(), 0
+        for number, failed, raw in read_answers(self._path, identify, last_line, shard):
+            if number in found.done:
+                raise ConfigError(
+                    f"{self._path} answers line {number} a second time: remove one answer, or "
+                    "start anew with --overwrite"
+                )
+            found.done.add(number)
+            found.num_failed += failed
+            good_bytes += len(raw)
         try:
-            found, good_bytes = _scan(self._path, identify, last_line)
+            found.num_torn_bytes = os.fstat(self._fd).st_size - good_bytes
             if found.num_torn_bytes:
                 os.ftruncate(self._fd, good_bytes)
                 os.fsync(self._fd)
             if retry_errors and found.num_failed:
-                found = replace(found, done=LineSet(), num_failed=0)
-                self._take_errors_out(identify, found.done)
+                good = read_answers(self._path, identify, last_line, shard)
+                found.done, found.num_failed = self._take_errors_out(good), 0
         except OSError as error:
             raise ConfigError(
                 f"can't repair the output file {self._path}: {explained(error)}"
             ) from None
         return found
 
-    def _take_errors_out(self, identify: Identify, done: LineSet) -> None:
-        """Write other answers to a new file, which takes the output's name once it is whole."""
+    def _take_errors_out(self, answers: Iterable[tuple[int, bool, bytes]]) -> LineSet:
+        """Write the others to a new file, which takes the output's name once it is whole. Return
+        their lines."""
+        done = LineSet()
         temporary = self._path.with_name(self._path.name + ".tmp")
         fd = _open_locked(temporary, self._path, os.O_TRUNC)
         try:
-            with self._path.open("rb") as file:
-                for raw in file:
-                    number, failed = identify(json.loads(raw))
-                    if not failed:
-                        done.add(number)
-                        write_whole(fd, raw)
+            for number, failed, raw in answers:
+                if not failed:
+                    done.add(number)
+                    write_whole(fd, raw)
             os.fsync(fd)
             os.replace(temporary, self._path)
             sync_directory(self._path.parent)
@@ -140,6 +154,7 @@ class Journal:
             raise
         os.close(self._fd)
         self._fd = fd
+        return done
 
     def begin(self) -> None:
         """Do nothing: the output is open."""
@@ -223,44 +238,52 @@ def _open_locked(path: Path, output: Path, more_flags: int = 0) -> int:
     return fd
 
 
-def _scan(path: Path, identify: Identify, last_line: int) -> tuple[Recovered, int]:
-    """Return what an output holds, and how many bytes of it are good."""
-    found = Recovered()
-    good_bytes = 0
-    torn_at: int | None = None
-    with path.open("rb") as file:
-        for place, raw in enumerate(file, start=1):
-            answer = None
-            with contextlib.suppress(ValueError, RecursionError):
-                answer = json.loads(raw) if raw.endswith(b"\n") else None
-            if not isinstance(answer, dict):
-                torn_at = place if torn_at is None else torn_at
-                continue
-            if torn_at is not None:
-                raise ConfigError(
-                    f"line {torn_at} of {path} is no answer, but lines after it are: that isn't "
-                    "how an interrupted run ends, so somebody else has written there; restore the "
-                    "file, or start anew with --overwrite"
-                )
-            try:
-                number, failed = identify(answer)
-                if not 1 <= number <= last_line:
-                    raise ValueError("no line has such a number")
-            except (KeyError, ValueError, TypeError):
-                raise ConfigError(
-                    f"line {place} of {path} is no answer of the run that its manifest tells of: "
-                    "start anew with --overwrite"
-                ) from None
-            if number in found.done:
-                raise ConfigError(
-                    f"line {place} of {path} answers line {number} a second time: remove it, or "
-                    "start anew with --overwrite"
-                )
-            found.done.add(number)
-            found.num_failed += failed
-            good_bytes += len(raw)
-        found.num_torn_bytes = file.tell() - good_bytes
-    return found, good_bytes
+def read_answers(
+    path: Path, identify: Identify, last_line: int, shard: Shard = WHOLE
+) -> Iterator[tuple[int, bool, bytes]]:
+    """Yield the line that each answer is for, True if it is an error, and the answer as it stands.
+
+    An incomplete end is left out.
+
+    Args:
+        identify: Raises KeyError, ValueError or TypeError if it is not an answer of the run.
+        last_line: The highest number of a line.
+        shard: Has the lines that may be answered.
+
+    Raises:
+        ConfigError: If the file can't be read, or holds something else.
+    """
+    torn_at = 0
+    try:
+        with path.open("rb") as file:
+            for place, raw in enumerate(file, start=1):
+                answer = None
+                with contextlib.suppress(ValueError, RecursionError):
+                    answer = json.loads(raw) if raw.endswith(b"\n") else None
+                if not isinstance(answer, dict):
+                    torn_at = torn_at or place
+                    continue
+                if torn_at:
+                    raise ConfigError(
+                        f"line {torn_at} of {path} is no answer, but lines after it are. An "
+                        f"interrupted run does not end so, another program wrote there: {RESTORE}"
+                    )
+                try:
+                    number, failed = identify(answer)
+                except (KeyError, ValueError, TypeError):
+                    raise ConfigError(
+                        f"line {place} of {path} is no answer of the run in its manifest: {RESTORE}"
+                    ) from None
+                if not 1 <= number <= last_line or number not in shard:
+                    raise ConfigError(
+                        f"line {place} of {path} answers line {number} of the input, which is not "
+                        f"in shard {shard}: {RESTORE}"
+                    )
+                yield number, failed, raw
+    except OSError as error:
+        raise ConfigError(
+            f"can't read the answers in {path}: {explained(error)}: mend that, and try again"
+        ) from None
 
 
 class OrderedOutput:

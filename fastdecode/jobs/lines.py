@@ -12,9 +12,10 @@ import sys
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, TypeAlias, cast
+from typing import IO, Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -23,10 +24,43 @@ from fastdecode.core.files import STANDARD, open_output, write_whole
 from fastdecode.core.os_errors import explained
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_SHARDS = 1 << 20
 _GZIP: Final = b"\x1f\x8b"
 """No line of JSON begins so."""
 LineId: TypeAlias = "str | int"
 """As the line gave it. 1 and "1" are the same."""
+Identify: TypeAlias = Callable[[dict[str, Any]], tuple[int, bool]]
+"""Returns which line an answer is for, and True if it is an error. Raises KeyError, ValueError or
+TypeError if it is not an answer of the run."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Lines ``index``, ``index + count``, … of a file, whose first line is 1. For job arrays."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Shard:
+        """Return the shard of ``2/8``. Raises: ConfigError: If the text isn't a shard."""
+        index, slash, count = text.partition("/")
+        numbers = index.isdecimal() and count.isdecimal() and slash == "/"
+        if not numbers or not 1 <= int(index) <= int(count) <= MAX_SHARDS:
+            raise ConfigError(
+                f"--shard {text!r} is not I/N with 1 <= I <= N <= {MAX_SHARDS}: "
+                "give 1/8, 2/8, ... 8/8 to the eight jobs of an array"
+            )
+        return cls(int(index), int(count))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def __contains__(self, number: int) -> bool:
+        return number % self.count == self.index % self.count
+
+
+WHOLE: Final = Shard()
 
 
 class LineSource:
@@ -75,7 +109,7 @@ class LineSource:
         return self._reading.tell() / max(1, os.fstat(self._reading.fileno()).st_size)
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[IO[bytes]]:
+    def open(self) -> Iterator[LineReader]:
         """Open the lines from the first on, uncompressed, without a byte order mark.
 
         Raises:
@@ -89,17 +123,17 @@ class LineSource:
             is_packed = raw.read(len(_GZIP)) == _GZIP
             raw.seek(0)
             if not is_packed:
-                yield self._as_utf8(raw)
+                yield self._reader(raw)
                 return
             try:
                 with gzip.GzipFile(fileobj=raw) as file:
-                    yield self._as_utf8(cast("IO[bytes]", file))
+                    yield self._reader(cast("IO[bytes]", file))
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ConfigError(
                     f"the input {self} is a damaged gzip file: {error}: compress it again"
                 ) from None
 
-    def _as_utf8(self, file: IO[bytes]) -> IO[bytes]:
+    def _reader(self, file: IO[bytes]) -> LineReader:
         first = file.read(4)
         if b"\0" in first or first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise ConfigError(
@@ -107,7 +141,7 @@ class LineSource:
                 "UTF-8 (in PowerShell: Set-Content -Encoding utf8)"
             )
         file.seek(len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0)
-        return file
+        return LineReader(file)
 
     def close(self) -> None:
         if self._copy is not None:
@@ -145,16 +179,19 @@ class LineReader:
 
 
 class LineSink:
-    """An output that is opened and emptied: a file, gzip by its suffix, or standard output.
+    """An output that is opened and emptied: a file, or standard output.
+
+    Args:
+        packs: True to compress it by gzip. None decides by its suffix.
 
     Raises:
         ConfigError: If it can't be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, packs: bool | None = None) -> None:
         self._fd = os.dup(1) if path == STANDARD else open_output(path, "output")
         self._packed: gzip.GzipFile | None = None
-        if path.suffix == ".gz":
+        if packs or (packs is None and path.suffix == ".gz"):
             self._file = os.fdopen(self._fd, "wb")
             self._packed = gzip.GzipFile("", "wb", fileobj=self._file, mtime=0)
 

@@ -20,8 +20,7 @@ from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.json_file import write_whole
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.core.os_errors import explained
-from fastdecode.jobs.lines import LineId
-from fastdecode.jobs.shard import WHOLE
+from fastdecode.jobs.lines import LineId, Shard
 
 FORMAT = "fastdecode.batch/1"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -34,7 +33,6 @@ MODEL_FILES = (
 )  # fmt: skip
 _FREE: Final = ("run_id", "created", "num_lines", "last_line")
 """Fields that may differ when a run is resumed."""
-_DRAWN: Final = ("run_id", "created", "version", "run_seed")
 _KINDS: Final = {"str": str, "int": int, "dict[str, Any]": dict}
 
 
@@ -57,15 +55,15 @@ class Manifest:
     max_model_len: int
     run_seed: int = field(default_factory=lambda: secrets.randbits(63))
     """A line's seed comes from it and the line's id."""
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any]
     """Defaults that the command gave for lines that don't give them."""
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any]
     """Hash of each file, and chosen formats."""
-    shard: str = str(WHOLE)
-    num_lines: int = 0
+    shard: str
+    num_lines: int
     """Lines of the shard."""
-    last_line: int = 0
-    """Number of the input's last line."""
+    last_line: int
+    """Number of the input's last line, blank ones left out."""
 
     @classmethod
     def path_for(cls, output: Path) -> Path:
@@ -80,16 +78,15 @@ class Manifest:
             content = json.loads(path.read_bytes())
             if content.pop("format") != FORMAT:
                 raise ValueError(f"its format isn't {FORMAT}")
-            for name in _DRAWN:
-                content[name]
-            manifest = cls(**content)
             for each in fields(cls):
                 kind = _KINDS[str(each.type)]
-                if not isinstance(getattr(manifest, each.name), kind):
+                if not isinstance(content[each.name], kind):
                     raise ValueError(f"{each.name} is no {kind.__name__}")
+                if kind is int and not 0 <= content[each.name] < 1 << 63:
+                    raise ValueError(f"{each.name} is out of range")
+            manifest = cls(**content)
             datetime.fromisoformat(manifest.created)
-            if not 0 <= manifest.run_seed < 1 << 63:
-                raise ValueError("run_seed is out of range")
+            Shard.of(manifest.shard)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             why = explained(error) if isinstance(error, OSError) else error
             raise ConfigError(

@@ -6,11 +6,9 @@ Answers stay on disk. Memory holds 20 bytes an answer, and about 50 at the peak.
 from __future__ import annotations
 
 import contextlib
-import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Final
 
@@ -19,18 +17,16 @@ import numpy as np
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import STANDARD, identity
 from fastdecode.core.os_errors import explained
-from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs.formats import OpenAILines, SimpleLines
-from fastdecode.jobs.lines import LineSink
+from fastdecode.jobs.formats import identifier
+from fastdecode.jobs.journal import RESTORE, read_answers
+from fastdecode.jobs.lines import LineSink, Shard
 from fastdecode.jobs.manifest import Manifest
-from fastdecode.jobs.shard import Shard
 from fastdecode.jobs.survey import OnLook, unseen
-from fastdecode.openai.requests import RequestReader
 
 TICK_LINES: Final = 10_000
 SHOWN_SHARDS: Final = 10
-MAX_LINES: Final = 1 << 48
-_RESTORE: Final = "restore the file, or run its job again with --overwrite"
+_PART: Final = ".part"
+"""Suffix of a file that is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +59,24 @@ def merge(
     manifests = [Manifest.read(Manifest.path_for(path.resolve())) for path in outputs]
     _check_one_job(outputs, manifests, partial=partial)
     numbers, owners, offsets = array("q"), array("i"), array("q")
-    num_lines = num_failed = 0
+    num_failed = 0
     for owner, (path, manifest) in enumerate(zip(outputs, manifests, strict=True)):
-        num_before = len(numbers)
-        for number, failed, offset in _answers(path, manifest):
+        offset, num_before = 0, len(numbers)
+        identify = identifier(manifest.lines, manifest.run_id)
+        shard = Shard.of(manifest.shard)
+        for number, failed, raw in read_answers(path, identify, manifest.last_line, shard):
             numbers.append(number)
             owners.append(owner)
             offsets.append(offset)
+            offset += len(raw)
             num_failed += failed
         num_read = len(numbers) - num_before
-        if 0 < manifest.num_lines < num_read:
+        if num_read > manifest.num_lines:
             raise ConfigError(
-                f"{path} has {num_read} answers for {manifest.num_lines} lines: {_RESTORE}"
+                f"{path} has {num_read} answers for {manifest.num_lines} lines: {RESTORE}"
             )
-        num_lines += manifest.num_lines or num_read
         on_look((owner + 1) / len(outputs) / 2, len(numbers))
-    num_missing = num_lines - len(numbers)
+    num_missing = sum(each.num_lines for each in manifests) - len(numbers)
     if num_missing and not partial:
         raise ConfigError(
             f"{num_missing} lines have no answer yet: go on with their jobs by --resume, or join "
@@ -90,15 +88,12 @@ def merge(
         raise ConfigError(
             f"line {numbers[order[twice[0]]]} is answered twice: the outputs were changed"
         )
+    packs = merged.suffix == ".gz"
+    places = ((owners[place], offsets[place]) for place in order)
     try:
-        with (
-            contextlib.ExitStack() as opened,
-            _written_beside(merged) as beside,
-            contextlib.closing(LineSink(beside)) as sink,
-        ):
-            files = [opened.enter_context(_opened(path)) for path in outputs]
-            for count, place in enumerate(order, start=1):
-                sink.write(_line_at(files[owners[place]], offsets[place], outputs[owners[place]]))
+        with _written_beside(merged) as beside, contextlib.closing(LineSink(beside, packs)) as sink:
+            for count, line in enumerate(_lines_at(places, outputs), start=1):
+                sink.write(line)
                 if count % TICK_LINES == 0:
                     on_look(0.5 + count / len(order) / 2, len(order))
     except OSError as error:
@@ -108,26 +103,32 @@ def merge(
     return Merged(len(numbers), num_failed, num_missing)
 
 
-def _line_at(file: BufferedReader, offset: int, path: Path) -> bytes:
-    """Return the line at an offset. Raises: ConfigError: If it can't be read, or was cut."""
-    try:
-        file.seek(offset)
-        line = file.readline()
-    except OSError as error:
-        raise ConfigError(f"can't read the answers in {path}: {explained(error)}") from None
-    if not line.endswith(b"\n"):
-        raise ConfigError(
-            f"can't read the answers in {path}: it was cut while it was read: restore it, and "
-            "merge again"
-        )
-    return line
+def _lines_at(places: Iterable[tuple[int, int]], outputs: Sequence[Path]) -> Iterator[bytes]:
+    """Yield the line at each place: an output's index, and an offset.
+
+    Raises:
+        ConfigError: If an output can't be read, or was cut.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            files = [opened.enter_context((path := each).open("rb")) for each in outputs]
+            for owner, offset in places:
+                path = outputs[owner]
+                files[owner].seek(offset)
+                line = files[owner].readline()
+                if not line.endswith(b"\n"):
+                    raise OSError("it was cut while it was read: restore it, and merge again")
+                yield line
+        except OSError as error:
+            raise ConfigError(f"can't read the answers in {path}: {explained(error)}") from None
 
 
 def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
     """Raises: ConfigError: If writing the joined file would destroy an input."""
     if merged == STANDARD:
         return
-    written = identity(merged), identity(_part_of(merged.resolve()))
+    target = merged.resolve()
+    written = identity(target), identity(target.with_name(target.name + _PART))
     for output in outputs:
         for path in (output, Manifest.path_for(output.resolve())):
             if identity(path) in written:
@@ -161,50 +162,6 @@ def _check_one_job(
         )
 
 
-def _answers(path: Path, manifest: Manifest) -> Iterator[tuple[int, bool, int]]:
-    """Yield each answer's line, True if it is an error, and its offset.
-
-    An incomplete answer at the end counts as missing.
-
-    Raises:
-        ConfigError: If a line isn't an answer, or answers no line of the output's shard.
-    """
-    simple, openai = SimpleLines(SamplingParams()), RequestReader({}, (), False)
-    is_openai = manifest.lines == OpenAILines.name
-    lines = OpenAILines(openai, manifest.run_id) if is_openai else simple
-    shard, offset = Shard.of(manifest.shard), 0
-    with _opened(path) as file:
-        for place, raw in enumerate(file, start=1):
-            try:
-                number, failed = lines.identify(json.loads(raw))
-                if not raw.endswith(b"\n") or number > MAX_LINES:
-                    raise ValueError
-            except (KeyError, ValueError, TypeError, RecursionError):
-                if not file.peek(1):
-                    return
-                raise ConfigError(
-                    f"line {place} of {path} is no answer of the run in its manifest: {_RESTORE}"
-                ) from None
-            is_past = 0 < manifest.last_line < number
-            if number < 1 or is_past or number not in shard:
-                raise ConfigError(
-                    f"line {place} of {path} answers line {number} of the input, which is not in "
-                    f"shard {shard}: {_RESTORE}"
-                )
-            yield number, failed, offset
-            offset += len(raw)
-
-
-def _opened(path: Path) -> BufferedReader:
-    """Raises: ConfigError: If the output can't be opened."""
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(
-            f"can't read the answers in {path}: {explained(error)}: mend that, and merge again"
-        ) from None
-
-
 @contextlib.contextmanager
 def _written_beside(merged: Path) -> Iterator[Path]:
     """Yield where to write a file, which replaces the one of its name once it is whole. A pipe
@@ -213,7 +170,7 @@ def _written_beside(merged: Path) -> Iterator[Path]:
     if merged == STANDARD or (target.exists() and not target.is_file()):
         yield merged
         return
-    part = _part_of(target)
+    part = target.with_name(target.name + _PART)
     try:
         yield part
         part.replace(target)
@@ -221,8 +178,3 @@ def _written_beside(merged: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-
-
-def _part_of(target: Path) -> Path:
-    """Return the name of a file that isn't whole. It is compressed if the target is."""
-    return target.with_name(target.name + (".part.gz" if target.suffix == ".gz" else ".part"))

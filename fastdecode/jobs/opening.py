@@ -7,11 +7,10 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
 
 from fastdecode.conversations import database
 from fastdecode.conversations.reuse import why_no_kv, why_none
@@ -24,77 +23,18 @@ from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.model.identity import identify
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines
+from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines, identifier
 from fastdecode.jobs.job import AnswerRules, BatchJob
 from fastdecode.jobs.journal import Journal, OnLine, OrderedOutput, Recovered
-from fastdecode.jobs.lines import LineSource
+from fastdecode.jobs.lines import WHOLE, LineSource, Shard
 from fastdecode.jobs.manifest import Manifest, identify_model
+from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.session import JobSession, session_path
-from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.survey import OnLook, Survey, kind_of_lines, survey, unseen
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
-
-MAX_SYNC_LINES = 1 << 30
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """A user's choices about a job.
-
-    Raises:
-        ConfigError: If an option has no valid value.
-    """
-
-    input: Path
-    output: Path
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters for lines that don't give them."""
-    model_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Recommendations of the model's generation_config.json for lines without them."""
-    begin: Literal["new", "resume", "overwrite"] = "new"
-    """What to do with an existing output: refuse to start, resume it, throw it away."""
-    retry_errors: bool = False
-    """When resuming: run lines again that were answered with an error."""
-    skip_bad_lines: bool = False
-    """Answer bad lines with an error each, instead of refusing to start."""
-    served_model_names: tuple[str, ...] = ()
-    """What a line's ``model`` may be. If empty, the model directory as given, and its last part."""
-    chat_template: Path | None = None
-    content_format: str = AUTO
-    tool_parser: str = AUTO
-    reasoning_parser: str = AUTO
-    run_seed: int | None = None
-    """None to draw it, or to take that of the run that is resumed."""
-    sync_lines: int = 100
-    sync_s: float = 5.0
-    shard: Shard = WHOLE
-
-    @property
-    def formats(self) -> dict[str, str]:
-        return {
-            "--tool-parser": self.tool_parser,
-            "--reasoning-parser": self.reasoning_parser,
-            "--chat-template-content-format": self.content_format,
-        }
-
-    def __post_init__(self) -> None:
-        if self.retry_errors and self.begin != "resume":
-            raise ConfigError(
-                "--retry-errors goes with --resume: it is about answers that are already there"
-            )
-        if not 1 <= self.sync_lines <= MAX_SYNC_LINES:
-            raise ConfigError(
-                f"--sync-lines {self.sync_lines} is not a whole number from 1 to {MAX_SYNC_LINES}"
-            )
-        if not 0 <= self.sync_s <= 1e9:
-            raise ConfigError(f"--sync-s {self.sync_s} is not a number of seconds from 0 to 1e9")
-        if self.run_seed is not None and not 0 <= self.run_seed < 1 << 63:
-            raise ConfigError(
-                f"--run-seed {self.run_seed} is not a whole number from 0 to 2^63 - 1"
-            )
 
 
 def open_job(
@@ -126,7 +66,8 @@ def open_job(
     )  # fmt: skip
     check_model(config.model)
     model = find_model(config.model)
-    is_resumed = options.begin == "resume"
+    is_resumed = options.resume
+    shard = Shard.of(options.shard)
     with contextlib.ExitStack() as undo:
         source = LineSource.of(options.input, output.parent)
         undo.callback(source.close)
@@ -136,15 +77,15 @@ def open_job(
         if kind_of_lines(source) == "simple":
             lines = simple_lines(options)
         else:
-            template = ChatTemplate.load(model, options.chat_template)
+            template = ChatTemplate.load(model, _template_file(options))
             if template is not None:
                 undo.callback(template.close)
             reader = _reader(options, config, template)
             lines = OpenAILines(reader, run_id="")
         found = _survey(options, source, model, lines, tell, on_look)
-        if found.num_turns and options.shard != WHOLE:
+        if found.num_turns and shard != WHOLE:
             raise ConfigError(
-                f"--shard {options.shard} would part the turns of a conversation, which {source} "
+                f"--shard {shard} would part the turns of a conversation, which {source} "
                 "has: give the file to one job, or split it between conversations"
             )
         if found.num_turns and (why := why_none(config)):
@@ -156,8 +97,9 @@ def open_job(
             lines = OpenAILines(reader, manifest.run_id)
         if is_resumed and not journal.is_empty:
             recovered = journal.recover(
-                lines.identify, last_line=found.last_line, retry_errors=options.retry_errors
-            )
+                identifier(manifest.lines, manifest.run_id), found.last_line, shard,
+                retry_errors=options.retry_errors,
+            )  # fmt: skip
         else:
             journal.empty()  # first: an old output never stands beside a new manifest
             manifest.write(manifest_path)
@@ -237,11 +179,14 @@ def simple_lines(options: JobOptions, *, numbers: bool = True) -> SimpleLines:
 def _reader(
     options: JobOptions, config: EngineConfig, template: ChatTemplate | None
 ) -> RequestReader:
-    names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
+    names = options.served_model_name or (config.model, Path(os.path.abspath(config.model)).name)
     special = TokenizerFiles.read(find_model(config.model)).special_ids() if template else {}
     return RequestReader(
         options.sampling, names, template is not None, model_defaults=options.model_defaults,
-        chat_format=ChatFormat.of(template, special, *options.formats.values()),
+        chat_format=ChatFormat.of(
+            template, special, options.tool_parser, options.reasoning_parser,
+            options.chat_template_content_format,
+        ),
     )  # fmt: skip
 
 
@@ -256,10 +201,16 @@ def _survey(
     """Raises: ConfigError: If bad lines keep a job from starting, or all lines need a tokenizer."""
     tell(f"checking {source}")
     takes_text = not model.is_dir() or find_tokenizer(model) is not None
-    found = survey(source, lines, takes_text=takes_text, shard=options.shard, on_look=on_look)
-    if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
+    found = survey(
+        source, lines, takes_text=takes_text, shard=Shard.of(options.shard), on_look=on_look
+    )
+    if found.is_refused or (len(found.bad) and options.on_error != "skip"):
         raise found.refusal(source)
     return found
+
+
+def _template_file(options: JobOptions) -> Path | None:
+    return None if options.chat_template is None else Path(options.chat_template)
 
 
 def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
@@ -284,26 +235,30 @@ def _manifest(
         ConfigError: If there is an output, and this job may not resume it.
     """
     path = Manifest.path_for(options.output)
-    if options.begin == "new" and not is_empty:
+    if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(
             f"the output {options.output} exists: go on with its run by --resume, or throw it "
             "away by --overwrite"
         )
     before = None
-    if options.begin == "resume" and (not is_empty or path.exists()):
+    if options.resume and (not is_empty or path.exists()):
         before = Manifest.read(path)
     directory = find_model(config.model)
     checkpoint = open_checkpoint(directory, config.s_part.load_format)
     identity = identify(config, checkpoint.spec(max_model_len=config.s_part.max_model_len))
-    files = identify_model(directory, options.chat_template, config.s_part.load_format)
-    formats = {name: given for name, given in options.formats.items() if given != AUTO}
+    files = identify_model(directory, _template_file(options), config.s_part.load_format)
+    formats = {
+        "--tool-parser": options.tool_parser,
+        "--reasoning-parser": options.reasoning_parser,
+        "--chat-template-content-format": options.chat_template_content_format,
+    }
     now = Manifest(
         lines=lines, input_sha256=found.sha256,
         # As JSON gives it back, so that it can be compared.
         sampling=json.loads(json.dumps({**options.model_defaults, **options.sampling})),
-        model={**files, **formats},
+        model={**files, **{name: given for name, given in formats.items() if given != AUTO}},
         dtype=identity.dtype.value, kv_dtype=identity.kv_dtype.value,
-        max_model_len=identity.max_model_len, shard=str(options.shard),
+        max_model_len=identity.max_model_len, shard=str(found.shard),
         num_lines=found.num_lines, last_line=found.last_line,
     )  # fmt: skip
     if options.run_seed is not None:

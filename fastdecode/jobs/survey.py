@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.jobs.formats import (
@@ -17,8 +17,14 @@ from fastdecode.jobs.formats import (
     shape_of,
     too_long,
 )
-from fastdecode.jobs.lines import DuplicateFinder, LineId, LineReader, LineSet, LineSource
-from fastdecode.jobs.shard import WHOLE, Shard
+from fastdecode.jobs.lines import (
+    WHOLE,
+    DuplicateFinder,
+    LineId,
+    LineSet,
+    LineSource,
+    Shard,
+)
 from fastdecode.openai.chat import Chat
 
 MAX_COMPLAINTS = 20
@@ -59,8 +65,6 @@ class Survey:
     """Bad lines with text, for which there is no tokenizer."""
     num_turns: int = 0
     """The shard's lines that are turns of conversations."""
-    limits: Counter[int] = field(default_factory=Counter)
-    """The shard's answers by their limits of tokens. 0 is the model's limit."""
     complaints: dict[str, tuple[int, str, int]] = field(default_factory=dict)
     """Problem without its numbers → first line with it, its text, and the number of lines."""
 
@@ -108,8 +112,8 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
     Raises:
         ConfigError: If the file can't be read.
     """
-    with source.open() as file:
-        for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
+    with source.open() as reader:
+        for _, raw in itertools.islice(reader, MAX_PROBED_LINES):
             try:
                 line = load_object(raw or b"", 0)
             except RequestError:
@@ -118,15 +122,6 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
                 return "openai"
             return "simple" if any(name in line for name in SIMPLE_FIELDS) else None
     return None
-
-
-class ValidLine(NamedTuple):
-    """What the survey counts of a line that can be answered."""
-
-    is_turn: bool
-    num_answers: int
-    max_tokens: int
-    """Limit of an answer, or 0 for the model's."""
 
 
 def survey(
@@ -147,30 +142,25 @@ def survey(
         on_look: Called every ``TICK_LINES`` lines.
     """
     found, finder = Survey(shard), DuplicateFinder()
-    checked: dict[str, ValidLine] = {}
-    counts: Counter[ValidLine] = Counter()
-    with source.open() as file:
-        reader = LineReader(file)
+    checked: dict[str, bool] = {}
+    with source.open() as reader:
         for number, raw in reader:
             found.num_in_file += 1
             found.last_line = number
             line_id, shape = (None, None) if raw is None else shape_of(raw)
-            valid = None if shape is None else checked.get(shape)
-            if valid is None:
-                line_id, valid = _check(found, lines, number, raw, takes_text=takes_text)
-                if valid and shape and len(shape) <= MAX_SHAPE_CHARS and len(checked) < MAX_SHAPES:
-                    checked[shape] = valid
+            is_turn = None if shape is None else checked.get(shape)
+            if is_turn is None:
+                line_id, is_turn = _check(found, lines, number, raw, takes_text=takes_text)
+                has_room = len(checked) < MAX_SHAPES
+                if shape and is_turn is not None and has_room and len(shape) <= MAX_SHAPE_CHARS:
+                    checked[shape] = is_turn
             if line_id is not None:
                 finder.add(number, line_id)
             if number % shard.count == shard.index % shard.count:
                 found.num_lines += 1
-                if valid is not None:
-                    counts[valid] += 1
+                found.num_turns += bool(is_turn)
             if found.num_in_file % TICK_LINES == 0:
                 on_look(source.share, found.num_in_file)
-    for valid, count in counts.items():
-        found.num_turns += count * valid.is_turn
-        found.limits[valid.max_tokens] += count * valid.num_answers
     found.sha256 = reader.sha256
     for number, first in finder.find():
         found.duplicates.add(number)
@@ -182,8 +172,8 @@ def survey(
 
 def _check(
     found: Survey, lines: LineFormat, number: int, raw: bytes | None, *, takes_text: bool
-) -> tuple[LineId | None, ValidLine | None]:
-    """Parse a line. Returns its id, if it has one, and what to count, if it is valid."""
+) -> tuple[LineId | None, bool | None]:
+    """Parse a line. Return its id, if it has one, and if it is a turn. None if it is bad."""
     try:
         if raw is None:
             raise too_long(number)
@@ -195,7 +185,4 @@ def _check(
     except LineError as error:
         found.complain(number, error.line_id, f"{error.code}: {error}")
         return error.line_id, None
-    params = request.params
-    num_answers = len(request.prompts) * params.n
-    is_turn = request.conversation_id is not None
-    return request.line_id, ValidLine(is_turn, num_answers, params.max_tokens or 0)
+    return request.line_id, request.conversation_id is not None

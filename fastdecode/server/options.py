@@ -12,23 +12,13 @@ from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.local_models import hub_name
 from fastdecode.server.keys import KEYS_VARIABLE
-from fastdecode.text.chat_format import AUTO, REASONING_PARSERS, TOOL_PARSERS
-from fastdecode.text.chats import CONTENT_FORMATS
+from fastdecode.text.chat_format import ChatOptions
 
 _FOREVER_S = 1e7
-CONTENT_FORMAT_HELP = (
-    "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
-    "auto: as it is written"
-)
-TOOL_PARSER_HELP = "format of the model's tool calls; auto: the one in its chat template"
-REASONING_PARSER_HELP = (
-    "marks of the model's reasoning, which answers have apart as reasoning_content; auto: those "
-    "in its chat template"
-)
 
 
-@dataclass(frozen=True)
-class ServeOptions:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(ChatOptions):
     """Frozen, and valid from construction on.
 
     Raises:
@@ -47,12 +37,6 @@ class ServeOptions:
         (), 'what a request\'s "model" may say; repeatable (default: the last part of the model '
         "directory)", metavar="NAME", common=True,
     )  # fmt: skip
-    chat_template: str | None = option(
-        None, "use this template, not the model's own", metavar="FILE"
-    )
-    chat_template_content_format: str = option(AUTO, CONTENT_FORMAT_HELP, choices=CONTENT_FORMATS)
-    tool_parser: str = option(AUTO, TOOL_PARSER_HELP, choices=TOOL_PARSERS)
-    reasoning_parser: str = option(AUTO, REASONING_PARSER_HELP, choices=REASONING_PARSERS)
     api_key_file: str | None = option(
         None,
         f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "

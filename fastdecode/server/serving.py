@@ -12,10 +12,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
@@ -38,6 +37,7 @@ from fastdecode.server.link import (
     Submit,
     Unfit,
 )
+from fastdecode.wire.instances.messages import EngineNumbers
 from fastdecode.wire.mpi.launcher import without_launcher
 
 logger = logging.getLogger(__name__)
@@ -201,46 +201,37 @@ class Bridge(threading.Thread):
                 raise ProtocolError(f"the HTTP process said {type(message).__name__}")
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What an engine does, and has done."""
-
-    num_running: int
-    num_waiting: int
-    output_tokens: int
-    workers: tuple[int, int]
-    """R-workers that aren't lost, and all."""
-
-
 class ActivityLines:
     """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
     def __init__(
         self,
-        look: Callable[[], Activity],
+        look: Callable[[], EngineNumbers],
+        count_tokens: Callable[[], int],
         tell: Callable[[str], None],
         clock: Clock = time.monotonic,
     ) -> None:
         self._look = look
+        self._count_tokens = count_tokens
         self._tell = tell
         self._clock = clock
         self._told_s = clock()
-        self._tokens = look().output_tokens
+        self._tokens = count_tokens()
 
     def turn(self) -> None:
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
             return
-        now = self._look()
-        tokens, self._tokens, self._told_s = self._tokens, now.output_tokens, now_s
-        if not (now.num_running or now.num_waiting or now.output_tokens > tokens):
+        now, before = self._look(), self._tokens
+        self._tokens, self._told_s = self._count_tokens(), now_s
+        if not (now.num_running or now.num_waiting or self._tokens > before):
             return
         live, num = now.workers
         workers = f", R-workers {live}/{num}" if num else ""
         self._tell(
             f"{now.num_running} running, {now.num_waiting} waiting, "
-            f"{(now.output_tokens - tokens) / elapsed_s:.0f} tok/s{workers}"
+            f"{(self._tokens - before) / elapsed_s:.0f} tok/s{workers}"
         )
 
 
@@ -253,14 +244,11 @@ class Ending(Enum):
     HTTP_LOST = auto()
 
 
-@dataclass
-class Wishes:
-    """What signals have asked for."""
+class Signals(Protocol):
+    """Counts of the signals that ask a server to stop, and to read its keys again."""
 
-    num_stops: int = 0
-    num_reloads: int = 0
-    ending: Ending | None = None
-    """Set once no request is answered any more."""
+    num_stops: int
+    num_reloads: int
 
 
 class Serving:
@@ -269,7 +257,7 @@ class Serving:
     Args:
         service: Runs the requests. Where it has no thread of its own, its steps run here.
         bridge: To the HTTP process.
-        wishes: Of signals.
+        signals: Looked at several times a second.
         reload: Reads the keys again.
         tell: Shows a line.
         lines: Show what the engine does. None shows nothing.
@@ -279,7 +267,7 @@ class Serving:
         self,
         service: EngineService[Any],
         bridge: Bridge,
-        wishes: Wishes,
+        signals: Signals,
         reload: Callable[[], None],
         tell: Callable[[str], None],
         lines: ActivityLines | None = None,
@@ -287,7 +275,7 @@ class Serving:
         self._lines = lines
         self._service = service
         self._bridge = bridge
-        self._wishes = wishes
+        self._signals = signals
         self._reload = reload
         self._tell = tell
         self._nothing = DeltaQueue()
@@ -295,15 +283,15 @@ class Serving:
 
     def run(self, drain_timeout_s: float) -> Ending:
         """Serve until a signal asks to stop, or serving can't continue."""
-        bridge, wishes = self._bridge, self._wishes
-        self._turn_while(lambda: not wishes.num_stops)
+        bridge, signals = self._bridge, self._signals
+        self._turn_while(lambda: not signals.num_stops)
         if not self._is_broken:
             self._tell(
                 f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
                 "at once"
             )
             bridge.send(Drain(drain_timeout_s))
-            self._turn_while(lambda: wishes.num_stops < 2, drain_timeout_s)
+            self._turn_while(lambda: signals.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():
             self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
         if not bridge.drained.is_set():
@@ -343,8 +331,8 @@ class Serving:
                 self._on_silence()
             if self._lines is not None:
                 self._lines.turn()
-            if self._wishes.num_reloads > self._num_reloaded:
-                self._num_reloaded = self._wishes.num_reloads
+            if self._signals.num_reloads > self._num_reloaded:
+                self._num_reloaded = self._signals.num_reloads
                 self._reload()
 
     def _on_silence(self) -> None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Final, TypeAlias
 
+from fastdecode.core.config.options import option
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
 from fastdecode.text.calls import CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import MessageStyle
+from fastdecode.text.chats import CONTENT_FORMATS, MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.lark import calls_rules, harmony_grammar, json_rule
 from fastdecode.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSplitter
@@ -26,6 +27,32 @@ NONE: Final = "none"
 MAX_CALLS: Final = 1024  # of one answer
 TOOL_PARSERS: Final = (AUTO, NONE, *TOOL_FORMATS)
 REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What a user may choose about how chats are written, and answers read."""
+
+    chat_template: str | None = option(
+        None, "use this template, not the model's own", metavar="FILE"
+    )
+    chat_template_content_format: str = option(
+        AUTO,
+        "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
+        "auto: the one that the template reads",
+        choices=CONTENT_FORMATS,
+    )
+    tool_parser: str = option(
+        AUTO,
+        "format of the model's tool calls; auto: the one in its chat template",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "marks of the model's reasoning, which answers have apart as reasoning_content; auto: "
+        "those in its chat template",
+        choices=REASONING_PARSERS,
+    )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@
 and servers are struck. ``frames``: messages are damaged. ``slots``: blocks on disk are damaged, or
 R-workers are killed while they write them.
 
-Answers, greedy and sampled, are compared with those of an undisturbed run. The moments are random
-within a phase, whose beginning is an event and whose length is an undisturbed job's.
+Answers, greedy and sampled, are compared with those of an undisturbed run, whose length is that of
+the random moments.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
             jobs = Jobs(Path(directory), chance)
             for job in drawn(options.jobs, chance, options.of):
-                yield {"part": f"jobs: {job.kind}", **jobs.strike(job).row()}
+                yield {"part": f"jobs: {job.kind}", **jobs.strike(job)}
     if options.systems:
         yield from struck_systems(options)
 
@@ -85,7 +85,7 @@ def struck_systems(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def table(found: list[Row]) -> str:
-    """Return counts of verdicts by part, and of blows by phase, victim and signal."""
+    """Return counts of verdicts by part, and of blows by victim and signal."""
     parts: dict[str, Counter[str]] = {}
     hits = Counter(hit for row in found for hit in row.get("hits", ()))
     for row in found:

@@ -17,7 +17,6 @@ import json
 import random
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,27 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from mpi_launch import Running, running
+from mpi_launch import FASTDECODE, Outcome, Running, rank_of, running
 from random_llama import llama_config, write_checkpoint
 
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 from fastdecode.wire.mpi.roles import InstanceRanks
 
-ROOT = Path(__file__).parents[2]
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(ROOT)}
 SILENCE_S = 2.0
 LIMIT_S = 400.0
 """A job that takes longer hangs."""
-PARTING_S = 25.0
-"""R-workers at addresses listen for another S-worker for 10 s."""
 KV_MEMORY = ["--kv-memory-gb", "0.02"]
-R_WORKER = ["r-worker", "--threads", "1", *KV_MEMORY]
+R_WORKER = [*FASTDECODE, "r-worker", "--threads", "1", "--silence-s", str(SILENCE_S),
+            "--return-s", "10"]  # fmt: skip
 SHAPE = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
          "num_attention_heads": 24, "num_key_value_heads": 12, "head_dim": 16}  # fmt: skip
-PHASES = ("start", "greeting", "prompts", "decoding", "end")
-"""Phases of a job in order. ``start``: imports, ranks that join, loading."""
 NUM_LINES = 6
 NUM_TURNS = 3
 _DIRECTORIES = re.compile(r"/(?:[\w.+-]+/)+")
@@ -69,6 +62,10 @@ class Kind:
     """What may be struck: ``R-worker``, ``stage``, ``instance``, ``first`` or ``command``."""
     are_turns: bool = False
     """The lines are turns of conversations."""
+
+    def degree(self, name: str) -> int:
+        """Return ``--tp`` or ``--pp``."""
+        return int(self.options[self.options.index(name) + 1]) if name in self.options else 1
 
 
 _HEADS = ("--r-partition", "heads")
@@ -113,82 +110,18 @@ SIGNALS = {
 
 
 @dataclass(frozen=True)
-class Blow:
-    """A signal to one process."""
-
-    phase: str
-    trouble: str
-    whom: str
-    """A word of ``SIGNALS``."""
-    number: int = 0
-    """Rank in an MPI job. Place among the R-workers over ZeroMQ."""
-
-
-@dataclass(frozen=True)
 class Struck:
-    """A job and its blows, in order."""
+    """A job, and the signal to one of its processes."""
 
     kind: str
     transport: str
-    blows: tuple[Blow, ...]
-
-    @property
-    def whom(self) -> str:
-        return self.blows[0].whom
-
-
-@dataclass
-class Report:
-    """What became of a job."""
-
-    job: Struck
-    hits: list[str]
-    """Blows for which the process existed in time."""
-    exit_code: int | None
-    seconds: float
-    num_missing: int
-    num_changed: int
-    orphans: list[str]
-    is_named: bool
-    """True if the output names the rank that was lost."""
-    resumed_code: int | None
-    """Exit code of the run with ``--resume``. None if there was none."""
-    last_words: str
-
-    @property
-    def verdict(self) -> str:
-        if self.exit_code is None or self.orphans:
-            return "hung"
-        if self.num_changed:
-            return "changed"
-        if not self.hits:
-            return "right" if self.exit_code == 0 and not self.num_missing else "failed by itself"
-        if self.job.whom in ("first", "command"):
-            if self.num_missing or self.resumed_code not in (None, 0):
-                return "not resumed"
-            is_told = self.job.whom == "first" or self.exit_code in (0, 130) or self._by_itself
-            return "right" if is_told else "other exit code"
-        if not self.num_missing:
-            return "right"
-        if self.exit_code == 4 and any(each in self.last_words for each in _CANNOT_BEGIN):
-            return "ended by MPI"
-        if self.job.whom != "stage":
-            return "lost"
-        if self.exit_code != 4:
-            return "other exit code"
-        return "right" if self.is_named else "unnamed"
-
-    @property
-    def _by_itself(self) -> bool:
-        """True if the signal ended the process before Python had come to our code."""
-        (blow,) = self.job.blows
-        return blow.phase == "start" and self.exit_code == -signal.Signals[blow.trouble]
-
-    def row(self) -> dict[str, Any]:
-        shown = {**asdict(self), "verdict": self.verdict}
-        if self.verdict == "right":
-            del shown["last_words"]
-        return shown
+    whom: str = "command"
+    """A word of ``SIGNALS``."""
+    number: int = 0
+    """Rank in an MPI job. Place among the R-workers over ZeroMQ."""
+    trouble: str = "SIGINT"
+    is_early: bool = False
+    """The moment may come before the greeting of the R-workers."""
 
 
 def drawn(number: int, chance: random.Random, of: str = "") -> list[Struck]:
@@ -205,32 +138,18 @@ def drawn(number: int, chance: random.Random, of: str = "") -> list[Struck]:
         for whom in kind.strikes
     ]
     chosen: list[Struck] = []
-    while len(chosen) < number:
+    while every and len(chosen) < number:
         for name, transport, whom in chance.sample(every, len(every)):
-            blows = _blows(KINDS[name], transport, whom, chance)
-            chosen.append(Struck(name, transport, blows))
+            victim = chance.choice(_victims(KINDS[name], transport, whom))
+            # An R-worker that dies inside MPI_Init ends the job.
+            is_early = chance.random() < 0.5 and (whom, transport) != ("R-worker", "launch")
+            trouble = chance.choice(SIGNALS[whom])
+            chosen.append(Struck(name, transport, whom, victim, trouble, is_early))
     return chosen[:number]
 
 
-def _blows(kind: Kind, transport: str, whom: str, chance: random.Random) -> tuple[Blow, ...]:
-    numbers = _victims(kind, transport, whom)
-    if whom == "R-worker":  # one of them, or one of every stage, is left
-        numbers = [each for each in numbers if _column(kind, transport, each)]
-        numbers = chance.sample(numbers, chance.randint(1, len(numbers)))
-    else:
-        numbers = [chance.choice(numbers)]
-    phases = sorted((chance.choice(PHASES) for _ in numbers), key=PHASES.index)
-    if whom == "R-worker":
-        phases = [
-            phase if phase != "start" or transport == "zmq" else "greeting" for phase in phases
-        ]
-    return tuple(
-        Blow(phase, chance.choice(SIGNALS[whom]), whom, number)
-        for phase, number in zip(phases, numbers, strict=True)
-    )
-
-
 def _victims(kind: Kind, transport: str, whom: str) -> list[int]:
+    """Return the numbers of the processes that may be struck."""
     if kind.instances and whom == "instance":
         placed = Instances(instances=kind.instances).placed
         ranks = InstanceRanks(placed)
@@ -238,18 +157,11 @@ def _victims(kind: Kind, transport: str, whom: str) -> list[int]:
         return [
             rank for rank in range(1, ranks.size) if roles[placed[ranks.instance_of(rank)].role] > 1
         ]
-    if whom == "R-worker":
-        first = 0 if transport == "zmq" else kind.num_s_ranks
-        return list(range(first, first + kind.num_r_workers))
+    if whom == "R-worker":  # one of every stage is left
+        first, per_stage = kind.num_s_ranks, kind.num_r_workers // kind.degree("--pp")
+        first = 0 if transport == "zmq" else first
+        return [first + i for i in range(kind.num_r_workers) if i % per_stage]
     return list(range(1, kind.num_s_ranks)) if whom == "stage" else [0]
-
-
-def _column(kind: Kind, transport: str, number: int) -> int:
-    """Place of an R-worker among those of its stage."""
-    words = kind.options
-    pp = int(words[words.index("--pp") + 1]) if "--pp" in words else 1
-    first = 0 if transport == "zmq" else kind.num_s_ranks
-    return (number - first) % (kind.num_r_workers // pp)
 
 
 def lines(*, are_turns: bool) -> list[dict[str, Any]]:
@@ -269,23 +181,35 @@ def lines(*, are_turns: bool) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job that runs."""
+class Rack:
+    """Processes at addresses, and others that start at the addresses of the killed.
 
-    command: Running
-    """Process of the S-worker, or of the launcher."""
-    r_workers: tuple[Running, ...] = ()
-    """R-workers at addresses. Ranks belong to ``command``."""
+    Args:
+        commands: One for each, without ``--bind``.
+    """
 
-    def processes(self, blow: Blow) -> list[psutil.Process]:
-        """Return the process that a blow strikes, if it exists."""
-        if blow.whom == "R-worker" and self.r_workers:
-            return self.r_workers[blow.number].processes()
-        every = self.command.processes()
-        if blow.whom == "command" or not any(map(_rank_of, every)):
-            return sorted(every, key=lambda process: process.pid)[:1]
-        return [process for process in every if _rank_of(process) == str(blow.number)]
+    def __init__(self, commands: Sequence[list[str]]) -> None:
+        self._commands = commands
+        self._stack = contextlib.ExitStack()
+        self.workers = [self._start(each, "tcp://127.0.0.1:*") for each in commands]
+        self.addresses = [worker.address() for worker in self.workers]
+
+    @property
+    def options(self) -> list[str]:
+        """Options that name R-workers."""
+        return [word for address in self.addresses for word in ("--r-worker", address)]
+
+    def kill(self, place: int) -> None:
+        """Kill one, and start another at its address."""
+        self.workers[place].process.kill()
+        self.workers[place].wait(LIMIT_S)
+        self.workers[place] = self._start(self._commands[place], self.addresses[place])
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _start(self, command: list[str], address: str) -> Running:
+        return self._stack.enter_context(running([*command, "--bind", address]))
 
 
 class Jobs:
@@ -303,128 +227,132 @@ class Jobs:
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
         self._expected: dict[bool, dict[str, Any]] = {}
-        self._lengths: dict[tuple[str, str], dict[str, float]] = {}
+        self._lengths: dict[tuple[str, str], tuple[float, float]] = {}
         for are_turns in (False, True):
             text = "".join(json.dumps(line) + "\n" for line in lines(are_turns=are_turns))
             self._input(are_turns).write_text(text)
             self._clear()
-            plain = Struck("conversations" if are_turns else "whole sequences", "inproc", ())
-            with self._start(plain) as job:
-                outcome = job.command.wait(LIMIT_S)
+            plain = Struck("conversations" if are_turns else "whole sequences", "inproc")
+            with self._start(plain) as (command, _):
+                outcome = command.wait(LIMIT_S)
             assert outcome.exit_code == 0, outcome.output
             self._expected[are_turns] = self._answers()
 
-    def strike(self, job: Struck) -> Report:
-        """Run a job, and run it again with ``--resume`` if its first process was struck."""
-        lengths = self._lengths_of(job)
+    def strike(self, job: Struck) -> dict[str, Any]:
+        """Run a job, and run it again with ``--resume`` if its first process was struck.
+
+        Returns:
+            A row for the campaign's table.
+        """
+        before_s, after_s = self._lengths_of(job)
         self._clear()
-        with self._start(job) as started:
-            hits = list(self._hit(started, job, lengths))
-            outcome = started.command.wait(LIMIT_S)
-            orphans = [*outcome.orphans, *self._left(started, job)]
-        resumed = None
-        if hits and job.whom in ("first", "command") and outcome.exit_code != 0:
-            with self._start(job, "--resume") as started:
-                again = started.command.wait(LIMIT_S)
-                resumed, orphans = again.exit_code, [*orphans, *again.orphans]
+        resumed: Outcome | None = None
+        with self._start(job) as (command, rack):
+            length_s = before_s + after_s if job.is_early else after_s
+            is_hit = self._hit(job, command, rack, self._chance.uniform(0, length_s))
+            outcome = command.wait(LIMIT_S)
+        if is_hit and job.whom in ("first", "command") and outcome.exit_code != 0:
+            with self._start(job, "--resume") as (command, _):
+                resumed = command.wait(LIMIT_S)
+        verdict = self._verdict(job, is_hit, outcome, resumed)
+        words = "" if verdict == "right" else _DIRECTORIES.sub("", outcome.output)[-3000:]
+        hits = [f"{job.whom} {job.trouble}"] if is_hit else []
+        seconds = round(outcome.seconds, 1)
+        return {**asdict(job), "hits": hits, "seconds": seconds, "verdict": verdict,
+                "last_words": words}  # fmt: skip
+
+    def _verdict(self, job: Struck, is_hit: bool, outcome: Outcome, resumed: Outcome | None) -> str:
         answers, expected = self._answers(), self._expected[KINDS[job.kind].are_turns]
-        names = [name for blow in job.blows for name in self._names(job, blow)]
-        return Report(
-            job,
-            [f"{blow.phase} {blow.whom} {blow.trouble}" for blow in hits],
-            outcome.exit_code,
-            round(outcome.seconds, 1),
-            len(expected) - len(answers),
-            sum(answers[key] != expected[key] for key in answers),
-            orphans,
-            any(name in outcome.output for name in names),
-            resumed,
-            _DIRECTORIES.sub("", outcome.output).strip()[-3000:],
-        )
+        is_whole, exit_code = len(answers) == len(expected), outcome.exit_code
+        orphans = [*outcome.orphans, *(resumed.orphans if resumed is not None else ())]
+        if exit_code is None or orphans:
+            return "hung"
+        if any(answers[key] != expected[key] for key in answers):
+            return "changed"
+        if not is_hit:
+            return "right" if exit_code == 0 and is_whole else "failed by itself"
+        if job.whom in ("first", "command"):
+            if not is_whole or (resumed is not None and resumed.exit_code != 0):
+                return "not resumed"
+            # A signal may end the process before Python has come to our code.
+            usual = (0, 130, *([-signal.Signals[job.trouble]] if job.is_early else []))
+            return "right" if job.whom == "first" or exit_code in usual else "other exit code"
+        if is_whole:
+            return "right"
+        if exit_code == 4 and any(each in outcome.output for each in _CANNOT_BEGIN):
+            return "ended by MPI"
+        if job.whom != "stage":
+            return "lost"
+        if exit_code != 4:
+            return "other exit code"
+        return "right" if any(name in outcome.output for name in _names(job)) else "unnamed"
 
-    def _hit(self, started: Job, job: Struck, lengths: dict[str, float]) -> Iterator[Blow]:
-        """Yield the blows that come in time."""
-        shared = Counter(blow.phase for blow in job.blows)
-        with contextlib.suppress(AssertionError):  # the job has ended: the verdict says how
-            for blow in job.blows:
-                started.command.wait_until(self._has_begun(started, blow.phase), timeout_s=LIMIT_S)
-                length_s = lengths[blow.phase] / shared[blow.phase]
-                end_s = time.monotonic() + self._chance.uniform(0, length_s)
-                started.command.wait_until(lambda end_s=end_s: time.monotonic() >= end_s)
-                for victim in started.processes(blow):
-                    with contextlib.suppress(psutil.Error):  # it has ended
-                        victim.send_signal(signal.Signals[blow.trouble])
-                        yield blow
+    def _hit(self, job: Struck, command: Running, rack: Rack | None, moment_s: float) -> bool:
+        """Send the signal, ``moment_s`` after the start or the greeting. True if it came in time.
 
-    def _lengths_of(self, job: Struck) -> dict[str, float]:
-        """Return the seconds of each phase of an undisturbed job of this kind."""
+        An assertion of ``wait_until`` means that the job has ended: the verdict says how.
+        """
+        with contextlib.suppress(AssertionError, psutil.Error):
+            if not job.is_early:
+                command.wait_until(lambda: self._has_greeted(command), timeout_s=LIMIT_S)
+            end_s = time.monotonic() + moment_s
+            command.wait_until(lambda: time.monotonic() >= end_s, timeout_s=LIMIT_S)
+            if job.whom == "R-worker" and rack is not None:
+                victims = rack.workers[job.number].processes()
+            else:
+                victims = sorted(command.processes(), key=lambda process: process.pid)
+                if job.whom == "command" or not any(map(rank_of, victims)):
+                    victims = victims[:1]
+                else:
+                    victims = [each for each in victims if rank_of(each) == str(job.number)]
+            for victim in victims:
+                victim.send_signal(signal.Signals[job.trouble])
+            return bool(victims)
+        return False
+
+    def _lengths_of(self, job: Struck) -> tuple[float, float]:
+        """Return an undisturbed job's seconds before and after the greeting."""
         key = job.kind, job.transport
         if key not in self._lengths:
             self._clear()
-            begins = []
-            with self._start(job) as started:
-                for phase in PHASES:
-                    started.command.wait_until(self._has_begun(started, phase), timeout_s=LIMIT_S)
-                    begins.append(time.monotonic())
-                outcome = started.command.wait(LIMIT_S)
+            began_s = time.monotonic()
+            with self._start(job) as (command, _):
+                command.wait_until(lambda: self._has_greeted(command), timeout_s=LIMIT_S)
+                greeted_s = time.monotonic()
+                outcome = command.wait(LIMIT_S)
             expected = self._expected[KINDS[job.kind].are_turns]
             assert outcome.exit_code == 0 and self._answers() == expected, outcome
-            begins.append(time.monotonic())
-            self._lengths[key] = {
-                phase: max(0.05, begins[i + 1] - begins[i]) for i, phase in enumerate(PHASES)
-            }
+            self._lengths[key] = greeted_s - began_s, time.monotonic() - greeted_s
         return self._lengths[key]
 
-    def _has_begun(self, job: Job, phase: str) -> Any:
-        """Return a condition on what any process can see."""
-
-        def has_greeted() -> bool:
-            said = job.command.output()
-            return "greeting" in said or "no R-workers: " in said or self._output.exists()
-
-        def num_done() -> int:
-            with contextlib.suppress(FileNotFoundError):
-                return self._output.read_text().count("\n")
-            return 0
-
-        return {
-            "start": lambda: bool(job.command.processes()),
-            "greeting": has_greeted,
-            "prompts": self._output.exists,
-            "decoding": lambda: num_done() >= 1,
-            "end": lambda: num_done() >= NUM_LINES - 2,
-        }[phase]
+    def _has_greeted(self, command: Running) -> bool:
+        said = command.output()
+        return "greeting" in said or "no R-workers: " in said or self._output.exists()
 
     @contextlib.contextmanager
-    def _start(self, job: Struck, *more: str) -> Iterator[Job]:
+    def _start(self, job: Struck, *more: str) -> Iterator[tuple[Running, Rack | None]]:
+        """Start a job. Yield its S-worker or launcher, and its R-workers at addresses."""
         kind = KINDS[job.kind]
         words = ["run-batch", "--model", str(self._model), "--input"]
         words += [str(self._input(kind.are_turns)), "--output", str(self._output)]
         words += ["--dtype", "float32", "--prefill-chunk", "16", "--log-level", "warning"]
         words += ["--worker-silence-s", str(SILENCE_S), "--sync-lines", "1", *kind.options, *more]
         share = ["--r-threads", "1", *KV_MEMORY]
-        if job.transport == "inproc":
-            with running([*FASTDECODE, *words, "--r-threads", "1", *KV_MEMORY], **PATHS) as command:
-                yield Job(command)
-            return
-        if job.transport == "zmq":
-            with (
-                addresses(kind.num_r_workers) as (workers, at),
-                running([*FASTDECODE, *words, *at], **PATHS) as command,
-            ):
-                yield Job(command, workers)
-            return
-        line = self._launched(kind, words, share)
-        with running(line, **PATHS) as command:
-            yield Job(command)
-
-    def _launched(self, kind: Kind, words: Sequence[str], share: Sequence[str]) -> list[str]:
-        if kind.instances:
-            placement = ["--placement", self._placement(kind)]
-            return [*FASTDECODE, "launch", *share, *placement, "--", *words]
-        hosts = ["--hosts", f"localhost:{kind.num_r_workers or kind.num_s_ranks}"]
-        share = share if kind.num_r_workers else []
-        return [*FASTDECODE, "launch", *hosts, *share, "--", *words]
+        with contextlib.ExitStack() as stack:
+            rack = None
+            if job.transport == "inproc":
+                line = [*FASTDECODE, *words, *share]
+            elif job.transport == "zmq":
+                rack = Rack([[*R_WORKER, *KV_MEMORY]] * kind.num_r_workers)
+                stack.callback(rack.close)
+                line = [*FASTDECODE, *words, *rack.options]
+            else:
+                placed = ["--hosts", f"localhost:{kind.num_r_workers or kind.num_s_ranks}"]
+                if kind.instances:
+                    placed = ["--placement", self._placement(kind)]
+                share = share if kind.num_r_workers else []
+                line = [*FASTDECODE, "launch", *placed, *share, "--", *words]
+            yield stack.enter_context(running(line)), rack
 
     def _placement(self, kind: Kind) -> str:
         instances = [
@@ -435,25 +363,6 @@ class Jobs:
         tree = {"format": PLACEMENT_FORMAT, "model": "small", "instances": instances}
         path.write_text(json.dumps(tree))
         return str(path)
-
-    def _names(self, job: Struck, blow: Blow) -> list[str]:
-        """Names by which an error may call a rank."""
-        words = KINDS[job.kind].options
-        tp = int(words[words.index("--tp") + 1]) if "--tp" in words else 1
-        pp = int(words[words.index("--pp") + 1]) if "--pp" in words else 1
-        stage = blow.number // tp
-        name = f"stage {stage}" if stage < pp else f"prompt stage {stage - pp}"
-        return [name, f"rank {blow.number}", f"S-worker {blow.number % tp} of {tp}"]
-
-    def _left(self, started: Job, job: Struck) -> list[str]:
-        """Return R-workers at addresses that stay although their S-worker has left."""
-        if job.whom == "R-worker" or any(x.phase in PHASES[:2] for x in job.blows):
-            return []  # stopped ones, and those that still wait for the first S-worker
-        if job.whom == "first":
-            return []  # they keep the session for the job that resumes it
-        every = [process for worker in started.r_workers for process in worker.processes()]
-        left = psutil.wait_procs(every, PARTING_S)[1]
-        return [" ".join(process.cmdline()) for process in left]
 
     def _input(self, are_turns: bool) -> Path:
         return self._directory / ("turns.jsonl" if are_turns else "in.jsonl")
@@ -473,24 +382,9 @@ class Jobs:
         return found
 
 
-@contextlib.contextmanager
-def addresses(number: int) -> Iterator[tuple[tuple[Running, ...], list[str]]]:
-    """Start R-workers that listen. Yield them, and the options that name them."""
-    bind = ["--bind", "tcp://127.0.0.1:*", "--silence-s", str(SILENCE_S), "--return-s", "10"]
-    with contextlib.ExitStack() as stack:
-        command = [*FASTDECODE, *R_WORKER, *bind]
-        workers = [stack.enter_context(running(command, **PATHS)) for _ in range(number)]
-        at = [address_of(worker) for worker in workers]
-        yield tuple(workers), [word for one in at for word in ("--r-worker", one)]
-
-
-def address_of(worker: Running) -> str:
-    """Wait until an R-worker listens, and return its address."""
-    worker.wait_until(lambda: " listens at " in worker.output() and worker.output().endswith("\n"))
-    return worker.output().split(" listens at ")[1].split()[0]
-
-
-def _rank_of(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):  # it has ended
-        return str(process.environ().get("OMPI_COMM_WORLD_RANK", ""))
-    return ""
+def _names(job: Struck) -> list[str]:
+    """Return names by which an error may call the rank that was struck."""
+    tp, pp = (KINDS[job.kind].degree(name) for name in ("--tp", "--pp"))
+    stage = job.number // tp
+    name = f"stage {stage}" if stage < pp else f"prompt stage {stage - pp}"
+    return [name, f"rank {job.number}", f"S-worker {job.number % tp} of {tp}"]

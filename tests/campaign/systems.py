@@ -1,7 +1,7 @@
 """Whole systems and servers, disturbed at random moments of conversations.
 
 Each system is one configuration: of an engine in this process, or of a server, which may be an
-MPI job or stand before instances at addresses. A blow (``BLOWS``) comes a random while after a
+MPI job or stand before instances at addresses. A blow comes a random while after a
 round of turns began. An R-worker or an instance at an address is killed, and another starts at its
 address. Or the device that keeps KV fails, a turn is cancelled, a rank is killed, or the server's
 HTTP process or engine is killed, which ends the server.
@@ -21,14 +21,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of
-from mpi_launch import Running, mpirun, open_mpi_options, running
+from jobs import LIMIT_S, R_WORKER, SHAPE, SILENCE_S, Rack
+from mpi_launch import FASTDECODE, mpirun, open_mpi_options
 from random_llama import llama_config, write_checkpoint
 from server_process import Server, serving
 from system_talks import (
@@ -45,7 +45,6 @@ from fastdecode.schedule.hybrid.rule import Margins
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.paged import PagedKV
 
-SILENCE_S = 2.0
 BLOWS_AN_ENGINE = 4
 """R-workers that are lost again and again are asked back ever less often."""
 COMMON: dict[str, Any] = {
@@ -62,7 +61,7 @@ class System:
 
     options: dict[str, Any]
     blow: str = "R-worker"
-    """Of ``BLOWS``."""
+    """What is struck: see ``Disturbed.strike``."""
     num_r_workers: int = 3
     """At addresses; 0: the device keeps KV."""
     is_on_disk: bool = False
@@ -121,55 +120,20 @@ SYSTEMS: dict[str, System] = {
 }  # fmt: skip
 
 
-class Rack:
-    """Processes at addresses, and others that start at the addresses of the killed.
-
-    Args:
-        commands: One for each, without ``--bind``.
-    """
-
-    def __init__(self, commands: list[list[str]]) -> None:
-        self._commands = commands
-        self._stack = contextlib.ExitStack()
-        self.workers = [self._start(each, "tcp://127.0.0.1:*") for each in commands]
-        self.addresses = [address_of(worker) for worker in self.workers]
-
-    def kill(self, place: int) -> None:
-        """Kill one, and start another at its address."""
-        self.workers[place].process.kill()
-        self.workers[place].wait(LIMIT_S)
-        self.workers[place] = self._start(self._commands[place], self.addresses[place])
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def _start(self, command: list[str], address: str) -> Running:
-        return self._stack.enter_context(running([*command, "--bind", address], **PATHS))
-
-
 class Device:
     """The devices that keep KV in this process, of which the next to attend may fail."""
 
     def __init__(self) -> None:
-        self._fails = False
+        self.fails = False
         attend = PagedKV.attend
 
         def fail_or_attend(cache: PagedKV, *args: Any) -> torch.Tensor:
-            if self._fails:
-                self._fails = False
+            if self.fails:
+                self.fails = False
                 raise torch.OutOfMemoryError("the device is full")
             return attend(cache, *args)
 
         PagedKV.attend = fail_or_attend  # type: ignore[method-assign]
-
-    def fail(self) -> None:
-        """At the next layer that it attends."""
-        self._fails = True
-
-    def spare(self) -> bool:
-        """Fail no more. Whether it has not failed since it was to."""
-        was_late, self._fails = self._fails, False
-        return was_late
 
 
 @dataclass
@@ -183,42 +147,28 @@ class Disturbed:
     server: Server | None = None
     num_ranks: int = 0
 
-    def kill_at_address(self) -> None:
-        self.rack.kill(self.chance.randrange(len(self.rack.workers)))
+    def strike(self, blow: str) -> int | None:
+        """Strike what ``blow`` names.
 
-    def fail_device(self) -> None:
-        self.device.fail()
-
-    def kill_rank(self) -> None:
-        """Any but the first, which is the controller."""
-        assert self.server is not None
-        self.server.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
-
-    def kill_http(self) -> None:
-        assert self.server is not None
-        self.server.process("http").kill()
-
-    def kill_engine(self) -> None:
-        assert self.server is not None
-        self.server.process("engine").kill()
-
-    def cancel_turn(self) -> int:
-        """Returns the conversation whose turn is cancelled, if it has one under way."""
-        whose = self.chance.randrange(NUM_CONVERSATIONS)
-        self.talks.cancel(whose)
-        return whose
-
-
-BLOWS: dict[str, Callable[[Disturbed], int | None]] = {
-    "R-worker": Disturbed.kill_at_address,
-    "instance": Disturbed.kill_at_address,
-    "HTTP process": Disturbed.kill_http,
-    "engine": Disturbed.kill_engine,
-    "device": Disturbed.fail_device,
-    "rank": Disturbed.kill_rank,
-    "turn": Disturbed.cancel_turn,
-}
-"""Return the conversation that is disturbed, whose turns count no more; None: none may be."""
+        Returns:
+            The conversation whose turns count no more. None if none may be disturbed.
+        """
+        match blow:
+            case "R-worker" | "instance":
+                self.rack.kill(self.chance.randrange(len(self.rack.workers)))
+            case "device":
+                self.device.fails = True
+            case "turn":
+                whose = self.chance.randrange(NUM_CONVERSATIONS)
+                self.talks.cancel(whose)
+                return whose
+            case "rank":  # any but the first, which is the controller
+                assert self.server is not None
+                self.server.job.rank(self.chance.randrange(1, self.num_ranks)).kill()
+            case _:
+                assert self.server is not None
+                self.server.process(blow.removesuffix(" process").lower()).kill()
+        return None
 
 
 class Systems:
@@ -274,12 +224,12 @@ class Systems:
         thread.start()
         thread.join(self._chance.uniform(0, length_s))
         is_late = not thread.is_alive()
-        whose = BLOWS[system.blow](disturbed)
+        whose = disturbed.strike(system.blow)
         thread.join(LIMIT_S)
         if not said:
             counts["hung"] += 1
             return
-        is_late = self._device.spare() or is_late
+        is_late, self._device.fails = is_late or self._device.fails, False
         is_cut = self._count(system, said[0], counts, whose)
         is_late = is_late or (whose is not None and not is_cut)
         counts["late" if is_late else "blows"] += 1
@@ -299,7 +249,7 @@ class Systems:
             words = [*FASTDECODE, "serve", str(self._model), "--port", "0"]
             words += ["--instances", ",".join(rack.addresses), "--worker-silence-s", str(SILENCE_S)]
         else:
-            words += [word for address in rack.addresses for word in ("--r-worker", address)]
+            words += rack.options
         with serving([*(ranks if system.num_ranks else []), *words]) as server:
             talks = ServedTalks(server)
             yield Disturbed(talks, rack, self._device, self._chance, server, system.num_ranks)
@@ -307,8 +257,7 @@ class Systems:
     @contextlib.contextmanager
     def _rack(self, system: System) -> Iterator[Rack]:
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
-            command = [*FASTDECODE, "r-worker", "--threads", "1", "--silence-s", str(SILENCE_S)]
-            command += ["--return-s", "10", "--kv-memory-gb"]
+            command = [*R_WORKER, "--kv-memory-gb"]
             if system.is_on_disk:
                 command += ["0.006", "--cache-disk", f"{directory}/kept", "--cache-disk-gb", "0.05"]
             else:

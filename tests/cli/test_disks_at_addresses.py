@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from disk_talks import talk
-from mpi_launch import running
-from zmq_r_workers import FASTDECODE, PATHS, r_workers
+from mpi_launch import FASTDECODE, running
+from zmq_r_workers import r_workers
 
 from fastdecode import LLM
 from rworker.tiers.disk import slot_files
@@ -40,7 +40,7 @@ def test_a_replacement_offers_the_disk_of_one_that_was_killed(
         assert llm.stats.tiers.num_stored > 0 and not llm.stats.tiers.num_found
         jobs[0].process.kill()
         command = [*FASTDECODE, "r-worker", "--threads", "1", "--bind", addresses[0], *few]
-        with running(command, **PATHS):
+        with running(command):
             until_s, number = time.monotonic() + LIMIT_S, 0
             while not llm.stats.tiers.num_found:
                 assert time.monotonic() < until_s, "nobody has come in its place"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import FASTDECODE, mpirun, needs_mpi, open_mpi_options, run, running
 from values import replace
 
 from fastdecode.cli.main import main
@@ -17,9 +16,6 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
 from fastdecode.measure.doctor import LinkFacts, ModelFacts, WorkerFacts, examine_all, judge
 from fastdecode.wire.messages import PROTOCOL_VERSION, Report
-
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 HERE = HostFacts(
     "s0", ("python 3.12.1", "fastdecode 0.1.0", "numpy 2.1.0"), "Open MPI v5.0.8", (0, 1), 2,
@@ -183,7 +179,7 @@ def test_this_host_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_in_an_mpi_job(tmp_path: Path) -> None:
     options = ["doctor", "--kv-memory-gb", "0.1", "--r-threads", "1"]
     command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options]
-    outcome = run(command, **PATHS)
+    outcome = run(command)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "2 R-worker(s) answered" in outcome.output and outcome.output.count("link: ") == 2
     assert outcome.output.count("neighbours: ") == 2 and " GB/s; with --replicas" in outcome.output
@@ -192,7 +188,7 @@ def test_in_an_mpi_job(tmp_path: Path) -> None:
 
 @needs_mpi
 def test_another_mpis_launcher_is_found_out() -> None:
-    outcome = run([*FASTDECODE, "doctor"], PMI_SIZE="4", PMI_RANK="0", **PATHS)
+    outcome = run([*FASTDECODE, "doctor"], PMI_SIZE="4", PMI_RANK="0")
     assert outcome.exit_code == 1 and "the launcher started 4 ranks" in outcome.output, outcome
     assert "Traceback" not in outcome.output
 
@@ -207,9 +203,8 @@ def test_at_addresses_where_a_job_is_served_afterwards(
     source.write_text('{"id": 1, "prompt_token_ids": [5], "max_tokens": 2, "temperature": 0}\n')
     command = [*FASTDECODE, "r-worker", "--bind", "tcp://127.0.0.1:*"]
     command += ["--threads", "1", "--kv-memory-gb", "0.1"]
-    with running([*command, "--model-hash", "another"], **PATHS) as job:
-        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
-        address = job.output().split(" listens at ")[1].split()[0]
+    with running([*command, "--model-hash", "another"]) as job:
+        address = job.address()
         reached = ["doctor", "--r-worker", address, "--model", model, "--json"]
         for more, kinds in (
             (["--r-worker", "tcp://127.0.0.1:9"], ["model", "reach"]),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
-from mpi_launch import needs_mpi, run, running
+from mpi_launch import FASTDECODE, PATHS, needs_mpi, run, running
 
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
@@ -27,8 +27,6 @@ from fastdecode.wire.placed_line import PlacedLine
 from rworker.tiers.disk import slot_files
 
 ROOT = Path(__file__).parents[2]
-PATHS = {"PYTHONPATH": str(ROOT)}
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 SMALL = ("--r-threads", "1", "--kv-memory-gb", "0.01")
 ON_TWO = ["launch", "--hosts", "localhost:2", *SMALL]
 
@@ -157,7 +155,7 @@ def test_stages_that_keep_kv_on_their_devices_are_launched(generate: Generate) -
     command, output, expected = generate
     stages = ["--pp", "2", "--kv-placement", "gpu", "--kv-memory-gb", "0.01"]
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--", *command, *stages]
-    outcome = run(launch, timeout_s=120, **PATHS)
+    outcome = run(launch, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert output.read_text() == expected()
 
@@ -186,7 +184,7 @@ def test_r_workers_that_are_launched_have_a_disk_each(generate: Generate, tmp_pa
     command, output, expected = generate
     disk = ["--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01"]
     options = ["--hosts", "localhost:2", "--kv-memory-gb", "0.01", *disk, "--", *command]
-    outcome = run([*FASTDECODE, "launch", *options], **PATHS, timeout_s=120)
+    outcome = run([*FASTDECODE, "launch", *options], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert "kept blocks on disk: 0 found" in outcome.output
     assert len(slot_files(tmp_path / "kv")) == 2
@@ -209,7 +207,7 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
     generate: Generate, limit: StepLimit
 ) -> None:
     command, output, expected = generate
-    with running([*limit.fastdecode, *ON_TWO, "--", *command], **PATHS) as job:
+    with running([*limit.fastdecode, *ON_TWO, "--", *command]) as job:
         workers = job.r_workers(2)
         job.wait_for_text(output)
         limit.lose(workers[0], signal.SIGKILL)
@@ -221,7 +219,7 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
 @needs_mpi
 def test_a_job_whose_s_worker_is_killed_has_failed(generate: Generate, limit: StepLimit) -> None:
     command, output, _ = generate
-    with running([*limit.fastdecode, *ON_TWO, "--", *command], **PATHS) as job:
+    with running([*limit.fastdecode, *ON_TWO, "--", *command]) as job:
         job.wait_for_text(output)
         (s_worker,) = [p for p in job.processes() if "--exit-code-file" in _ranks_words(p)]
         s_worker.send_signal(signal.SIGKILL)
@@ -240,7 +238,7 @@ def _ranks_words(process: psutil.Process) -> list[str]:
 def test_exit_codes_of_mpirun_pass_through(generate: Generate) -> None:
     command, _, _ = generate
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--"]
-    outcome = run([*launch, *command, "--model", "/nonexistent"], **PATHS)
+    outcome = run([*launch, *command, "--model", "/nonexistent"])
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
 
 
@@ -253,7 +251,7 @@ def test_ranks_are_told_the_line_that_launched_them(tmp_path: Path) -> None:
     )
     mpirun.chmod(0o755)
     words = ["launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--", "doctor"]
-    run([*FASTDECODE, *words], **PATHS)  # whose ranks say nothing of how it has ended
+    run([*FASTDECODE, *words])  # whose ranks say nothing of how it has ended
     assert json.loads(told.read_text()) == words
 
 
@@ -282,7 +280,7 @@ def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_p
     command = ["generate", "--exit-code-file", str(noted), "--model", model]
     (tmp_path / "in").write_text("a\n")
     command += ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    outcome = run([*launch, *command], **PATHS)
+    outcome = run([*launch, *command])
     assert outcome.exit_code == code
     has_line = "mpirun ended with exit code 9, and the S-worker reported no" in outcome.output
     assert has_line is (says == "")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mpi_launch import Running, running
+from mpi_launch import PATHS, Running, running
 from values import replace
 
 from fastdecode.cli.main import main
@@ -49,15 +49,13 @@ HELLO = Hello(
 )
 R_WORKER = [sys.executable, "-m", "fastdecode.cli.main", "r-worker"]
 R_WORKER += ["--threads", "1", "--kv-memory-gb", "0.001"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @contextmanager
 def r_worker(*options: str) -> Iterator[tuple[Running, str]]:
     """A process, and the address that it says it listens at."""
-    with running([*R_WORKER, "--bind", "tcp://127.0.0.1:*", *options], **PATHS) as job:
-        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
-        yield job, job.output().split(" listens at ")[1].split()[0]
+    with running([*R_WORKER, "--bind", "tcp://127.0.0.1:*", *options]) as job:
+        yield job, job.address()
 
 
 def converse(connection: Any) -> list[np.ndarray]:
@@ -144,7 +142,7 @@ def test_it_ends_when_its_s_worker_is_killed() -> None:
 def test_it_ends_with_its_parent() -> None:
     command = [*R_WORKER, "--bind", "tcp://127.0.0.1:*", "--exit-with-parent"]
     script = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
-    with running([sys.executable, "-c", script, *command], **PATHS) as job:
+    with running([sys.executable, "-c", script, *command]) as job:
         job.wait_until(lambda: " listens at " in job.output())
         parent = next(p for p in job.processes() if "-c" in p.cmdline())
         parent.send_signal(signal.SIGKILL)

@@ -21,8 +21,8 @@ import pytest
 from limited_steps import StepLimit
 
 from examples import TRIES_ALL
+from fastdecode.cli.jobs import _advise, resume_command
 from fastdecode.cli.main import main
-from fastdecode.cli.run_batch import _advise, resume_command
 from fastdecode.jobs.job import JobResult
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from limited_steps import StepLimit
-from mpi_launch import has_text, mpirun, needs_mpi, open_mpi_options, run, running
-from stage_ranks import FASTDECODE
-from zmq_r_workers import PATHS, at, r_workers
+from mpi_launch import FASTDECODE, has_text, mpirun, needs_mpi, open_mpi_options, run, running
+from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
@@ -70,7 +69,7 @@ def _run(command: Sequence[str], *, as_ranks: bool) -> int | None:
     """The exit code of a command."""
     if not as_ranks:
         return main(command)
-    outcome = run([*TWO_RANKS, *FASTDECODE, *command], timeout_s=240.0, **PATHS)
+    outcome = run([*TWO_RANKS, *FASTDECODE, *command], timeout_s=240.0)
     assert not outcome.orphans, outcome.output
     return outcome.exit_code
 
@@ -95,7 +94,7 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     with places as (jobs, addresses):
         command = ["run-batch", *model, str(output), *at(addresses), *more]
         launched = TWO_RANKS if as_ranks else []
-        with running([*launched, *limit.fastdecode, *command], **PATHS) as s_workers:
+        with running([*launched, *limit.fastdecode, *command]) as s_workers:
             # When the first line begins, and in how many lanes, is a matter of time.
             s_workers.wait_until(lambda: has_text(output) or limit.extend())
             s_workers.kill()

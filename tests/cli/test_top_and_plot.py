@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
 from fastdecode.measure.run_plot import TraceSeries
-from fastdecode.server.serving import Activity, ActivityLines
-from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.server.serving import ActivityLines
+from fastdecode.wire.instances.messages import EngineNumbers, StatusReport
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"
 WORKER = {"name": "r0", "lost": None, "kv_blocks": 10, "kv_blocks_used": 5, "load_tokens": 77}
@@ -244,18 +245,21 @@ def test_shares_and_counters_of_a_trace_that_was_cut_off(tmp_path: Path) -> None
 
 
 def test_a_server_that_works_says_so_every_ten_seconds() -> None:
-    now, state, told = [0.0], [Activity(0, 0, 0, (2, 2))], list[str]()
-    lines = ActivityLines(lambda: state[0], told.append, lambda: now[0])
+    now, tokens, told = [0.0], [0], list[str]()
+    state = EngineNumbers(num_r_workers=2, num_live_r_workers=2)
+    lines = ActivityLines(lambda: state, lambda: tokens[0], told.append, lambda: now[0])
     for second in range(25):
         now[0] = float(second)
         lines.turn()
     assert told == [], "it has nothing to do"
-    state[0] = Activity(5, 3, 1200, (1, 2))
+    state = replace(state, num_unfinished=8, num_running=5, num_live_r_workers=1)
+    tokens[0] = 1200
     for second in range(25, 35):
         now[0] = float(second)
         lines.turn()
     assert told == ["5 running, 3 waiting, 120 tok/s, R-workers 1/2"]
-    state[0] = Activity(0, 0, 1300, (1, 2))
+    state = replace(state, num_unfinished=0, num_running=0)
+    tokens[0] = 1300
     now[0] = 45.0
     lines.turn()
     now[0] = 60.0

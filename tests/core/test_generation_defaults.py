@@ -11,7 +11,8 @@ import pytest
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.generation_defaults import generation_defaults, with_defaults
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs.opening import JobOptions, simple_lines
+from fastdecode.jobs.opening import simple_lines
+from fastdecode.jobs.options import JobOptions
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
 
 QWEN = {
@@ -64,7 +65,9 @@ def test_bodies_and_lines_take_them() -> None:
     params = reader.read(CHAT_URL, chat).params
     assert params == SamplingParams(top_k=9, max_tokens=None, **defaults)
 
-    options = JobOptions(Path("in"), Path("out"), {"top_k": 9}, defaults)
+    options = JobOptions(
+        input=Path("in"), output=Path("out"), sampling={"top_k": 9}, model_defaults=defaults
+    )
     lines = simple_lines(options)
     assert lines.parse(b'{"id": 1, "prompt": "x"}', 1).params == SamplingParams(top_k=9, **defaults)
     line = b'{"id": 1, "prompt": "x", "temperature": 0}'
@@ -80,4 +83,5 @@ def test_vllms_sampling_fields_in_bodies_and_lines() -> None:
     asked = reader.read(COMPLETIONS_URL, {"prompt": "x", **fields}).params
     assert asked == SamplingParams(**fields)
     line = json.dumps({"id": 1, "prompt": "x", **fields}).encode()
-    assert simple_lines(JobOptions(Path("i"), Path("o"))).parse(line, 1).params == asked
+    options = JobOptions(input=Path("i"), output=Path("o"))
+    assert simple_lines(options).parse(line, 1).params == asked

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.sizing_forms import max_batch_within_latency, required_cpus
+from oracles.sizing_forms import required_cpus
 
 from cost_model.numbers import largest, smallest, whole
 from cost_model.workload import Workload
@@ -47,20 +45,6 @@ def test_required_cpus(case: dict[str, Any]) -> None:
     )
 
 
-@case_ids("max_batch")
-def test_max_batch_within_latency(case: dict[str, Any]) -> None:
-    given_, expected = case["inputs"], case["expected"]
-    table = {int(batch): t for batch, t in given_["T_B_ms"].items()}
-    batch = max_batch_within_latency(given_["N_layers"], given_["S"], given_["L_ms"], table)
-    assert batch == expected["B_max_latency"]
-    if batch is not None:
-        assert 2 * given_["N_layers"] * given_["S"] * table[batch] == pytest.approx(
-            expected["latency_ms"], rel=1e-9
-        )
-    for size, efficiency in expected["E_B"].items():
-        assert int(size) / table[int(size)] == pytest.approx(efficiency, rel=1e-9)
-
-
 def test_load_is_the_sum_over_micro_batches() -> None:
     case = CASES["load"][0]
     batch, length, interval = (case["inputs"][name] for name in "BSF")
@@ -84,31 +68,6 @@ def test_load_of_an_uneven_interval_is_within_the_headroom() -> None:
     peak = case["inputs"]["M"] * sum(case["expected"]["lengths_at_peak"])
     assert peak == case["expected"]["W_peak"]
     assert load < peak < 1.1 * load
-
-
-@given(batch=sizes, seq_len=sizes, numerator=st.integers(1, 1000), denominator=st.integers(1, 1000))
-def test_needed_is_the_exact_ceiling(
-    batch: int, seq_len: int, numerator: int, denominator: int
-) -> None:
-    r, t = numerator / 1000, denominator / 8
-    exact = Fraction(batch * seq_len * numerator * 8, 2 * 1000 * denominator)
-    needed = required_cpus(batch, seq_len, r, t, capacity_tokens=1e12).needed
-    assert needed == max(1, math.ceil(exact))
-
-
-@given(
-    batch=sizes, seq_len=sizes, r=times, t=times, capacity=st.floats(1.0, 1e9),
-    factor=st.floats(1.01, 10.0),
-)  # fmt: skip
-def test_more_work_never_needs_fewer(
-    batch: int, seq_len: int, r: float, t: float, capacity: float, factor: float
-) -> None:
-    base = required_cpus(batch, seq_len, r, t, capacity)
-    assert required_cpus(2 * batch, seq_len, r, t, capacity).needed >= base.needed
-    assert required_cpus(batch, 2 * seq_len, r, t, capacity).needed >= base.needed
-    assert required_cpus(batch, seq_len, r * factor, t, capacity).needed >= base.needed
-    assert required_cpus(batch, seq_len, r, t * factor, capacity).needed <= base.needed
-    assert required_cpus(batch, seq_len, r, t, capacity * factor).needed <= base.needed
 
 
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 12345])

@@ -4,18 +4,16 @@ closed forms against brute force."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.dejavu import TABLE_6, TABLES, compared, table_6_row, table_text
+from oracles.dejavu import TABLE_6, TABLES, PaperTable, table_6_row
 
 from cost_model.disaggregate import Disaggregation, StageMemory, Swapping, as_json, as_text
 from cost_model.printing import json_text
 from fastdecode.core.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs" / "design" / "disaggregation.md"
 times = st.integers(1, 10_000).map(lambda thousandths: thousandths / 1000)
 
 
@@ -134,15 +132,11 @@ def test_microbatches_that_fit() -> None:
     assert [TABLES[3].largest_microbatch(stages) for stages in (1, 2)] == [None, 16]
 
 
-def test_what_has_published_inputs_is_reproduced() -> None:
-    assert all(each.reproduced == "yes" for each in compared() if each.has_input)
-    inferred = [each.what for each in compared() if each.reproduced.startswith("inferred")]
-    assert [what[:7] for what in inferred] == ["Table 2", "Table 3", "Table 4"]
-
-
-def test_docs_have_this_table() -> None:
-    """To update it: PYTHONPATH=tests python -m oracles.dejavu"""
-    assert DOCS.read_text("utf-8").endswith("\n\n" + table_text() + "\n")
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"table {table.number}")
+def test_published_configurations_fit(table: PaperTable) -> None:
+    assert all(table.fits(*each) for each in table.configurations())
+    assert table.begins_where_something_fits
+    assert (table.prompt_share(6) is not None) == (table.number < 5), "one share gives all splits"
 
 
 @pytest.mark.parametrize(

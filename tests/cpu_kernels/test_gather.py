@@ -116,20 +116,6 @@ def test_appending_what_was_gathered_gives_the_same_bits(layout, seed):
     assert bits(gathered(other, there, places, moved)) == bits(tokens)
 
 
-@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
-def test_whole_blocks_put_into_an_empty_cache_are_the_blocks(dtype):
-    """Scales and padding within cells included; what no token ever reaches
-    stays as it was, zeros."""
-    rng = np.random.default_rng(SEED)
-    layout = BlockLayout(3, 36, dtype, 24)
-    pool = appended_pool(layout, rng)
-    copy = allocate_pool(layout, 1, NUM_BLOCKS)[0]
-    slots = np.arange(NUM_BLOCKS * layout.block_size)
-    k, v, scales = gathered(layout, pool, slots, range(3))
-    cpu_kernels.append(layout, copy, k, v, slots, source=dtype, scales=scales)
-    np.testing.assert_array_equal(copy, pool)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rows_of_float_caches_are_the_activations_that_were_appended(dtype):
     rng = np.random.default_rng(SEED)
@@ -152,12 +138,6 @@ def test_two_threads_gather_what_one_does(dtype):
     slots = np.tile(ragged_slots(rng, NUM_BLOCKS * 64), 7)  # a token may be asked for twice
     one, two = (gathered(layout, pool, slots, range(1, 4), num_threads=n) for n in (1, 2))
     assert bits(one) == bits(two)
-
-
-def test_no_tokens():
-    layout = BlockLayout(1, 8, "int4", 4)
-    pool = allocate_pool(layout, 1, 1)[0]
-    cpu_kernels.gather(layout, pool, np.zeros(0, np.int64), *allocate_tokens(layout, 0))
 
 
 def _unwritable(array):

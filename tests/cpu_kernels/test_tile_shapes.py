@@ -3,14 +3,11 @@ ahead of time, which no result depends on."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from cpu_kernels.attention import products
 from cpu_kernels.dispatch import choose_variant
 from cpu_kernels.isa import LEVELS
-from cpu_kernels.layout import DTYPES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, BlockLayout
+from cpu_kernels.layout import MAX_BLOCK_SIZE, MAX_HEAD_DIM, BlockLayout
 
 LINE = 64
 ROWS_16, ROWS_8 = (16, 1, 1, 1), (8, 2, 2, 2)
@@ -65,19 +62,6 @@ def test_avx2_tile_of_one_query(
     assert chosen == shape
 
 
-@pytest.mark.parametrize("head_dim", [16, 20, 33, 80, 128, 512])
-@pytest.mark.parametrize("block_size", [4, 24, 64, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_avx2_steps_end_with_the_block_and_the_head(
-    dtype: str, block_size: int, head_dim: int
-) -> None:
-    layout = BlockLayout(2, head_dim, dtype, block_size)
-    isa = next(each for each in LEVELS if each.name == "avx2")
-    for group_size, ragged in ((1, False), (8, False), (4, True)):
-        found = choose_variant(layout, group_size, isa, "float32", ragged=ragged)
-        assert layout.dim_words % found.words == layout.token_words % found.words == 0
-
-
 def test_avx2_integers_hold_the_largest_sums() -> None:
     """Products of two bytes are summed up in int16 without saturation (4 bits), and all
     products of a head or a block in int32 (8 bits)."""
@@ -90,37 +74,3 @@ def test_avx2_integers_hold_the_largest_sums() -> None:
     assert MAX_HEAD_DIM * 255 * eight.max_query <= 2**31 - 1
     assert MAX_BLOCK_SIZE * 128 * eight.max_weight <= 2**31 - 1
     assert max(eight.max_query, eight.max_weight) <= 2**15 - 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 256])
-def test_tiles_of_rows_by_the_dozen_share_whole_lines(dtype: str, head_dim: int) -> None:
-    """Or some would be asked for twice."""
-    for isa in LEVELS:
-        found = choose_variant(BlockLayout(8, head_dim, dtype), 4, isa, "bfloat16", ragged=True)
-        for vectors in (found.score_vectors, found.value_vectors):
-            step_bytes = vectors * found.lanes * found.cell_bytes * found.step_words
-            assert found.spread == 1 or step_bytes % (found.spread * LINE) == 0
-
-
-@pytest.mark.parametrize("spread", [1, 2, 4])
-@pytest.mark.parametrize("num_products", [1, 2, 3, 4, 7])
-def test_every_line_ahead_is_asked_for_once(
-    spread: int, num_products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many tiles of rows there are."""
-    num_steps, share_bytes, begin = 24, 2 * LINE, 1 << 20
-    asked: list[int] = []
-
-    def note(variant: object, tile: object, address: int) -> None:
-        asked.extend(range(address, address + share_bytes, LINE))
-
-    monkeypatch.setattr(products, "prefetch_share", note)
-    variant, ahead = SimpleNamespace(spread=spread), begin
-    for tile_index in range(min(num_products, spread)):  # those after them don't ask
-        for _ in range(num_steps):
-            args = (tile_index, num_products, num_steps * share_bytes)
-            products._ask.py_func(variant, None, ahead, *args)
-            ahead += share_bytes
-    wanted = range(begin, begin + spread * num_steps * share_bytes, LINE)
-    assert sorted(asked) == list(wanted)

@@ -27,7 +27,8 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import CacheUse, Completion, RequestOutput
-from fastdecode.jobs.opening import JobOptions, open_job
+from fastdecode.jobs.opening import open_job
+from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.stopping import Stopping
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -261,7 +262,7 @@ def test_several_answers_are_no_turn_and_chats_are_no_prompts(llm: LLM) -> None:
 class Batch:
     """A batch job's files, and runs of it."""
 
-    skip_bad_lines = False
+    on_error = "refuse"
 
     def __init__(self, directory: Path, llm: LLM, lines: list[dict[str, Any]]) -> None:
         self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
@@ -269,11 +270,13 @@ class Batch:
         self._llm = llm
         self.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def run(self, begin: Any = "new") -> dict[str, dict[str, Any]]:
+    def run(self, *, resume: bool = False) -> dict[str, dict[str, Any]]:
         """custom_id → body."""
         sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
-        more: dict[str, Any] = {"run_seed": 5, "skip_bad_lines": self.skip_bad_lines}
-        options = JobOptions(self.input, self.output, sampling, begin=begin, **more)
+        options = JobOptions(
+            input=self.input, output=self.output, sampling=sampling, resume=resume, run_seed=5,
+            on_error=self.on_error,
+        )  # fmt: skip
         config = EngineConfig.of(self._llm.config.model, dtype="float32")
         with open_job(options, config, lambda line: None) as job:
             job.run(self._llm, Stopping(60), Progress(io.StringIO()))
@@ -331,7 +334,7 @@ def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
             with sqlite3.connect(batch.turns) as connection:
                 connection.execute("DELETE FROM turns WHERE number > ?", (kept,))
             connection.close()
-            assert said_of(batch.run("resume")) == expected
+            assert said_of(batch.run(resume=True)) == expected
 
 
 def test_bodies_that_cannot_be_turns_are_bad_lines(llm: LLM, tmp_path: Path) -> None:
@@ -355,7 +358,7 @@ def test_turns_after_a_bad_line_fail_whenever_they_are_run(llm: LLM, tmp_path: P
         line("b3", "b", prompt=[9]),
     ]
     batch = Batch(tmp_path, llm, lines)
-    batch.skip_bad_lines = True
+    batch.on_error = "skip"
     batch.run()
     whole = batch.output.read_bytes()
     answers = [json.loads(answer) for answer in whole.splitlines()]
@@ -367,7 +370,7 @@ def test_turns_after_a_bad_line_fail_whenever_they_are_run(llm: LLM, tmp_path: P
     assert sorted(codes) == [3, 4, 5, 6] and codes[5] == codes[6] == "previous_turn_failed"
     kept = [raw for raw in whole.splitlines(True) if b"previous_turn_failed" not in raw]
     batch.output.write_bytes(b"".join(kept))
-    batch.run("resume")
+    batch.run(resume=True)
     assert sorted(batch.output.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from fastdecode.core.dtype import DType
-from sworker import paged
-from sworker.dtypes import quantize
-from sworker.prefill import chunk_attention
-
 ROOT = Path(__file__).parents[2]
 STEPS = ("facts", "sampler", "instant")
 """``make campaign`` runs all of them."""
@@ -160,37 +155,29 @@ def test_facts(mode: str | None, gpu: Any, tmp_path: Path, monkeypatch: pytest.M
     assert ("note" in rows["GPU"]) == (mode != "Default")
 
 
-def check(name: str, ok: bool | None) -> dict[str, Any]:
-    return {name: {"check": name, "ok": ok, "why": "w"}}
-
-
-def report_of(gpu: Any, tmp_path: Path, **outcomes: Any) -> Any:
+@pytest.mark.parametrize(
+    ("checks", "layers", "right", "exit_code"),
+    [
+        ([True], {}, (1, 1), 0),
+        ([True], {"left_out": ["no time was left"]}, (1, 1), 3),
+        ([True], {"failed": ["exit code 1"]}, (1, 1), 1),
+        ([True, False, None], {"left_out": ["not installed: pytest"]}, (1, 3), 1),
+    ],
+)
+def test_verdict_and_exit_code(
+    gpu: Any, tmp_path: Path, checks: list[bool | None], layers: dict[str, Any],
+    right: tuple[int, int], exit_code: int,
+) -> None:  # fmt: skip
+    """A check that was not run is not right."""
     report = gpu.Report(tmp_path / "r.json", smoke=False)
     steps = {step.name: step for step in gpu.STEPS}
-    for name, found in outcomes.items():
-        report.add(steps[name], found)
-    return report
-
-
-def test_right_counts_checks_that_were_not_run(gpu: Any, tmp_path: Path) -> None:
-    kernels = gpu.Outcome(checks={**check("a", True), **check("b", False), **check("c", None)})
-    report = report_of(
-        gpu, tmp_path, kernels=kernels, sampler=gpu.Outcome(left_out=["not installed: pytest"])
-    )
-    assert report.right == (1, 4)
-    assert re.fullmatch(r"RIGHT 1/4 · FAST 0/6 · \d:\d\d min · r\.json", report.verdict)
-    assert report.exit_code == 1
+    rows = {str(i): {"check": str(i), "ok": ok, "why": "w"} for i, ok in enumerate(checks)}
+    report.add(steps["kernels"], gpu.Outcome(checks=rows))
+    report.add(steps["layers"], gpu.Outcome(**layers))
+    assert (report.right, report.exit_code) == (right, exit_code)
+    shown = rf"RIGHT {right[0]}/{right[1]} · FAST 0/6 · \d:\d\d min · r\.json"
+    assert re.fullmatch(shown, report.verdict)
     assert json.loads((tmp_path / "r.json").read_text())["steps"]["kernels"]["checks"]
-
-
-@pytest.mark.parametrize(
-    ("found", "exit_code"),
-    [({}, 0), ({"left_out": ["no time was left"]}, 3), ({"failed": ["exit code 1"]}, 1)],
-)
-def test_exit_code(gpu: Any, tmp_path: Path, found: dict[str, Any], exit_code: int) -> None:
-    kernels = gpu.Outcome(checks=check("a", True))
-    report = report_of(gpu, tmp_path, kernels=kernels, layers=gpu.Outcome(**found))
-    assert report.exit_code == exit_code
 
 
 def test_a_wrong_result_shows_no_rate(gpu: Any) -> None:
@@ -238,77 +225,3 @@ def test_goals_are_judged_by_the_worst_row_that_an_engine_would_run(gpu: Any) ->
     # A goal isn't met by the rows that came out right.
     steps["instant"][1] = {"lanes": 2, "rows_a_lane": 256, "max_error": 1.0, "error": "wrong"}
     assert list(gpu.goals(steps))[1]["met"] is None
-
-
-def test_a_tenth_of_the_kv_is_a_tenth_in_bytes(gpu: Any) -> None:
-    setup = gpu.Setup(torch.device("cuda"), smoke=False)
-    kv_gb = 64 * (512 + 64) * 2 * 2 * 32 * 8 * 128 / 1e9
-    tenths = [x[-1] for x in gpu.first_engines(setup, gpu.USUAL) if x[1] == 0.1]
-    assert tenths[0]["kv_memory_gb"] == tenths[1]["device_kv_gb"] == pytest.approx(kv_gb / 10)
-
-
-class Kernels:
-    """Torch in place of Triton's kernels, right or wrong."""
-
-    def __init__(self, factor: float = 1.0) -> None:
-        self._factor = factor
-        self.paged_store, self.paged_chunks = store, chunks
-
-    def chunk_tokens(self, spec: Any, dtype: torch.dtype) -> int:
-        return 8
-
-    def paged_decode(self, *args: Any, out: torch.Tensor) -> None:
-        q, keys, values, scales, tables, lens, _, spec, slopes, block_size = args
-        paged.gathered_decode(
-            q, keys, values, tables, lens.numpy(), spec, slopes, block_size, out=out, scales=scales
-        )
-        out *= self._factor
-
-
-def store(k: Any, v: Any, slots: Any, keys: Any, values: Any, scales: Any) -> None:
-    stored = slots >= 0
-    for half, (x, held) in enumerate(((k[stored], keys), (v[stored], values))):
-        if scales is not None:
-            x, scale = quantize(x, DType.INT8)
-            scales[half].index_copy_(0, slots[stored], scale)
-        held.index_copy_(0, slots[stored], x.to(held.dtype))
-
-
-def chunks(*args: Any, out: torch.Tensor) -> None:
-    q, keys, values, scales, slots, _, spec, _ = args
-    seen = [x[slots].float() for x in (keys, values)]
-    if scales is not None:
-        seen = [x * of[slots][..., None] for x, of in zip(seen, scales, strict=True)]
-    out.copy_(chunk_attention(q.float(), *seen, spec))
-
-
-def rows_with(kernels: Kernels, gpu: Any, step: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a step on caches with these kernels, which no trial has compared with torch."""
-    make_cache = gpu.make_cache
-
-    def make(*args: Any) -> paged.PagedKV:
-        cache = make_cache(*args)
-        cache.kernels = kernels
-        return cache
-
-    monkeypatch.setattr(gpu, "make_cache", make)
-    with torch.inference_mode():
-        return list(getattr(gpu, step)(gpu.Setup(torch.device("cpu"), smoke=True)))
-
-
-def test_whole_steps_beside_gathered_attention(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_with(Kernels(), gpu, "whole_steps", monkeypatch)
-    assert [(row["kv"], row["how"]) for row in rows] == [
-        (kv, how)
-        for kv in ("bfloat16", "int8")
-        for how in ("layer by layer", "unit by unit", "one graph")
-    ]
-    assert all("step_us" in row and row["max_error"] < 0.05 for row in rows), rows
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_decode_attention_of_wrong_kernels_shows_no_rate(
-    factor: float, gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for row in rows_with(Kernels(factor), gpu, "decode_attention", monkeypatch):
-        assert ("kv_gbps" in row) == (factor == 1.0)

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from instance_processes import (
     ENGINE,
-    PATHS,
     SILENCE_S,
     Process,
     assert_all_is_free,
@@ -28,7 +27,7 @@ from instance_processes import (
     ready,
 )
 from instance_runs import answers, params, prompts, requests_of, tokens
-from mpi_launch import running
+from mpi_launch import PATHS, running
 from news import WAIT_S, NewsLLM
 from raw_messages import RawSubmit
 from values import replace
@@ -302,7 +301,7 @@ def test_when_the_controller_is_lost_all_is_freed(
     (tmp_path / "long.jsonl").write_text(
         "".join(json.dumps({**line, "id": str(i)}) + "\n" for i in range(400))
     )
-    with running(words, **PATHS) as lost:
+    with running(words) as lost:
         lost.wait_until(lambda: lost.output().count("\ninstance tcp") == len(four))
         os.kill(lost.pid, trouble)
         with controller(model, four) as llm:  # once they have lost the other one

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 from instance_processes import Process, instance, ready
 from instance_runs import prompts
-from mpi_launch import Running
+from mpi_launch import FASTDECODE, Running
 from zmq_r_workers import at, r_workers
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import FASTDECODE, Server, serving
+from server_process import Server, serving
 
 SILENCE_S = "2"
 FEW = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
@@ -33,18 +33,6 @@ def with_r_worker(model: str, role: str) -> Iterator[tuple[Process, Running, str
         its_own = (*FEW, "--worker-silence-s", SILENCE_S, *at(addresses))
         job = stack.enter_context(instance(model, role, engine=its_own))
         yield ready(job, role), r_worker, addresses[0]
-
-
-@contextlib.contextmanager
-def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[None]:
-    """The R-worker is there again."""
-    if trouble is signal.SIGSTOP:
-        os.kill(r_worker.pid, signal.SIGCONT)
-        yield
-        return
-    port = address.rpartition(":")[2]
-    with r_workers(port, options=("--keep-serving", "--silence-s", SILENCE_S)):
-        yield
 
 
 def test_a_server_is_degraded_and_answers(model: str) -> None:

@@ -1,5 +1,4 @@
-"""The demo: the shipped checkpoint, FastDecode and the prompt file, and what a
-wrong KV cache would spoil."""
+"""The shipped checkpoint, and the recall that a wrong KV cache would spoil."""
 
 from __future__ import annotations
 
@@ -8,23 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from examples import TRIES_ALL
+from examples import TRIES_ALL, examples
 from fastdecode import LLM, SamplingParams
-from fastdecode.cli.main import main
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHECKPOINT = EXAMPLES / "model" / "checkpoint"
 STATED_RECALL = 0.775
-MARGIN = 0.1
-"""Three standard deviations of the share of 200 answers."""
-
-
-def answers_recalled(outputs: list[str], answers: list[str]) -> float:
-    right = [
-        text.strip().startswith(answer.strip())
-        for text, answer in zip(outputs, answers, strict=True)
-    ]
-    return sum(right) / len(right)
 
 
 def test_the_checkpoint_is_small_and_transformers_loads_it() -> None:
@@ -44,28 +32,13 @@ MANY = {"r_workers": 3, "prefill_chunk": 48, "lanes": 2}
 @pytest.mark.parametrize("options", [MANY, *[{"r_workers": 1}] * TRIES_ALL])
 def test_it_recalls_what_its_prompts_told(options: dict[str, int]) -> None:
     lines = (EXAMPLES / "model" / "recall_eval.jsonl").read_text().splitlines()
-    items = [json.loads(line) for line in lines]
+    items = [json.loads(line) for line in lines[: examples(200)]]
+    three_deviations = 3 * (STATED_RECALL * (1 - STATED_RECALL) / len(items)) ** 0.5
     params = SamplingParams(temperature=0, max_tokens=32, stop=("\n",))
     with LLM(str(CHECKPOINT), r_threads=1, kv_memory_gb=0.2, **options) as llm:
         outputs = llm.generate([item["prompt"] for item in items], params)
-    recall = answers_recalled(
-        [output.text for output in outputs], [item["answer"] for item in items]
-    )
-    assert recall >= STATED_RECALL - MARGIN
-
-
-def test_the_demo_answers_every_prompt(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    command = [
-        "generate",
-        "--model",
-        str(CHECKPOINT),
-        "--input",
-        str(EXAMPLES / "prompts.jsonl"),
-        "--output",
-        str(out),
+    right = [
+        output.text.strip().startswith(item["answer"].strip())
+        for output, item in zip(outputs, items, strict=True)
     ]
-    assert main([*command, "--r-workers", "2", "--kv-memory-gb", "0.2", "--temperature", "0"]) == 0
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(answers) == len((EXAMPLES / "prompts.jsonl").read_text().splitlines())
-    assert all(answer.get("text") or answer.get("completions") for answer in answers)
+    assert sum(right) / len(right) >= STATED_RECALL - three_deviations

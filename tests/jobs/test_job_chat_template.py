@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from small_tokenizers import byte_level
 from tokenizers.processors import TemplateProcessing
 
 from fastdecode.core.errors import CheckpointError, ConfigError, RequestError
@@ -76,11 +73,8 @@ def save_tokenizer(directory: Path, chat_template: str | None) -> Any:
     transformers' own tokenizer."""
     import transformers
 
-    alphabet = {token: place for place, token in enumerate(sorted(ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(BPE(alphabet, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.post_processor = TemplateProcessing(
         "<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
     )

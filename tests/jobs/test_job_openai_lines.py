@@ -13,13 +13,30 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from fastdecode.core.delta import Delta
 from fastdecode.core.errors import CapacityError, RequestError
-from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams, TokenLogprob
-from fastdecode.jobs.formats import LineError, LineRequest, OpenAILines
+from fastdecode.core.sequence import (
+    CacheUse,
+    Completion,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)  # fmt: skip
+from fastdecode.jobs.formats import (
+    LineError,
+    LineRequest,
+    OpenAILines,
+    SimpleLines,
+    identifier,
+    output_fields,
+)  # fmt: skip
+from fastdecode.openai.answers import usage
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
+from fastdecode.server.link import Deltas, Submit, from_json, to_json
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
@@ -271,6 +288,29 @@ def test_a_chat_may_continue_its_last_message_and_say_its_effort() -> None:
     completion(add_special_tokens=True, length_penalty=1.0, priority=0)
 
 
+def simple(**body: object) -> LineRequest:
+    raw = json.dumps({"id": "x", "prompt": "p", **body}).encode()
+    return SimpleLines(SamplingParams()).parse(raw, 1)
+
+
+@pytest.mark.parametrize("ask", [simple, completion, chat])
+def test_lines_say_with_whom_they_share(ask: Any) -> None:
+    for same in ({}, {"cache": None, "cache_salt": None}, {"cache": "on"}):
+        assert ask(**same).cache == CacheUse()
+    assert ask(cache="off").cache == CacheUse(is_off=True)
+    assert ask(cache_salt="tenant").cache == CacheUse(salt="tenant")
+    for wrong, blamed in (
+        ({"cache": False}, "cache"),
+        ({"cache": "none"}, "cache"),
+        ({"cache_salt": 3}, "cache_salt"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+    ):
+        with pytest.raises(LineError, match=f"^{blamed}") as caught:
+            ask(**wrong)
+        assert caught.value.code == "invalid_cache" and caught.value.line_id == "x"
+        assert ask is simple or caught.value.param == blamed
+
+
 def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
     labels = {
         "user": "u",
@@ -287,6 +327,7 @@ def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
 # ------------------------------------------------------------------------------
 
 LINES = lines()
+IDENTIFY = identifier("openai", "r1")
 
 
 @pytest.fixture
@@ -337,7 +378,7 @@ def test_a_completions_answer(codec: TextCodec) -> None:
         },
         "error": None,
     }
-    assert LINES.identify(answer) == (7, False)
+    assert IDENTIFY(answer) == (7, False)
 
 
 def test_an_answer_tells_logprobs_of_its_prompt_in_vllms_shape(codec: TextCodec) -> None:
@@ -487,16 +528,25 @@ def test_an_error_is_a_response(
     assert answer["response"]["status_code"] == status
     shown = answer["response"]["body"]["error"]
     assert shown == {"message": "m", "type": kind, "param": param, "code": error.code}
-    assert LINES.identify(answer) == (3, True)
+    assert IDENTIFY(answer) == (3, True)
 
 
-def test_answers_of_another_run_are_not_ours() -> None:
-    for foreign in (
-        {"id": "batch_req_r2_7"},
-        {"id": "7"},
-        {},
-        {"id": "batch_req_r1_x"},
-        {"id": "batch_req_r1_7"},
-    ):
-        with pytest.raises((KeyError, ValueError, TypeError)):
-            LINES.identify(foreign)
+def test_usage_counts_reused_tokens_also_when_there_are_none() -> None:
+    def outputs(*cached: int) -> list[RequestOutput]:
+        done = (Completion(0, "a", (5, 6), "length"),)
+        return [RequestOutput("x", None, (1, 2, 3), done, num_cached_tokens=n) for n in cached]
+
+    counts = {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10}
+    for reused in ((0, 0), (2, 1)):
+        details = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
+        assert usage(outputs(*reused)) == {**counts, **details}
+    assert "cached_tokens" not in output_fields(*outputs(0))["usage"]
+    assert output_fields(*outputs(2))["usage"]["cached_tokens"] == 2
+
+
+def test_a_servers_engine_is_told_and_tells_the_same() -> None:
+    use = CacheUse(is_off=True, salt="tenant")
+    asked = Submit((Request("x", (1, 2), SamplingParams(), 4, 7, use),))
+    told = Deltas((Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3),))
+    for message in (asked, told):
+        assert from_json(json.loads(json.dumps(to_json(message)))) == message

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fastdecode.core.answer_lengths import EndedAnswers
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
@@ -23,31 +20,8 @@ from fastdecode.jobs import lines as lines_module
 from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines
 from fastdecode.jobs.lines import DuplicateFinder, LineReader, LineSet, LineSource
 from fastdecode.jobs.manifest import identify_model
-from fastdecode.jobs.shard import Shard
 from fastdecode.jobs.survey import kind_of_lines, survey
 from fastdecode.openai.requests import RequestReader
-
-
-@given(st.lists(st.integers(1, 5000)))
-def test_a_line_set_is_a_set(numbers: list[int]) -> None:
-    lines = LineSet()
-    for number in numbers:
-        lines.add(number)
-    assert len(lines) == len(set(numbers))
-    assert all((number in lines) == (number in set(numbers)) for number in range(5100))
-
-
-@given(st.lists(st.sampled_from(["a", "b", "c", "é", "", "0", "00"]), max_size=30))
-def test_duplicates_are_found_with_the_line_they_repeat(ids: list[str]) -> None:
-    finder = DuplicateFinder()
-    first: dict[str, int] = {}
-    expected = []
-    for number, line_id in enumerate(ids, start=3):
-        finder.add(number, line_id)
-        if line_id in first:
-            expected.append([number, first[line_id]])
-        first.setdefault(line_id, number)
-    assert [list(pair) for pair in finder.find()] == expected
 
 
 def test_a_million_lines_take_a_few_bytes_each() -> None:
@@ -216,48 +190,21 @@ def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> Non
     assert "--chat-template" in identify_model(tmp_path, tmp_path / "own.jinja")
 
 
-def test_a_shard_without_a_sound_line_has_no_limits(tmp_path: Path) -> None:
-    (tmp_path / "in").write_text('{"id": 1, "prompt": "p"}\n{')
-    lines = SimpleLines(SamplingParams())
-    found = survey(LineSource(tmp_path / "in"), lines, shard=Shard(2, 2))
-    assert (found.num_lines, len(found.bad), dict(found.limits)) == (1, 1, {})
-
-
 def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
     now, out = [0.0], io.StringIO()
     progress = Progress(out, clock=lambda: now[0], now=lambda: datetime(2026, 11, 25, 9, 30))
     with progress:
         progress.begin(total=1000, done=400)
-        ended = EndedAnswers()
         for second in range(1, 25):
             now[0] = second
-            for _ in range(2):
-                ended.add(25, is_cut=False)
             state = {"num_failed": 2, "num_tokens": 50 * second, "workers": (3, 4)}
-            progress.update(done=400 + 2 * second, ended=ended, **state)
+            progress.update(done=400 + 2 * second, **state)
     shown = out.getvalue().splitlines()
     assert shown == [
         "2026-11-25 09:30:00 lines 420/1000, 2 failed, 50 tok/s, ETA 0:04:50, R-workers 3/4",
         "2026-11-25 09:30:00 lines 440/1000, 2 failed, 50 tok/s, ETA 0:04:40, R-workers 3/4",
         "2026-11-25 09:30:00 lines 448/1000, 2 failed, 50 tok/s, ETA 0:04:36, R-workers 3/4",
     ]
-
-
-@pytest.mark.parametrize(("running", "rel"), [({(10, 20): 25}, 0.05), (None, 0.15)])
-def test_the_eta_counts_tokens_while_no_line_is_done(
-    running: dict[tuple[int, int], int] | None, rel: float
-) -> None:
-    now = [0.0]
-    progress = Progress(io.StringIO(), clock=lambda: now[0])
-    progress.begin(total=100, done=50, limits={20: 100})
-    now[0] = 0.01
-    progress.update(done=50, num_failed=0, num_tokens=1, workers=(1, 1), num_running=25)
-    assert progress.remaining_s is None, "nothing was measured yet"
-    now[0] = 10.0
-    progress.update(
-        done=50, num_failed=0, num_tokens=250, workers=(1, 1), num_running=25, running=running
-    )
-    assert progress.remaining_s == pytest.approx(30, rel=rel)  # a quarter of what 50 lines get
 
 
 def test_progress_speaks_of_no_r_workers_where_there_are_none() -> None:

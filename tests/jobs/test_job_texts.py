@@ -15,7 +15,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.manifest import Manifest
-from fastdecode.jobs.opening import JobOptions, open_ordered_job
+from fastdecode.jobs.opening import open_ordered_job
+from fastdecode.jobs.options import JobOptions
 from fastdecode.text.child import ChildDiedError
 from fastdecode.text.codec import TextCodec
 
@@ -81,7 +82,7 @@ def test_content_format_is_the_one_that_was_chosen(
     (model / "chat_template.jinja").write_text(source)
     job = Job(tmp_path, model)
     job.write([chat("a", "qq")])
-    with job.open(content_format=content_format, skip_bad_lines=True) as opened:
+    with job.open(chat_template_content_format=content_format, on_error="skip") as opened:
         template = opened._rules.template
         assert template is not None
         (asked,) = opened._lines.parse(job.input.read_bytes(), 1).prompts
@@ -96,21 +97,21 @@ def test_line_whose_child_died_is_run_again(tmp_path: Path) -> None:
     job.write([openai("dies", prompt="text"), openai("bad", prompt=[5], temperature=-1)])
     byte_level().save(str(job.model / "tokenizer.json"))
     llm = FakeLLM(fail=lambda request: ChildDiedError("it broke off").as_request_error())
-    result = job.run(llm, skip_bad_lines=True)
+    result = job.run(llm, on_error="skip")
     assert (result.num_failed, result.num_bad) == (2, 1)
     (answer,) = [x for x in job.answers if x["custom_id"] == "dies"]
     assert answer["response"]["status_code"] == 500
     assert answer["response"]["body"]["error"]["type"] == "server_error"
 
 
-@pytest.mark.parametrize("skip_bad_lines", [False, True])
+@pytest.mark.parametrize("on_error", ["refuse", "skip"])
 @pytest.mark.parametrize("bad", [[], ["{"]])
 def test_a_batch_of_texts_without_a_tokenizer_is_refused_once(
-    make_job: Callable[..., Job], skip_bad_lines: bool, bad: list[str]
+    make_job: Callable[..., Job], on_error: str, bad: list[str]
 ) -> None:
     job = make_job(lines=[*(openai(str(i), prompt="text") for i in range(30)), *bad])
     with pytest.raises(ConfigError, match="30 are text") as caught:
-        job.open(skip_bad_lines=skip_bad_lines)
+        job.open(on_error=on_error)
     assert caught.value.code == "no_tokenizer"
     assert "\n" not in str(caught.value)
     assert not job.output.exists()
@@ -120,14 +121,14 @@ def test_texts_among_token_ids_are_bad_lines(make_job: Callable[..., Job]) -> No
     job = make_job(lines=[openai("text", prompt="text"), openai("ids", prompt=[5])])
     with pytest.raises(ConfigError, match=r"1 of the 2 lines .*\n.*'text'.*no_tokenizer"):
         job.open()
-    result = job.run(skip_bad_lines=True)
+    result = job.run(on_error="skip")
     assert (result.num_done, result.num_failed) == (2, 1)
     assert job.said["text"] == "no_tokenizer"
 
 
 def test_generate_refuses_texts_that_no_tokenizer_reads(tmp_path: Path) -> None:
     model, path = model_dir(tmp_path), tmp_path / "in.jsonl"
-    options = JobOptions(path, tmp_path / "out.jsonl", skip_bad_lines=True)
+    options = JobOptions(input=path, output=tmp_path / "out.jsonl", on_error="skip")
 
     def check(model: Path) -> None:
         open_ordered_job(options, model, lambda text: None)

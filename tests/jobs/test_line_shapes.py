@@ -14,8 +14,7 @@ from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import survey as survey_module
 from fastdecode.jobs.formats import LineFormat, OpenAILines, SimpleLines
-from fastdecode.jobs.lines import LineSource
-from fastdecode.jobs.shard import WHOLE, Shard
+from fastdecode.jobs.lines import WHOLE, LineSource, Shard
 from fastdecode.jobs.survey import Survey, survey
 from fastdecode.openai.requests import RequestReader
 
@@ -102,7 +101,7 @@ def _facts(found: Survey) -> list[object]:
     every = range(1, found.last_line + 1)
     return [
         found.num_lines, found.num_in_file, found.last_line, found.sha256,
-        found.num_turns, found.limits, sorted(found.complaints.items()),
+        found.num_turns, sorted(found.complaints.items()),
         [number for number in every if number in found.bad],
         [number for number in every if number in found.duplicates],
     ]  # fmt: skip
@@ -169,4 +168,4 @@ def test_lines_of_one_shape_are_parsed_once(tmp_path: Path) -> None:
     lines = [json.dumps({"id": i, "prompt": f"p{i}", "max_tokens": 4}) for i in range(5000)]
     (tmp_path / "in").write_text("\n".join(lines))
     found = survey(LineSource(tmp_path / "in"), Counted(SamplingParams()))
-    assert parsed == [1] and found.num_lines == 5000 and found.limits == {4: 5000}
+    assert parsed == [1] and found.num_lines == 5000

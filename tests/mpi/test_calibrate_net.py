@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
+from mpi_launch import FASTDECODE, mpirun, needs_mpi, open_mpi_options, run
 
 from fastdecode.cli.main import main
 from fastdecode.core.measurement import NetProfile, read_profile
 
 pytestmark = needs_mpi
-
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 
 
 def test_from_two_ranks_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,13 +21,27 @@ from checkpoints import FAMILIES
 from families import save_tiny
 from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
-from mpi_launch import Running, has_text, mpirun, needs_mpi, open_mpi_options, run, running
-from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
+from mpi_launch import (
+    FASTDECODE,
+    Running,
+    has_text,
+    mpirun,
+    needs_mpi,
+    open_mpi_options,
+    run,
+    running,
+)
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
 
 pytestmark = needs_mpi
+
+R_WORKER = [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+FORKED = {
+    "id": "forked", "prompt_token_ids": [7, 8, 9] * 6, "max_tokens": 8, "n": 3,
+    "temperature": 0.8, "seed": 5, "ignore_eos": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,14 +76,16 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> MakeJob:
     ) -> Job:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         if not source.exists():
-            write_some_forked(source, max_tokens)
+            write_requests(source, max_tokens)
+            with source.open("a") as file:
+                file.write(json.dumps(FORKED) + "\n")
         path = model or tiny_checkpoint(family, **overrides)
         options_of_model = ["--model", str(path), "--dtype", "float32", "--prefill-chunk", "16"]
         options_of_model += model_options.split()
         fastdecode = FASTDECODE if limit is None else limit.fastdecode
         command = [mpirun(), *open_mpi_options(btl), "-n", str(num_s), *fastdecode, "generate"]
         command += [*options_of_model, "--input", str(source), "--output", str(output)]
-        command += ["--exit-code-file", str(exit_code_file(tmp_path)), *options.split()]
+        command += ["--exit-code-file", str(tmp_path / "exit_code"), *options.split()]
         if num_r:
             command += [":", "-n", str(num_r), *R_WORKER]
         return Job(command, output, lambda: answers_alone(source, *options_of_model))
@@ -92,8 +108,8 @@ TWO_S_WORKERS = {"model_options": "--max-model-len 64", "rope_scaling": LONG_ROP
     ("num_s", "num_r", "options", "more"),
     [
         pytest.param(2, 0, "--kv-memory-gb 0.01", {"btl": "self,tcp"}, id="roles by rank"),
-        pytest.param(2, 2, "--tp 2", TWO_S_WORKERS, id="two S-workers"),
-        pytest.param(6, 2, "--pp 2 --prompt-pp 1 --tp 2", {}, id="stages of two S-workers each"),
+        pytest.param(6, 2, "--pp 2 --prompt-pp 1 --tp 2", TWO_S_WORKERS,
+                     id="stages of two S-workers each"),
         *[
             pytest.param(
                 2, 2, f"--tp 2 --device cuda --cuda-graphs {graphs}", TWO_S_WORKERS,
@@ -194,7 +210,7 @@ def test_a_lost_s_worker_ends_the_job(
         outcome = started.wait(timeout_s=90)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert name in outcome.output, outcome.output
-    assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
+    assert (tmp_path / "exit_code").read_text().strip() == "4", outcome.output
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,10 @@ from pathlib import Path
 import pytest
 from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
-from mpi_launch import needs_mpi, run, running
+from mpi_launch import FASTDECODE, needs_mpi, run, running
 
 from fastdecode.cli.main import main
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 HOSTS = ("s0", "r0", "r1")
 NETWORK = "10.77.0.0/24"
 
@@ -117,10 +114,10 @@ def test_mpi_over_three_hosts(
     launch = ["launch", "--hosts", "s0:0,r0:1,r1:1", "--interface", NETWORK]
     launch += ["--r-threads", "1", "--kv-memory-gb", "0.01", "--mpirun-arg=--prtemca"]
     launch += ["--mpirun-arg=plm_ssh_agent", f"--mpirun-arg={agent}", "--"]
-    outcome = run(net.at("s0", *FASTDECODE, *launch, "doctor"), **PATHS)
+    outcome = run(net.at("s0", *FASTDECODE, *launch, "doctor"))
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "rank 1 on r0" in outcome.output and "rank 2 on r1" in outcome.output
-    outcome = run(net.at("s0", *FASTDECODE, *launch, *command), **PATHS)
+    outcome = run(net.at("s0", *FASTDECODE, *launch, *command))
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert output.read_text() == expected
 
@@ -138,9 +135,9 @@ def test_a_host_that_is_cut_off_changes_no_token(
     command += ["--r-worker", addresses["r0"], "--r-worker", addresses["r1"]]
     command += ["--key", key, "--worker-silence-s", "2"]
     with (
-        running(net.at("r0", *FASTDECODE, *serve, addresses["r0"]), **PATHS) as r0,
-        running(net.at("r1", *FASTDECODE, *serve, addresses["r1"]), **PATHS) as r1,
-        running(net.at("s0", *limit.fastdecode, *command), **PATHS) as s0,
+        running(net.at("r0", *FASTDECODE, *serve, addresses["r0"])) as r0,
+        running(net.at("r1", *FASTDECODE, *serve, addresses["r1"])) as r1,
+        running(net.at("s0", *limit.fastdecode, *command)) as s0,
     ):
         s0.wait_for_text(output)
         net.cut_off("r0")

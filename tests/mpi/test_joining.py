@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import FASTDECODE, Running, mpirun, needs_mpi, open_mpi_options, run, running
 
 pytestmark = needs_mpi
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 REQUIRED = ["generate", "--model", "/nonexistent", "--input", "/nonexistent"]
 REQUIRED += ["--output", "/nonexistent/out"]
 
@@ -22,7 +20,6 @@ REQUIRED += ["--output", "/nonexistent/out"]
     ("s_worker", "r_worker", "code", "told"),
     [
         (["--help"], [], 0, "usage: fastdecode generate"),
-        (["--top-p", "7"], [], 2, "--top-p 7"),
         ([], ["--typo"], 2, "unknown option --typo"),
     ],
 )
@@ -30,14 +27,14 @@ def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
     s_worker: list[str], r_worker: list[str], code: int, told: str
 ) -> None:
     command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *REQUIRED, *s_worker, ":"]
-    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", *r_worker], timeout_s=120, **PATHS)
+    outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", *r_worker], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (code, []), outcome
     assert told in outcome.output and "Traceback" not in outcome.output
 
 
 def test_ranks_with_one_bad_command_say_it_once() -> None:
     command = [*FASTDECODE, *REQUIRED, "--top-p", "7"]
-    outcome = run([mpirun(), *open_mpi_options(), "-n", "3", *command], timeout_s=120, **PATHS)
+    outcome = run([mpirun(), *open_mpi_options(), "-n", "3", *command], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
     assert outcome.output.count("--top-p 7") == 1, outcome
 
@@ -82,7 +79,7 @@ def meet(trouble: str) -> list[str]:
 
 
 def test_a_rank_that_has_ended_is_noticed() -> None:
-    outcome = run(meet("ends"), timeout_s=120, **PATHS)
+    outcome = run(meet("ends"), timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     said = r"the MPI job can't begin: rank 1( \(process \d+\))? has ended before it joined"
     assert re.search(said, outcome.output), outcome
@@ -90,7 +87,7 @@ def test_a_rank_that_has_ended_is_noticed() -> None:
 
 def test_ranks_that_cannot_reach_each_other_end_as_any_that_never_meet() -> None:
     """So does one that is killed in the middle of MPI_Init, for the others."""
-    outcome = run(meet("unreachable"), timeout_s=120, **PATHS)
+    outcome = run(meet("unreachable"), timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
     assert "the MPI job can't begin: " in outcome.output
 
@@ -103,7 +100,7 @@ def test_ranks_that_cannot_reach_each_other_end_as_any_that_never_meet() -> None
     ],
 )
 def test_a_rank_that_is_lost_before_it_joins_is_named(trouble: signal.Signals, told: str) -> None:
-    with running(meet("waits"), **PATHS) as job:
+    with running(meet("waits")) as job:
         job.wait_until(lambda: all(pid_of(job, rank) for rank in (0, 1, 2)))
         victim = next(p for p in job.processes() if p.pid == pid_of(job, 1))
         job.wait_until(lambda: all(is_in_mpi(job, rank) for rank in (0, 2)))
@@ -133,7 +130,7 @@ meet_ranks(Values(config=config, ranks=StageRanks(1, 2, 0), device=torch.device(
 def test_an_s_worker_that_is_stopped_before_they_have_met_ends_the_job() -> None:
     """Others of its stage would wait for it for ten minutes."""
     command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable, "-c", STOPPED]
-    outcome = run(command, timeout_s=120, **PATHS)
+    outcome = run(command, timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     named = r"the MPI job can't begin: rank 1 \(process \d+\) has been stopped before it joined"
     assert re.search(named, outcome.output), outcome.output
@@ -145,7 +142,7 @@ def test_a_job_ends_though_ranks_hang(what: str) -> None:
     the very end nobody tells it."""
     script = str(Path(__file__).with_name("ranks") / "hanging.py")
     command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, script, what]
-    outcome = run(command, timeout_s=120, **PATHS)
+    outcome = run(command, timeout_s=120)
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 

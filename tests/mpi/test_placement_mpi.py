@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from typing import Any
 import pytest
 from generate_jobs import answers_alone
 from limited_steps import UNLIMITED, StepLimit
-from mpi_launch import Outcome, needs_mpi, run, running
+from mpi_launch import FASTDECODE, Outcome, needs_mpi, run, running
 from server_process import CHECKPOINT, events, serving
 
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 SILENCE_S = 4.0
 LOSES_NOBODY_S = 60.0
 """Of jobs whose ranks all live, however busy the machine is."""
@@ -140,7 +137,7 @@ def test_each_instance_has_its_own_s_workers(
         silence_s=LOSES_NOBODY_S,
     )  # fmt: skip
     write_prompts(job.source, 16, n=2)
-    outcome = run(job.command, timeout_s=240.0, **PATHS)
+    outcome = run(job.command, timeout_s=240.0)
     counted = job.check(outcome)
     assert "has lost its controller" not in outcome.output
     assert counted["moved"] == counted["failed_fetches"] == 0
@@ -164,7 +161,7 @@ def test_a_lost_instance_changes_no_token(model: str, tmp_path: Path, limit: Ste
     """``tests/instances`` loses each kind of process, and simulates every moment."""
     job = Job(tmp_path, model, *THREE, limit=limit)
     write_long_prompts(job.source)
-    with running(job.command, **PATHS) as run_of:
+    with running(job.command) as run_of:
         victim = run_of.rank(5)
         run_of.wait_for_text(job.output)
         limit.lose(victim, signal.SIGSTOP)
@@ -181,14 +178,14 @@ def test_without_its_controller_a_batch_ends_and_goes_on(
 ) -> None:
     job = Job(tmp_path, model, "prefill:1", "decode:1", command="run-batch", limit=limit)
     write_long_prompts(job.source)
-    with running(job.command, **PATHS) as run_of:
+    with running(job.command) as run_of:
         victim = run_of.rank(0)
         run_of.wait_for_text(job.output)
         limit.lose(victim, signal.SIGKILL)
         outcome = run_of.wait(120.0)
     assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome.output
     assert len(tokens_of(job.output.read_text())) < 30
-    outcome = run([*job.command, "--resume"], timeout_s=240.0, **PATHS)
+    outcome = run([*job.command, "--resume"], timeout_s=240.0)
     assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
     assert tokens_of(job.output.read_text()) == tokens_of(job.alone)
 
@@ -223,9 +220,9 @@ def test_a_server_streams_and_drains(tmp_path: Path) -> None:
 def test_what_can_not_begin_ends_everywhere(model: str, tmp_path: Path) -> None:
     job = Job(tmp_path, model, "prefill:1", "decode:1")
     write_prompts(job.source, 2)
-    outcome = run([*job.command, "--device", "cuda:77"], timeout_s=120.0, **PATHS)
+    outcome = run([*job.command, "--device", "cuda:77"], timeout_s=120.0)
     assert outcome.exit_code == 4 and not outcome.orphans, outcome.output  # all instances are lost
     assert "device=" in outcome.output
-    outcome = run([*job.command, "--kv-placement", "swap"], timeout_s=60.0, **PATHS)
+    outcome = run([*job.command, "--kv-placement", "swap"], timeout_s=60.0)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome.output
     assert "--kv-placement swap" in outcome.output

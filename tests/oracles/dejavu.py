@@ -1,6 +1,4 @@
-"""The tables of DéjàVu's paper (arXiv 2403.01876), and what can be had of them
-from published inputs. ``PYTHONPATH=tests python -m oracles.dejavu`` prints the table
-of docs/design/disaggregation.md."""
+"""The tables of DéjàVu's paper (arXiv 2403.01876), and what follows from published inputs."""
 
 from __future__ import annotations
 
@@ -54,6 +52,12 @@ class PaperTable:
         stages, size = configuration
         memory = self.memory(stages, size, PROMPT_TOKENS, tokens - PROMPT_TOKENS)
         return memory.prompts_fit(stages) if tokens == PROMPT_TOKENS else memory.tokens_fit(stages)
+
+    @property
+    def begins_where_something_fits(self) -> bool:
+        first = self.rows[0].machines
+        before = [self.largest_microbatch(stages) for stages in range(1, first)]
+        return self.largest_microbatch(first) is not None and not any(before)
 
     def configurations(self) -> Iterator[tuple[tuple[int, int], int]]:
         """All that were published: stages and microbatch, and for how many tokens."""
@@ -134,125 +138,8 @@ TABLE_6 = (
 """Bandwidth in Gbit/s; transfer and extra time in seconds."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A line of the table in the docs."""
-
-    what: str
-    published: str
-    here: str
-    has_input: bool
-    """The paper, or its public code, says what this follows from."""
-    reproduced: str
-
-    def __str__(self) -> str:
-        cells = (self.what, self.published, self.here, "yes" if self.has_input else "no")
-        return "| " + " | ".join((*cells, self.reproduced)) + " |"
-
-
-def compared() -> list[Compared]:
-    """Every published figure that follows from something."""
-    return [*_table_6(), *_microbatches(), *_splits(), *_not_had()]
-
-
-def table_text() -> str:
-    heads = ("figure", "published", "here", "published input?", "reproduced?")
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *map(str, compared())])
-
-
 def table_6_row(bandwidth_gbps: float) -> tuple[float, float, float]:
     """Transfer, extra time, and m."""
     took_s = TABLE_6_KV_GB * 8 / bandwidth_gbps
     factor = Streaming(TABLE_6_KV_GB, bandwidth_gbps).overhead(TABLE_6_PROMPT_S)
     return took_s, (factor - 1) * TABLE_6_PROMPT_S, factor
-
-
-def _table_6() -> Iterator[Compared]:
-    # 70 layers of 14336, K and V, 16 bits; 8 sequences of 1000 tokens; 3 prompt stages.
-    share_gb = 70 * 14336 * 2 * 2 * 8 * PROMPT_TOKENS / 3 / 1e9
-    yield Compared(
-        "Table 6: K and V of a microbatch, one of three prompt stages' share",
-        "10.7 GB",
-        f"{share_gb:.3f} GB",
-        True,
-        _yes(abs(share_gb - TABLE_6_KV_GB) < 0.05),
-    )
-    for bandwidth, transfer, extra in TABLE_6:
-        took_s, extra_s, factor = table_6_row(bandwidth)
-        same = f"{took_s:.3g}" == f"{transfer:.3g}" and abs(extra_s - extra) < 0.011
-        yield Compared(
-            f"Table 6: transfer and extra time at {bandwidth} Gbit/s",
-            f"{transfer:g} s, {extra:g} s",
-            f"{took_s:.3g} s, {extra_s:.3g} s (m = {factor:.3g})",
-            True,
-            _yes(same),
-        )
-
-
-def _microbatches() -> Iterator[Compared]:
-    for table in TABLES:
-        published = list(table.configurations())
-        fitting = sum(table.fits(*each) for each in published)
-        stages = (1, 2, 4, 8, 16)
-        largest = ", ".join(f"{table.largest_microbatch(each) or 'none'}" for each in stages)
-        yield Compared(
-            f"Table {table.number}: microbatches of {table.model} in {table.machine_gb} GB",
-            f"{len(published)} configurations, from {_first_machines(table)} on",
-            f"{fitting} of them fit; at most {largest} sequences on 1, 2, 4, 8, 16 stages",
-            True,
-            _yes(fitting == len(published) and _first_fits(table)),
-        )
-
-
-def _first_machines(table: PaperTable) -> str:
-    first = table.rows[0].machines
-    return "1 machine" if first == 1 else f"{first} machines"
-
-
-def _first_fits(table: PaperTable) -> bool:
-    """The table begins where something fits."""
-    first = table.rows[0].machines
-    before = [table.largest_microbatch(stages) for stages in range(1, first)]
-    return table.largest_microbatch(first) is not None and not any(before)
-
-
-def _splits() -> Iterator[Compared]:
-    for table in TABLES:
-        share = table.prompt_share(6)
-        splits = ", ".join(
-            f"{row.prompts[0]}+{row.tokens[0]}"
-            for row in table.rows
-            if row.prompts is not None and row.tokens is not None and row.machines >= 6
-        )
-        here = "no one share gives them all: memory and microbatch change with it"
-        if share is not None:
-            here = f"round(D·f) for every f in {float(share[0]):.3f} … {float(share[1]):.3f}"
-        yield Compared(
-            f"Table {table.number}: splits from 6 machines on",
-            splits,
-            here,
-            False,
-            "inferred: one share gives them all" if share is not None else "no",
-        )
-
-
-def _not_had() -> Iterator[Compared]:
-    yield Compared(
-        "Recovery: 1.54 times faster (abstract) of 1.91 and 1.24 times slower", "1.54",
-        f"{1.91 / 1.24:.2f}", True, "yes",
-    )  # fmt: skip
-    for what in (
-        "Table 6: latency a token",
-        "Figures 16 to 19: makespans and costs (2.29, 4.2 and 2.22 times)",
-        "Figures 20, 21: early stops, microbatch sizes",
-    ):
-        yield Compared(what, "in the paper", "-", False, "no: trace and profile were not published")
-
-
-def _yes(same: bool) -> str:
-    return "yes" if same else "NO"
-
-
-if __name__ == "__main__":
-    print(table_text())

@@ -4,23 +4,14 @@ ms, as they print them."""
 from __future__ import annotations
 
 import json
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cost_model.goodput.placements import Degrees, Pair
-from cost_model.goodput.slo import Slo
+from cost_model.goodput.placements import Degrees
 from fastdecode.core.errors import ConfigError
 from oracles.distserve.profile import first_stage_ms, published_model, published_models
-from oracles.distserve.search import (
-    SearchQuestion,
-    best_placement,
-    colocated_goodput,
-    is_runnable,
-    placements,
-)
 from oracles.distserve.simulator import simulate_colocated, simulate_disaggregated
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads(
@@ -69,44 +60,6 @@ def test_equal_to_the_authors(case: dict[str, Any]) -> None:
     assert [tpot_s * 1e3 for tpot_s in tpots] == pytest.approx(case["tpot_ms"], abs=1e-6)
 
 
-def asked(case: dict[str, Any]) -> SearchQuestion:
-    return SearchQuestion(
-        case["unit_gaps"],
-        [(prompt, output) for prompt, output in case["lengths"]],
-        Slo(case["ttft_s"], case["tpot_s"], 0.9),
-        case["max_gpu_rate"],
-        case["step"],
-    )
-
-
-@pytest.mark.parametrize("case", CASES["searches"])
-def test_the_same_placement_is_best(case: dict[str, Any]) -> None:
-    model = published_model(case["model"])
-    candidates = placements(
-        model, case["nodes"], case["gpus_per_node"], is_high_affinity=case["high"]
-    )
-    best, found = best_placement(model, candidates, asked(case))
-    names = {placement: ",".join(map(str, astuple(placement))) for placement in found}
-    assert {names[placement]: rate for placement, rate in found.items()} == case["goodput"]
-    assert names[best] == case["best"]
-
-
-def test_placements_of_low_and_high_affinity() -> None:
-    low = placements(OPT_13B, 2, 2, is_high_affinity=False)
-    assert set(low) == {Pair(1, 1, 1, 1, 1), Pair(2, 1, 1, 1, 1)}
-    high = placements(OPT_13B, 2, 2, is_high_affinity=True)
-    assert all(each.pp_cross == 1 and each.num_gpus <= 4 for each in high)
-    assert Pair(1, 2, 1, 2, 1) in high and Pair(1, 1, 3, 1, 1) not in high
-    opt_66b = published_model("facebook/opt-66b")
-    assert not any(is_runnable(opt_66b, each) for each in low)
-
-
-def test_colocated_goodput() -> None:
-    case = CASES["searches"][0]
-    rate = colocated_goodput(OPT_13B, Degrees(1, 1), asked(case))
-    assert 0 < rate < max(case["goodput"].values()), "prefill first breaks TPOTs of others"
-
-
 def test_says_what_it_has_no_numbers_of() -> None:
     assert set(published_models()) == {f"facebook/opt-{size}" for size in ("13b", "66b", "175b")}
     with pytest.raises(ConfigError, match=r"facebook/opt-13b, .* only"):
@@ -115,10 +68,6 @@ def test_says_what_it_has_no_numbers_of() -> None:
         OPT_13B.stage(5, 1, "distserve")
     with pytest.raises(ConfigError, match="it has no times of it"):
         published_model("opt-175b").stage(8, 1, "distserve")
-    with pytest.raises(ConfigError, match="on so few GPUs"):
-        best_placement(
-            published_model("opt-66b"), [Pair(1, 1, 1, 1, 1)], asked(CASES["searches"][0])
-        )
 
 
 @pytest.mark.parametrize(

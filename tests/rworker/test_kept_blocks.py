@@ -7,16 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
 from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
-from store_machine import BLOCK_SIZE as STORE_BLOCK
-from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_unchanged
+from store_checks import counts, ids, refuses_unchanged
 from values import replace
 
-from examples import examples
-from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.errors import CapacityError
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     Accepted,
@@ -28,169 +23,6 @@ from fastdecode.wire.messages import (
 from rworker.blocks.kv_store import KVStore
 
 
-class KeepingMachine(KVStoreMachine):
-    """Keep full blocks, resume from any of them, and forget them, beside all
-    else that befalls sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[bytes, tuple[int, tuple[int, ...]]] = {}
-        """Key → block, and the tokens in it."""
-        self.num_keys = 0
-
-    def _new_key(self) -> bytes:
-        self.num_keys += 1
-        return self.num_keys.to_bytes(16, "little")
-
-    @precondition(lambda self: any(len(t) >= STORE_BLOCK for t in self.tokens.values()))
-    @rule(data=st.data())
-    def keep(self, data: st.DataObject) -> None:
-        full = [s for s, tokens in self.tokens.items() if len(tokens) >= STORE_BLOCK]
-        sequence = data.draw(st.sampled_from(full), "sequence")
-        place = data.draw(st.integers(0, len(self.tokens[sequence]) // STORE_BLOCK - 1), "place")
-        table = self.store.tables.of_row(self.store.tables.row(sequence))
-        block, key = table[place : place + 1].copy(), self._new_key()
-        if int(block[0]) in {kept for kept, _ in self.kept.values()}:
-            refuses_unchanged(
-                self.store, ProtocolError, lambda: self.store.cached.keep([key], block)
-            )
-            return
-        self.store.cached.keep([key], block)
-        first = place * STORE_BLOCK
-        tokens = tuple(self.tokens[sequence][first : first + STORE_BLOCK])
-        self.kept[key] = int(block[0]), tokens
-
-    @precondition(lambda self: self.kept)
-    @rule(data=st.data(), less=st.integers(0, STORE_BLOCK - 1), more=st.integers(0, 9))
-    def resume(self, data: st.DataObject, less: int, more: int) -> None:
-        """Of any kept blocks in any order: a store knows nothing of chains."""
-        drawn = data.draw(st.lists(st.sampled_from(sorted(self.kept)), min_size=1, unique=True))
-        keys = [key for key in drawn[:-1] if len(self.kept[key][1]) == STORE_BLOCK] + drawn[-1:]
-        less %= len(self.kept[keys[-1]][1])
-        tokens = [token for key in keys for token in self.kept[key][1]][: -less or None]
-        blocks = self.store.cached.of_keys(keys)
-        assert blocks.tolist() == [self.kept[key][0] for key in keys]
-        self._try(
-            lambda new: self.store.resume(new, blocks, len(tokens), len(tokens) + more),
-            tokens,
-            len(tokens) + more,
-        )
-
-    @precondition(lambda self: any(len(tokens) == STORE_BLOCK for _, tokens in self.kept.values()))
-    @rule(data=st.data(), num_missing=st.integers(1, 3), less=st.integers(0, 3))
-    def resume_around_a_gap(self, data: st.DataObject, num_missing: int, less: int) -> None:
-        """What is missing comes in pieces, beside others' tokens; or the sequence
-        is given up, or cut back, before it has come."""
-        full = sorted(key for key, (_, tokens) in self.kept.items() if len(tokens) == STORE_BLOCK)
-        keys = data.draw(st.lists(st.sampled_from(full), min_size=1, unique=True), "keys")
-        num_before = data.draw(st.integers(0, len(keys) - 1), "before")
-        start, size = num_before * STORE_BLOCK, num_missing * STORE_BLOCK
-        blocks = self.store.cached.of_keys(keys)
-        total = len(keys) * STORE_BLOCK + size - less
-        held = [token for key in keys for token in self.kept[key][1]]
-        missing = self._fresh(size)
-        tokens = (held[:start] + missing + held[start:])[:total]
-        gap, reserved = range(start, start + size), total + 3
-        self.next_id += 1
-        new = self.next_id
-        try:
-            self.store.resume(new, blocks, total, reserved, gap)
-        except CapacityError:
-            return
-        self._fill(data, new, gap, tokens, reserved)
-
-    def _fill(
-        self, data: st.DataObject, new: int, gap: range, tokens: list[int], reserved: int
-    ) -> None:
-        while gap:
-            self.store.check_invariants()
-            (there,) = self.store.num_tokens(ids(new))
-            assert there == gap.start
-            way = data.draw(st.sampled_from(("fill", "fill", "fill", "cut", "close")), "way")
-            if way == "close":
-                self.store.close(new)
-                return
-            if way == "cut":
-                self.store.truncate(new, gap.start)
-                tokens = tokens[: gap.start]
-                break
-            count = data.draw(st.integers(1, len(gap)), "filled")
-            rows = [(new, gap.start, tokens[gap.start : gap.start + count])]
-            gap = range(gap.start + count, gap.stop)
-            if not gap and data.draw(st.booleans(), "goes on"):
-                more = self._fresh(data.draw(st.integers(1, reserved - len(tokens)), "more"))
-                rows.append((new, len(tokens), more))
-                tokens = tokens + more
-            for other in data.draw(st.sets(st.sampled_from([0, *self.tokens])), "others"):
-                if other and len(self.tokens[other]) < self.reserved[other]:
-                    rows.append((other, len(self.tokens[other]), self._fresh(1)))
-                    self.tokens[other] = self.tokens[other] + rows[-1][2]
-            self._append_rows(data.draw(st.permutations(rows), "rows"))
-        self.tokens[new], self.reserved[new] = tokens, reserved
-
-    def _append_rows(self, rows: list[tuple[int, int, list[int]]]) -> None:
-        """(sequence, tokens before, new tokens) of each."""
-        past = counts(*[first for _, first, _ in rows])
-        appended = self.store.append(
-            ids(*[row[0] for row in rows]), counts(*[len(row[2]) for row in rows]), past
-        )
-        cells = self.memory.cells
-        cells[appended.copy_targets] = cells[appended.copy_sources]
-        cells.reshape(-1)[appended.slots] = [token for row in rows for token in row[2]]
-
-    @precondition(lambda self: any(len(t) % STORE_BLOCK for t in self.tokens.values()))
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        """Close a sequence whose last block isn't full, and keep that."""
-        partly = [s for s, tokens in self.tokens.items() if len(tokens) % STORE_BLOCK]
-        sequence = data.draw(st.sampled_from(partly), "sequence")
-        block = int(self.store.tables.of_row(self.store.tables.row(sequence))[-1])
-        key = self._new_key()
-        if block in {kept for kept, _ in self.kept.values()}:
-            refuses_unchanged(self.store, ProtocolError, lambda: self.store.close(sequence, key))
-            return
-        self.store.close(sequence, key)
-        tokens = self.tokens.pop(sequence)
-        del self.reserved[sequence]
-        self.kept[key] = block, tuple(tokens[-(len(tokens) % STORE_BLOCK) :])
-
-    @precondition(lambda self: self.kept)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.kept)), "key")
-        self.store.cached.forget([key])
-        del self.kept[key]
-        refuses_unchanged(self.store, ProtocolError, lambda: self.store.cached.forget([key]))
-
-    @invariant()
-    def kept_blocks_hold_what_they_held(self) -> None:
-        for block, tokens in self.kept.values():
-            assert tuple(self.memory.cells[block, : len(tokens)].tolist()) == tokens
-
-    @invariant()
-    def sharing_never_costs_blocks(self) -> None:
-        num_used = NUM_BLOCKS - self.store.pool.num_free
-        own = sum(-(-len(tokens) // STORE_BLOCK) for tokens in self.tokens.values())
-        assert num_used <= own + len(self.kept)
-
-    @invariant()
-    def promises_are_no_dearer_than_without_sharing(self) -> None:
-        num_held = NUM_BLOCKS - self.store.pool.num_available
-        own = sum(-(-tokens // STORE_BLOCK) for tokens in self.reserved.values())
-        assert num_held <= own + len(self.kept)
-
-    def teardown(self) -> None:
-        if self.kept:
-            self.store.cached.forget(list(self.kept))
-        super().teardown()
-
-
-KeepingMachine.TestCase.settings = settings(
-    max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True
-)
-TestKeepingMachine = KeepingMachine.TestCase
-
-
 def key(number: int) -> bytes:
     return bytes([number]) * 16
 
@@ -200,7 +32,7 @@ def keys(*numbers: int) -> np.ndarray:
 
 
 def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
-    store = KVStore(4, STORE_BLOCK)
+    store = KVStore(4, 4)
     store.open(0, 8)
     store.append(ids(0), counts(8))
     store.cached.keep([key(1), key(2)], store.tables.of_row(store.tables.row(0)).copy())

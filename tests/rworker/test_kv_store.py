@@ -1,23 +1,35 @@
-"""The KV store against a naive model."""
+"""The KV store. ``test_mirror.py`` plays all that happens to one at random."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from store_machine import KVStoreMachine, Memory, counts, ids, refuses_unchanged
+from store_checks import counts, ids, refuses_unchanged
 
 from cpu_kernels import BlockLayout
-from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import KVSpec
 from rworker.blocks.kv_store import KVStore
 
-KVStoreMachine.TestCase.settings = settings(
-    max_examples=examples(240), stateful_step_count=40, deadline=None, derandomize=True
-)
-TestKVStoreMachine = KVStoreMachine.TestCase
+
+class Memory:
+    """What a pool of KV would hold, one number a slot."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.cells = np.full((num_blocks, block_size), -1, np.int64)
+
+    def append(self, store: KVStore, rows: list[tuple[int, int, list[int]]]) -> None:
+        """Append tokens. Each row is a sequence, its number of tokens before, and new tokens."""
+        sequences, past, new = zip(*rows, strict=True)
+        appended = store.append(ids(*sequences), counts(*map(len, new)), counts(*past))
+        self.cells[appended.copy_targets] = self.cells[appended.copy_sources]
+        self.cells.reshape(-1)[appended.slots] = [token for tokens in new for token in tokens]
+
+    def read(self, store: KVStore, sequence_id: int) -> list[int]:
+        table = store.block_tables(ids(sequence_id))[0]
+        (length,) = store.num_tokens(ids(sequence_id))
+        return self.cells[table].reshape(-1)[:length].tolist()
 
 
 def test_slots_fill_blocks_in_order() -> None:
@@ -126,13 +138,13 @@ def test_rows_and_tables_grow_and_are_used_again() -> None:
     lengths = rng.integers(1, 40, 200)
     for i, length in enumerate(lengths):
         store.open(i, int(length))
-        memory.append(store, {i: [1000 * i + j for j in range(length)]})
+        memory.append(store, [(i, 0, [1000 * i + j for j in range(length)])])
     for i in range(0, 200, 2):
         store.close(i)
     num_rows = len(store.tables.blocks)
     for i in range(200, 300):
         store.open(i, 3)
-        memory.append(store, {i: [1000 * i, 1000 * i + 1, 1000 * i + 2]})
+        memory.append(store, [(i, 0, [1000 * i, 1000 * i + 1, 1000 * i + 2])])
     assert len(store.tables.blocks) == num_rows
     for i in range(1, 200, 2):
         assert memory.read(store, i) == [1000 * i + j for j in range(lengths[i])]

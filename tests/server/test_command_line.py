@@ -9,15 +9,16 @@ import socket
 from pathlib import Path
 
 import pytest
-from mpi_launch import needs_mpi
+from mpi_launch import FASTDECODE, needs_mpi
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
-from server_process import CHECKPOINT, FASTDECODE, Server, serving
+from server_process import CHECKPOINT, Server, serving
 
+from fastdecode.cli import serve
 from fastdecode.cli.main import main
-from fastdecode.cli.serve import StopsWhileStarting, exit_code, run_serve, stops_noted
-from fastdecode.server.serving import Ending, Wishes
+from fastdecode.cli.serve import Signals, exit_code, run_serve
+from fastdecode.server.serving import Ending
 
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
 
@@ -39,28 +40,31 @@ def test_stopped_while_it_loads_it_has_answered_all_that_ran(number: signal.Sign
 def test_one_stop_while_it_starts_is_as_good_as_two() -> None:
     """The second would come in the middle of what the first has ended."""
     left: list[int] = []
-    stops = StopsWhileStarting(left.append)
+    signals = Signals(left.append)
     with pytest.raises(KeyboardInterrupt):
-        stops.hear(signal.SIGTERM, None)
-    stops.hear(signal.SIGTERM, None)
-    assert (stops.num, left) == (2, [])
-    stops.hear(signal.SIGTERM, None)
+        signals.on_stop(signal.SIGTERM, None)
+    signals.on_stop(signal.SIGTERM, None)
+    assert (signals.num_stops, left) == (2, [])
+    signals.on_stop(signal.SIGTERM, None)
     assert left == [3]
-    stops.is_over = True
-    stops.hear(signal.SIGTERM, None)
+    signals.is_over = True
+    signals.on_stop(signal.SIGTERM, None)
     assert left == [3], "all was answered: there is nothing to stop"
 
 
-def test_who_has_answered_all_hears_signals_to_the_process_s_end() -> None:
+def test_who_has_answered_all_hears_signals_to_the_process_s_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """MPI may take seconds to leave."""
 
-    def serve(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
-        stops.is_over = True
+    def start(args: argparse.Namespace, signals: Signals) -> int:
+        signals.is_over = True
         return 0
 
+    monkeypatch.setattr(serve, "_start", start)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        assert run_serve(argparse.Namespace(log_level="debug"), serve) == 0
+        assert run_serve(argparse.Namespace(log_level="debug")) == 0
         for number in before:
             signal.raise_signal(number)
     finally:
@@ -71,15 +75,15 @@ def test_who_has_answered_all_hears_signals_to_the_process_s_end() -> None:
 def test_a_stop_in_the_middle_of_an_import_is_heard_after_it() -> None:
     imported = []
 
-    def start(stops: StopsWhileStarting, *, is_stopped: bool) -> None:
-        with stops.put_off():
+    def start(signals: Signals, *, is_stopped: bool) -> None:
+        with signals.put_off():
             if is_stopped:
-                stops.hear(signal.SIGTERM, None)
+                signals.on_stop(signal.SIGTERM, None)
             imported.append("all of it")
 
     with pytest.raises(KeyboardInterrupt):
-        start(StopsWhileStarting(), is_stopped=True)
-    start(StopsWhileStarting(), is_stopped=False)
+        start(Signals(), is_stopped=True)
+    start(Signals(), is_stopped=False)
     assert len(imported) == 2
 
 
@@ -107,13 +111,14 @@ def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ending", Ending)
 def test_who_is_impatient_while_the_engine_closes_hears_how_it_ended(ending: Ending) -> None:
-    wishes, left = Wishes(), []
-    with stops_noted(wishes, left.append):
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-        assert (wishes.num_stops, left) == (2, [])
-        wishes.ending = ending
-        signal.raise_signal(signal.SIGTERM)
+    left: list[int] = []
+    signals = Signals(left.append)
+    signals.begin()
+    for _ in range(2):
+        signals.on_stop(signal.SIGTERM, None)
+    assert (signals.num_stops, left) == (2, [])
+    signals.ending = ending
+    signals.on_stop(signal.SIGTERM, None)
     assert left == [exit_code(ending)]
 
 

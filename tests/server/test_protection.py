@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
 from mpi_launch import running
-from server_process import CHECKPOINT, PATHS, scripted_server
+from server_process import CHECKPOINT, scripted_server
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
@@ -109,7 +109,7 @@ def test_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert made.returncode == 0, made.stderr
     script = str(Path(__file__).parents[1] / "scripted_serving.py")
     options = ["--port", "0", "--tls-cert", cert, "--tls-key", key]
-    with running([sys.executable, script, *options], **PATHS) as job:
+    with running([sys.executable, script, *options]) as job:
         job.wait_until(lambda: "listening at https://" in job.output())
         port = int(job.output().split("127.0.0.1:")[1].split()[0])
         trusting = ssl.create_default_context(cafile=cert)
@@ -259,7 +259,7 @@ def test_a_unix_socket_is_its_owners_only(
 ) -> None:
     path = tmp_path / "s"
     script = str(Path(__file__).parents[1] / "scripted_serving.py")
-    with running([sys.executable, script, "--unix-socket", str(path)], **PATHS) as job:
+    with running([sys.executable, script, "--unix-socket", str(path)]) as job:
         job.wait_until(lambda: "listening at" in job.output())
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         connection = http.client.HTTPConnection("localhost")

@@ -71,8 +71,7 @@ def test_over_zmq_all_r_workers_are_lost_and_come_back_whatever_runs(tmp_path: P
     limit = StepLimit(tmp_path, UNLIMITED)
     with contextlib.ExitStack() as workers:
         job = workers.enter_context(running([*worker, "tcp://127.0.0.1:*"], **root))
-        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
-        address = job.output().split(" listens at ")[1].split()[0]
+        address = job.address()
         with serving([*limit.fastdecode, *SERVE], "--r-worker", address) as server:
             said = server.complete(**BODY)[1]["choices"][0]["text"]
             for meanwhile in (*MORE_OPEN * TRIES_ALL, "its client waits"):

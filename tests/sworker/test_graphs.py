@@ -18,8 +18,8 @@ from recorded_gpu import RecordedGpu
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.engine.setup import resolve, s_worker
-from fastdecode.engine.setup.steps import LAYER_KERNELS, lane_graphs
-from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, LaneGraphs, StepGraphs
+from fastdecode.engine.setup.steps import lane_graphs
+from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.load.weights import load_model
 from sworker.worker import PaddedPass, SWorker
 
@@ -40,20 +40,6 @@ def test_buckets(parts: int, count: int) -> None:
     )
 
 
-def test_more_lanes_have_fewer_buckets() -> None:
-    lanes = [[LaneGraphs(MAX_GRAPH_ROWS, 33)] * num_lanes for num_lanes in range(1, 9)]
-    chosen = [Buckets.choose(each, MAX_GRAPHS) for each in lanes]
-    assert [buckets.parts for buckets in chosen] == [8, 8, 8, 4, 4, 2, 2, 2]
-    assert all(b.num_graphs(each) <= MAX_GRAPHS for b, each in zip(chosen, lanes, strict=True))
-    assert Buckets.choose([LaneGraphs(MAX_GRAPH_ROWS, 127)] * 8, 1000) == Buckets(parts=1, least=8)
-
-
-def test_no_bucket_is_below_the_least() -> None:
-    buckets = Buckets(64, parts=1, least=8)
-    assert buckets.sizes == [8, 16, 32, 64]
-    assert [buckets.of(num_rows) for num_rows in (1, 7, 8, 9, 33)] == [8, 8, 8, 16, 64]
-
-
 def captured_for(num_layers: int, num_lanes: int, **options: Any) -> tuple[int, Buckets]:
     """Graphs and buckets of an engine."""
     config = EngineConfig.of(model="m", **options)
@@ -69,47 +55,6 @@ def test_graphs_of_large_models_fit(num_layers: int, num_lanes: int) -> None:
     num_graphs, buckets = captured_for(num_layers, num_lanes)
     assert num_graphs <= MAX_GRAPHS
     assert buckets.sizes[-1] == MAX_GRAPH_ROWS and buckets.sizes[0] <= 8
-
-
-def test_lanes_have_graphs_of_what_may_occur() -> None:
-    """Lane l is there where l + 1 lanes share all sequences, and a short prompt
-    may come."""
-    config = EngineConfig.of(model="m", max_num_sequences=256)
-    most = [lane.max_rows for lane in lane_graphs(config, 32, 8)]
-    assert most == [320, 192, 150, 128, 116, 107, 101, 96]
-    assert [lane.num_graphs for lane in lane_graphs(config, 32, 2)] == [33, 33]
-
-
-def test_with_kv_on_the_device_a_step_is_one_graph_or_units() -> None:
-    """Units are for steps with prompts among their rows."""
-    config = EngineConfig.of(model="m", kv_placement="gpu", max_num_sequences=1000)
-    assert lane_graphs(config, 32, 1) == (LaneGraphs(MAX_GRAPH_ROWS, 34, 64 * LAYER_KERNELS),)
-
-
-def test_with_kv_on_both_sides_away_lanes_may_have_all() -> None:
-    """The home lane runs units, whole steps and slices; all but one sequence may be
-    away."""
-    config = EngineConfig.of(model="m", kv_placement="hybrid", max_num_sequences=256)
-    home, *away = lane_graphs(config, 32, 3)
-    assert (home.max_rows, home.num_graphs) == (320, 33 + 1 + 8)
-    assert [(lane.max_rows, lane.num_graphs) for lane in away] == [(320, 33), (192, 33)]
-
-
-def test_buckets_that_a_lane_cannot_have_are_not_captured(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    checkpoint = tiny_checkpoint("llama", num_hidden_layers=2)
-    _, model = load_model(checkpoint, device=CPU, dtype=torch.float32)
-    gpu, lanes = RecordedGpu(), [LaneGraphs(8, 3), LaneGraphs(3, 3), LaneGraphs(1, 3)]
-    with gpu:
-        graphs = StepGraphs(model, CPU, capture=True, lanes=lanes, max_rows=8, gpu=gpu)
-        graphs.prepare()
-        captured = {(lane, bucket) for lane, _, bucket in graphs._graphs}
-        assert captured == {(0, 1), (0, 2), (0, 4), (0, 8), (1, 1), (1, 2), (1, 4), (2, 1)}
-        assert graphs.num_graphs == graphs.buckets.num_graphs(lanes) == 3 * 8
-        gpu.calls.clear()
-        graphs.run(2, 1, 8)  # whatever comes runs as it is
-    assert gpu.calls["replay"] == 0
 
 
 @pytest.mark.parametrize(("max_graphs", "captured"), [(4096, 3 * 3 * 4), (5, 5)])
@@ -134,21 +79,6 @@ def test_nothing_is_captured_later(
                     graphs.run(lane, 1, bucket)
     assert graphs.num_graphs == captured
     assert gpu.calls["replay"] == 3 * sum(unit == 1 for _, unit, _ in graphs._graphs)
-
-
-def test_graphs_are_captured_before_the_first_step_with_the_collector_off(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
-    gpu = RecordedGpu()
-    with gpu:
-        graphs = StepGraphs(model, CPU, capture=True, num_lanes=2, max_rows=8, gpu=gpu)
-        graphs.prepare()
-        assert graphs.num_graphs == 2 * graphs.num_units * 4
-        gpu.calls.clear()
-        graphs.run(1, 1, 4)
-    assert gpu.calls == {"replay": 1}
-    assert not gpu.collected_while_capturing and gc.isenabled()
 
 
 BREAKS: dict[str, Callable[[torch.Tensor, RecordedGpu], object]] = {

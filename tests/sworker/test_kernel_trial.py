@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged_sequences import SPECS
+from attention_cases import SPECS
 from torch import Tensor
 
 from fastdecode.core.dtype import DType

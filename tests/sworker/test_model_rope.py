@@ -51,23 +51,6 @@ def test_frequencies_equal_transformers(name: str) -> None:
     assert spec.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 
-def test_dynamic_scaling_is_decided_by_each_position_alone() -> None:
-    model = _read({"rope_type": "dynamic", "factor": 4.0})
-    assert model.ropes[0] is not None
-    positions = torch.tensor([0.0, 8191.0, 8192.0, 9000.0, 20000.0])
-    ours = frequencies(model.ropes[0], positions)
-    config = transformers.LlamaConfig(
-        **{key: value for key, value in _SIZES.items() if key != "architectures"},
-        rope_scaling={"rope_type": "dynamic", "factor": 4.0},
-    )
-    scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
-    for position, row in zip(positions.long().tolist(), ours, strict=True):
-        expected, _ = scaled(config, seq_len=position + 1)
-        torch.testing.assert_close(row, expected, rtol=2e-6, atol=0)
-    assert torch.equal(ours[0], ours[1]), "within the original length nothing is scaled"
-    assert torch.equal(frequencies(model.ropes[0], positions[3:4])[0], ours[3])
-
-
 def test_table_turns_in_float32_and_rounds_once() -> None:
     rope = _read(_SCALINGS["default"]).ropes[0]
     assert rope is not None

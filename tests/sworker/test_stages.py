@@ -33,25 +33,6 @@ def load_stages(path: Path, num_stages: int) -> list[tuple[range, Model]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_stages_have_the_models_weights_each_once(family: str, tiny_checkpoint: Make) -> None:
-    path = tiny_checkpoint(family)
-    spec, whole = load_model(path, device="cpu", dtype=torch.float32)
-    weights = dict(whole.named_parameters())
-    found: dict[str, torch.Tensor] = {}
-    for layers, model in load_stages(path, 2):
-        assert model.spec.attention == spec.attention[layers.start : layers.stop]
-        for name, weight in model.named_parameters():
-            if name.startswith("layers."):
-                _, index, rest = name.split(".", 2)
-                name = f"layers.{layers[int(index)]}.{rest}"
-            assert name not in found
-            found[name] = weight
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-    assert sum(x.numel() for x in found.values()) == spec.num_parameters
-
-
 def run(worker: SWorker, begun: Pass, attention: ReferenceAttention) -> Pass:
     """Up to its last layer's output."""
     while begun.advance(attention(begun.layer, begun.q, begun.k, begun.v)):

@@ -17,10 +17,9 @@ from torch_kernels import TorchKernels
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
 from sworker.graphs import StepGraphs
-from sworker.kv_splits import Splits
 from sworker.load.weights import load_model
 from sworker.model.skeleton import forward
-from sworker.paged import PagedKV, PagedStep, gathered_decode
+from sworker.paged import PagedKV, PagedStep
 from sworker.step_tables import StepInputs, StepTables
 from sworker.whole import WholeSteps, run_step
 from sworker.worker import SWorker
@@ -176,25 +175,3 @@ def test_stage_by_stage(tiny_checkpoint: Callable[..., Path]) -> None:
         model, rows[0], rows[1], lambda layer, q, k, v: plain.attend(layer, q, k, v, step)
     )
     torch.testing.assert_close(x, expected, atol=2e-5, rtol=1e-4)
-
-
-def test_the_kernels_of_this_test_say_what_torch_says() -> None:
-    kv = KVSpec(1, 2, 8, DType.FLOAT32, BLOCK_SIZE)
-    from paged_sequences import SPECS
-
-    spec = SPECS["mha"]
-    cache = PagedKV(kv, [spec], 24, CPU)
-    cache.pool.normal_()
-    step = Rows([5, 40, 17], cache, np.random.default_rng(1)).step(3)
-    q = torch.randn(3, 2, 8)
-    found, expected = torch.empty_like(q), torch.empty_like(q)
-    keys, values = cache.pool[0]
-    splits = Splits.upload(cache.decode_plan(step.context_lens_host, None), CPU)
-    TorchKernels.paged_decode(
-        q, keys, values, None, step.tables, step.context_lens, splits, spec, None, BLOCK_SIZE,
-        out=found,
-    )  # fmt: skip
-    gathered_decode(
-        q, keys, values, step.tables, step.context_lens_host, spec, None, BLOCK_SIZE, out=expected
-    )
-    torch.testing.assert_close(found, expected)

@@ -6,13 +6,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from public_templates import PUBLIC, Public
 from small_tokenizers import byte_level
 
 from fastdecode.core.errors import RequestError
@@ -38,6 +38,32 @@ TOOLS = [
         },
     }
 ]
+
+
+@dataclass(frozen=True)
+class Public:
+    """A template, and what is found out about it."""
+
+    source: str
+    reasoning: str | None = None
+    """The format's name."""
+    tools: str | None = None
+    """The format's name. None if it takes none."""
+    answer: str = "Fine, thanks."
+    """As the model writes it, with a call of ``f`` if it can."""
+    system: str = "S"
+    """What the model sees of the instructions S and then D. Empty if they are refused."""
+    parts: tuple[str, ...] = ()
+    """Roles that take parts."""
+    refuses: tuple[str, ...] = ()
+    """Roles that are refused by name."""
+
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+PUBLIC = {
+    name: Public((TEMPLATES / f"{name.replace(' ', '_')}.jinja").read_text(), **traits)
+    for name, traits in json.loads((TEMPLATES / "traits.json").read_text()).items()
+}
 each_template = pytest.mark.parametrize("name", PUBLIC)
 
 

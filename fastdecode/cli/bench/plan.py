@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import (
-    add_log_level_option,
     add_options,
     add_status_option,
+    measuring,
     read_options,
     tell,
 )
@@ -55,17 +54,14 @@ class Comparison:
         check_options(self)
 
 
-def add_bench(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "bench",
-        help="run a plan, or its scaled-down twin here: predicted against measured",
-        description="Run a plan's batch here, scaled down to this machine, with R-workers as "
-        "threads. Compare what is measured with what this machine's profiles predict.",
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run a plan's batch here, scaled down to this machine, with R-workers as "
+        "threads. Compare what is measured with what this machine's profiles predict."
     )
     parser.set_defaults(run=run_bench)
     add_options(parser, Comparison)
     add_status_option(parser)
-    add_log_level_option(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:

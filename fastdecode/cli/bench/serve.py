@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.measuring import measuring
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
-    add_log_level_option,
     add_options,
     add_status_option,
+    measuring,
     read_options,
 )
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
@@ -143,19 +142,16 @@ class Goodput:
         check_options(self)
 
 
-def add_bench_serve(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "bench-serve",
-        help="measure a server of OpenAI's API under a load",
-        description="Send requests to any server of OpenAI's API, as they would arrive or from a "
-        f"number of clients, and measure the streams. A key is read from {KEY_VARIABLE}.",
+def add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Send requests to any server of OpenAI's API, as they would arrive or from a "
+        f"number of clients, and measure the streams. A key is read from {KEY_VARIABLE}."
     )
     parser.set_defaults(run=run_bench_serve)
     add_options(parser, Server)
     add_options(parser, Load, "load")
     add_options(parser, Goodput, "goodput")
     add_status_option(parser)
-    add_log_level_option(parser)
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:

@@ -17,7 +17,6 @@ import logging
 from collections.abc import Container, Iterable, Sequence
 from copy import copy
 
-from fastdecode.core.answer_lengths import AnswerCounts
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import (
@@ -87,11 +86,6 @@ class Controller:
         """Sequences that an instance goes on with."""
         every = self.routed_requests.by_request.values()
         return sum(routed.num_left for routed in every if routed.decoding is not None)
-
-    @property
-    def running_answers(self) -> AnswerCounts:
-        """None: instances don't report them."""
-        return {}
 
     @property
     def num_unfinished_sequences(self) -> int:

@@ -4,9 +4,7 @@ the authors fitted them for OPT on A100-80GB. Milliseconds."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,8 +58,6 @@ class PublishedModel:
     """One model of the profile."""
 
     name: str
-    layers: int
-    heads: int
     times: dict[Backend, dict[int, StageTimes]]
     """By tensor parallelism."""
     max_tokens: dict[tuple[int, int], int]
@@ -79,13 +75,6 @@ class PublishedModel:
                 + (f"there are {', '.join(runnable)}" if runnable else "it has no times of it")
             )
         return self.times[backend][tp]
-
-    @cached_property
-    def degrees(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Divisors of the heads, and of the layers."""
-        tps = tuple(n for n in range(1, self.heads + 1) if self.heads % n == 0)
-        pps = tuple(n for n in range(1, self.layers + 1) if self.layers % n == 0)
-        return tps, pps
 
 
 def published_models() -> dict[str, PublishedModel]:
@@ -114,8 +103,6 @@ def _plain(name: str) -> str:
 def _model(name: str, row: dict[str, Any]) -> PublishedModel:
     return PublishedModel(
         name,
-        row["layers"],
-        row["heads"],
         {
             backend: {int(tp): _stage(each) for tp, each in row[backend].items()}
             for backend in BACKENDS
@@ -125,11 +112,5 @@ def _model(name: str, row: dict[str, Any]) -> PublishedModel:
 
 
 def _stage(row: dict[str, Any]) -> StageTimes:
-    def three(values: Sequence[float]) -> tuple[float, float, float]:
-        first, second, third = values
-        return first, second, third
-
-    return StageTimes(
-        three(row["prefill"]), three(row["decode_small"]), three(row["decode_large"]),
-        row["large_from"],
-    )  # fmt: skip
+    prefill, small, large = (tuple(row[x]) for x in ("prefill", "decode_small", "decode_large"))
+    return StageTimes(prefill, small, large, row["large_from"])

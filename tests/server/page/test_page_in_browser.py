@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mpi_launch import running
+from mpi_launch import FASTDECODE, running
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-from server_process import CHECKPOINT, FASTDECODE, PATHS, Server, serving
+from server_process import CHECKPOINT, Server, serving
 
 DRIVER = shutil.which("chromedriver")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -100,9 +100,8 @@ def browsing(url: str) -> Iterator[Browser]:
 def one_r_worker() -> Iterator[tuple[Server, Any]]:
     """A server, and the job that is its R-worker."""
     worker = [*FASTDECODE, "r-worker", "--threads", "1", "--kv-memory-gb", "0.01"]
-    with running([*worker, "--bind", "tcp://127.0.0.1:*"], **PATHS) as job:
-        job.wait_until(lambda: " listens at " in job.output() and job.output().endswith("\n"))
-        address = job.output().split(" listens at ")[1].split()[0]
+    with running([*worker, "--bind", "tcp://127.0.0.1:*"]) as job:
+        address = job.address()
         command = [*FASTDECODE, "serve", str(CHECKPOINT), "--port", "0", "--r-worker", address]
         with serving(command, "--served-model-name", NAME) as server:
             yield server, job

@@ -3,10 +3,12 @@ prompts; in Triton's interpreter, or on the GPU where there is one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from attention_cases import MOST_OFF, CachedSequences, Case, cases, pairwise
+from attention_cases import MOST_OFF, Case, cases, pairwise
 from triton_interpreter import DEVICE, interpret_kernels
 
 from cpu_kernels.reference import quantize
@@ -36,16 +38,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> BlockKernels:
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_decoded_tokens(case: Case, kernels: BlockKernels) -> None:
     """The longest context is cut into pieces, and the others aren't."""
-    step = CachedSequences(case, [n - 1 for n in CONTEXTS], [1] * len(CONTEXTS), DEVICE, kernels)
+    step = case.sequences([n - 1 for n in CONTEXTS], [1] * len(CONTEXTS), DEVICE, kernels)
     assert step.cache.decode_plan(np.array(CONTEXTS), None).num_merges == 1
-    assert step.error(step.decoded()) < MOST_OFF[case.dtype]
+    assert step.error(step.step("decoded")) < MOST_OFF[case.dtype]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_later_chunks(case: Case, kernels: BlockKernels) -> None:
     pasts, news = zip(*CHUNKS, strict=True)
-    step = CachedSequences(case, pasts, news, DEVICE, kernels)
-    assert step.error(step.later()) < MOST_OFF[case.dtype]
+    step = case.sequences(pasts, news, DEVICE, kernels)
+    assert step.error(step.step("later")) < MOST_OFF[case.dtype]
 
 
 @pytest.mark.parametrize("kind", ["plain", "window"])
@@ -55,35 +57,23 @@ def test_sinks(dtype: torch.dtype, kind: str, kernels: BlockKernels) -> None:
     case = Case(dtype, False, 16, 4, 16, kind)
     sinks = torch.linspace(-30.0, 30.0, 8)
     ones = [1] * len(CONTEXTS)
-    decoded = CachedSequences(case, [n - 1 for n in CONTEXTS], ones, DEVICE, kernels, sinks)
-    assert decoded.error(decoded.decoded()) < MOST_OFF[dtype]
+    decoded = case.sequences([n - 1 for n in CONTEXTS], ones, DEVICE, kernels, sinks)
+    assert decoded.error(decoded.step("decoded")) < MOST_OFF[dtype]
     pasts, news = zip(*CHUNKS, strict=True)
-    later = CachedSequences(case, pasts, news, DEVICE, kernels, sinks)
-    assert later.error(later.later()) < MOST_OFF[dtype]
+    later = case.sequences(pasts, news, DEVICE, kernels, sinks)
+    assert later.error(later.step("later")) < MOST_OFF[dtype]
 
 
 def test_a_chunk_of_few_tokens_is_cut_by_what_it_sees(kernels: BlockKernels) -> None:
     case = Case(torch.float32, False, 16, 2, 16, "window")
-    step = CachedSequences(case, (900, 40), (5, 50), DEVICE, kernels)
-    later = step.later()
+    step = case.sequences((900, 40), (5, 50), DEVICE, kernels)
+    later = step.step("later")
     assert step.error(later) < MOST_OFF[torch.float32]
     assert later.chunk_work[100].splits.num_merges == 0  # a window of 100 isn't worth it
-    plain = CachedSequences(Case(torch.float32, False, 16, 2, 16, "plain"), (900, 40), (5, 50),
-                            DEVICE, kernels)  # fmt: skip
-    later = plain.later()
+    plain = replace(case, kind="plain").sequences((900, 40), (5, 50), DEVICE, kernels)
+    later = plain.step("later")
     assert plain.error(later) < MOST_OFF[torch.float32]
     assert later.chunk_work[None].splits.num_merges > 0
-
-
-def test_other_rows_are_left_alone(kernels: BlockKernels) -> None:
-    case = Case(torch.float32, False, 16, 2, 16, "plain")
-    step = CachedSequences(case, (30, 20), (3, 4), DEVICE, kernels)
-    later = step.later()
-    o = torch.full_like(step.q, 7.0)
-    step.cache.store(0, step.new_k, step.new_v, later.slots)
-    step.cache.attend_later(0, step.q, later.later[1:], o, {})
-    assert (o[:3] == 7.0).all()
-    torch.testing.assert_close(o[3:].double().cpu(), step.expected()[3:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

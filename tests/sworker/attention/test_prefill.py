@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from chunk_inputs import FEATURES, dense, spec_with, specs, starts_of, tensors
+from attention_cases import dense
+from chunk_inputs import FEATURES, specs, starts_of, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -48,44 +49,28 @@ def test_ragged_sequences_of_any_kind(
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("want_lse", [False, True])
-def test_long_sequences_with_tiles_of_the_real_size(name: str, want_lse: bool) -> None:
-    spec = spec_with(name)
+def test_long_sequences_with_tiles_of_the_real_size(name: str) -> None:
+    spec = FEATURES[name]
     q, k, v = tensors(spec, 700, seed=1)
-    o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=want_lse)
+    o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=True)
     expected, expected_lse = dense(q, k, v, spec)
+    assert lse is not None
     torch.testing.assert_close(o.double(), expected, atol=3e-6, rtol=1e-5)
-    if lse is not None:
-        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("window", [49, 50, 51])
-def test_windows_as_long_as_the_chunk(window: int) -> None:
-    spec = AttentionSpec(
-        num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.4, sliding_window=window
-    )
-    q, k, v = tensors(spec, 50, seed=11)
-    o, _ = local_causal_attention(q, k, v, [0], spec, want_lse=False)
-    torch.testing.assert_close(o.double(), dense(q, k, v, spec)[0], atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("want_lse", [False, True])
 def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
-    spec = spec_with(name)
-    lengths = [3, 128, 1, 40, 200]
+    spec, lengths = FEATURES[name], [3, 128, 1, 40, 200]
     q, k, v = tensors(spec, sum(lengths), seed=2)
-    o, lse = local_causal_attention(
-        q, k, v, [*starts_of(lengths), sum(lengths)], spec, want_lse=want_lse
-    )
+    starts = [*starts_of(lengths), sum(lengths)]
+    together = local_causal_attention(q, k, v, starts, spec, want_lse=want_lse)
     for start, length in zip(starts_of(lengths), lengths, strict=True):
         rows = slice(start, start + length)
-        alone, alone_lse = local_causal_attention(
-            q[rows], k[rows], v[rows], [0], spec, want_lse=want_lse
-        )
-        assert torch.equal(alone, o[rows])
-        if lse is not None and alone_lse is not None:
-            assert torch.equal(alone_lse, lse[rows])
+        alone = local_causal_attention(q[rows], k[rows], v[rows], [0], spec, want_lse=want_lse)
+        for one, among in zip(alone, together, strict=True):
+            assert one is among is None or torch.equal(one, among[rows])
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -93,7 +78,7 @@ def test_neighbours_change_no_bit(name: str, want_lse: bool) -> None:
 def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(
     name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    spec = spec_with(name)
+    spec = FEATURES[name]
     q, k, v = tensors(spec, 300, seed=3, dtype=dtype)
     o, lse = local_causal_attention(q, k, v, [0], spec, want_lse=True)
     expected, expected_lse = dense(q, k, v, spec)
@@ -103,47 +88,13 @@ def test_16_bit_inputs_lose_no_more_than_the_outputs_rounding(
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
 
 
-def test_inputs_may_be_views_into_one_fused_projection() -> None:
-    for name in ("plain", "softcap"):
-        spec = spec_with(name)
-        fused = torch.randn(50, 10, 16, generator=torch.Generator().manual_seed(4))
-        q, k, v = fused[:, :6], fused[:, 6:8], fused[:, 8:]
-        o, _ = local_causal_attention(q, k, v, [0, 20], spec, want_lse=False)
-        copied, _ = local_causal_attention(
-            q.contiguous(), k.contiguous(), v.contiguous(), [0, 20], spec, want_lse=False
-        )
-        assert torch.equal(o, copied)
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_fused_and_tiled_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = spec_with(name)
-    q, k, v = tensors(spec, 150, seed=5)
-    first, first_lse = local_causal_attention(q, k, v, [0, 60], spec, want_lse=True)
-    monkeypatch.setattr(prefill, "_fused", lambda *_: False)
-    second, second_lse = local_causal_attention(q, k, v, [0, 60], spec, want_lse=True)
-    torch.testing.assert_close(first, second, atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(first_lse, second_lse, atol=1e-5, rtol=1e-5)
-
-
-def test_plain_attention_takes_the_fused_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*_: object) -> None:
-        raise AssertionError("tiled")
-
-    monkeypatch.setattr(prefill, "tiled", forbidden)
-    for name in ("plain", "wide window"):
-        for want_lse in (False, True):
-            q, k, v = tensors(spec_with(name), 30, seed=6)
-            local_causal_attention(q, k, v, [0], spec_with(name), want_lse=want_lse)
-
-
 @pytest.mark.parametrize("want_lse", [False, True])
 @pytest.mark.parametrize("layout", ["by head", "padded"])
 def test_all_sequences_in_one_call_where_there_is_a_kernel(
     layout: str, want_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel itself runs on CUDA only: here a stand-in follows its signature."""
-    spec = spec_with("plain")
+    spec = FEATURES["plain"]
     q, k, v = tensors(spec, 90, seed=12)
     starts = [0, 7, 7, 50, 90]
     expected = local_causal_attention(q, k, v, starts, spec, want_lse=want_lse)
@@ -173,51 +124,41 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
         torch.testing.assert_close(alone, dense(*one, spec)[0].float(), atol=3e-6, rtol=1e-5)
         assert calls.pop() == [0, 43] and not planned.called
     for other in ("window", "alibi", "softcap"):  # not its business
-        local_causal_attention(q, k, v, starts, spec_with(other), want_lse=False)
+        local_causal_attention(q, k, v, starts, FEATURES[other], want_lse=False)
     assert len(calls) == 1
 
 
 def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, num_new, num_keys = spec_with("plain"), [3, 20, 1], [30, 20, 8]
+    spec, num_new, num_keys = FEATURES["plain"], [3, 20, 1], [30, 20, 8]
     queries, (_, keys, values) = tensors(spec, 24, seed=13)[0], tensors(spec, 58, seed=14)
     assert not prefill.can_take_together(queries, num_keys, spec)  # not on a CPU
+    alone = [
+        prefill.chunk_attention(q, k, v, spec)
+        for q, k, v in zip(*(x.split(n) for x, n in (
+            (queries, num_new), (keys, num_keys), (values, num_keys))), strict=True)
+    ]  # fmt: skip
 
     def ragged(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_starts: Tensor,
-        k_starts: Tensor,
-        *_: object,
+        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, *_: object,
         scale: float,
-    ) -> Any:
-        ends = zip(
-            itertools.pairwise(q_starts.tolist()),
-            itertools.pairwise(k_starts.tolist()),
-            strict=True,
-        )
+    ) -> Any:  # fmt: skip
+        ends = (itertools.pairwise(starts.tolist()) for starts in (q_starts, k_starts))
         parts = [
             dense(q[a:b], k[c:d], v[c:d], spec, past=(d - c) - (b - a))[0]
-            for (a, b), (c, d) in ends
+            for (a, b), (c, d) in zip(*ends, strict=True)
         ]
         return torch.cat(parts).float(), torch.zeros(6, 24)
 
     monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", ragged)
     assert prefill.can_take_together(queries, num_keys, spec)
-    assert not prefill.can_take_together(queries, num_keys, spec_with("window"))
+    assert not prefill.can_take_together(queries, num_keys, FEATURES["window"])
     found = prefill.chunks_together(queries, keys, values, num_new, num_keys, spec)
+    torch.testing.assert_close(found, torch.cat(alone), atol=3e-6, rtol=1e-5)
     with mock.patch.object(prefill, "_fused") as planned:
         one = prefill.chunk_attention(queries[:3], keys[:30], values[:30], spec)
     torch.testing.assert_close(one, found[:3])
     assert not planned.called
-    monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: False)
-    row = key = 0
-    for new, total in zip(num_new, num_keys, strict=True):
-        rows, seen = slice(row, row + new), slice(key, key + total)
-        alone = prefill.chunk_attention(queries[rows], keys[seen], values[seen], spec)
-        torch.testing.assert_close(found[rows], alone, atol=3e-6, rtol=1e-5)
-        row, key = row + new, key + total
 
 
 @settings(max_examples=examples(120), deadline=None)
@@ -240,11 +181,9 @@ def test_chunks_merged_with_their_past_are_the_whole(
 
 
 def test_merging_with_nothing_is_exact() -> None:
-    generator = torch.Generator().manual_seed(7)
-    o_a, o_b = torch.randn(4, 2, 8, generator=generator), torch.randn(4, 2, 8, generator=generator)
-    lse_a, lse_b = torch.randn(4, 2, generator=generator), torch.randn(4, 2, generator=generator)
-    lse_a[0], lse_b[1] = -math.inf, -math.inf
-    lse_a[2] = lse_b[2] = -math.inf
+    o_a, o_b = torch.randn(2, 4, 2, 8, generator=torch.Generator().manual_seed(7))
+    lse_a, lse_b = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(8))
+    lse_a[0] = lse_b[1] = lse_a[2] = lse_b[2] = -math.inf
     o_a[0] = o_b[1] = o_a[2] = o_b[2] = math.nan
     o, lse = merge_attention(o_a, lse_a, o_b, lse_b)
     assert torch.equal(o[0], o_b[0]) and torch.equal(lse[0], lse_b[0])
@@ -266,20 +205,13 @@ def test_merging_is_symmetric_and_survives_extreme_scores() -> None:
     assert torch.equal(o, swapped) and torch.equal(lse, swapped_lse)
 
 
-def test_merging_keeps_the_first_sides_dtype() -> None:
-    o = torch.ones(2, 3, 4, dtype=torch.bfloat16)
-    lse = torch.zeros(2, 3)
-    merged, merged_lse = merge_attention(o, lse, torch.ones(2, 3, 4), lse)
-    assert merged.dtype == torch.bfloat16 and merged_lse.dtype == torch.float32
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for name, want_lse in itertools.product(FEATURES, (False, True)):
-        spec = spec_with(name)
+        spec = FEATURES[name]
         q, k, v = tensors(spec, 500, seed=10, dtype=dtype)
         o, lse = local_causal_attention(
             q.cuda(), k.cuda(), v.cuda(), [0, 123], spec, want_lse=want_lse

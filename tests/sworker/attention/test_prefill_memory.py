@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from chunk_inputs import spec_with, specs, tensors
+from chunk_inputs import FEATURES, specs, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -75,7 +75,7 @@ def test_the_fused_way_never_falls_back_on_all_scores(
 
 def test_tiles_copy_nothing_that_a_device_would_be_waited_for() -> None:
     """ALiBi's slopes are read from pinned memory."""
-    spec, device = spec_with("alibi"), torch.device("cpu")
+    spec, device = FEATURES["alibi"], torch.device("cpu")
     q, k, v = tensors(spec, 20, seed=15)
     with mock.patch.object(tiled, "to_device", side_effect=tiled.to_device) as copied:
         tiled.tiled(q, k, v, spec, torch.empty_like(q), None)

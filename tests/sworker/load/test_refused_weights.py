@@ -21,7 +21,6 @@ from fastdecode.core.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
-    UnsupportedModelError,
 )
 from sworker.load.weights import load_model
 
@@ -86,12 +85,6 @@ def test_integer_weights(llama: Path, tmp_path: Path) -> None:
         llama, tmp_path / "a", lambda t: {n: x.to(torch.int8) for n, x in t.items()}
     )
     refused(quantised, "dtype I8")
-
-
-def test_unsupported_configs(llama: Path, tmp_path: Path) -> None:
-    copy = copy_with(llama, tmp_path / "a")
-    edit_config(copy, architectures=["XForCausalLM"])
-    refused(copy, "XForCausalLM", UnsupportedModelError)
 
 
 def test_code_of_a_checkpoint_is_never_run_and_said_once(

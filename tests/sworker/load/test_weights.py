@@ -10,40 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import FAMILIES, oracle
 from families import save_tiny
 from weight_files import Make, Tensors, assert_same, copy_with, edit_config, load
 
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.reader import TensorReader
 from sworker.load.weights import load_model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_counts(family: str, tiny_checkpoint: Make) -> None:
-    spec, model = load_model(tiny_checkpoint(family), device="cpu", dtype=torch.float32)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert spec.num_parameters == count == oracle(tiny_checkpoint(family)).model.num_parameters()
-    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
-    layer = sum(parameter.numel() for parameter in model.layers[0].parameters())  # type: ignore[attr-defined]
-    assert layer == spec.layer_parameters(0) == spec.active_layer_parameters(0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bare_models_without_a_prefix(family: str, tiny_checkpoint: Make, tmp_path: Path) -> None:
-    """Checkpoints of the model without its language-model class lack the outermost prefix."""
-    source = tiny_checkpoint(family)
-
-    def strip(tensors: Tensors) -> Tensors:
-        prefix = (
-            next(name for name in tensors if not name.startswith(("lm_head", "embed_out"))).split(
-                "."
-            )[0]
-            + "."
-        )
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-    assert_same(load(copy_with(source, tmp_path / "bare", strip)), load(source))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
@@ -86,12 +58,6 @@ def test_dtypes(saved: torch.dtype, wanted: torch.dtype, llama: Path, tmp_path: 
     assert_same(load(converted, dtype=wanted), expected)
 
 
-def test_dtype_of_the_checkpoint_is_the_default(llama: Path, tmp_path: Path) -> None:
-    copy = copy_with(llama, tmp_path / "x")
-    edit_config(copy, dtype="bfloat16")
-    assert all(tensor.dtype == torch.bfloat16 for tensor in load(copy, dtype=None).values())
-
-
 def test_progress_ends_at_the_total(llama: Path) -> None:
     calls: list[tuple[int, int]] = []
     load(llama, progress=lambda done, total: calls.append((done, total)))
@@ -99,13 +65,6 @@ def test_progress_ends_at_the_total(llama: Path) -> None:
     total = 4 * open_checkpoint(llama).spec().num_parameters
     assert done == sorted(done)
     assert calls[-1] == (total, total)
-
-
-def test_end_of_text_ids_are_those_of_both_configs(llama: Path, tmp_path: Path) -> None:
-    copy = copy_with(llama, tmp_path / "x")
-    (copy / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    own = open_checkpoint(llama).spec().eos_token_ids
-    assert open_checkpoint(copy).spec().eos_token_ids == (5, 6, *own)
 
 
 def test_model_hash(llama: Path, tiny_checkpoint: Make, tmp_path: Path) -> None:

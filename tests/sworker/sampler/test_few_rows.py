@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.groups import FEW_ELEMENTS
-from sworker.sampling.random_numbers import mix, mixed
 from sworker.sampling.sampler import SamplingState, sample
-from sworker.sampling.sampling_state import draw_keys
 
 
 def states_of(num_rows: int, vocab_size: int) -> list[SamplingState]:
@@ -44,17 +41,3 @@ def test_a_bad_row_among_few_harms_no_other() -> None:
     found = sample(logits.clone(), states_of(3, 700))
     assert found[0].token_id == alone
     assert found[1].error is not None and found[2].error is not None
-
-
-def test_keys_of_few_are_those_of_many() -> None:
-    states = states_of(40, 10)
-    for number, state in enumerate(states):
-        for _ in range(number):
-            state.observe(3)
-    assert [int(draw_keys([state])[0]) for state in states] == draw_keys(states).tolist()
-
-
-def test_mixing_one_number() -> None:
-    numbers = np.random.default_rng(0).integers(0, 1 << 64, 200, np.uint64)
-    arrays = mix(numbers.view(np.int64).copy()).view(np.uint64)
-    assert [mixed(int(number)) for number in numbers] == arrays.tolist()

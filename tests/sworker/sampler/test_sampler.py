@@ -57,21 +57,12 @@ def naive_probabilities(x: NDArray[np.float64], p: SamplingParams) -> NDArray[np
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "plain": {},
-    "hot": {"temperature": 1.7},
-    "cold": {"temperature": 0.2},
-    "top_k": {"top_k": 7},
     "top_k above the vocabulary": {"top_k": 1000},
-    "top_p": {"top_p": 0.7},
     "tiny top_p": {"top_p": 1e-9},
-    "min_p": {"min_p": 0.1},
     "min_p of 1": {"min_p": 1.0},
     "all truncations": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-    "top_k then top_p": {"top_k": 5, "top_p": 0.8},
     "bias": {"logit_bias": {0: 5.0, 7: -100.0, 60: 1.5}},
-    "repetition": {"repetition_penalty": 1.5},
-    "repetition below 1": {"repetition_penalty": 0.6},
     "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.7},
     "negative penalties": {"presence_penalty": -1.0, "frequency_penalty": -0.3},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": (11, 12)},
     "min_tokens reached": {"min_tokens": 5, "stop_token_ids": (11, 12)},
@@ -82,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
         "min_tokens": 8, "stop_token_ids": (11,),
     },
 }  # fmt: skip
+"""What ``test_sampler_transformers.py`` doesn't compare, and all of it together."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,7 +114,7 @@ def test_greedy_ties_give_the_lowest_id(params: dict[str, Any]) -> None:
     assert [s.token_id for s in sample(logits, states)] == [17, 5, 0]
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_no_impossible_token_is_drawn(options: dict[str, Any]) -> None:
     row = np.full(V, -np.inf, np.float32)
     row[30:] = 1.0
@@ -158,8 +150,8 @@ def test_draws_pass_a_chi_square_test() -> None:
         assert_drawn_as((drawn[:-1:2] * 8 + drawn[1::2]).tolist(), np.outer(probs, probs).ravel())
 
 
-@pytest.mark.parametrize("vocab", [255, 256, 257, 700, 1024])
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 300}], ids=str)
+@pytest.mark.parametrize("vocab", [256, 257, 700])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}], ids=str)
 def test_several_groups_are_drawn_from_as_one_row(vocab: int, options: dict[str, Any]) -> None:
     """Groups of unequal mass, and a last one that isn't full."""
     params = SamplingParams(**options)

@@ -17,8 +17,8 @@ from sworker.sampling.sampler import SamplingState, sample, validate_for_vocab
 from sworker.sampling.token_masks import mask_logits, packed
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 61, 1000])
-@pytest.mark.parametrize("share", [0.01, 0.33, 0.99, 1.0])
+@pytest.mark.parametrize("vocab", [1, 32, 33, 1000])
+@pytest.mark.parametrize("share", [0.01, 0.33, 1.0])
 def test_a_packed_mask_leaves_its_tokens_alone(vocab: int, share: float) -> None:
     rng = np.random.default_rng(vocab)
     allowed = rng.choice(vocab, max(1, int(vocab * share)), replace=False).tolist()
