@@ -373,6 +373,7 @@ def receive_parts(socket: Socket, most_parts: int = 1 << 16) -> list[zmq.Frame]:
 
 def set_options(socket: Socket, address: str, silence_s: float) -> None:
     """Set what both ends have in common."""
+    socket.copy_threshold = 0  # pyzmq's own would copy lent arrays up to 64 KiB
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)  # sending never waits; the protocol bounds what is under way
     # No limit in libzmq: 4.3 aborts the process when a connection breaks whose frames have reached
