@@ -42,7 +42,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 31)]
 Sources: TypeAlias = Annotated[tuple[KVSource, ...], Meta(max_length=1 << 10)]
 """At most as many as one pull reads."""
 Log: TypeAlias = Annotated[float, Meta(le=1.0)]
-"""Of a probability, which may be 0. Rounding may take it a little above 1."""
+"""Logarithm of a probability, which may be 0. Rounding may take it a little above 1."""
 
 
 def _refuse(name: str, value: object, rule: str) -> RequestError:

@@ -136,7 +136,7 @@ class _Writing:
         return raw
 
     def decode(self, raw: bytes) -> ServerMessage:
-        """Return the message. Raises ProtocolError: If it is none."""
+        """Return the message. Raises ProtocolError: If it can't be read."""
         return cast(ServerMessage, self._codec.decode(np.frombuffer(raw, np.uint8)))
 
 
