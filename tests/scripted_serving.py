@@ -18,7 +18,7 @@ from typing import Any
 
 from fastdecode.cli.options import add_options, given
 from fastdecode.cli.serve import exit_code
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out

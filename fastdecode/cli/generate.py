@@ -28,8 +28,8 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.reuse import why_no_kv
+from fastdecode.conversations.conversations import Keeping
+from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import STANDARD, check_paths
@@ -88,7 +88,7 @@ def _generate(args: argparse.Namespace) -> int:
     config = EngineConfig.of(args.model, **engine_options(args))
     if not config.instances.addresses:
         check_model(args.model)
-    if args.conversations is not None and (why := why_no_kv(config)):
+    if args.conversations is not None and (why := why_no_reuse(config)):
         tell(f"warning: every turn computes its whole conversation again: {why}")
     options = JobOptions(
         args.input, args.output, sampling_given(args), model_defaults(args), skip_bad_lines=True

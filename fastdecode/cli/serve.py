@@ -36,8 +36,8 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.reuse import why_none
+from fastdecode.conversations.conversations import Keeping
+from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.files import check_writable
@@ -294,7 +294,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
         keeping=asdict(read_options(args, Keeping)),
-        no_reuse=why_none(config),
+        no_reuse=why_no_reuse(config),
         model_defaults=model_defaults(args),
     )
 

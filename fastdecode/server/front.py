@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.open_turns import OpenTurns
+from fastdecode.conversations.order import OpenTurns
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker

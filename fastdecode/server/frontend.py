@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.errors import (
     ConfigError,
     FastDecodeError,

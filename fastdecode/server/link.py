@@ -66,7 +66,7 @@ class Opening:
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
     no_reuse: str = ""
-    """Why no turn of a conversation reuses KV. Empty if they do."""
+    """``why_no_reuse`` of the engine."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the model's generation_config.json."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.conversations.reuse import why_none, why_none_of
+from fastdecode.conversations.turns import no_reuse_warning, why_no_reuse
 from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.config.engine import EngineConfig
 
@@ -28,9 +28,9 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
     ],
 )
 def test_when_nothing_is_reused(options: dict[str, Any], says: str) -> None:
-    why = why_none(EngineConfig.of("a model", **options))
+    why = why_no_reuse(EngineConfig.of("a model", **options))
     assert says in why and bool(why) is bool(says)
-    assert "cache is off" in why_none_of(CacheUse(is_off=True), why) or says
+    assert "cache is off" in no_reuse_warning(why, CacheUse(is_off=True)) or says
 
 
 def test_in_python(tiny_checkpoint: Callable[..., Path]) -> None:

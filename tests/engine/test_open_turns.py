@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import History, HistoryStep
-from fastdecode.conversations.open_turns import OpenTurn, OpenTurns
+from fastdecode.conversations.order import OpenTurn, OpenTurns
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.turns import PromptTurn, Turn
+from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import SamplingParams
@@ -62,7 +61,7 @@ async def begun(opened: OpenTurn) -> tuple[int, ...]:
 
 
 async def answer(opened: OpenTurn) -> None:
-    await opened.hear([Delta("r", 0, "x", (9,)), Delta("r", 0, "y", (9,), None, "stop")])
+    await opened.add([Delta("r", 0, "x", (9,)), Delta("r", 0, "y", (9,), None, "stop")])
 
 
 def test_each_begins_when_the_one_before_it_is_over_and_others_go_on() -> None:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastdecode.conversations.reuse import why_none_of
+from fastdecode.conversations.turns import no_reuse_warning
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
@@ -180,7 +180,7 @@ class Completion:
         """Headers of an answer whose request can't do what it seems to want."""
         why = ""
         if asked.conversation_id is not None:
-            why = why_none_of(asked.cache, self._front.opening.no_reuse)
+            why = no_reuse_warning(self._front.opening.no_reuse, asked.cache)
         return {"x-fastdecode-warning": why} if why else {}
 
     async def _take(self, opened: OpenRequests, silence_s: float) -> list[tuple[int, Delta]]:
@@ -201,7 +201,7 @@ class Completion:
             self._finish = delta.finish_reason or self._finish
         if self._preparation.turn is not None:
             with typed():
-                await self._preparation.turn.hear([delta for _, delta in deltas])
+                await self._preparation.turn.add([delta for _, delta in deltas])
         if opened.all_begun and not had_begun:
             self._front.admission.begun(self._number, time.monotonic())
         if not deltas:

@@ -18,8 +18,8 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 
-from fastdecode.conversations.open_turns import OpenTurn
-from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, told_of_turn
+from fastdecode.conversations.order import OpenTurn
+from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, as_turn_error
 from fastdecode.core.errors import CHILD_DIED, FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.openai.body_errors import BodyError, blamed
@@ -130,7 +130,7 @@ class Preparation:
                 made = await self.beside(threads, make)
                 return front.checker.check(opened.asks(history, made), made.token_ids)
             except FastDecodeError as error:
-                raise told_of_turn(error) from None
+                raise as_turn_error(error) from None
 
     async def _until_due(self, opened: OpenTurn) -> None:
         options = self._front.options
