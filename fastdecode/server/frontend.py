@@ -33,7 +33,7 @@ from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
-from fastdecode.server.http.app import make_app
+from fastdecode.server.http.app import Routes
 from fastdecode.server.http.connection import Connections
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.link import (
@@ -98,7 +98,7 @@ async def _serve(connected: socket.socket) -> None:
             RequestLog(options.request_log),
             Keeping(**opening.keeping).open(model),
         )
-        guard = Guard(make_app(front), front, opening.keys)
+        guard = Guard(Routes(front), front, opening.keys)
         server = uvicorn.Server(_configured(options, guard))
     except (FastDecodeError, OSError) as error:
         why = str(error)

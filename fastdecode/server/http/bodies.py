@@ -1,19 +1,23 @@
-"""Bodies of requests: strictly JSON, and bounded in depth. Size and time are the guard's."""
+"""Bodies of requests: strictly JSON, and bounded in size, time and depth."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import time
 from typing import Any, NoReturn
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from fastdecode.server.http.errors import HttpRefusal
+from fastdecode.server.http.connection import CONNECTION
+from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal
+from fastdecode.server.options import ServeOptions
 
 MAX_DEPTH = 64
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
+async def read_body(request: Request, options: ServeOptions) -> bytes:
     """Return what a request carries.
 
     Raises:
@@ -28,10 +32,29 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
     if any(coding and coding.lower() not in ("identity", "chunked") for coding in codings):
         text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
         raise HttpRefusal(415, text, "unsupported_media_type")
+    most_bytes = options.max_body_bytes
+    too_large = HttpRefusal(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
-        raise HttpRefusal(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
-    return await request.body()
+        raise too_large
+    end_s = time.monotonic() + options.body_timeout_s
+    raw, is_whole = bytearray(), False
+    while not is_whole:
+        try:
+            message = await asyncio.wait_for(request.receive(), end_s - time.monotonic())
+        except asyncio.TimeoutError:
+            text = f"the body didn't come within {options.body_timeout_s:g} s"
+            raise HttpRefusal(408, text, "body_timeout", headers=NOT_AGAIN) from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        raw += message.get("body", b"")
+        if len(raw) > most_bytes:
+            raise too_large
+        is_whole = not message.get("more_body", False)
+    connection = CONNECTION.get(None)
+    if connection is not None:
+        connection.end_body()
+    return bytes(raw)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from fastdecode.conversations.turns import no_reuse_warning
 from fastdecode.core.delta import Delta, OutputFold
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
 from fastdecode.openai.chunks import ChunkWriter
@@ -32,7 +33,6 @@ from fastdecode.server.http.preparing import (
     check_deadlines,
     enter,
     patience_s,
-    typed,
 )
 
 PING_S = 15.0
@@ -72,7 +72,7 @@ class Completion:
         code: str | None = None
         try:
             self._check_engine()
-            raw = await read_body(self._request, front.options.max_body_bytes)
+            raw = await read_body(self._request, front.options)
             self._is_read = True
             front.num_exchanges += 1
             watch = asyncio.create_task(self._watch(receive))
@@ -82,11 +82,12 @@ class Completion:
                 await response(scope, receive, send)
             else:
                 await self._stream(asked, opened, send)
-        except HttpRefusal as error:
-            code = error.code
+        except (HttpRefusal, FastDecodeError) as error:
+            shown = refused(error)
+            code = shown.code
             if not self._is_streaming:
-                raise
-            await _send_part(send, f"data: {json.dumps(error.body)}\n\n", more=False)
+                raise shown from None
+            await _send_part(send, f"data: {json.dumps(shown.body)}\n\n", more=False)
         except ClientDisconnect:
             self._finish = "abort"
         finally:
@@ -188,7 +189,8 @@ class Completion:
 
         Raises:
             ClientDisconnect: If the client has disconnected.
-            HttpRefusal: If the request has failed, or taken too long.
+            FastDecodeError: If the request has failed.
+            HttpRefusal: If it has taken too long.
         """
         had_begun = opened.all_begun
         options = self._front.options
@@ -197,13 +199,12 @@ class Completion:
             raise ClientDisconnect
         for _, delta in deltas:
             if delta.error is not None:
-                raise refused(delta.error)
+                raise delta.error
             self._finish = delta.finish_reason or self._finish
         if self._preparation.turn is not None:
-            with typed():
-                await self._preparation.turn.add([delta for _, delta in deltas])
+            await self._preparation.turn.add([delta for _, delta in deltas])
         if opened.all_begun and not had_begun:
-            self._front.admission.begun(self._number, time.monotonic())
+            self._front.admission.remove(self._number, time.monotonic())
         if not deltas:
             check_deadlines(options, opened)
         return deltas
@@ -227,7 +228,7 @@ class Completion:
         front, opened = self._front, self._opened
         line = self._request.state.line
         line["finish"] = self._finish if code is None else code
-        front.admission.gone(self._number)
+        front.admission.remove(self._number)
         if self._preparation.turn is not None:
             self._preparation.turn.leave(has_failed=self._finish != "abort")
         if self._finish == "abort":

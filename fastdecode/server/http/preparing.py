@@ -30,7 +30,7 @@ from fastdecode.server.admission import QueueFull
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import parse_object
-from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, refused, unavailable
+from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, unavailable
 from fastdecode.server.options import ServeOptions
 
 QUEUE_TIMEOUT: Final = "queue_timeout"
@@ -76,7 +76,8 @@ class Preparation:
         """Return what a body that was posted to ``url`` asks for.
 
         Raises:
-            HttpRefusal: If it can't be answered, or the queue is full.
+            RequestError: If it can't be answered.
+            HttpRefusal: If the queue is full, or it takes too long.
             ClientDisconnect: If ``leave`` was called.
         """
         asked = await self.read(raw, partial(self._front.reader.read, url))
@@ -92,7 +93,7 @@ class Preparation:
             return asked, [await self._turn_of(asked, asked.conversation_id)]
         requests = []
         for place, prompt in enumerate(asked.prompts):
-            with typed(), _blaming_the_prompt(asked):
+            with _blaming_the_prompt(asked):
                 token_ids = await self.tokens_of(prompt)
                 name = f"{self._number}.{place}"
                 arrived = PromptRequest(name, token_ids, asked.params, asked.cache)
@@ -107,7 +108,7 @@ class Preparation:
         """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
         front, threads = self._front, self._front.threads.tokenizer
-        with typed(), _blaming_the_prompt(asked):
+        with _blaming_the_prompt(asked):
             new: ChatTurn | PromptTurn
             if isinstance(prompt, Chat):
                 assert front.template is not None, "the reader refuses chats without a template"
@@ -149,8 +150,7 @@ class Preparation:
     async def read(self, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what ``read`` makes of the JSON object in a body. Raises as ``requests``."""
         self._num_bytes = len(raw)
-        with typed():
-            return await self._maybe_beside(lambda: read(parse_object(raw)))
+        return await self._maybe_beside(lambda: read(parse_object(raw)))
 
     async def tokens_of(self, prompt: PromptOrChat) -> tuple[int, ...]:
         """Return a prompt's or a chat's token ids. Raises RequestError, and as ``requests``."""
@@ -251,14 +251,6 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
             kind="rate_limit_error",
             headers={"retry-after": str(full.retry_after_s)},
         ) from None
-
-
-@contextlib.contextmanager
-def typed() -> Iterator[None]:
-    try:
-        yield
-    except FastDecodeError as error:
-        raise refused(error) from None
 
 
 @contextlib.contextmanager
