@@ -31,7 +31,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.server.keys import key_hashes
 from fastdecode.server.link import Opening, Ready
 from fastdecode.server.options import ServeOptions
-from fastdecode.server.serving import Bridge, HttpProcess, Serving, Wishes
+from fastdecode.server.serving import Bridge, HttpProcess, Serving, SignalCounts
 
 VOCAB = 1536
 BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
@@ -173,10 +173,10 @@ def main() -> int:
     engine = ScriptedEngine(args.step_s, args.width)
     served = _served(engine)
     service: EngineService[Any] = EngineService(lambda: served)
-    wishes = Wishes()
+    counts = SignalCounts()
 
     def stop(number: int, frame: object) -> None:
-        wishes.num_stops += 1
+        counts.num_stops += 1
 
     signal.signal(signal.SIGTERM, stop)
     service.open()
@@ -185,7 +185,7 @@ def main() -> int:
     bridge.start()
     if not args.never_ready:
         bridge.send(Ready(args.kv_tokens))
-    serve = Serving(service, bridge, wishes, lambda: None, lambda text: print(text, flush=True))
+    serve = Serving(service, bridge, counts, lambda: None, lambda text: print(text, flush=True))
     ending = serve.run(options.drain_timeout_s)
     http.close()
     return exit_code(ending)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.server.link import Opening
-    from fastdecode.server.serving import Activity, Ending, HttpProcess, Wishes
+    from fastdecode.server.serving import Activity, Ending, HttpProcess, SignalCounts
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
@@ -152,7 +152,7 @@ class StopsWhileStarting:
 
 
 def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
-    from fastdecode.server.serving import Wishes
+    from fastdecode.server.serving import SignalCounts
 
     _expect_lengths(args)
     check_options(args)
@@ -160,12 +160,12 @@ def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
     if args.status is not None:
         check_writable(args.status, "status")
     keys = key_hashes(options)
-    wishes = Wishes()
+    counts = SignalCounts()
     try:
-        with _reloads_noted(wishes):
-            return _start(args, options, keys, wishes, stops)
+        with _reloads_noted(counts):
+            return _start(args, options, keys, counts, stops)
     except KeyboardInterrupt:
-        if wishes.ending is not None:
+        if counts.ending is not None:
             raise
     tell(f"{COMMAND}: asked to stop while it started; it has answered nothing")
     # The other ranks of an MPI job wait for our goodbye.
@@ -177,7 +177,7 @@ def _start(
     args: argparse.Namespace,
     options: ServeOptions,
     keys: tuple[str, ...],
-    wishes: Wishes,
+    counts: SignalCounts,
     stops: StopsWhileStarting,
 ) -> int:
     """Start, and serve until asked to stop. Return the exit code.
@@ -205,18 +205,22 @@ def _start(
         with LLM(
             args.model, progress=tell, generation_config="ignore", **engine_options(args)
         ) as llm:
-            stack.enter_context(stops_noted(wishes))
-            wishes.num_stops = max(wishes.num_stops, min(stops.num, 1))
-            wishes.ending = _serve(args, llm, http, options, wishes)
+            stack.enter_context(stops_noted(counts))
+            counts.num_stops = max(counts.num_stops, min(stops.num, 1))
+            counts.ending = _serve(args, llm, http, options, counts)
             stops.is_over = True
-            code = exit_code(wishes.ending)
+            code = exit_code(counts.ending)
             _end_later(code)  # should a step never end
             args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
     return code
 
 
 def _serve(
-    args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes
+    args: argparse.Namespace,
+    llm: LLM,
+    http: HttpProcess,
+    options: ServeOptions,
+    counts: SignalCounts,
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
@@ -248,7 +252,7 @@ def _serve(
 
     lines = ActivityLines(lambda: _activity(llm), say)
     with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
-        return Serving(llm.service, bridge, wishes, reload, say, lines).run(options.drain_timeout_s)
+        return Serving(llm.service, bridge, counts, reload, say, lines).run(options.drain_timeout_s)
 
 
 def _activity(llm: LLM) -> Activity:
@@ -320,14 +324,14 @@ def exit_code(ending: Ending) -> int:
 
 
 @contextlib.contextmanager
-def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
+def stops_noted(counts: SignalCounts, leave: Callable[[int], object] = os._exit) -> Iterator[None]:
     """Let signals ask the server to stop. ``leave``: ends the process immediately."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        wishes.num_stops += 1
-        if wishes.ending is not None:  # the engine takes long to close
-            leave(exit_code(wishes.ending))
-        elif wishes.num_stops > 2:  # something hangs
+        counts.num_stops += 1
+        if counts.ending is not None:  # the engine takes long to close
+            leave(exit_code(counts.ending))
+        elif counts.num_stops > 2:  # something hangs
             leave(EXIT_SOME_FAILED)
 
     with stop_signals(stop):
@@ -335,11 +339,11 @@ def stops_noted(wishes: Wishes, leave: Callable[[int], object] = os._exit) -> It
 
 
 @contextlib.contextmanager
-def _reloads_noted(wishes: Wishes) -> Iterator[None]:
+def _reloads_noted(counts: SignalCounts) -> Iterator[None]:
     """Let SIGHUP ask the server to read its keys again, once it has started."""
 
     def reload(number: int, frame: FrameType | None) -> None:
-        wishes.num_reloads += 1
+        counts.num_reloads += 1
 
     before = signal.signal(signal.SIGHUP, reload)
     try:

@@ -78,7 +78,9 @@ class HttpProcess:
         self.channel = Channel(ours)
         try:
             self.channel.send(opening)
-            match self.channel.receive():
+            while (answer := self.channel.receive()) is None:
+                pass  # it is incomplete
+            match answer:
                 case Listening(address):
                     self.address = address
                 case Unfit(message):
@@ -94,11 +96,12 @@ class HttpProcess:
 
     def close(self) -> None:
         """End it. Safe to call twice."""
-        self.channel.close()
+        self.channel.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDS_WITHIN_S)
         self._process.kill()
         self._process.wait()
+        self.channel.close()
 
 
 class Bridge(threading.Thread):
@@ -254,8 +257,8 @@ class Ending(Enum):
 
 
 @dataclass
-class Wishes:
-    """What signals have asked for."""
+class SignalCounts:
+    """Signals that this process has received."""
 
     num_stops: int = 0
     num_reloads: int = 0
@@ -269,7 +272,7 @@ class Serving:
     Args:
         service: Runs the requests. Where it has no thread of its own, its steps run here.
         bridge: To the HTTP process.
-        wishes: Of signals.
+        counts: Of signals.
         reload: Reads the keys again.
         tell: Shows a line.
         lines: Show what the engine does. None shows nothing.
@@ -279,7 +282,7 @@ class Serving:
         self,
         service: EngineService[Any],
         bridge: Bridge,
-        wishes: Wishes,
+        counts: SignalCounts,
         reload: Callable[[], None],
         tell: Callable[[str], None],
         lines: ActivityLines | None = None,
@@ -287,7 +290,7 @@ class Serving:
         self._lines = lines
         self._service = service
         self._bridge = bridge
-        self._wishes = wishes
+        self._wishes = counts
         self._reload = reload
         self._tell = tell
         self._nothing = DeltaQueue()
@@ -295,15 +298,15 @@ class Serving:
 
     def run(self, drain_timeout_s: float) -> Ending:
         """Serve until a signal asks to stop, or serving can't continue."""
-        bridge, wishes = self._bridge, self._wishes
-        self._turn_while(lambda: not wishes.num_stops)
+        bridge, counts = self._bridge, self._wishes
+        self._turn_while(lambda: not counts.num_stops)
         if not self._is_broken:
             self._tell(
                 f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
                 "at once"
             )
             bridge.send(Drain(drain_timeout_s))
-            self._turn_while(lambda: wishes.num_stops < 2, drain_timeout_s)
+            self._turn_while(lambda: counts.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():
             self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
         if not bridge.drained.is_set():

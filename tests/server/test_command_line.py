@@ -17,7 +17,7 @@ from server_process import CHECKPOINT, FASTDECODE, Server, serving
 
 from fastdecode.cli.main import main
 from fastdecode.cli.serve import StopsWhileStarting, exit_code, run_serve, stops_noted
-from fastdecode.server.serving import Ending, Wishes
+from fastdecode.server.serving import Ending, SignalCounts
 
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
 
@@ -107,12 +107,12 @@ def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ending", Ending)
 def test_who_is_impatient_while_the_engine_closes_hears_how_it_ended(ending: Ending) -> None:
-    wishes, left = Wishes(), []
-    with stops_noted(wishes, left.append):
+    counts, left = SignalCounts(), []
+    with stops_noted(counts, left.append):
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
-        assert (wishes.num_stops, left) == (2, [])
-        wishes.ending = ending
+        assert (counts.num_stops, left) == (2, [])
+        counts.ending = ending
         signal.raise_signal(signal.SIGTERM)
     assert left == [exit_code(ending)]
 
