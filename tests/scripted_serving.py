@@ -28,9 +28,8 @@ from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
-from fastdecode.server.keys import key_hashes
 from fastdecode.server.link import Opening, Ready
-from fastdecode.server.options import ServeOptions
+from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.serving import Bridge, HttpProcess, Serving, SignalCounts
 
 VOCAB = 1536

@@ -43,8 +43,7 @@ from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.files import check_writable
 from fastdecode.core.host.interrupts import Interrupted, interrupt
 from fastdecode.jobs.stopping import stop_signals
-from fastdecode.server.keys import key_hashes
-from fastdecode.server.options import ServeOptions
+from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:

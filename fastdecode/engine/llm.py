@@ -25,13 +25,13 @@ from fastdecode.conversations.arguments import (
     as_ids,
     as_params,
     chat_prompts,
-    chat_turns,
     check_cache,
     one_of,
     parsed,
 )
 from fastdecode.conversations.conversations import Conversations, Keeping
 from fastdecode.conversations.turns import (
+    ChatTurn,
     PromptTurn,
     Turn,
     check_id,
@@ -366,7 +366,11 @@ class LLM:
             ]
             if ids is not None:
                 self._warn_of_turns(cache)
-                turns = chat_turns(ids, chats, every, self.codec, template, how, cache)
+                prompters = [ChatTurn(tuple(new), self.codec, template, how) for new in chats]
+                turns = [
+                    Turn(str(place), *each, cache)
+                    for place, each in enumerate(zip(ids, prompters, every, strict=True))
+                ]
                 answered = self._run_all(turns, every, progress)
                 return [
                     parsed(output, answer, self.codec)

@@ -23,7 +23,6 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, 
 from fastdecode.core.host.child_process import python_command
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.keys import KEYS_VARIABLE
 from fastdecode.server.link import (
     Cancel,
     Channel,
@@ -38,6 +37,7 @@ from fastdecode.server.link import (
     Submit,
     Unfit,
 )
+from fastdecode.server.options import KEYS_VARIABLE
 from fastdecode.wire.mpi.launcher import without_launcher
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.secret_file import exposure
 from fastdecode.measure.serving.client import Endpoint
 from fastdecode.server.http.app import ROUTES
-from fastdecode.server.keys import first_key, key_hashes
-from fastdecode.server.options import ServeOptions
+from fastdecode.server.options import ServeOptions, first_key, key_hashes
 
 EXPECTED = {
     "/": "open", "/page.css": "open", "/page.js": "open", "/icon.svg": "open", "/live": "open",

@@ -25,7 +25,6 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import read_body
 from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
 from fastdecode.server.http.preparing import (
     QUEUE_TIMEOUT,
@@ -33,6 +32,7 @@ from fastdecode.server.http.preparing import (
     check_deadlines,
     enter,
     patience_s,
+    read_body,
 )
 
 PING_S = 15.0

@@ -102,21 +102,18 @@ class Guard:
         finally:
             if connection is not None:
                 connection.end_answer()
-            self._count(line)
+            status, rejected = line["status"], self._front.metrics.rejected
+            if status is None:
+                line["finish"] = line["finish"] or "abort"
+            elif status in NOT_ADMITTED:
+                rejected[line["finish"]] += 1
+            elif 400 <= status < 429 and "prompt_tokens" not in line:
+                rejected["invalid"] += 1
             # Health, figures and the page are asked for all the time.
             is_watcher = path in OPEN_PATHS | METRICS_PATHS
-            if not is_watcher or line["status"] in NOT_ADMITTED:
+            if not is_watcher or status in NOT_ADMITTED:
                 line["e2e_s"] = round(time.monotonic() - began_s, 6)
                 self._front.log.write(line)
-
-    def _count(self, line: dict[str, Any]) -> None:
-        status, rejected = line["status"], self._front.metrics.rejected
-        if status is None:
-            line["finish"] = line["finish"] or "abort"
-        elif status in NOT_ADMITTED:
-            rejected[line["finish"]] += 1
-        elif 400 <= status < 429 and "prompt_tokens" not in line:
-            rejected["invalid"] += 1
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

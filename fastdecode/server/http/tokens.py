@@ -14,8 +14,7 @@ from fastdecode.core.errors import RequestError
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import read_body
-from fastdecode.server.http.preparing import Preparation
+from fastdecode.server.http.preparing import Preparation, read_body
 
 _TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 _CHAT_FIELDS = (
