@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.server.link import Opening
-    from fastdecode.server.serving import Activity, Ending, HttpProcess, SignalCounts
+    from fastdecode.server.serving import Ending, HttpProcess, SignalCounts
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
@@ -249,16 +249,9 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    lines = ActivityLines(lambda: _activity(llm), say)
+    lines = ActivityLines(say)
     with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
         return Serving(llm.service, bridge, counts, reload, say, lines).run(options.drain_timeout_s)
-
-
-def _activity(llm: LLM) -> Activity:
-    from fastdecode.server.serving import Activity
-
-    now = llm.snapshot().engine
-    return Activity(now.num_running, now.num_waiting, llm.stats.num_output_tokens, now.workers)
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:

@@ -129,6 +129,8 @@ class Bridge(threading.Thread):
         self._server = EngineServer(service, limits, figures, channel.wake)
         self.silence_s = silence_s
         self.is_silent = False
+        self.report = StatusReport()
+        """The engine's latest."""
         self._owes_answer = False
         self._was_heard = False  # since the last look
         self._waited_s = 0.0
@@ -187,7 +189,7 @@ class Bridge(threading.Thread):
             pass
         for message in self._server.messages():
             if isinstance(message, StatusReport):
-                self._owes_answer = True
+                self._owes_answer, self.report = True, message
             self._channel.send(message)
 
     def _obey(self, message: Message) -> None:
@@ -204,46 +206,29 @@ class Bridge(threading.Thread):
                 raise ProtocolError(f"the HTTP process said {type(message).__name__}")
 
 
-@dataclass(frozen=True)
-class Activity:
-    """What an engine does, and has done."""
-
-    num_running: int
-    num_waiting: int
-    output_tokens: int
-    workers: tuple[int, int]
-    """R-workers that aren't lost, and all."""
-
-
 class ActivityLines:
     """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
-    def __init__(
-        self,
-        look: Callable[[], Activity],
-        tell: Callable[[str], None],
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._look = look
+    def __init__(self, tell: Callable[[str], None], clock: Clock = time.monotonic) -> None:
         self._tell = tell
         self._clock = clock
         self._told_s = clock()
-        self._tokens = look().output_tokens
+        self._tokens = 0
 
-    def turn(self) -> None:
+    def turn(self, now: StatusReport) -> None:
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
             return
-        now = self._look()
-        tokens, self._tokens, self._told_s = self._tokens, now.output_tokens, now_s
-        if not (now.num_running or now.num_waiting or now.output_tokens > tokens):
+        tokens = now.figures.get("num_output_tokens", 0)
+        num_new, self._tokens, self._told_s = tokens - self._tokens, tokens, now_s
+        if not (now.num_running or now.num_waiting or num_new):
             return
         live, num = now.workers
         workers = f", R-workers {live}/{num}" if num else ""
         self._tell(
             f"{now.num_running} running, {now.num_waiting} waiting, "
-            f"{(now.output_tokens - tokens) / elapsed_s:.0f} tok/s{workers}"
+            f"{num_new / elapsed_s:.0f} tok/s{workers}"
         )
 
 
@@ -345,7 +330,7 @@ class Serving:
             if self._bridge.look(time.monotonic()):
                 self._on_silence()
             if self._lines is not None:
-                self._lines.turn()
+                self._lines.turn(self._bridge.report)
             if self._wishes.num_reloads > self._num_reloaded:
                 self._num_reloaded = self._wishes.num_reloads
                 self._reload()

@@ -15,7 +15,7 @@ import pytest
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
 from fastdecode.measure.run_plot import TraceSeries
-from fastdecode.server.serving import Activity, ActivityLines
+from fastdecode.server.serving import ActivityLines
 from fastdecode.wire.instances.messages import StatusReport
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"
@@ -244,22 +244,25 @@ def test_shares_and_counters_of_a_trace_that_was_cut_off(tmp_path: Path) -> None
 
 
 def test_a_server_that_works_says_so_every_ten_seconds() -> None:
-    now, state, told = [0.0], [Activity(0, 0, 0, (2, 2))], list[str]()
-    lines = ActivityLines(lambda: state[0], told.append, lambda: now[0])
+    def report(num_running: int, num_waiting: int, num_tokens: int) -> StatusReport:
+        return StatusReport(
+            num_unfinished=num_running + num_waiting, num_running=num_running, num_r_workers=2,
+            num_live_r_workers=1, figures={"num_output_tokens": num_tokens},
+        )  # fmt: skip
+
+    now, told = [0.0], list[str]()
+    lines = ActivityLines(told.append, lambda: now[0])
     for second in range(25):
         now[0] = float(second)
-        lines.turn()
+        lines.turn(StatusReport())
     assert told == [], "it has nothing to do"
-    state[0] = Activity(5, 3, 1200, (1, 2))
     for second in range(25, 35):
         now[0] = float(second)
-        lines.turn()
+        lines.turn(report(5, 3, 1200))
     assert told == ["5 running, 3 waiting, 120 tok/s, R-workers 1/2"]
-    state[0] = Activity(0, 0, 1300, (1, 2))
-    now[0] = 45.0
-    lines.turn()
-    now[0] = 60.0
-    lines.turn()
+    for second in (45, 60):
+        now[0] = float(second)
+        lines.turn(report(0, 0, 1300))
     assert told[1:] == ["0 running, 0 waiting, 7 tok/s, R-workers 1/2"], "once more, then quiet"
 
 

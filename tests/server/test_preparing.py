@@ -200,7 +200,7 @@ def test_answer_ids_differ_between_servers_that_start_together() -> None:
     for front in fronts:
         front.started_s = 1795337367
     request = Request({"type": "http"})
-    ids = {Completion(front, request)._answer_id for front in fronts}
+    ids = {Completion(front, request).answer_id for front in fronts}
     calls = {AnswerFormat().call_id(f"{each}/0", 0) for each in ids}
     assert len(ids) == len(calls) == 50
     for front in fronts:

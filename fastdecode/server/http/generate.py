@@ -36,12 +36,10 @@ from fastdecode.server.http.preparing import (
 )
 
 PING_S = 15.0
-"""A stream that has nothing to say for so long says a comment, or proxies would
-take it for dead."""
+"""A silent stream sends a comment this often, or proxies would take it for dead."""
 _DRAIN_RETRY_S = 5
 MOST_WORDS_AT_ONCE = 4000
-"""Tokens and their likeliest others: more than so many are written out beside
-the event loop."""
+"""More tokens, each with its alternatives, are written beside the event loop."""
 
 T = TypeVar("T")
 
@@ -60,6 +58,7 @@ class Completion:
         self._request = request
         self._ping_s = ping_s
         self._number = front.next_number()
+        self.answer_id = f"{front.run_id}-{self._number}"
         self._preparation = Preparation(front, self._number)
         self._opened: OpenRequests | None = None
         self._is_read = False
@@ -97,7 +96,7 @@ class Completion:
             self._close(code)
 
     def _check_engine(self) -> None:
-        """Raises: HttpRefusal: If no token could come out."""
+        """Raises: HttpRefusal: If the engine can generate no token."""
         trouble = self._front.trouble()
         if trouble is not None:
             self._front.metrics.rejected[trouble] += 1
@@ -189,8 +188,8 @@ class Completion:
 
         Raises:
             ClientDisconnect: If the client has disconnected.
-            FastDecodeError: If the request has failed.
-            HttpRefusal: If it has taken too long.
+            FastDecodeError: If the turn of a conversation can't be kept.
+            HttpRefusal: If the request has failed, or taken too long.
         """
         had_begun = opened.all_begun
         options = self._front.options
@@ -199,7 +198,7 @@ class Completion:
             raise ClientDisconnect
         for _, delta in deltas:
             if delta.error is not None:
-                raise delta.error
+                raise refused(delta.error)  # the error may be other requests' too
             self._finish = delta.finish_reason or self._finish
         if self._preparation.turn is not None:
             await self._preparation.turn.add([delta for _, delta in deltas])
@@ -209,19 +208,9 @@ class Completion:
             check_deadlines(options, opened)
         return deltas
 
-    @property
-    def _stage(self) -> str:
-        if self._opened is None:
-            return "preparing" if self._is_read else "reading"
-        return "waiting" if self._opened.first_s is None else "decoding"
-
     def _named(self, asked: BodyRequest) -> dict[str, Any]:
         model = asked.model or self._front.names[0]
-        return {"answer_id": self._answer_id, "created_s": int(time.time()), "model": model}
-
-    @property
-    def _answer_id(self) -> str:
-        return f"{self._front.run_id}-{self._number}"
+        return {"answer_id": self.answer_id, "created_s": int(time.time()), "model": model}
 
     def _close(self, code: str | None) -> None:
         """Leave nothing behind, and note how it went."""
@@ -232,8 +221,11 @@ class Completion:
         if self._preparation.turn is not None:
             self._preparation.turn.leave(has_failed=self._finish != "abort")
         if self._finish == "abort":
-            line["stage"] = self._stage
-            front.metrics.aborted[self._stage] += 1
+            stage = "preparing" if self._is_read else "reading"
+            if opened is not None:
+                stage = "waiting" if opened.first_s is None else "decoding"
+            line["stage"] = stage
+            front.metrics.aborted[stage] += 1
         if opened is not None:
             line.update(opened.figures)
             front.client.leave(opened)
