@@ -16,7 +16,7 @@ from fastdecode.conversations.order import OpenTurn, OpenTurns
 from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.codec import TextCodec
 
@@ -125,18 +125,3 @@ def test_a_turn_that_can_not_be_kept_has_failed(tmp_path: Path) -> None:
         assert await begun(arrive(turns, 3)) == (3,)
 
     run(test, FullDisk(tmp_path / "turns.log", bytes(32)))
-
-
-def test_what_is_forgotten_is_over_at_once() -> None:
-    async def test(turns: OpenTurns) -> None:
-        first, second = arrive(turns, 1), arrive(turns, 2)
-        assert await begun(first) == (1,)
-        assert await turns.forget("c") and not await turns.forget("c")
-        await answer(first)
-        assert await second.is_due is None
-        with pytest.raises(RequestError, match="the conversation is over"):
-            await second.begin()
-        second.leave(has_failed=True)
-        assert not await turns.forget("nobody")
-
-    run(test)
