@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastdecode.conversations.store import FILE, ConversationStore, Kept, digest_of, identity_of
-from fastdecode.conversations.turns import History, HistoryStep
+from fastdecode.conversations.store import FILE, ConversationStore, Kept, identity_of
+from fastdecode.conversations.turns import History, HistoryStep, digest_of
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
 from fastdecode.core.os_errors import explained

@@ -160,7 +160,7 @@ def _parsed(raw: bytes) -> Message:
         raise ProtocolError(f"the other process sent what is not JSON: {error}") from None
 
 
-def _length(head: bytes) -> int:
+def _length(head: bytes | bytearray) -> int:
     (length,) = _LENGTH.unpack(head)
     if not 0 <= length <= MAX_MESSAGE_BYTES:
         raise ProtocolError(f"the other process wants to send {length} bytes at once")

@@ -120,7 +120,7 @@ class SampleHistory:
 
     def __init__(self) -> None:
         self._samples: dict[int, dict[str, float]] = {}
-        """By their places in time, the oldest first."""
+        """Sample of each interval since time 0, the oldest first."""
         self._before: tuple[float, float] | None = None
         """When the last sample was taken, and all tokens until then."""
 

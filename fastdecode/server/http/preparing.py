@@ -37,10 +37,10 @@ from fastdecode.server.options import ServeOptions
 
 QUEUE_TIMEOUT: Final = "queue_timeout"
 MOST_SEQUENCES: Final = 2048
-"""Of one HTTP request."""
+"""Most sequences that one HTTP request may ask for."""
 ORDINARY_BYTES_PER_TOKEN: Final = 16
 MAX_DEPTH: Final = 64
-"""Of a body's JSON."""
+"""Deepest nesting of a body's JSON."""
 SMALL_BYTES: Final = 16 << 10
 """Smaller bodies are parsed on the event loop: to hand them to a thread takes longer."""
 
@@ -343,7 +343,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def _why(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    # Python's words go on about a setting of its own.
+    # Python's message names a setting that clients don't have.
     return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)
 
 
