@@ -38,8 +38,8 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.reuse import why_no_kv
+from fastdecode.conversations.conversations import Keeping
+from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.options import REQUIRED, declared, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
@@ -149,7 +149,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     if not config.instances.addresses:
         check_model(args.model)
-    if args.conversations is not None and (why := why_no_kv(config)):
+    if args.conversations is not None and (why := why_no_reuse(config)):
         tell(f"warning: every turn computes its whole conversation again: {why}")
     options = JobOptions(
         input=args.input, output=args.output, on_error="skip",

@@ -28,7 +28,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_writable
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.words import printable
-from fastdecode.server.keys import first_key
+from fastdecode.server.options import first_key
 
 MAX_STATUS_BYTES = 8 << 20
 ANSWERS_WITHIN_S = 5.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.open_turns import Talk
-from fastdecode.conversations.turns import Turn, told_of_turn
+from fastdecode.conversations.order import Talk
+from fastdecode.conversations.turns import Turn, as_turn_error
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
 from fastdecode.core.errors import (
     ConfigError,
@@ -88,7 +88,7 @@ class RequestStream:
             Exception: a mistake of ours that broke the engine down, as it is.
         """
         arriving = iter(requests)
-        while not self._is_drained or self._num_open or self._talk.has_due:
+        while not self._is_drained or self._num_open or self._talk.due:
             self._fill(arriving)
             while self._refused:
                 yield self._refused.popleft()
@@ -123,7 +123,8 @@ class RequestStream:
     def _next(self, arriving: Iterator[Arriving]) -> Arriving | None:
         """A request that can be run now; None: none can, for the time being or
         for good."""
-        arrived: Arriving | None = self._talk.next_due()
+        due = self._talk.due
+        arrived: Arriving | None = due.popleft() if due else None
         while arrived is None and not self._is_drained and self._talk.num_waiting < MOST_WAITING:
             arrived = next(arriving, None)
             self._is_drained = arrived is None
@@ -148,7 +149,8 @@ class RequestStream:
         token_ids: tuple[int, ...] = ()
         try:
             if isinstance(arrived, Turn):
-                asked, prompt = self._talk.begin(arrived), self._talk.text_of(arrived)
+                begun = self._talk.begin(arrived)
+                asked, prompt = begun.request, begun.asked.text
             else:
                 asked = arrived
                 prompt = asked.prompt if isinstance(asked.prompt, str) else None
@@ -158,7 +160,7 @@ class RequestStream:
                 raise duplicate_id(request_id)
         except FastDecodeError as error:
             fold = self._fold_of(arrived, prompt, token_ids)
-            self._refuse(fold, told_of_turn(error) if fold in self._turns else error)
+            self._refuse(fold, as_turn_error(error) if fold in self._turns else error)
             return None
         self._folds[request_id] = self._fold_of(arrived, prompt, request.prompt_token_ids)
         return request

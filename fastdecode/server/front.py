@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.open_turns import OpenTurns
+from fastdecode.conversations.order import OpenTurns
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
@@ -33,7 +33,7 @@ _SLOWER: Final = 10
 """A step that takes this many times as long as the longest one lately is a stall."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outlook:
     """What the HTTP process knows of the engine."""
 
@@ -57,7 +57,12 @@ class Outlook:
             starting, draining, stalled, broken or no_r_worker.
         """
         seen = self.seen
-        if self.is_lost or (seen is not None and self._has_failed(seen)):
+        # A drained engine is closed, too, but has done its work.
+        is_broken = seen is not None and (
+            seen.state == "broken"
+            or (seen.state == "closed" and (seen.error is not None or not self.is_draining))
+        )
+        if self.is_lost or is_broken:
             return "broken"
         if self.is_draining:
             return "draining"
@@ -70,12 +75,6 @@ class Outlook:
         if is_stalled:
             return "stalled"
         return None if seen.num_live_r_workers or not seen.num_r_workers else "no_r_worker"
-
-    def _has_failed(self, seen: StatusReport) -> bool:
-        """Return whether it failed. A drained engine is closed, too, but has done its work."""
-        if seen.state == "closed":
-            return seen.error is not None or not self.is_draining
-        return seen.state == "broken"
 
 
 class Threads:

@@ -26,15 +26,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import select
 import socket
 import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from multiprocessing.connection import Connection
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 from fastdecode.core.errors import ProtocolError, RequestError
 from fastdecode.text.child import pack, unpack
@@ -45,8 +43,9 @@ from fastdecode.wire.instances.messages import Submit as Submit
 from fastdecode.wire.json_fields import AsJson, json_fields
 
 MAX_MESSAGE_BYTES: Final = 512 << 20
-LENGTH: Final = struct.Struct("!i")
-"""Stands before each message, as ``Connection`` has it."""
+_LENGTH: Final = struct.Struct("!i")
+"""Stands before each message."""
+_MOST_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Opening:
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
     no_reuse: str = ""
-    """Why no turn of a conversation reuses KV. Empty if they do."""
+    """``why_no_reuse`` of the engine."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the model's generation_config.json."""
 
@@ -114,18 +113,10 @@ class StatusAck:
 
 
 Message: TypeAlias = (
-    "Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys "
-    "| Drain | CutOff | Drained | StatusAck"
-)
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Opening, Listening, Unfit, Ready, Submit, Cancel, Deltas, StatusReport, Keys,
-        Drain, CutOff, Drained, StatusAck,
-    )
-}  # fmt: skip
-
-
+    Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys
+    | Drain | CutOff | Drained | StatusAck
+)  # fmt: skip
+_KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 _PLAIN = AsJson(lambda value: value, lambda said: said)
 _FIELDS: Mapping[str, Mapping[str, AsJson]] = {
     name: {f.name: json_fields(kind).get(f.name, _PLAIN) for f in fields(kind)}
@@ -157,6 +148,11 @@ def from_json(said: Any) -> Message:
         raise ProtocolError(f"the other process sent an invalid message: {error}") from None
 
 
+def _framed(message: Message) -> bytes:
+    raw = pack(to_json(message))
+    return _LENGTH.pack(len(raw)) + raw
+
+
 def _parsed(raw: bytes) -> Message:
     try:
         return from_json(unpack(raw))
@@ -164,50 +160,78 @@ def _parsed(raw: bytes) -> Message:
         raise ProtocolError(f"the other process sent what is not JSON: {error}") from None
 
 
+def _length(head: bytes | bytearray) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if not 0 <= length <= MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"the other process wants to send {length} bytes at once")
+    return int(length)
+
+
 class Channel:
     """The engine's end. One thread receives; any may send, wake and close."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._connection = Connection(os.dup(connected.fileno()))
+        self._received = bytearray()
         self._sending = threading.Lock()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._poll = select.poll()
-        self._poll.register(self._connection, select.POLLIN)
+        self._poll.register(self._socket, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
 
     def send(self, message: Message) -> None:
         """Send, once the other end has room. Raises: OSError: If it is gone."""
-        raw = pack(to_json(message))
+        raw = _framed(message)
         with self._sending:
-            self._connection.send_bytes(raw)
+            self._socket.sendall(raw)
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None if none came in time or ``wake`` was called.
+        """Return the next message, or None if none was complete in time or ``wake`` was called.
 
         Raises:
-            OSError: If the other end is gone, or ``close`` was called.
+            OSError: If the other end is gone, or ``end`` was called.
             ProtocolError: If it sent anything else.
         """
+        message = self._next()
+        if message is not None:
+            return message
         ready = [fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)]
-        if self._connection.fileno() in ready:
-            try:
-                return _parsed(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
-            except EOFError:
-                raise BrokenPipeError("the other end is gone") from None
-        if ready:
+        if self._socket.fileno() < 0:
+            raise BrokenPipeError("the channel is closed")
+        if self._woken.fileno() in ready:
             self._woken.recv(1 << 12)
-        return None
+        if self._socket.fileno() in ready:
+            received = self._socket.recv(_MOST_AT_ONCE)
+            if not received:
+                raise BrokenPipeError("the other end is gone")
+            self._received += received
+        return self._next()
+
+    def _next(self) -> Message | None:
+        """Take the next message out of what was received, if it is complete."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _length(self._received[: _LENGTH.size])
+        if len(self._received) < end:
+            return None
+        raw = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return _parsed(raw)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will return
             self._waker.send(b"\0")
 
-    def close(self) -> None:
-        """End ``receive`` and ``send``, too. Safe to call twice."""
+    def end(self) -> None:
+        """End ``receive`` and ``send`` of all threads. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the channel, after ``end``. Safe to call twice."""
+        for each in (self._socket, self._waker, self._woken):
+            each.close()
 
 
 class AsyncChannel:
@@ -224,8 +248,7 @@ class AsyncChannel:
     def send(self, message: Message) -> None:
         """Send without waiting. The message is lost if the other end is gone."""
         if not self._writer.is_closing():
-            raw = pack(to_json(message))
-            self._writer.write(LENGTH.pack(len(raw)) + raw)
+            self._writer.write(_framed(message))
 
     async def receive(self) -> Message | None:
         """Return the next message, or None if the other end is gone.
@@ -234,9 +257,7 @@ class AsyncChannel:
             ProtocolError: If it sent anything else.
         """
         try:
-            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            if not 0 <= length <= MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"the other process wants to send {length} bytes at once")
+            length = _length(await self._reader.readexactly(_LENGTH.size))
             raw = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None

@@ -17,12 +17,10 @@ from small_tokenizers import TOKENIZERS
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
-from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import History, HistoryStep
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.open_turns import Talk
+from fastdecode.conversations.conversations import Conversations, Keeping
+from fastdecode.conversations.order import Talk
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.turns import PromptTurn, Turn, TurnPrompt
+from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
@@ -167,7 +165,7 @@ def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> Non
 
 def test_what_nobody_has_used_is_not_forgotten(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     llm.forget("fresh")
-    assert "conversation 'fresh' is unknown: nothing is forgotten" in caplog.text
+    assert "conversation 'fresh' isn't open: nothing is forgotten" in caplog.text
     (output,) = llm.generate([[5, 6]], GREEDY, conversation_id="fresh")
     assert output.ok
 
@@ -219,10 +217,10 @@ def test_turns_that_are_cancelled_while_they_wait_hold_up_nobody() -> None:
     assert [talk.waits(each) for each in (first, due, waiting)] == [False, True, True]
     talk.begin(first)
     talk.end(first, RequestOutput("1", None, (1,), (Completion(0, "", (2,), "length"),)))
-    assert talk.has_due
+    assert talk.due
     talk.cancel_waiting()
     later = turn("4")
-    assert not talk.has_due and not talk.num_waiting and not talk.waits(later)
+    assert not talk.due and not talk.num_waiting and not talk.waits(later)
     with pytest.raises(RequestError, match="earlier turn"):
         talk.begin(later)
 

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import FEW_FAMILIES, prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import CacheUse, RequestOutput

@@ -19,13 +19,14 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from starlette.requests import ClientDisconnect, Request
 
 from fastdecode.core.delta import Delta
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, Outlook
-from fastdecode.server.http.errors import HttpRefusal
+from fastdecode.server.http.errors import HttpRefusal, refused
 from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation
 from fastdecode.server.link import Message, Opening, StatusReport, Submit
@@ -114,7 +115,14 @@ class Setting:
 
     def prepare(self, url: str, raw: bytes) -> tuple[Preparation, asyncio.Task[Any]]:
         preparation = Preparation(self.front, self.front.next_number())
-        return preparation, asyncio.create_task(preparation.requests(url, raw))
+
+        async def prepared() -> Any:
+            try:
+                return await preparation.requests(url, raw)
+            except FastDecodeError as error:
+                raise refused(error) from None
+
+        return preparation, asyncio.create_task(prepared())
 
     async def until_rendering(self) -> None:
         """The first chat has the template's thread."""
@@ -192,7 +200,7 @@ def test_answer_ids_differ_between_servers_that_start_together() -> None:
     for front in fronts:
         front.started_s = 1795337367
     request = Request({"type": "http"})
-    ids = {Completion(front, request)._answer_id for front in fronts}
+    ids = {Completion(front, request).answer_id for front in fronts}
     calls = {AnswerFormat().call_id(f"{each}/0", 0) for each in ids}
     assert len(ids) == len(calls) == 50
     for front in fronts:
