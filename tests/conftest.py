@@ -75,7 +75,6 @@ LONGEST = (
     "server/test_openai_client.py",
     "engine/test_late_device.py",
     "server/test_conversations.py",
-    "instances/test_protected_instances.py",
     "engine/test_simulated_faults.py",
     "cost_model/test_replanning.py",
     "sworker/sampler/test_sampler.py",

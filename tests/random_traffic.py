@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from traffic import Harness
+from remembering_store import BLOCK_SIZE, Store
+from schedule_choices import options
+from traffic import SHARED, Harness
 
 from examples import examples
+from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import CacheUse
+from fastdecode.schedule.cache.retention import Policy, policy_of
+from fastdecode.schedule.life.events import Stocked
+from fastdecode.schedule.modes import make_scheduler
 
 Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
 """Prompt tokens, generated tokens of each sequence, max_tokens."""
@@ -51,6 +58,50 @@ def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: boo
             assert harness.finished[sequence_id] == [1000 * sequence_id + i for i in range(length)]
         else:
             assert sequence_id in cancelled or harness.lost
+
+
+def keeping(
+    blocks: tuple[int, ...] = (12, 20),
+    mode: str = "greedy",
+    lanes: int = 1,
+    *,
+    policy: str | Policy = "retention",
+    identity: str | None = "a",
+    slots: int = 0,
+    made: dict[str, Any] | None = None,
+    **more: object,
+) -> Harness:
+    """Make a harness that keeps blocks, on a clock that shows how often it was read.
+
+    Args:
+        slots: Blocks of each R-worker's disk.
+        made: Arguments of ``make_scheduler``.
+        more: Options of the schedule.
+    """
+    ticks = itertools.count()
+    scheduler = make_scheduler(
+        options(mode, lanes, **more),
+        blocks,
+        BLOCK_SIZE,
+        cache_identity=identity,
+        cache_policy=policy_of(policy, BLOCK_SIZE) if isinstance(policy, str) else policy,
+        clock=lambda: float(next(ticks)),
+        **(made or {}),
+    )
+    harness = Harness(scheduler, [Store(count) for count in blocks], lanes)
+    for holder in range(len(blocks) if slots else 0):
+        harness._tell(Stocked(HolderId(holder), slots, {}))
+    return harness
+
+
+def turn(
+    chat: Harness, prompt: tuple[int, ...], length: int = 3, cache: CacheUse = SHARED
+) -> tuple[tuple[int, ...], int]:
+    """Run a request alone. Return its tokens, and how many of them it was spared."""
+    before, name = chat.num_resumed_tokens, chat.num_arrived
+    assert chat.arrive(0, (length,), length, prompt=prompt, cache=cache)
+    chat.run_out()
+    return prompt + tuple(chat.finished[name]), chat.num_resumed_tokens - before
 
 
 relaxed = settings(

@@ -14,7 +14,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FORKED = SamplingParams(temperature=0.9, seed=5, max_tokens=20, n=3, ignore_eos=True)
 
 
-def run(path: Path, **options: Any) -> tuple[list[list[tuple[int, ...]]], EngineStats]:
+Tokens = list[list[tuple[int, ...]]]
+
+
+def run(path: Path | str, **options: Any) -> tuple[Tokens, EngineStats]:
     """Everybody's tokens, and what the engine has counted."""
     given = {
         "dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "prefill_chunk": 8,

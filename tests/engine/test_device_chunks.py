@@ -23,7 +23,6 @@ from stream_suite import (
     pieces_between,
 )
 
-from cpu_kernels import reference
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import KVSpec
@@ -31,13 +30,11 @@ from fastdecode.engine.step.local import DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
-from rworker.attention import AttentionExecutor
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks
 from rworker.tiers.lower_tier import LowerTier, MoveJob
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import ThreadNeighbours
-from rworker.worker import start_worker_thread
 
 KV_BYTES = 16 << 20
 CPU = torch.device("cpu")
@@ -71,39 +68,6 @@ def test_rows_that_fill_no_whole_cell(dtype: DType) -> None:
 
 def reached(name: str, others: ThreadNeighbours) -> ReachedDevice:
     return ReachedDevice(TorchExecutor(CPU), KV_BYTES, name, others)
-
-
-@pytest.mark.parametrize("reader", ["a device", "an R-worker"])
-@pytest.mark.parametrize("source", ["a device", "an R-worker"])
-def test_a_prompt_is_fetched(source: str, reader: str) -> None:
-    """By either kind from either kind, in the background."""
-    others = ThreadNeighbours()
-    with contextlib.ExitStack() as stack:
-        connections = []
-        for name, kind in (("p", source), ("d", reader)):
-            if kind == "a device":
-                one = reached(name, others)
-                stack.callback(one.close)
-                connections.append(one)
-            else:
-                executor = AttentionExecutor(kernels=reference)  # nothing to compile
-                thread = start_worker_thread(
-                    name, kv_bytes=KV_BYTES, neighbours=others, executor=executor
-                )
-                stack.callback(thread.stop)
-                connections.append(thread.connection)
-        prefill, decode = (Worker(connection, KV) for connection in connections)
-        home, back = Memory(KV), Memory(KV)
-        home.fill({0: 37}, seed=3)
-        move(pieces_between({0: 37}, KV), home, prefill)
-        prefill.connection.send(ExportSequence(0, TICKET))
-        decode.open(9, 64)
-        came = KVSource("p", 0, TICKET, 0, 37, 0, KV.num_kv_heads)
-        decode.connection.send(Pull(9, 0, 37, (came,), WAIT_S))
-        pulled = decode.connection.receive(WAIT_S)
-        assert isinstance(pulled, Pulled) and (pulled.sequence_id, pulled.reason) == (9, "")
-        move(pieces_between({9: 37}, KV), decode.source(), back)
-        assert_same(home, back, {0: 37}, by=9)
 
 
 def test_who_closes_ends_what_others_fetch_from_it() -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,10 +89,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    path, disk = str(tiny_checkpoint("llama")), Disk(tmp_path_factory.mktemp("disk"), 1_000_000)
+def pair(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    disk = Disk(tmp_path_factory.mktemp("disk"), 1_000_000)
     faults = Faults(random.Random(8))
 
     def make_mover(slots: SlotFile, pool: NDArray[np.uint8]) -> Mover:
@@ -109,8 +106,8 @@ def pair(
     on_disk = {"cache_disk": str(disk.directory), "cache_disk_gb": 0.001}
     with pytest.MonkeyPatch.context() as patch:
         give(patch, {"r0": executor, "r1": executor})
-        kept = LLM(path, **OPTIONS, **little, **on_disk)
-    with kept, LLM(path, **OPTIONS, kv_memory_gb=0.004, prefix_cache="off") as plain:
+        kept = LLM(llama, **OPTIONS, **little, **on_disk)
+    with kept, LLM(llama, **OPTIONS, kv_memory_gb=0.004, prefix_cache="off") as plain:
         yield Pair(plain, kept, faults)
 
 

@@ -4,7 +4,6 @@ R-workers, chunk sizes or arrival order."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -90,9 +89,8 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def llms(tiny_checkpoint: Callable[..., Path]) -> list[LLM]:
-    path = str(tiny_checkpoint("llama"))
-    return [LLM(path, **SHARED, **way) for way in WAYS]
+def llms(llama: str) -> list[LLM]:
+    return [LLM(llama, **SHARED, **way) for way in WAYS]
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +122,10 @@ from where top_k or top_p end."""
 
 
 @pytest.fixture(scope="module")
-def twins(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def twins(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with the twins."""
     path = tmp_path_factory.mktemp("twins") / "llama"
-    copytree(tiny_checkpoint("llama"), path)
+    copytree(llama, path)
     weights = load_file(path / "model.safetensors")
     head = weights["lm_head.weight"]
     generator = torch.Generator().manual_seed(1)

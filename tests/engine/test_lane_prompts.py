@@ -22,7 +22,6 @@ from fastdecode.wire.kv.chunks import FetchChunk, FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.buffers import Fetched
 from sworker.paged import PagedKV
-from sworker.prefill import local_causal_attention
 
 FIRST_LANE, MOST_TOKENS, NUM_LANES = 2, 32, 2
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
@@ -55,35 +54,6 @@ ENDS, GOES_ON = 1, -11
 """In the place of a column, 1."""
 
 
-def test_prompts_that_begin_and_end_in_a_step_need_no_room(prompts: LanePrompts) -> None:
-    assert prompts.begin(batch((5, ENDS, 0, 3), (6, ENDS, 0, 40))) is None
-
-
-def test_a_longer_one_sees_all_that_came_before(prompts: LanePrompts) -> None:
-    """Beside others, in three steps, in both lanes by turns."""
-    torch.manual_seed(3)
-    qkv = [torch.randn(20, heads, 8) for heads in (4, 2, 2)]
-    whole, _ = local_causal_attention(*qkv, (0,), SPEC, want_lse=False)
-    past = 0
-    for count, told in ((8, GOES_ON), (7, GOES_ON), (5, ENDS)):
-        for lane in (FIRST_LANE, FIRST_LANE + 1):
-            step = batch((9, told, past, count), (3, 2, 0, 4), lane=lane)
-            begun = prompts.begin(step)
-            assert begun is not None
-            held, lacking = begun
-            assert lacking is None
-            assert not any(span.begin.num_queries.any() for span in held.batch.spans)
-            assert not any(span.merge for span in held.batch.local)
-            rows = slice(past, past + count)
-            q, k, v = (torch.cat((x[rows], torch.randn(4, *x.shape[1:]))) for x in qkv)
-            o = torch.zeros_like(q)
-            held.run(0, q, k, v, o)
-            if past:
-                torch.testing.assert_close(o[:count], whole[rows])
-                assert not o[count:].any(), "the others' rows are attended elsewhere"
-        past += count
-
-
 REFUSED: list[tuple[list[tuple[int, int, int, int]], int, str]] = [
     ([(5, GOES_ON, 0, 4), (6, GOES_ON, 0, 4)], FIRST_LANE, "2 prompts at a time"),
     ([(9, GOES_ON, 8, 4), (6, 2, 8, 4)], FIRST_LANE, "2 prompts at a time"),
@@ -101,54 +71,6 @@ def test_what_a_scheduler_never_does_is_refused(
     assert prompts.begin(batch((9, GOES_ON, 0, 8))) is not None
     with pytest.raises(ProtocolError, match=reason):
         prompts.begin(batch(*rows, lane=lane))
-
-
-def missing(prompts: LanePrompts, row: tuple[int, int, int, int], lane: int) -> list[int]:
-    """The tokens that a step fetches first."""
-    begun = prompts.begin(batch(row, lane=lane))
-    assert begun is not None
-    _, past = begun
-    if past is None:
-        return []
-    asked = list(past.questions(lane))
-    assert {(one.lane, *one.sequence_ids.tolist(), one.holder) for one in asked} == {
-        (lane, row[0], abs(row[1]) % 10)
-    }
-    runs = [(int(one.first_tokens[0]), int(one.num_tokens[0])) for one in asked]
-    return [x for first, count in runs for x in range(first, first + count)]
-
-
-def test_what_is_not_in_the_room_is_fetched(prompts: LanePrompts) -> None:
-    """No sequence's K and V are read as another's."""
-    lane = FIRST_LANE
-    assert not missing(prompts, (9, GOES_ON, 0, 8), lane)
-    assert missing(prompts, (9, ENDS, 8, 4), lane + 1) == list(range(8))
-    assert not missing(prompts, (9, ENDS, 7, 4), lane), "a step that counts no more was behind"
-    assert missing(prompts, (9, GOES_ON, 14, 2), lane) == [11, 12, 13]
-    assert not missing(prompts, (7, GOES_ON, 0, 6), lane)
-    assert missing(prompts, (9, ENDS, 16, 2), lane) == list(range(16))
-    assert missing(prompts, (7, ENDS, 6, 2), lane) == list(range(6))
-
-
-def test_a_layer_of_the_past_is_here_when_all_of_it_has_come(prompts: LanePrompts) -> None:
-    """As an R-worker stores it."""
-    begun = prompts.begin(batch((9, ENDS, 8, 4)))
-    assert begun is not None
-    chunks, past = begun
-    assert past is not None
-    (asked,) = past.questions(FIRST_LANE)
-    assert not past.is_here(0)
-    torch.manual_seed(3)
-    q, k, v = (torch.randn(12, heads, 8) for heads in (4, 2, 2))
-    stored = np.concatenate([x[:8].numpy().ravel() for x in (k, v)]).view(np.uint8)
-    with pytest.raises(ProtocolError, match="bytes came"):
-        past.place(asked.join([FetchedChunk(stored[1:])]))
-    past.place(asked.join([FetchedChunk(stored)]))
-    assert past.is_here(0)
-    o = torch.zeros(4, 4, 8)
-    chunks.run(0, q[8:], k[8:], v[8:], o)
-    whole, _ = local_causal_attention(q, k, v, (0,), SPEC, want_lse=False)
-    torch.testing.assert_close(o, whole[8:])
 
 
 def test_a_step_whose_past_was_dropped_goes_on_without_it(prompts: LanePrompts) -> None:
@@ -184,17 +106,4 @@ def test_a_prompt_stage_reports_when_all_is_stored() -> None:
     assert done == ["passed on"] and not passage.can_go_on
     stored[0] = True
     assert passage.can_go_on and passage.go_on() is not None
-    assert done == ["passed on", "reported"]
-
-
-def test_other_stages_report_at_once() -> None:
-    """Their R-workers are told of what comes next behind what they store."""
-    done: list[str] = []
-    passage = LaterStageForward(
-        Fetched(torch.zeros(2, 4)),
-        lambda rows: done.append("passed on"),
-        lambda rows: done.append("reported"),
-        lambda: True,
-    )
-    assert passage.go_on() is not None
     assert done == ["passed on", "reported"]

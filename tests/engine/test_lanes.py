@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from checkpoints import prompts
@@ -51,12 +50,12 @@ def tokens_of(
     }
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "stabilized"])
-def test_regrouping_changes_no_token(schedule: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, max_num_sequences=8, **OPTIONS) as llm:
+def test_regrouping_changes_no_token(llama: str) -> None:
+    with LLM(llama, max_num_sequences=8, **OPTIONS) as llm:
         expected = tokens_of(llm)
-    with LLM(path, r_workers=2, lanes=2, schedule=schedule, max_num_sequences=8, **OPTIONS) as llm:
+    with LLM(
+        llama, r_workers=2, lanes=2, schedule="stabilized", max_num_sequences=8, **OPTIONS
+    ) as llm:
         lanes, count = itertools.cycle([3, 1, 4, 2]), itertools.count()
 
         def regroup(running: RunningEngine) -> None:
@@ -79,9 +78,8 @@ class Restless(LaneControl):
         return 1 + self._num_steps // 4 % 3
 
 
-def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[..., Path]) -> None:
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, lanes=2, max_num_sequences=8, **OPTIONS) as llm:
+def test_the_engine_does_what_its_lane_control_wants(llama: str) -> None:
+    with LLM(llama, lanes=2, max_num_sequences=8, **OPTIONS) as llm:
         expected = tokens_of(llm)
         engine = llm._running.engine
         timing = StepTiming(MeasuredTimes(), Restless(MeasuredTimes(), 2))
@@ -93,13 +91,12 @@ def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[.
 
 
 def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(tiny_checkpoint("llama"))
-    spec = open_checkpoint(path).spec()
+    spec = open_checkpoint(llama).spec()
 
     def resolved(**options: object) -> tuple[int, bool]:
-        config = EngineConfig.of(path, **options)
+        config = EngineConfig.of(llama, **options)
         found = resolve(config, spec, num_cores=2, free=FreeMemory(1 << 30))
         return found.schedule.num_lanes, found.adapts_lanes
 

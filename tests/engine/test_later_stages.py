@@ -19,19 +19,16 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.trace import NoTrace
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.resharing import GROUP, Resharing
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
 from fastdecode.engine.stages.replacements import ColumnReplacements
-from fastdecode.engine.step.arrivals import Arrivals
-from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.kept import KEY_WORDS, words_of
-from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated
-from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
+from fastdecode.wire.kv.replicating import Dropped
+from fastdecode.wire.kv.taking_over import DropCache, TakeOver
 from fastdecode.wire.kv.tiers import Moved, Stocked, StoreBlocks, UseTier
 from fastdecode.wire.messages import (
     Accepted,
@@ -144,20 +141,6 @@ def stocked(column: int, is_last: bool = True) -> Stocked:
     return Stocked(column, 4, no_keys, np.zeros(0, np.int32), is_last)
 
 
-def test_room_is_there_once_it_is_in_every_stage() -> None:
-    stages = Stages()
-    stages.fleet.send(W, OpenSequence(7, 100))
-    assert stages.heard(1) == stages.heard(2) == OpenSequence(7, 100, W)
-    stages.say(2, answer(7))
-    stages.own(W, Accepted(7))
-    assert not stages.answers
-    stages.say(1, answer(7))
-    assert stages.answers.popleft() == (W, Accepted(7))
-    stages.fleet.send(W, CloseSequence(7))  # which nobody answers
-    assert stages.heard(1) == stages.heard(2) == CloseSequence(7, W)
-    assert not stages.fleet.is_owed
-
-
 def test_who_gave_room_gets_it_back_when_another_stage_has_none() -> None:
     stages = Stages()
     stages.fleet.send(W, OpenSequence(7, 100))
@@ -188,6 +171,21 @@ def test_a_column_is_lost_once_wherever_that_is_told() -> None:
     stages.say(2, ColumnLost(W, "worker_timeout", "it is silent, too"))
     assert not stages.fleet.take_losses() and list(stages.fleet.lost) == [W]
     assert len(stages.fleet.gone) == 2
+
+
+def test_what_is_moved_of_a_lost_column_is_news_of_nobody() -> None:
+    stages = Stages()
+    for column in (V, W):
+        stages.fleet.send(column, UseTier("0" * 64))
+    stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
+    stages.fleet.take_losses()
+    for column in (V, W):
+        stages.say(2, stocked(column))
+        stages.own(column, stocked(column))
+    assert stages.fleet.is_owed and not stages.fleet.moves.of_tiers
+    stages.say(1, stocked(V))
+    assert not stages.fleet.is_owed
+    assert [news.holder for news in stages.fleet.moves.take_tiers()] == [V]
 
 
 def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
@@ -249,35 +247,6 @@ def test_heads_are_shared_anew_though_no_answer_is_owed_when_a_stage_is_ready() 
     assert stages.heard(1) == GreetColumn(GROUP, 1)
 
 
-def test_a_step_learns_of_a_lost_column_once() -> None:
-    """In whatever stage: nothing of it is sent from then on."""
-    stages, lost = Stages(), list[HolderId]()
-    lanes = Lanes(1)
-
-    step: Any = SimpleNamespace(lane=0, remote=SimpleNamespace(lose=lost.append))
-    lanes.enter(step)
-    arrivals = Arrivals(stages.fleet, lanes, NoTrace())
-    stages.say(1, ColumnLost(W, "gone", "it left"))
-    assert [holder for holder, _ in arrivals.take_news()] == [W] and set(lost) == {W}
-    stages.fleet.lose(W, WorkerError("it left, too", code="gone"))
-    assert arrivals.take_news() == []
-
-
-def test_what_is_moved_of_a_lost_column_is_news_of_nobody() -> None:
-    stages = Stages()
-    for column in (V, W):
-        stages.fleet.send(column, UseTier("0" * 64))
-    stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
-    stages.fleet.take_losses()
-    for column in (V, W):
-        stages.say(2, stocked(column))
-        stages.own(column, stocked(column))
-    assert stages.fleet.is_owed and not stages.fleet.moves.of_tiers
-    stages.say(1, stocked(V))
-    assert not stages.fleet.is_owed
-    assert [news.holder for news in stages.fleet.moves.take_tiers()] == [V]
-
-
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_last: bool) -> None:
     stages = Stages()
@@ -291,15 +260,6 @@ def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_las
         stages.say(1, stocked(W, is_last))
 
 
-def test_each_stage_and_column_has_a_disk_of_its_own() -> None:
-    stages = Stages()
-    for column in (V, W):
-        stages.fleet.send(column, stages.fleet.tier_of(column, UseTier("0" * 64)))
-    said = [stages.heard_own(V), stages.heard_own(W), stages.heard(1), stages.heard(1)]
-    said += [stages.heard(2), stages.heard(2)]
-    assert len({message.identity for message in said}) == 6
-
-
 def test_what_one_stage_couldnt_store_is_dropped_in_the_others() -> None:
     stages, key = Stages(), b"k" * 16
     keys = words_of([key])
@@ -311,28 +271,6 @@ def test_what_one_stage_couldnt_store_is_dropped_in_the_others() -> None:
     (news,) = stages.fleet.moves.take_tiers()
     assert news.holder == W and stages.heard(1) is None
     assert (stages.heard(2).keys == keys).all()
-
-
-def test_a_member_goes_on_at_another_r_worker_of_its_stage() -> None:
-    stages = Stages()
-    members = stages.members
-    one, other = members.member(1, W), members.member(1, V)
-    stages.say(1, ColumnLost(W, "gone", "it left"))
-    stages.fleet.take_losses()
-    members.placement.move(one, other)
-    stages.fleet.groups[W].begin(stages.fleet.groups[W].shards)
-    stages.fleet.revive(W)
-    stages.fleet.send(W, TakeOver(9, np.array([7, 8]), np.array([10, 5], np.int32)))
-    assert stages.heard(1) == PlaceColumn(W, V)
-    asked = stages.heard(1)
-    assert isinstance(asked, TakeOver) and asked.holder == W
-    for stage, counts in ((1, [8, 5]), (2, [9, -1])):
-        stages.say(stage, ColumnTakenOver(W, np.array(counts, np.int32), NONE_KEPT))
-    stages.own(W, TakenOver(np.array([10, 5], np.int32)))
-    ((column, joined),) = stages.answers
-    assert column == W and joined.num_tokens.tolist() == [8, -1]
-    stages.fleet.send(W, CloseSequence(8))
-    assert stages.heard(1) == CloseSequence(8, W)  # it is placed once
 
 
 def test_answers_about_a_copy_that_is_given_up_are_of_the_r_worker_that_was_asked() -> None:
@@ -372,19 +310,6 @@ def test_a_stage_that_says_what_cannot_be_is_let_go_and_not_one_that_is_gone() -
     stages.links.shut_down()
     assert isinstance(stages.heard(1), Shutdown)
     assert stages.links.gone == {2}
-
-
-def test_replicas_are_spoken_of_by_columns() -> None:
-    stages = Stages()
-    members = stages.members
-    one, other = members.member(2, W), members.member(2, V)
-    members.send(one, Replicate("s2-r0", "", 1, 1, 60.0))
-    assert stages.heard(2) == Replicate("s2-r0", "", 1, 1, 60.0, W)
-    members.send(other, DropCache(9, one, other))
-    assert stages.heard(2) == DropCache(9, W, V)
-    stages.say(2, Replicated(W, 0, 3, 1))
-    stages.say(2, Dropped(V, W))
-    assert members.events.take_replicas() == [Replicated(one, 0, 3, 1), Dropped(other, one)]
 
 
 def test_a_member_that_the_first_stage_gives_up_is_given_up_there() -> None:
@@ -552,15 +477,6 @@ class TestRelay:
         self.pool = StagePool(hub, 60.0, stages=self.links)
         self.relay = Relay(self.pool, self.links, session=5)
 
-    def test_a_column_is_placed_and_its_cache_is_the_stages_own(self) -> None:
-        self.relay.obey(PlaceColumn(W, V))
-        self.relay.obey(TakeOver(9, np.array([7]), np.array([10], np.int32), W))
-        assert self.workers[W].poll() is None
-        told: Any = self.workers[V].poll()
-        assert (told.session, told.holder) == (5, W)
-        self.relay.obey(DropCache(9, W, V))
-        assert self.workers[V].poll() == DropCache(5, W, V)
-
     def test_a_column_that_was_taken_over_is_lost_once_its_cache_is_dropped(self) -> None:
         """The step in flight would ask for a cache that is not there any more."""
         self.relay.obey(ColumnLost(W, "gone", "it left"))
@@ -570,18 +486,6 @@ class TestRelay:
         assert self.pool.is_lost(W) and not self.pool.is_lost(V)
         self.pool.send(W, CloseSequence(7))
         assert list(iter(self.workers[V].poll, None)) == [DropCache(5, W, V)]
-
-    def test_answers_and_losses_are_passed_on_in_their_order(self) -> None:
-        self.relay.obey(OpenSequence(7, 100, V))
-        self.workers[V].send(Refused(7, *FULL))  # type: ignore[arg-type]
-        received = self.pool.receive()
-        assert received is not None
-        self.relay.obey(ColumnLost(V, "gone", "it is silent"))
-        self.relay.pass_on([received, *self.pool.take_losses()])
-        assert self.first.poll() == StageAnswer(V, 7, *FULL)
-        assert self.first.poll() == ColumnLost(V, "gone", "it is silent")
-        self.relay.pass_on([])
-        assert self.first.poll() is None
 
     def test_it_is_reported_once_whether_a_lost_r_worker_has_a_replacement(self) -> None:
         waiting: dict[int, Any] = {}

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from state_machine import HELLO
 from trouble import NotFinite, give
 
-from cpu_kernels import reference
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
@@ -38,7 +37,6 @@ from fastdecode.wire.messages import (
 )
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
-from rworker.worker import start_worker_thread
 from sworker.buffers import LENT_LAYERS, Staging
 
 WAIT_S = 60.0
@@ -56,22 +54,6 @@ def fleet_of(num_peers: int) -> tuple[WorkerPool, list[InprocConnection[FromRWor
         for i in range(num_peers)
     ]
     return WorkerPool(hub, WAIT_S), ends
-
-
-def test_a_holder_that_only_stores_answers_each_layer_once() -> None:
-    span: Any = SimpleNamespace(
-        query_rows=slice(0, 0), closed=(), begin=SimpleNamespace(step=7), rows=slice(0, 4)
-    )
-    part = remote._HolderStep(span, None)
-
-    def owed(layer: int) -> int:
-        return part.owed(AttendResult(7, 0, layer, np.zeros((0, 1, 1)), None, 0.0))
-
-    assert [owed(0), owed(1)] == [0, 1]
-    part.take(1)  # any order is right
-    assert [owed(0), owed(1), owed(2), owed(-1)] == [0, 0, 2, 0]
-    part.take(0)
-    assert owed(0) == 2
 
 
 def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
@@ -173,37 +155,6 @@ def test_control_characters_reach_no_log(caplog: pytest.LogCaptureFixture) -> No
     assert Refused(1, "x", "a\rb").message == r"a\rb"
 
 
-def test_a_neighbour_takes_over_a_lost_holder() -> None:
-    """The fleet routes holders to peers: one R-worker keeps two."""
-    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    kernels: Any = reference
-    workers = [
-        start_worker_thread(
-            f"r{i}", kv_bytes=1 << 20, hub=hub, executor=AttentionExecutor(kernels=kernels)
-        )
-        for i in range(2)
-    ]
-    fleet = WorkerPool(hub, WAIT_S)
-    hello = replace(HELLO, max_blocks=8)
-    assert {i: welcome.worker for i, welcome in greet(fleet, hello).items()} == {0: "r0", 1: "r1"}
-    workers[0].connection.close()
-    fleet.send(0, OpenSequence(1, 8))
-    assert [holder for holder, _ in fleet.take_losses()] == [0]
-    fleet.placement.move(0, to=1)
-    assert not fleet.lost and fleet.peer(0) == fleet.peer(1) == "R-worker r1"
-    fleet.send(0, hello)
-    answered = fleet.receive()
-    assert answered is not None and answered[0] == 0 and isinstance(answered[1], Welcome)
-    for holder in (0, 1):
-        fleet.send(holder, OpenSequence(1, 8))
-    assert [fleet.receive(), fleet.receive()] == [(0, Accepted(1)), (1, Accepted(1))]
-    workers[1].connection.close()
-    fleet.send(1, OpenSequence(2, 8))
-    assert [holder for holder, _ in fleet.take_losses()] == [HolderId(0), HolderId(1)]
-    for worker in workers:
-        worker.join(WAIT_S)
-
-
 class OfAnotherDtype(AttentionExecutor):
     """Answers with half of what was agreed."""
 
@@ -212,9 +163,7 @@ class OfAnotherDtype(AttentionExecutor):
         return replace(result, o=np.ones(result.o.shape, np.uint16))
 
 
-def test_o_of_another_dtype_is_not_believed(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o_of_another_dtype_is_not_believed(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "dtype": "float32",
         "r_threads": 1,
@@ -224,7 +173,7 @@ def test_o_of_another_dtype_is_not_believed(
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def tokens() -> tuple[list[tuple[int, ...]], int]:
-        with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        with LLM(llama, **options) as llm:
             outputs = llm.generate(prompts([3, 9, 4, 5], seed=2), greedy)
             return [
                 output.completions[0].token_ids for output in outputs
@@ -262,7 +211,7 @@ def test_who_lies_in_a_group_is_given_up_alone(
     assert caplog.text.count("R-worker r1 is lost: it answered o of uint16 (") == 1
 
 
-def answers(model: Path, **options: Any) -> tuple[list[Any], int]:
+def answers(model: Path | str, **options: Any) -> tuple[list[Any], int]:
     """Tokens or error codes of some requests, and how many R-workers are left."""
     sampled = replace(GREEDY, temperature=0.9, top_p=0.9, seed=5, n=2)
     asked = [GREEDY, sampled, GREEDY, GREEDY, sampled]
@@ -302,9 +251,7 @@ def test_o_that_is_not_finite_is_not_believed(
 
 
 def test_in_16_bits_too(
-    tiny_checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class In16Bits(NotFinite):
         def compute(self, compute: Compute) -> AttendResult:
@@ -313,12 +260,12 @@ def test_in_16_bits_too(
             return replace(result, o=nan if self._left < 0 else result.o)
 
     give(monkeypatch, {"r0": lambda: In16Bits(what=0)})
-    found, num_live = answers(tiny_checkpoint("llama"), **HERE, dtype="bfloat16")
+    found, num_live = answers(llama, **HERE, dtype="bfloat16")
     assert num_live == 1 and all(isinstance(one, list) for one in found)
     assert "R-worker r0 is lost: it answered NaN or Inf in layer" in caplog.text
 
 
-def with_weights(model: Path, to: Path, name: str, change: Callable[[Any], None]) -> Path:
+def with_weights(model: Path | str, to: Path, name: str, change: Callable[[Any], None]) -> Path:
     """A copy of a model, one of whose weights is another."""
     shutil.copytree(model, to)
     weights = load_file(to / "model.safetensors")
@@ -349,12 +296,10 @@ def test_a_request_that_is_not_finite_by_itself_fails_alone(
     assert [found[i] for i in others] == [expected[i] for i in others]
 
 
-def test_kv_that_overflows_in_the_cache_is_nobodys_fault(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_kv_that_overflows_in_the_cache_is_nobodys_fault(llama: str, tmp_path: Path) -> None:
     """What was sent is finite; as float16, in which it is kept, it isn't."""
     hot = with_weights(
-        tiny_checkpoint("llama"),
+        llama,
         tmp_path / "hot",
         "model.layers.0.self_attn.v_proj.weight",
         lambda weight: weight.mul_(1e8),

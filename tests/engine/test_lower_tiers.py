@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,38 +57,35 @@ def on_disk(directory: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
+def plain(llama: str) -> Said:
     options = {**SMALL, "prefix_cache": "off"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
         return talk_in_turns(llm)
 
 
 @pytest.mark.parametrize("way", WAYS + MORE_WAYS * TRIES_ALL, ids=str)
 def test_what_was_on_disk_says_the_same(
-    way: dict[str, Any], tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+    way: dict[str, Any], tmp_path: Path, llama: str, plain: Said
 ) -> None:
     options = {**SMALL, "cache_disk": str(tmp_path), "cache_disk_gb": 0.001, **way}
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, **options) as llm:
+    with LLM(llama, **options) as llm:
         first, *again = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
         assert first == plain or "kv_dtype" in way
         assert all(said == first for said in again)
         counts = llm.stats.tiers
         assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
-    with LLM(path, **options) as llm:  # found again
+    with LLM(llama, **options) as llm:  # found again
         assert talk_in_turns(llm) == first
         assert llm.stats.tiers.num_found > 0
         assert llm.stats.num_cached_prompt_tokens > 0
 
 
 @pytest.mark.parametrize("kv_dtype", ["int4", *["int8"] * TRIES_ALL])
-def test_quantized_blocks_come_back_as_they_went(
-    kv_dtype: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_quantized_blocks_come_back_as_they_went(kv_dtype: str, tmp_path: Path, llama: str) -> None:
     """Scales and all. (What is computed again may be rounded otherwise, so
     tokens needn't be those without a disk.)"""
     options = on_disk(tmp_path, kv_dtype=kv_dtype, kv_memory_gb=0.00006, swap_threshold=0.9)
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **options) as llm:
         talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
         counts = llm.stats.tiers
         assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
@@ -97,24 +93,24 @@ def test_quantized_blocks_come_back_as_they_went(
 
 
 def test_head_shares_that_were_swapped_are_no_ones_blocks(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+    tmp_path: Path, llama: str, plain: Said
 ) -> None:
     """Two R-workers' files with equal headers but for whose heads they hold."""
-    path, heads = str(tiny_checkpoint("llama")), {"r_workers": 2, "r_partition": "heads"}
+    heads = {"r_workers": 2, "r_partition": "heads"}
     options = on_disk(tmp_path, **heads, kv_memory_gb=0.0001)
-    with LLM(path, **options) as llm:
+    with LLM(llama, **options) as llm:
         assert talk_in_turns(llm) == plain
     one, other = slot_files(tmp_path)
     assert one.parent != other.parent
     one.rename(tmp_path / "moved"), other.rename(one), (tmp_path / "moved").rename(other)
-    with LLM(path, **options) as llm:
+    with LLM(llama, **options) as llm:
         assert talk_in_turns(llm) == plain
         assert llm.stats.tiers.num_found == 0
 
 
 @pytest.mark.parametrize(("kv_dtype", "num_stages"), [("auto", 1), ("int8", 1), ("auto", 2)])
 def test_what_was_in_host_memory_says_the_same(
-    kv_dtype: str, num_stages: int, tiny_checkpoint: Callable[..., Path], plain: Said
+    kv_dtype: str, num_stages: int, llama: str, plain: Said
 ) -> None:
     device = {**SMALL, "kv_placement": "gpu", "cache_memory_gb": 0.001, "kv_dtype": kv_dtype}
     device["pp"] = num_stages
@@ -122,32 +118,26 @@ def test_what_was_in_host_memory_says_the_same(
         device["kv_memory_gb"] = 0.0001
     if kv_dtype == "int8":
         device["kv_memory_gb"] = 0.00004
-    with LLM(str(tiny_checkpoint("llama")), **device) as llm:
+    with LLM(llama, **device) as llm:
         talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
         counts = llm.stats.tiers
         assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
     assert all(said == plain for said in talks) or kv_dtype == "int8"
 
 
-def test_a_device_finds_no_blocks_of_r_workers(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
-) -> None:
+def test_a_device_finds_no_blocks_of_r_workers(tmp_path: Path, llama: str, plain: Said) -> None:
     """The blocks are laid out differently, in files of their own."""
-    path = str(tiny_checkpoint("llama"))
     for placement in ("r", "gpu", "r"):
-        with LLM(path, **on_disk(tmp_path), kv_placement=placement) as llm:
+        with LLM(llama, **on_disk(tmp_path), kv_placement=placement) as llm:
             assert talk_in_turns(llm) == plain
             num_found = llm.stats.tiers.num_found
     assert num_found > 0, "of the first run"
     assert len({file.parent for file in slot_files(tmp_path)}) == 2
 
 
-def test_damaged_blocks_are_run_again(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
-) -> None:
-    path = str(tiny_checkpoint("llama"))
+def test_damaged_blocks_are_run_again(tmp_path: Path, llama: str, plain: Said) -> None:
     options = {**SMALL, "cache_disk": str(tmp_path), "cache_disk_gb": 0.001}
-    with LLM(path, **options) as llm:
+    with LLM(llama, **options) as llm:
         assert talk_in_turns(llm) == plain
     (file,) = slot_files(tmp_path)
     header = read_slots(file)
@@ -156,7 +146,7 @@ def test_damaged_blocks_are_run_again(
     for at in range(header[1].shape.data_start(header[1].num_slots), len(data), 700):
         data[at] ^= 1
     file.write_bytes(data)
-    with LLM(path, **options) as llm:
+    with LLM(llama, **options) as llm:
         assert talk_in_turns(llm) == plain
         counts = llm.stats.tiers
         assert counts.num_found > 0 and counts.num_failed > 0
@@ -164,10 +154,8 @@ def test_damaged_blocks_are_run_again(
         assert counts.num_unread == counts.num_unwritten == counts.num_late == 0
 
 
-def test_a_fine_tune_with_equal_headers_finds_nothing(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    base = tiny_checkpoint("llama")
+def test_a_fine_tune_with_equal_headers_finds_nothing(tmp_path: Path, llama: str) -> None:
+    base = llama
     tuned = tmp_path / "tuned"
     shutil.copytree(base, tuned)
     weights = bytearray((tuned / WEIGHTS_FILE).read_bytes())
@@ -185,9 +173,9 @@ def test_a_fine_tune_with_equal_headers_finds_nothing(
         assert talk_in_turns(llm, 2) == said
 
 
-def test_what_a_hash_of_weights_is_of(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+def test_what_a_hash_of_weights_is_of(tmp_path: Path, llama: str) -> None:
     model = tmp_path / "model"
-    shutil.copytree(tiny_checkpoint("llama"), model)
+    shutil.copytree(llama, model)
     known = tmp_path / "known"
     first = weights_hash(open_checkpoint(model), known)
     assert len(list(known.iterdir())) == 1
@@ -214,14 +202,12 @@ def test_a_disk_needs_room_for_every_r_worker_of_the_process(
         own_disk(EngineConfig.of("dir", **asked, r_workers=3, spare_r_workers=1))
 
 
-def test_a_disk_that_is_too_small_is_an_error_at_the_start(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_disk_that_is_too_small_is_an_error_at_the_start(llama: str, tmp_path: Path) -> None:
     options = {**SMALL, "cache_disk": str(tmp_path)}
     with pytest.raises(ConfigError, match="belong together"):
-        LLM(str(tiny_checkpoint("llama")), **options)
+        LLM(llama, **options)
     with pytest.raises(ConfigError, match="are free in"):
-        LLM(str(tiny_checkpoint("llama")), **options, cache_disk_gb=9e5)
+        LLM(llama, **options, cache_disk_gb=9e5)
     with pytest.raises(ConfigError, match="needs prefix_cache='on'"):
         EngineConfig.of("dir", prefix_cache="off", cache_disk="x", cache_disk_gb=1)
     with pytest.raises(ConfigError, match="is the host tier of KV on the device"):
@@ -230,3 +216,44 @@ def test_a_disk_that_is_too_small_is_an_error_at_the_start(
         EngineConfig.of(
             "dir", r_worker_addresses=("tcp://127.0.0.1:1",), cache_disk="x", cache_disk_gb=1
         )
+
+
+# Stages: a block is there where every stage has its layers of it.
+
+STAGES: list[dict[str, Any]] = [{"pp": 2}, {"pp": 3, "r_workers": 2, "lanes": 3}]
+MORE_STAGES: list[dict[str, Any]] = [{"pp": 2, "lanes": 2}, {"pp": 3}, {"pp": 2, "r_workers": 2}]
+
+
+@pytest.mark.parametrize("way", STAGES + MORE_STAGES * TRIES_ALL, ids=str)
+def test_what_was_on_the_stages_disks_says_the_same(
+    way: dict[str, Any], tmp_path: Path, llama: str, plain: Said
+) -> None:
+    options = on_disk(tmp_path, kv_memory_gb=0.0001, **way)
+    with LLM(llama, **options) as llm:
+        assert all(one == plain for one in until_some_are_fetched(llm, lambda: talk_in_turns(llm)))
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+    assert len(slot_files(tmp_path)) == way["pp"] * way.get("r_workers", 1)
+    with LLM(llama, **options) as llm:  # found again
+        assert llm.stats.tiers.num_found == 0  # until the first step takes news
+        assert talk_in_turns(llm) == plain
+        assert llm.stats.tiers.num_found > 0
+        assert llm.stats.num_cached_prompt_tokens > 0
+    with LLM(llama, **{**options, "pp_layers": "2,1" if way["pp"] == 2 else "1,1,1"}) as llm:
+        assert talk_in_turns(llm) == plain
+        assert (llm.stats.tiers.num_found > 0) == (way["pp"] == 3)  # of those layers
+
+
+def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
+    tmp_path: Path, llama: str, plain: Said
+) -> None:
+    """Remove the files of one stage: blocks of the others would fill their disks."""
+    options = on_disk(tmp_path, kv_memory_gb=0.0001, pp=2)
+    with LLM(llama, **options) as llm:
+        until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+    shutil.rmtree(slot_files(tmp_path)[0].parent)
+    with LLM(llama, **options) as llm:
+        talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+        assert all(said == plain for said in talks)
+        counts = llm.stats.tiers
+        assert counts.num_found == 0 and counts.num_fetched > 0 and counts.num_failed == 0

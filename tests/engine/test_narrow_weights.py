@@ -3,6 +3,7 @@ with the weights widened to float32, and depend on their request alone."""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,17 @@ def run(path: Path, asked: list[list[int]], params: Any, **options: Any) -> list
     return [list(output.completions[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    list(zip([*DENSE, *EXPERTS], itertools.cycle(["bfloat16", "float16"]), strict=False)),
+)
 def test_greedy_tokens(family: str, dtype: str, clear: Any) -> None:
     path, asked, tokens = clear(family, dtype)
     assert run(path, asked, GREEDY) == tokens
     assert run(path, asked[1:2], GREEDY, prefill_chunk=6) == tokens[1:2]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "bfloat16"), ("qwen3_moe", "float16")])
 def test_sampled_tokens(family: str, dtype: str, clear: Any) -> None:
     path, asked, _ = clear(family, dtype)
     tokens = run(path, asked, DRAWN)

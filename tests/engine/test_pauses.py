@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from state_machine import HELLO
 
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import LONGEST_PAUSE_S, HubReplacements
-from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
+from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker, Welcome
+from fastdecode.wire.transport import SoleHub
+from fastdecode.wire.zmq.hub import ZmqHub
+from fastdecode.wire.zmq.line import wait_for
+from fastdecode.wire.zmq.listener import ZmqListener
+from rworker.attention import AttentionExecutor
+from rworker.state import RWorkerState
+from rworker.worker import serve
 
 
 class Willing:
-    """A connection to an R-worker that welcomes whoever greets it."""
+    """A connection to an R-worker that answers every ``Hello``."""
 
     peer = "R-worker r0"
     heard_s = None
@@ -61,7 +72,7 @@ class Job:
         self.comes = HubReplacements(Place(), HELLO, Deadlines(timeout_s, clock=lambda: self.now_s))
 
     def waits_s(self, *, serves_s: float) -> float:
-        """How long nobody comes, after a loss; then one does, and serves so long."""
+        """Return the seconds from a loss to a replacement, which then serves ``serves_s``."""
         lost_s = self.now_s
         while not self.comes.look([0]):
             self.now_s += 0.25
@@ -88,3 +99,51 @@ def test_one_that_has_served_for_long_comes_at_once() -> None:
     assert job.waits_s(serves_s=LONGEST_PAUSE_S) > 1.0
     assert job.waits_s(serves_s=0.01) == 0.0
     assert job.waits_s(serves_s=0.01) == pytest.approx(1.0, abs=0.25), "and from the beginning"
+
+
+pytest.importorskip("zmq")
+
+
+def test_one_that_was_given_up_though_it_lives_may_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = ZmqListener("tcp://127.0.0.1:*", "r")
+
+    def serve_two() -> None:
+        for _ in range(2):
+            connection = listener.accept(30.0)
+            assert connection is not None
+            serve(
+                SoleHub(connection),
+                RWorkerState("r", kv_bytes=1 << 20, num_threads=1),
+                AttentionExecutor(num_threads=1),
+            )
+
+    thread = threading.Thread(target=serve_two)
+    thread.start()
+    hub = ZmqHub()
+    spec = AttentionSpec(2, 1, 16, 1.0)
+    hello = Hello(
+        PROTOCOL_VERSION, "model", KVSpec(1, 1, 16, DType.FLOAT32, 16), (spec,), DType.FLOAT32
+    )
+    try:
+        hub.add(listener.address).send(hello)
+        assert isinstance(hub.receive_any(60.0)[1], Welcome)
+        made: list[Any] = []
+        reconnect = hub.reconnect
+        monkeypatch.setattr(
+            hub, "reconnect", lambda index: made.append(reconnect(index)) or made[-1]
+        )
+        # The connection to the lost one is still open.
+        replacements = HubReplacements(hub, hello, Deadlines(60.0))
+        assert wait_for(
+            lambda: replacements.look([0]) or None,
+            lambda: made[-1].sockets if made[-1].is_open else (),
+            threading.RLock(),
+            30.0,
+        )
+        replacements.admit(0)
+    finally:
+        hub.close()
+        thread.join(30)
+        listener.close()

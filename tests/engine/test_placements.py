@@ -1,30 +1,30 @@
 """A request's tokens are those of one plain engine, wherever layers, heads and KV are.
 
 ``test_feature_pairs.py`` has each pair of features with a loss, and ``test_simulated_faults.py``
-faults at random moments. Here are other families, other ways to run, and what ends a job.
+faults at random moments. Here are other families, other ways to run, and what ends an
+R-worker or a job.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, FEW_FAMILIES, prompts
-from mixed_requests import OPTIONS, mixed_requests, tokens
-from trouble import crash_after
+from checkpoints import FEW_FAMILIES, prompts
+from mixed_requests import OPTIONS, mixed_requests, plain, tokens
+from trouble import Trouble, crash_after, give
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.sequence import PromptRequest
+from fastdecode.engine.figures import EngineFigures
 from sworker.worker import Pass, SWorker
 
 Make = Callable[..., Path]
-Tokens = list[list[tuple[int, ...]]]
 
 ON_DEVICE: dict[str, Any] = {"dtype": "float32", "kv_memory_gb": 0.01, "kv_placement": "gpu"}
 STAGES: dict[str, Any] = {**OPTIONS, "pp": 3, "pp_layers": "1,1,1"}
@@ -35,32 +35,14 @@ HEADS: dict[str, Any] = {**OPTIONS, "r_partition": "heads"}
 PARTS: dict[str, Any] = {**OPTIONS, "split_tokens": 16, "block_size": 16}
 
 
-@cache
-def plain(path: str) -> Tokens:
-    """Return what one engine with one R-worker says."""
-    with LLM(path, **OPTIONS) as llm:
-        return tokens(llm, mixed_requests())
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_checkpoint: Make) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
 @pytest.fixture(scope="module")
 def six_heads(tiny_checkpoint: Make) -> str:
     """Enough KV heads for three R-workers."""
     return str(tiny_checkpoint("llama", num_key_value_heads=6))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_familys_tokens_in_stages(family: str, tiny_checkpoint: Make) -> None:
-    path = str(tiny_checkpoint(family))
-    with LLM(path, **STAGES, r_workers=2, lanes=4, prefill_chunk=16) as llm:
-        assert tokens(llm, mixed_requests()) == plain(path)
-
-
 OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "stages": {**STAGES, "r_workers": 2, "lanes": 4, "prefill_chunk": 16},
     "stages' devices": {**STAGES_ON_DEVICES, "prefill_chunk": 16, "lanes": 4},
     "swapped": {**SWAPPED, "prefill_chunk": 16, "block_size": 16},
     "prompt stages": {**OPTIONS, "prompt_pp": 2, "prefill_chunk": 16},
@@ -217,6 +199,53 @@ def test_a_stage_without_r_workers_ends_the_job_at_once(
         assert not any(output.ok for output in outputs)
         assert all(reason in str(output.error) for output in outputs)
         assert llm.stats.num_rejoined == options.get("spare_r_workers", 0)
+
+
+def test_figures_say_once_which_r_worker_is_lost(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(monkeypatch, {"r1": 0})
+    with LLM(llama, **OPTIONS, r_workers=2) as llm:
+        assert tokens(llm, mixed_requests()) == plain(llama)
+        figures: list[EngineFigures] = []
+        llm.service.call(lambda running: figures.append(running.engine.figures()))
+    alive, lost = figures[0].r_workers
+    assert alive.lost is None and lost.lost is not None
+    assert lost.name not in lost.lost and lost.lost.startswith("it "), lost
+
+
+def test_a_hung_r_worker_is_given_up(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be slow on a busy machine: it has three seconds."""
+    woken = threading.Event()
+
+    def hang() -> None:
+        assert woken.wait(60)
+
+    give(monkeypatch, {"r1": lambda: Trouble(13, hang)})
+    try:
+        with LLM(llama, **OPTIONS, r_workers=3, worker_timeout_s=3.0) as llm:
+            assert tokens(llm, mixed_requests()) == plain(llama)
+            engine = llm.snapshot().engine
+            assert engine.num_live_r_workers == 2 and engine.has_hung_r_workers
+            assert llm.stats.num_recomputed > 0
+    finally:
+        woken.set()
+
+
+def test_when_all_are_lost_every_request_says_so(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what was done by then."""
+    crash_after(monkeypatch, {"r0": 20, "r1": 20})
+    short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 24))
+    with LLM(llama, **OPTIONS, r_workers=2) as llm:
+        outputs = llm.generate(prompts([3, 4, 5], seed=2), [short, long, long])
+        assert outputs[0].ok
+        for output in outputs[1:]:
+            assert isinstance(output.error, WorkerError)
+            assert "no more memory" in str(output.error)
+        (later,) = llm.generate([[5]], short)  # it takes no more requests, and says why
+        assert isinstance(later.error, WorkerError)
 
 
 @pytest.mark.parametrize(("prompt_pp", "name"), [(0, "stage 1"), (2, "prompt stage 1")])

@@ -1,5 +1,5 @@
-"""Kept KV blocks change no token: not by hits, evictions, losses, or whoever
-keeps them."""
+"""Kept KV blocks change no token: not by hits, evictions, losses, or whoever keeps them, nor
+where earlier blocks of a conversation were given up and later ones weren't."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from checkpoints import FAMILIES, prompts
+from checkpoints import FEW_FAMILIES, prompts
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.keeping import Keeping
@@ -18,27 +18,41 @@ from fastdecode.core.sequence import CacheUse, RequestOutput
 from fastdecode.engine.figures import EngineFigures
 
 Said: TypeAlias = "list[list[list[int]]]"
+Texts: TypeAlias = "list[tuple[int, ...]]"
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=9, n=3, ignore_eos=True)
 ANYBODY = CacheUse()
 COMMON = 130
 """More than two blocks of 64."""
 OWN = (0, 1, 17, 62, 33)
 NEW = (3, 20, 1, 16, 8)
-SHARED: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02}
+NAMES, TURNS = ("a", "b", "c", "a", "b", "a"), (90, 70, 55, 9, 30, 1)
+"""Conversations, and the new tokens of their turns."""
+BLOCK = 16
+SHARED: dict[str, Any] = {
+    "dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02, "block_size": BLOCK,
+}  # fmt: skip
 WAYS: list[dict[str, Any]] = [
     {"prefill_chunk": 23},
-    {"prompt_attention": "s"},
-    {"r_workers": 3, "prefill_chunk": 16, "prompt_attention": "s"},
-    {"r_workers": 3, "lanes": 2, "max_num_sequences": 5},
-    {"r_workers": 2, "lanes": 2, "schedule": "stabilized", "load_limit": 2000},
+    {"prompt_attention": "s", "prefill_chunk": 16},
+    {"r_workers": 3, "prompt_attention": "s"},
+    {"r_workers": 3, "lanes": 2, "max_num_sequences": 5, "prefill_chunk": 7},
+    {"r_workers": 2, "lanes": 2, "schedule": "stabilized", "load_limit": 4000},
     {"length_quantile": 0.5, "schedule": "synchronized"},
-    {"kv_placement": "gpu", "prefill_chunk": 16},
-    {"r_workers": 2, "r_partition": "heads", "prefill_chunk": 16},
+    {"kv_placement": "gpu", "prefill_chunk": 33},
+    {"r_workers": 2, "r_partition": "heads", "prompt_attention": "s", "prefill_chunk": 16},
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s"},
     {"r_workers": 2, "split_tokens": 64, "prefill_chunk": 23, "lanes": 2},
     {"kv_memory_gb": 0.0002, "max_num_sequences": 2},  # 16 blocks: hardly more than one needs
+    {"prompt_pp": 1, "prefill_chunk": 512},
+    {"prompt_pp": 2, "pp": 2, "r_workers": 2, "lanes": 2, "prefill_chunk": 23},
+    {"prompt_pp": 1, "kv_placement": "gpu", "prefill_chunk": 48},
+    {"prompt_pp": 2, "r_workers": 2, "replicas": 1},
+    {"pp": 2, "pp_layers": "1,2"},
 ]
+WITHOUT_GAPS = {"split_tokens", "prompt_pp", "kv_memory_gb"}
+"""Options with which a prompt begins with contiguous blocks only, or with few."""
 
 
 def tokens_of(outputs: list[RequestOutput]) -> Said:
@@ -61,47 +75,86 @@ def script(llm: LLM, cache: CacheUse = ANYBODY) -> Said:
     return tokens_of([*first, *llm.generate(turns, GREEDY, cache=cache)])
 
 
+def talk_with_gaps(llm: LLM, cache: CacheUse = ANYBODY, *, holes: bool = False) -> Texts:
+    """Turns of three conversations that begin alike, two at a time, beside a
+    prompt that decodes; between them all lose their second and third block."""
+    said: Texts = []
+    (common, beside), asked = prompts((2 * BLOCK + 5, 20), seed=2), prompts(TURNS, seed=1)
+    begun: set[str] = set()
+    for first in range(0, len(asked), 2):
+        names = NAMES[first : first + 2]
+        news = [
+            new if name in begun else common + new
+            for name, new in zip(names, asked[first:], strict=False)
+        ]
+        begun.update(names)
+        ids = [f"{name} {cache.is_off}" for name in (*names, f"beside {first}")]
+        outputs = llm.generate([*news, beside], FIVE, conversation_id=ids, cache=cache)
+        said += [output.completions[0].token_ids for output in outputs]
+        if holes:
+            make_holes(llm)
+    return said
+
+
+def make_holes(llm: LLM) -> None:
+    stock = llm._running.engine._lifecycle.scheduler.ledger.cache.stock
+    for holder in stock.holders:
+        index = stock[holder]
+        gone = [block for block in index if block.num_tokens in (2 * BLOCK, 3 * BLOCK)]
+        for block in gone:
+            index.idle.remove(block)
+            index.blocks.forget(block)
+        stock.orders.forget(holder, [block.key for block in gone])
+
+
 @pytest.fixture(scope="module")
-def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
-    """What the script comes to without a cache."""
-    with LLM(str(tiny_checkpoint("llama")), **SHARED, prefix_cache="off") as llm:
-        said = script(llm)
+def plain(llama: str) -> tuple[Said, Texts]:
+    """What the scripts come to without a cache."""
+    with LLM(llama, **SHARED, prefix_cache="off") as llm:
+        said = script(llm), talk_with_gaps(llm)
         assert llm.stats.num_cached_prompt_tokens == 0
     return said
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_family_says_the_same(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(str(tiny_checkpoint(family)), **SHARED, prefix_cache="on") as llm:
-        alone = script(llm, CacheUse(is_off=True))
+    """Windows, ALiBi and soft-caps know tokens by their positions."""
+    # Else no layer of this one would see the holes.
+    wide = {"sliding_window": 100} if family == "mistral" else {}
+    options = {**SHARED, "prefix_cache": "on", "prompt_attention": "s"}
+    with LLM(str(tiny_checkpoint(family, **wide)), **options) as llm:
+        off = CacheUse(is_off=True)
+        alone = script(llm, off), talk_with_gaps(llm, off)
         assert llm.stats.num_cached_prompt_tokens == 0
-        assert script(llm) == alone
-        assert llm.stats.num_cached_prompt_tokens > 12 * 128
+        assert (script(llm), talk_with_gaps(llm, holes=True)) == alone
+        assert llm.stats.num_cached_prompt_tokens > 12 * 128 and llm.stats.num_gap_tokens > 0
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_of_keeping_kv_says_the_same(
-    way: dict[str, Any], tiny_checkpoint: Callable[..., Path], plain: Said
+    way: dict[str, Any], llama: str, plain: tuple[Said, Texts]
 ) -> None:
-    options = {**SHARED, "block_size": 16, "prefix_cache": "on", **way}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
-        assert script(llm) == plain
+    options = {**SHARED, "prefix_cache": "on", **way}
+    if way.get("kv_placement") == "gpu":
+        del options["r_threads"]
+    with LLM(llama, **options) as llm:
+        assert (script(llm), talk_with_gaps(llm, holes=True)) == plain
         assert llm.stats.num_cached_prompt_tokens > 0
+        assert llm.stats.num_gap_tokens > 0 or WITHOUT_GAPS & way.keys()
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_quantised_blocks_are_kept_as_they_are(
-    kv_dtype: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    """What is kept says the same each time. (What is run in another batch is
-    rounded otherwise, with or without a cache.)"""
+def test_quantised_blocks_are_kept_as_they_are(kv_dtype: str, llama: str) -> None:
+    """What is kept says the same each time, and is reused around a gap. (What is run in
+    another batch is rounded otherwise, with or without a cache.)"""
     asked = [own + own for own in prompts((40, 90), seed=6)]
-    options = {**SHARED, "block_size": 16, "kv_dtype": kv_dtype, "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **SHARED, kv_dtype=kv_dtype, prefix_cache="on") as llm:
         llm.generate(asked, GREEDY)
         kept = [tokens_of([llm.generate(prompt, GREEDY)[0] for prompt in asked]) for _ in range(3)]
         assert kept[0] == kept[1] == kept[2]
         assert llm.stats.num_cached_prompt_tokens == 3 * (79 + 176)
+        assert len(talk_with_gaps(llm, holes=True)) == len(TURNS) + (len(TURNS) + 1) // 2
+        assert llm.stats.num_gap_tokens > 0
 
 
 def test_many_requests_run_a_common_beginning_once_on_each_r_worker(
@@ -120,10 +173,8 @@ def test_many_requests_run_a_common_beginning_once_on_each_r_worker(
 
 
 @pytest.mark.parametrize("cache", ["off", {"salt": "x"}, None])
-def test_what_is_no_cache_use_is_refused_at_the_call(
-    tiny_checkpoint: Callable[..., Path], cache: Any
-) -> None:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+def test_what_is_no_cache_use_is_refused_at_the_call(llama: str, cache: Any) -> None:
+    with LLM(llama, dtype="float32", kv_memory_gb=0.01) as llm:
         for ask in (llm.generate, llm.chat):
             asked: Any = [5, 6] if ask == llm.generate else [{"role": "user", "content": "a"}]
             with pytest.raises(RequestError, match="CacheUse, not"):
@@ -139,29 +190,19 @@ def test_an_empty_directory_name_is_not_the_current_one() -> None:
         Keeping(conversations="")
 
 
-@pytest.mark.parametrize(
-    ("others", "keeps"),
-    [
-        ({}, True),
-        ({"kv_placement": "gpu"}, True),
-        ({"split_tokens": 64}, True),
-        ({"r_partition": "heads"}, True),
-        ({"kv_placement": "hybrid"}, True),
-        ({"replicas": 1, "r_workers": 2}, True),
-    ],
-    ids=str,
-)
-def test_auto_keeps_blocks_wherever_that_is_there(others: dict[str, Any], keeps: bool) -> None:
-    options = {"kv_placement": "r", **others}
-    assert EngineConfig.of("dir", prefix_cache="auto", **options).keeps_blocks is keeps
+def test_auto_keeps_blocks_everywhere() -> None:
+    alone: list[dict[str, Any]] = [
+        {}, {"kv_placement": "gpu"}, {"split_tokens": 64}, {"r_partition": "heads"},
+        {"kv_placement": "hybrid"}, {"replicas": 1, "r_workers": 2},
+    ]  # fmt: skip
+    for options in alone:
+        config = EngineConfig.of("dir", prefix_cache="auto", **{"kv_placement": "r", **options})
+        assert config.keeps_blocks, options
 
 
-def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(llama: str) -> None:
     (prompt,) = prompts((40,), seed=2)
-    options = {**SHARED, "block_size": 16, "prefix_cache": "on"}
-    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+    with LLM(llama, **SHARED, prefix_cache="on") as llm:
 
         def cached(**use: Any) -> int:
             (output,) = llm.generate(prompt, GREEDY, cache=CacheUse(**use))
@@ -174,8 +215,8 @@ def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(
         assert stats.num_cached_prompt_tokens == 64
 
 
-def test_what_is_only_kept_is_not_told_as_used(tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(str(tiny_checkpoint("llama")), **SHARED) as llm:
+def test_what_is_only_kept_is_not_told_as_used(llama: str) -> None:
+    with LLM(llama, **SHARED) as llm:
         asked = prompts((COMMON,), seed=3)
         llm.generate(asked, GREEDY)
         figures: list[EngineFigures] = []

@@ -4,13 +4,11 @@ stage, and no step that decodes has a prompt's rows."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import prompts
-from mixed_requests import OPTIONS, mixed_requests, tokens
+from mixed_requests import OPTIONS, mixed_requests, plain, tokens
 from simulated_engines import ListeningLosses
 
 from examples import TRIES_ALL
@@ -21,20 +19,6 @@ from fastdecode.engine.setup import reach
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from rworker.attention import AttentionExecutor
-
-Make = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_checkpoint: Make) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module")
-def expected(llama: str) -> list[list[tuple[int, ...]]]:
-    with LLM(llama, **OPTIONS) as llm:
-        return tokens(llm, mixed_requests())
-
 
 ON_DEVICES: list[dict[str, Any]] = [
     {"pp": 2, "prompt_pp": 2, "pp_layers": "1,2", "prefill_chunk": 7},
@@ -136,7 +120,7 @@ def test_kv_goes_straight_to_the_r_workers_that_keep_it(
 
 
 def test_what_is_cancelled_in_the_middle_of_its_prompt_leaves_nothing_behind(
-    llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"pp": 2, "prompt_pp": 2, "r_workers": 2, "lanes": 2, "prefill_chunk": 4}
     build, cut = StepBatch.build, []
@@ -156,7 +140,7 @@ def test_what_is_cancelled_in_the_middle_of_its_prompt_leaves_nothing_behind(
         for delta in llm.deltas(gone):
             assert delta.error is not None and delta.error.code == "cancelled"
         assert {*cut} == {one.request_id for one in gone}
-        assert tokens(llm, mixed_requests()) == expected
+        assert tokens(llm, mixed_requests()) == plain(llama)
         figures = []
         llm.service.call(lambda running: figures.append(running.engine.figures()))
         assert [one.kv_blocks_used for one in figures[0].r_workers] == [0, 0]
@@ -192,13 +176,13 @@ def test_a_prompt_goes_on_behind_kept_blocks(
 
 @pytest.mark.parametrize(("pp", "lost"), [(1, 0), (2, 1)])
 def test_prompts_go_to_the_replacement_at_a_lost_r_workers_address(
-    pp: int, lost: int, llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+    pp: int, lost: int, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stage has one R-worker: no other can keep the sequences."""
     cluster = ListeningLosses(monkeypatch, lost, after=25)
     addresses = tuple(f"tcp://127.0.0.1:{5600 + number}" for number in range(pp))
     options = {"dtype": "float32", "r_worker_addresses": addresses, "prefill_chunk": 16}
     with LLM(llama, **options, pp=pp, prompt_pp=2) as llm:
-        assert tokens(llm, mixed_requests()) == expected
+        assert tokens(llm, mixed_requests()) == plain(llama)
         assert cluster.num_lost == llm.stats.num_rejoined == 1
-        assert tokens(llm, mixed_requests()) == expected
+        assert tokens(llm, mixed_requests()) == plain(llama)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -15,28 +17,34 @@ import torch
 from tokenizers import Tokenizer, models
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.cli.main import main
+from fastdecode.conversations.reuse import why_none, why_none_of
+from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn
+from fastdecode.core.cache_use import CacheUse
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
 from fastdecode.core.sequence import PromptRequest
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import Vocabulary
 from sworker.worker import SWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_checkpoint: Callable[..., Path]) -> Iterator[LLM]:
-    with LLM(
-        str(tiny_checkpoint("llama")), dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01
-    ) as llm:
+def llm(llama: str) -> Iterator[LLM]:
+    with LLM(llama, dtype="float32", r_workers=2, r_threads=1, kv_memory_gb=0.01) as llm:
         yield llm
 
 
 def test_eos_of_the_tokenizer_ends_a_text_beside_the_models_own(
-    llm: LLM, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    llm: LLM, llama: str, tmp_path: Path
 ) -> None:
     (output,) = llm.generate([[5, 6, 7]], GREEDY)
     tokens = output.completions[0].token_ids
     assert tokens[1] != tokens[0]
-    model = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
+    model = shutil.copytree(llama, tmp_path / "model")
     (model / "generation_config.json").unlink()
     tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(211)}))
     tokenizer.save(str(model / "tokenizer.json"))
@@ -129,10 +137,8 @@ def test_stop_token_ids_and_limits(llm: LLM) -> None:
     assert stopped.completions[0].finish_reason == "stop"
 
 
-def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path]) -> None:
-    with LLM(
-        str(tiny_checkpoint("llama")), dtype="float32", max_model_len=20, kv_memory_gb=0.01
-    ) as llm:
+def test_generation_ends_at_the_models_limit(llama: str) -> None:
+    with LLM(llama, dtype="float32", max_model_len=20, kv_memory_gb=0.01) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         outputs = llm.generate([[5] * 15, [5] * 19, [5] * 20], params)
     assert [len(o.completions[0].token_ids) for o in outputs[:2]] == [5, 1]
@@ -141,14 +147,13 @@ def test_generation_ends_at_the_models_limit(tiny_checkpoint: Callable[..., Path
     assert outputs[2].error.code == "prompt_too_long"
 
 
-def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_too_little_memory_is_a_refusal_and_a_queue(llama: str) -> None:
     """Few blocks: a request that can never fit is refused; those that fit one
     by one wait for each other."""
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, dtype="float32", kv_memory_gb=0.01) as roomy:
+    with LLM(llama, dtype="float32", kv_memory_gb=0.01) as roomy:
         block_bytes = 0.01e9 / roomy.facts.num_kv_blocks
         expected = roomy.generate([[5, 6]] * 6, GREEDY)
-    with LLM(path, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
+    with LLM(llama, dtype="float32", kv_memory_gb=2.5 * block_bytes / 1e9) as tight:
         assert tight.facts.num_kv_blocks == 2
         outputs = tight.generate([[5, 6]] * 6, GREEDY)
         (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=140))
@@ -188,11 +193,11 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"))
 
 
-def test_an_absent_device_is_named(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_an_absent_device_is_named(llama: str) -> None:
     with pytest.raises(ConfigError, match="cuda:99"):
-        LLM(str(tiny_checkpoint("llama")), device="cuda:99")
+        LLM(llama, device="cuda:99")
     with pytest.raises(ConfigError, match="abacus"):
-        LLM(str(tiny_checkpoint("llama")), device="abacus")
+        LLM(llama, device="abacus")
 
 
 def test_one_stream_at_a_time(llm: LLM) -> None:
@@ -204,8 +209,8 @@ def test_one_stream_at_a_time(llm: LLM) -> None:
     assert llm.generate([[5]], GREEDY)[0].ok
 
 
-def test_a_closed_llm_says_so(tiny_checkpoint: Callable[..., Path]) -> None:
-    llm = LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01)
+def test_a_closed_llm_says_so(llama: str) -> None:
+    llm = LLM(llama, dtype="float32", kv_memory_gb=0.01)
     llm.close()
     llm.close()
     with pytest.raises(ConfigError, match="closed"):
@@ -223,17 +228,13 @@ def test_arguments_of_other_types_are_refused(llm: LLM, prompts: object, params:
 @pytest.mark.parametrize(
     "error",
     [
-        torch.OutOfMemoryError("out of memory"),
         torch.distributed.DistBackendError("out of memory"),
         RuntimeError("DefaultCPUAllocator: out of memory"),
-        RuntimeError("CUDA error: out of memory"),
     ],
     ids=repr,
 )
-def test_an_s_worker_that_fails_answers_every_request(
-    error: RuntimeError, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+def test_an_s_worker_that_fails_answers_every_request(error: RuntimeError, llama: str) -> None:
+    with LLM(llama, dtype="float32", kv_memory_gb=0.01) as llm:
         with mock.patch.object(SWorker, "drawn", side_effect=error):
             outputs = llm.generate([[5], [6, 7]], GREEDY)
         (later,) = llm.generate([[5]], GREEDY)
@@ -259,8 +260,97 @@ def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
     assert again.ok
 
 
-def test_too_little_memory_for_a_block_is_a_bad_option(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+def test_too_little_memory_for_a_block_is_a_bad_option(llama: str) -> None:
     with pytest.raises(ConfigError, match="memory"):
-        LLM(str(tiny_checkpoint("llama")), kv_memory_gb=1e-6)
+        LLM(llama, kv_memory_gb=1e-6)
+
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "examples" / "model" / "checkpoint"
+PROMPT = "Gusster was a pony, and Gusster belonged to Melor."
+
+
+def test_no_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(CHECKPOINT), r_threads=1, kv_memory_gb=0.01) as llm:
+        (with_text,) = llm.generate(PROMPT, SamplingParams(seed=3, max_tokens=12))
+        asked: list[object] = []
+        for name in ("text", "token", "byte_level_bytes", "fallback_byte"):
+            monkeypatch.setattr(Vocabulary, name, lambda self, ids: asked.append(ids))
+        (without,) = llm.generate(
+            PROMPT, SamplingParams(seed=3, max_tokens=12, detokenize=False, logprobs=1)
+        )
+    assert with_text.text and without.text == ""
+    assert without.completions[0].token_ids == with_text.completions[0].token_ids
+    assert without.completions[0].logprobs is not None
+    assert not asked
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match=r"detokenize.*stop strings.*stop_token_ids") as refused:
+        SamplingParams(stop=("x",), detokenize=False)
+    assert refused.value.code == "invalid_sampling_params"
+    with pytest.raises(RequestError, match="must be true or false"):
+        SamplingParams(detokenize=1)  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=(3,), detokenize=False).stop_token_ids == (3,)
+
+
+def test_a_chat_turn_needs_the_text_of_its_answer() -> None:
+    codec = TextCodec(None)
+    with closing(ChatTemplate("{{ messages }}", "here", {})) as template:
+        chat = ChatTurn((), codec, template)
+        with pytest.raises(RequestError, match="next turn needs the text") as refused:
+            Turn("0", "a", chat, SamplingParams(detokenize=False))
+        assert Turn("0", "a", chat, SamplingParams())
+    assert refused.value.code == "invalid_conversation"
+    assert Turn("0", "a", PromptTurn("Hello", codec), SamplingParams(detokenize=False))
+
+
+def test_lines_and_the_option_say_it(tmp_path: Path) -> None:
+    lines = [
+        {"id": "a", "prompt": PROMPT},
+        {"id": "b", "prompt": PROMPT, "detokenize": True},
+        {"id": "c", "prompt": PROMPT, "stop": ["."]},
+    ]
+    given, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--no-detokenize", "--temperature", "0", "--max-tokens", "8", "--r-threads", "1"]
+    files = ["--input", str(given), "--output", str(answers)]
+    assert main(["generate", "--model", str(CHECKPOINT), *files, *options]) == 3
+    a, b, c = map(json.loads, answers.read_text().splitlines())
+    assert a["text"] == "" and b["text"] and a["token_ids"] == b["token_ids"]
+    assert c["error"]["code"] == "invalid_sampling_params"
+    assert "stop_token_ids" in c["error"]["message"]
+
+
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, ""),
+        ({"prefix_cache": "on"}, ""),
+        ({"prefix_cache": "off"}, "prefix_cache is off. To reuse KV, remove prefix_cache=off"),
+        ({"replicas": 1, "r_workers": 3}, ""),
+        ({"prompt_pp": 1}, ""),
+    ],
+)
+def test_when_nothing_is_reused(options: dict[str, Any], says: str) -> None:
+    why = why_none(EngineConfig.of("a model", **options))
+    assert says in why and bool(why) is bool(says)
+    assert "cache is off" in why_none_of(CacheUse(is_off=True), why) or says
+
+
+def test_in_python(llama: str) -> None:
+    options: dict[str, Any] = {"kv_memory_gb": 0.01, "r_threads": 1, "dtype": "float32"}
+    with LLM(llama, prefix_cache="off", **options) as llm:
+        with pytest.warns(UserWarning, match="conversation_id.*prefix_cache is off") as found:
+            llm.generate([1, 2], ONE, conversation_id="c")
+        assert found[0].filename == __file__, "it points at the user's line"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm.generate([1, 2], ONE)
+    with LLM(llama, **options) as llm, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.generate([1, 2], ONE, conversation_id="c")
+        with pytest.raises(UserWarning, match="this request's cache is off"):
+            llm.generate([1], ONE, conversation_id="c", cache=CacheUse(is_off=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,14 +37,13 @@ Resolve = Callable[..., ResolvedConfig]
 
 
 @pytest.fixture
-def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
+def resolved(llama: str) -> Resolve:
     """``resolved(num_gpus, rank, **options)``."""
-    path = str(tiny_checkpoint("llama"))
-    spec = open_checkpoint(path).spec()
+    spec = open_checkpoint(llama).spec()
 
     def make(num_gpus: int, rank: int = 0, **options: object) -> ResolvedConfig:
         options = {"kv_placement": "r", **options}
-        config = EngineConfig.of(path, **options)
+        config = EngineConfig.of(llama, **options)
         with (
             mock.patch.object(torch.cuda, "is_available", return_value=num_gpus > 0),
             mock.patch.object(torch.cuda, "device_count", return_value=num_gpus),
@@ -55,9 +53,7 @@ def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
     return make
 
 
-def test_a_prompt_takes_one_step_on_a_gpu_if_it_has_room(
-    resolved: Resolve, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_a_prompt_takes_one_step_on_a_gpu_if_it_has_room(resolved: Resolve, llama: str) -> None:
     """What a later chunk sees of the ones before, R-workers would have to attend."""
     assert resolved(1, device="cuda").schedule.batching.prefill_chunk == 2048
     assert (
@@ -65,9 +61,8 @@ def test_a_prompt_takes_one_step_on_a_gpu_if_it_has_room(
         == 9000 - 256
     )
     assert resolved(1, device="cuda", prefill_chunk=64).schedule.batching.prefill_chunk == 64
-    path = str(tiny_checkpoint("llama"))
     on_host = resolve(
-        EngineConfig.of(path), open_checkpoint(path).spec(), num_cores=4, free=FreeMemory(64 * GB)
+        EngineConfig.of(llama), open_checkpoint(llama).spec(), num_cores=4, free=FreeMemory(64 * GB)
     )
     assert on_host.schedule.batching.prefill_chunk == 512
 
@@ -111,12 +106,12 @@ def test_devices_are_named_with_their_memory(resolved: Resolve) -> None:
     assert told == "NVIDIA A10 (cuda:1, 78.0 of 80.0 GB free)"
 
 
-def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_the_device_is_named_when_a_model_is_loaded(llama: str) -> None:
     lines: list[str] = []
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         LLM(
-            str(tiny_checkpoint("llama")),
+            llama,
             device="auto",
             kv_memory_gb=0.01,
             prefix_cache="auto",
@@ -144,16 +139,15 @@ def test_queries_for_closed_parts_fit_into_a_message(resolved: Resolve) -> None:
     )
 
 
-def test_contexts_end_where_kernels_stop_counting(tiny_checkpoint: Callable[..., Path]) -> None:
-    path = str(tiny_checkpoint("llama"))
-    spec = replace(open_checkpoint(path).spec(), max_model_len=1 << 25)
+def test_contexts_end_where_kernels_stop_counting(llama: str) -> None:
+    spec = replace(open_checkpoint(llama).spec(), max_model_len=1 << 25)
     assert (
-        resolve(EngineConfig(path), spec, num_cores=1, free=FREE).max_model_len
+        resolve(EngineConfig(llama), spec, num_cores=1, free=FREE).max_model_len
         == MAX_SEQUENCE_TOKENS
         == 1 << 23
     )
     with pytest.raises(ConfigError, match=r"max_model_len=8388609 exceeds the 8388608 tokens"):
-        resolve(EngineConfig.of(path, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)
+        resolve(EngineConfig.of(llama, max_model_len=(1 << 23) + 1), spec, num_cores=1, free=FREE)
 
 
 def test_which_steps_run_as_graphs(resolved: Resolve) -> None:
@@ -295,14 +289,6 @@ def test_gpus_by_the_names_that_drivers_give(name: str, known: str | None) -> No
     assert (gpu.name if is_known else None) == known
     assert gpu.usable_memory_bytes == pytest.approx(9 * GB)
     assert gpu_like("NVIDIA B999", 180 * GB, 0.9, HARDWARE)[0].name == "H100-SXM"
-
-
-def test_what_was_taken_is_said_in_a_line() -> None:
-    on_cpu = describe_device(torch.device("cpu"), FreeMemory(12 * GB), "auto")
-    assert on_cpu == "the CPU (--device auto: torch sees no GPU; 12.0 GB of memory free)"
-    free = replace(FREE, device_name="NVIDIA A10")
-    found = describe_device(torch.device("cuda", 0), free, "auto")
-    assert found == "NVIDIA A10 (--device auto: cuda:0, 78.0 of 80.0 GB free)"
 
 
 def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:

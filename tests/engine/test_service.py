@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 from counting_engine import Counting
@@ -13,6 +14,7 @@ from counting_engine import Counting
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.engine.loop import EngineLoop
 from fastdecode.engine.service import EngineService
 
 PATIENCE_S = 60.0
@@ -302,6 +304,42 @@ def test_a_look_may_come_while_the_engine_is_made() -> None:
     service.open()
     assert looked.wait(PATIENCE_S)
     service.close()
+
+
+def test_whoever_asks_much_does_not_starve_the_steps() -> None:
+    """Each look asks for the next one, until the request is over."""
+    reader = DeltaQueue()
+    service = EngineService(Counting)
+    service.open()
+
+    def again(engine: Counting) -> None:
+        if engine.said or not engine.num_steps:
+            service.look(again)
+
+    service.look(again)
+    service.submit([request("a", 50)], reader)
+    assert tokens_of(read(service, reader, 1), "a") == list(range(50))
+    service.close()
+
+
+class Interrupted(SimpleQueue[BaseException | None]):
+    """Raise an interrupt when the loop reports that the engine was made."""
+
+    def put(
+        self, item: BaseException | None, block: bool = True, timeout: float | None = None
+    ) -> None:
+        super().put(item, block, timeout)
+        if item is None:
+            raise KeyboardInterrupt
+
+
+def test_an_engine_that_was_made_is_closed_whatever_comes_then() -> None:
+    engine, made = Counting(), Interrupted()
+    loop: EngineLoop[Counting] = EngineLoop(lambda: None)
+    loop.run(lambda: engine, made)
+    assert engine.is_closed and loop.is_over and not engine.num_steps
+    assert made.get(timeout=PATIENCE_S) is None
+    assert isinstance(made.get(timeout=PATIENCE_S), KeyboardInterrupt)
 
 
 def test_a_snapshot_waits_for_no_step_and_a_slow_reader_keeps_none_waiting() -> None:

@@ -20,11 +20,6 @@ from trouble import crash_after, give
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, WorkerError
-from fastdecode.core.holders import Holder, HolderKind, Part, Residence
-from fastdecode.core.sequence import Request, Sequence
-from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.parts import ClosedPartMerge
-from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.blocks.kv_store import KVStore
@@ -95,7 +90,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(
         torch.testing.assert_close(found, logprobs[range(len(tokens)), tokens], atol=1e-4, rtol=0)
 
 
-def run(path: Path, **how: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
+def run(path: Path | str, **how: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
     """Everybody's tokens, forks among them, and the closed LLM."""
     with LLM(str(path), **{**OPTIONS, "prefill_chunk": 20, **how}) as llm:
         outputs = llm.generate(
@@ -106,22 +101,21 @@ def run(path: Path, **how: Any) -> tuple[list[list[tuple[int, ...]]], LLM]:
 
 
 @cache
-def whole(path: Path) -> list[list[tuple[int, ...]]]:
+def whole(path: Path | str) -> list[list[tuple[int, ...]]]:
     """Everybody's tokens from one R-worker that has whole sequences."""
     return run(path)[0]
 
 
-def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[..., Path]) -> None:
-    path = tiny_checkpoint("llama")
-    expected = whole(path)
+def test_a_context_that_no_r_worker_could_hold_alone(llama: str) -> None:
+    expected = whole(llama)
     small = {"kv_memory_gb": 80e-6, "r_workers": 3}
-    with LLM(str(path), **{**OPTIONS, **small}) as llm:
+    with LLM(llama, **{**OPTIONS, **small}) as llm:
         assert llm.facts.num_kv_blocks * 16 < 3 * 130
         (output,) = llm.generate([asked()[3]], GREEDY)
         assert isinstance(output.error, CapacityError) and "split_tokens" in str(output.error)
-    tokens, _ = run(path, split_tokens=32, **small)
+    tokens, _ = run(llama, split_tokens=32, **small)
     assert tokens == expected
-    with LLM(str(path), **{**OPTIONS, **small}, split_tokens=32) as llm:
+    with LLM(llama, **{**OPTIONS, **small}, split_tokens=32) as llm:
         (output,) = llm.generate(prompts([300], seed=1), GREEDY)
         assert isinstance(
             output.error, CapacityError
@@ -137,14 +131,11 @@ class Talkative(AttentionExecutor):
 
 
 def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, llama: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tiny_checkpoint("llama")
-    expected = whole(path)
+    expected = whole(llama)
     give(monkeypatch, {"r1": lambda: Talkative(num_threads=1)})
-    tokens, llm = run(path, r_workers=3, split_tokens=64)
+    tokens, llm = run(llama, r_workers=3, split_tokens=64)
     assert tokens == expected
     assert (
         llm.snapshot().engine.num_live_r_workers == 2
@@ -152,41 +143,12 @@ def test_an_lse_that_was_not_asked_costs_the_r_worker_alone(
     )
 
 
-def test_a_step_goes_on_whoever_has_answered() -> None:
-    """R-workers 0 and 1 have a closed part each, 2 has the last one."""
-    request = Request("r", tuple(range(40)), SamplingParams(), max_tokens=1, seed=0)
-    sequence = Sequence.of(0, request, 0)
-    sequence.num_cached, sequence.residence = (
-        36,
-        Residence(tuple(Part(i, i, 16 * i, 16) for i in range(3))),
-    )
-    batch = StepBatch.build(
-        [Chunk(sequence, 1)], (Holder(HolderKind.R_WORKER, False, False, 1),) * 3, step=0
-    )
-    spans = {span.holder: span for span in batch.spans}
-    answer = AttendResult(
-        0, 0, 0, np.full((1, 1, 2), 3.0, np.float32), np.zeros((1, 1), np.float32), 0.0
-    )
-    for answered, expected in (
-        ((), 9.0),
-        ((1,), 3.0),
-        ((2,), 9.0),
-        ((0, 2), 6.0),
-        ((2, 1, 0), 5.0),
-    ):
-        merge, o = ClosedPartMerge(batch, torch.device("cpu")), torch.full((1, 1, 2), 9.0)
-        for worker in answered:
-            merge.arrive(spans[worker], answer, torch.float32)
-        merge.merge_into(o)
-        torch.testing.assert_close(o, torch.full((1, 1, 2), expected))
-
-
 def test_who_no_longer_fits_after_a_loss_says_so(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+    monkeypatch: pytest.MonkeyPatch, llama: str
 ) -> None:
     crash_after(monkeypatch, {"r1": 30})
     how = {**OPTIONS, "kv_memory_gb": 80e-6, "r_workers": 2, "split_tokens": 32}
-    with LLM(str(tiny_checkpoint("llama")), **how) as llm:
+    with LLM(llama, **how) as llm:
         long, short = llm.generate([asked()[3], asked()[4]], GREEDY)
     assert isinstance(long.error, WorkerError) and "was lost" in str(long.error)
     assert short.ok
@@ -194,18 +156,17 @@ def test_who_no_longer_fits_after_a_loss_says_so(
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_part_that_is_refused_makes_its_sequence_wait(
-    lanes: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+    lanes: int, monkeypatch: pytest.MonkeyPatch, llama: str
 ) -> None:
     """And gives back what the other R-workers had accepted."""
-    path = tiny_checkpoint("llama")
-    expected = whole(path)
+    expected = whole(llama)
     refused = keep_one_sequence_each(monkeypatch)
-    assert run(path, r_workers=3, split_tokens=64, lanes=lanes)[0] == expected
+    assert run(llama, r_workers=3, split_tokens=64, lanes=lanes)[0] == expected
     assert refused
 
 
 def test_a_refusal_names_the_request_its_part_and_the_r_worker(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+    monkeypatch: pytest.MonkeyPatch, llama: str
 ) -> None:
     really_open = KVStore.open
 
@@ -213,19 +174,18 @@ def test_a_refusal_names_the_request_its_part_and_the_r_worker(
         really_open(store, part_id, 1 << 20 if part_id == 1 else num_reserved)
 
     monkeypatch.setattr(KVStore, "open", open_all_but_the_second)
-    with LLM(str(tiny_checkpoint("llama")), **OPTIONS, r_workers=2, split_tokens=64) as llm:
+    with LLM(llama, **OPTIONS, r_workers=2, split_tokens=64) as llm:
         (output,) = llm.generate([asked()[1]], GREEDY)
     assert isinstance(output.error, CapacityError) and output.error.code == "exceeds_capacity"
     named = rf"R-worker r1 refused part 2 of request {output.request_id}: room for {1 << 20} tokens"
     assert re.match(named, str(output.error))
 
 
-def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_parts_leave_little_trace_in_an_int8_cache(llama: str) -> None:
     """Rounding itself moves these logprobs by up to 0.25."""
-    path = tiny_checkpoint("llama")
     found = []
     for how in ({}, {"r_workers": 3, "split_tokens": 32}):
-        with LLM(str(path), **OPTIONS, kv_dtype="int8", prefill_chunk=20, **how) as llm:
+        with LLM(llama, **OPTIONS, kv_dtype="int8", prefill_chunk=20, **how) as llm:
             params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
             outputs = llm.generate(asked(), params)
         found.append(

@@ -4,7 +4,7 @@ known to be missing is said before the model is loaded."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,37 +37,36 @@ def _nothing_is_left() -> Iterator[None]:
     assert not [name for name in left if name.startswith(("rworker", "stage"))]
 
 
-def start(path: Path, told: list[str] | None = None, **options: Any) -> RunningEngine:
+def start(path: Path | str, told: list[str] | None = None, **options: Any) -> RunningEngine:
     config = EngineConfig.of(str(path), **OPTIONS, **options)
     return RunningEngine(config, progress=None if told is None else told.append)
 
 
 def test_what_is_open_is_closed_when_a_later_part_refuses(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(resolved: object, colocation: object) -> None:
         raise ConfigError("no device")
 
     monkeypatch.setattr(launch, "device_beside", refuse)
     with pytest.raises(ConfigError, match="no device"):
-        start(tiny_checkpoint("llama"), r_workers=2)
+        start(llama, r_workers=2)
 
 
-def test_a_single_r_worker_keeps_no_replicas(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_single_r_worker_keeps_no_replicas(llama: str) -> None:
     told: list[str] = []
     with pytest.raises(ConfigError, match="second R-worker"):
-        start(tiny_checkpoint("llama"), told, replicas=1, r_workers=1)
+        start(llama, told, replicas=1, r_workers=1)
     assert told == [], "nothing is loaded"
 
 
 def test_whole_columns_of_r_workers_are_left_out(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(monkeypatch, {"s1-r1": FailsAtOnce})
-    path = tiny_checkpoint("llama")
-    running = start(path, pp=2, r_workers=2)
+    running = start(llama, pp=2, r_workers=2)
     assert running.num_r_workers == 4 and len(running.welcomes) == 1  # of both stages
     running.close()
     give(monkeypatch, {"s1-r0": FailsAtOnce, "s1-r1": FailsAtOnce})
     with pytest.raises(WorkerError, match=r"column \d of stage 1"):
-        start(path, pp=2, r_workers=2)
+        start(llama, pp=2, r_workers=2)

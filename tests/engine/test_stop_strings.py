@@ -56,36 +56,6 @@ def speak(
     return whole, stopped_by
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "expected"),
-    [
-        (["Hello", " END", " more"], ["END"], ("Hello ", 2)),
-        (["Hello E", "N", "D more"], ["END"], ("Hello ", 3)),
-        (["one\n", "\ntwo"], ["\n\n"], ("one", 2)),
-        (["abcXdef"], ["X"], ("abc", 1)),
-        (["abcdef"], ["e", "cd"], ("ab", 1)),
-        (["ab", "cdef"], ["ef", "bcd"], ("a", 2)),
-        (["aaa", "ab"], ["aab"], ("aa", 2)),
-        (["x", "", "", "y"], ["xy"], ("", 4)),
-        (["ST", "O", "OP", "STOP"], ["STOP"], ("STOOP", 4)),
-        (["never"], ["no"], ("never", None)),
-        (["EN"], ["END"], ("EN", None)),
-        (["e", "\u0301"], ["e"], ("", 1)),
-    ],
-)
-def test_text_is_cut_before_the_first_stop(
-    pieces: list[str], stop: list[str], expected: tuple[str, int | None]
-) -> None:
-    assert speak(pieces, stop) == expected
-
-
-def test_stop_strings_wait_for_min_tokens() -> None:
-    pieces = ["a", "END", "b", "EN", "D", "c"]
-    assert speak(pieces, ["END"], min_tokens=2) == ("a", 2)
-    assert speak(pieces, ["END"], min_tokens=3) == ("aENDb", 5)
-    assert speak(pieces, ["END"], min_tokens=6) == ("aENDbENDc", None)
-
-
 @settings(max_examples=examples(600), deadline=None)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),

@@ -91,12 +91,14 @@ def test_requests_are_taken_and_cancelled_meanwhile(
     stranded: tuple[EngineService[Served], DeltaQueue],
 ) -> None:
     service, reader = stranded
+    num_steps = service.snapshot().engine.num_steps
     service.cancel("a")
     assert ends(service, reader, 1) == {"a": CANCELLED}
     service.submit([request("ccc", 3, 5)], reader)
     seen: list[int] = []
     service.call(lambda served: seen.append(len(served.engine.requests)))
     assert seen == [2]
+    assert service.snapshot().engine.num_steps == num_steps, "looks for R-workers are no steps"
     service.cancel("bb")
     service.cancel("ccc")
     assert ends(service, reader, 2) == {"bb": CANCELLED, "ccc": CANCELLED}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import prompts
 from device_engine import device_engine, run
+from mixed_requests import OPTIONS, mixed_requests, plain, tokens
 from recorded_gpu import RecordedGpu
 
 from fastdecode import LLM, SamplingParams
@@ -23,41 +24,10 @@ from sworker.swap.host import HostKV
 from sworker.swap.swapped import SwappedKV
 
 Make = Callable[..., Path]
-Tokens = list[list[tuple[int, ...]]]
-ALONE: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
 SWAPPED: dict[str, Any] = {
     "dtype": "float32", "kv_memory_gb": 0.01, "kv_placement": "swap", "pp": 3,
     "pp_layers": "1,1,1",
 }  # fmt: skip
-
-
-def tokens(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> Tokens:
-    outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
-    assert all(output.ok for output in outputs), outputs
-    return [[completion.token_ids for completion in output.completions] for output in outputs]
-
-
-def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
-    """Short and long, greedy and sampled, several completions of one prompt."""
-    short, long, forked, middling, other = prompts((5, 40, 18, 23, 31))
-    return [
-        (short, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
-        (long, SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)),
-        (forked, SamplingParams(temperature=0.8, seed=5, top_p=0.9, max_tokens=8, n=7)),
-        (middling, SamplingParams(temperature=0, max_tokens=15, repetition_penalty=1.2)),
-        (other, SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)),
-    ]
-
-
-@pytest.fixture(scope="module")
-def llama(tiny_checkpoint: Make) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module")
-def expected(llama: str) -> Tokens:
-    with LLM(llama, **ALONE) as llm:
-        return tokens(llm, mixed_requests())
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -65,7 +35,7 @@ def expected(llama: str) -> Tokens:
     "elsewhere", [{"instances": ["prefill", "decode"]}, {"prompt_pp": 2}], ids=str
 )
 def test_a_lane_has_what_others_brought_next(
-    elsewhere: dict[str, Any], kv_dtype: str, llama: str, expected: Tokens
+    elsewhere: dict[str, Any], kv_dtype: str, llama: str
 ) -> None:
     """One request after another: each prompt comes to blocks that the device still has, of
     the request before."""
@@ -73,8 +43,8 @@ def test_a_lane_has_what_others_brought_next(
     with LLM(llama, **SWAPPED, **apart) as llm:
         together = tokens(llm, mixed_requests())
         assert [tokens(llm, [one])[0] for one in mixed_requests()] == together
-        assert kv_dtype == "int8" or together == expected
-        assert llm.stats.num_handed_over == (0 if "prompt_pp" in apart else 2 * len(expected))
+        assert kv_dtype == "int8" or together == plain(llama)
+        assert llm.stats.num_handed_over == (0 if "prompt_pp" in apart else 2 * len(together))
         assert not llm.stats.num_moved
 
 
@@ -97,7 +67,7 @@ def test_what_forks_copy_for_themselves_goes_to_the_host_too(
     lanes beside, none of them stays on the device."""
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True, n=9)
     asked = [(prompts((25,))[0], params)]
-    with LLM(llama, **ALONE) as llm:
+    with LLM(llama, **OPTIONS) as llm:
         alone = tokens(llm, asked)
     copied: list[int] = []
     copy_blocks = PagedKV.copy_blocks

@@ -165,7 +165,7 @@ def interrupted(act: Callable[[], object], after_s: float) -> bool:
 
 @pytest.mark.parametrize("own_thread", [True, False], ids=["own thread", "waiting thread"])
 def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
-    own_thread: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    own_thread: bool, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mpi_job, "takes_calls_of_one_thread", lambda: not own_thread)
     asked = prompts((20, 3, 7, 11), seed=1)
@@ -173,8 +173,7 @@ def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
         SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True)
         for i in range(4)
     ]
-    path = str(tiny_checkpoint("llama"))
-    with LLM(path, dtype="float32", r_threads=1, kv_memory_gb=0.01, max_num_sequences=3) as llm:
+    with LLM(llama, dtype="float32", r_threads=1, kv_memory_gb=0.01, max_num_sequences=3) as llm:
         expected = llm.generate(asked, params)
         chance, num_interrupts = random.Random(7), 0
         for _ in range(examples(40)):
@@ -185,8 +184,7 @@ def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
     assert num_interrupts > examples(5)
 
 
-def test_an_interrupted_start_leaves_no_thread(tiny_checkpoint: Callable[..., Path]) -> None:
-    path = str(tiny_checkpoint("llama"))
+def test_an_interrupted_start_leaves_no_thread(llama: str) -> None:
 
     def tell(text: str) -> None:
         if text.startswith("loading"):
@@ -194,7 +192,7 @@ def test_an_interrupted_start_leaves_no_thread(tiny_checkpoint: Callable[..., Pa
 
     before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        LLM(path, dtype="float32", r_threads=1, kv_memory_gb=0.01, progress=tell)
+        LLM(llama, dtype="float32", r_threads=1, kv_memory_gb=0.01, progress=tell)
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
         assert not thread.is_alive()
@@ -244,9 +242,9 @@ def test_what_is_no_chat_is_refused(llms: dict[str, LLM], messages: object) -> N
     assert refused.value.code == "invalid_messages"
 
 
-def test_a_model_without_a_template_has_no_chats(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_model_without_a_template_has_no_chats(llama: str) -> None:
     with (
-        LLM(str(tiny_checkpoint("llama")), dtype="float32", r_threads=1, kv_memory_gb=0.01) as llm,
+        LLM(llama, dtype="float32", r_threads=1, kv_memory_gb=0.01) as llm,
         pytest.raises(ConfigError, match="chat_template") as refused,
     ):
         llm.chat([{"role": "user", "content": "x"}])

@@ -108,9 +108,8 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_kernels_on_two_threads_of_torchs(tiny_checkpoint: Callable[..., Path]) -> None:
-    path = tiny_checkpoint("llama")
-    assert_says(path, reference(path), r_workers=1, r_threads=2)
+def test_kernels_on_two_threads_of_torchs(llama: str) -> None:
+    assert_says(llama, reference(llama), r_workers=1, r_threads=2)
 
 
 @pytest.mark.parametrize("where", [{"r_workers": 2}, {"kv_placement": "gpu"}], ids=["r2", "gpu"])
@@ -199,17 +198,14 @@ def test_rounded_kv_stays_close(
     assert 0 < worst < ROUNDED[kv_dtype, kv_placement]
 
 
-def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
+def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(llama: str) -> None:
     """Whole prompts are attended on the S-worker, later chunks and decode steps
     on the R-worker's own integers.
 
     Rounding itself moves these logprobs by up to 0.25; that some value falls on
     the other side of a step, by 0.02.
     """
-    path = tiny_checkpoint("llama")
-    asked = reference(path).asked
+    asked = reference(llama).asked
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     found = []
     for chunk in (1, 7, 512):
@@ -219,7 +215,7 @@ def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(
             "kv_memory_gb": 0.01,
             "prompt_attention": "s",
         }
-        with LLM(str(path), prefill_chunk=chunk, **options) as llm:
+        with LLM(llama, prefill_chunk=chunk, **options) as llm:
             outputs = llm.generate(asked, params)
         found.append(
             [[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import HeadShare, Shard
+from fastdecode.core.spec import Shard
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterRelay, members_of
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
@@ -57,15 +57,8 @@ class Peers:
     """A prompt stage with layers 1, 2 and 3, and the other ends of its connections:
     R-workers of two token stages in two columns, and the first stage."""
 
-    def __init__(
-        self,
-        num_columns: int = NUM_COLUMNS,
-        *,
-        at_addresses: bool = False,
-        absent: Mapping[int, WorkerError] | None = None,
-    ) -> None:
+    def __init__(self, absent: Mapping[int, WorkerError] | None = None) -> None:
         hub: InprocHub[Any, Any] = InprocHub()
-        self.hub: Any = hub
         self.r_workers: dict[tuple[int, int], InprocConnection[Any, Any]] = {}
         for stage in range(2):
             for column in range(NUM_COLUMNS):
@@ -76,31 +69,27 @@ class Peers:
         self.links = StageLinks({0: here}, is_asked=True)
         layers = members_of(range(1, 4), STAGES)
         members = WriterMembers(
-            hub, 60.0, 60.0, stages=self.links, written=layers, num_columns=num_columns,
-            at_addresses=Addresses(self) if at_addresses else None, absent=absent,
+            hub, 60.0, 60.0, stages=self.links, written=layers, num_columns=NUM_COLUMNS,
+            absent=absent,
         )  # fmt: skip
         members.sessions = (70, 71)
         self.pool = WriterPool(members, layers)
         self.reports = WriterRelay(self.pool)
-        if num_columns == NUM_COLUMNS:
-            self.reports.regroup(rows(*AT_HOME))
+        self.reports.regroup(rows(*AT_HOME))
 
-    def write(self, column: HolderId, layer: int) -> Attend:
+    def write(self, column: HolderId, layer: int) -> None:
         counts = np.array([0], np.int32), np.array([3], np.int32)
         begin = BeginStep(8, 4, np.array([5]), *counts, *counts)
         kv = np.full((3, 2, 4), layer, np.float32)
-        attend = Attend(8, 4, layer, NO_O, kv, kv + 1)
         if not layer:
             self.pool.send(column, begin)
-        self.pool.send(column, attend)
-        return attend
+        self.pool.send(column, Attend(8, 4, layer, NO_O, kv, kv + 1))
 
-    def answer(self, stage: int, column: int) -> StorePrompt:
-        """What an R-worker got, which it answers."""
+    def answer(self, stage: int, column: int) -> None:
+        """An R-worker answers what it got."""
         got: StorePrompt = self.r_workers[stage, column].receive(1.0)
         answer = AttendResult(got.step, got.lane, got.layer, NO_O, None, 0.5)
         self.r_workers[stage, column].send(answer)
-        return got
 
     def receive(self) -> Any:
         return self.pool.receive(most_s=1.0)
@@ -108,61 +97,6 @@ class Peers:
     def reported(self) -> list[Any]:
         """What the first stage has heard."""
         return list(iter(self.stage.poll, None))
-
-
-def test_layers_go_to_the_members_that_keep_them() -> None:
-    peers = Peers()
-    sent = [peers.write(W, layer) for layer in range(3)]
-    late = [peers.answer(1, 1) for _ in range(2)]
-    first = peers.answer(0, 1)
-    got = [first, *late]
-    where = [(70, 1, 1), (71, 0, 1), (71, 1, 1)]
-    assert [(one.session, one.layer, one.holder) for one in got] == where
-    for one, attend in zip(got, sent, strict=True):
-        assert one.k is attend.k and one.v is attend.v, "as it was, and lent"
-        counts = one.sequence_ids.tolist(), one.num_past.tolist(), one.num_new.tolist()
-        assert counts == ([5], [0], [3])
-    answers = [peers.receive() for _ in range(3)]
-    assert sorted((index, answer.layer) for index, answer in answers) == [(1, 0), (1, 1), (1, 2)]
-
-
-def test_members_that_share_heads_get_their_heads() -> None:
-    """All of them answer for the group."""
-    shares = [HeadShare(slice(i, i + 1), slice(2 * i, 2 * i + 2)) for i in range(2)]
-    kv = np.arange(24, dtype=np.float32).reshape(3, 2, 4)
-    ids, counts = np.array([5]), np.array([3], np.int32)
-    stored = StorePrompt(0, 8, 4, 2, ids, counts, counts, kv, kv + 1, 0)
-    parts = [stored.part(Shard(share)) for share in shares]
-    assert np.array_equal(np.concatenate([part.k for part in parts], axis=1), kv)
-    assert np.array_equal(np.concatenate([part.v for part in parts], axis=1), kv + 1)
-    seconds = [AttendResult(8, 4, 2, NO_O, None, s) for s in (0.5, 0.75)]
-    assert stored.join(seconds).compute_s == 0.75
-
-
-def test_the_first_stage_is_heard_beside_them() -> None:
-    peers = Peers()
-    peers.stage.send("an order")
-    assert peers.receive() is None and peers.links.take_heard() == [(0, "an order")]
-    peers.stage.close()
-    with pytest.raises(WorkerError, match="the first stage"):
-        peers.receive()
-
-
-def test_a_group_is_lost_with_any_of_its_members_once() -> None:
-    peers = Peers()
-    peers.write(V, 0)
-    peers.write(W, 0)
-    peers.write(V, 1)
-    peers.r_workers[1, 0].close()
-    assert peers.receive() is None
-    ((column, error),) = peers.pool.take_losses()
-    assert column == V and "s1-r0" in str(error)
-    assert [(lost.stage, lost.column) for lost in peers.reported()] == [(1, 0)]
-    peers.answer(0, 0)
-    peers.answer(0, 1)
-    assert peers.receive()[0] == W, "nobody waits for the lost group"
-    peers.write(V, 2)
-    assert not peers.pool.take_losses() and not peers.reported()
 
 
 def test_a_member_that_owes_nothing_may_leave() -> None:
@@ -210,94 +144,12 @@ def test_the_first_stage_has_no_orders_for_r_workers() -> None:
         Peers().reports.obey(StorePrompt.__new__(StorePrompt))
 
 
-def rows(*members: tuple[int, int, int, int], num_replaced: int = 0) -> NDArray[np.int32]:
+def rows(*members: tuple[int, int, int, int]) -> NDArray[np.int32]:
     """(column, stage, name, worker) of each, with all heads."""
-    return np.array([(*member, num_replaced, 0, 0) for member in members], np.int32)
+    return np.array([(*member, 0, 0, 0) for member in members], np.int32)
 
 
 AT_HOME = [(0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 1), (1, 1, 1, 1)]
-
-
-def test_a_group_goes_on_with_a_member_at_another_r_worker() -> None:
-    """Under its own name. What was asked before is forgotten."""
-    peers = Peers()
-    peers.write(V, 0)
-    peers.write(V, 1)
-    peers.r_workers[1, 0].close()
-    assert peers.receive() is None and [x for x, _ in peers.pool.take_losses()] == [V]
-    moved = [(0, 0, 0, 0), (0, 1, 0, 1), *AT_HOME[2:]]
-    assert peers.reports.regroup(rows(*moved)) == [V]
-    assert peers.reports.regroup(rows(*moved)) == []
-    assert V not in peers.pool.lost
-    peers.write(V, 0)
-    peers.write(V, 1)
-    got = peers.answer(1, 1)
-    assert (got.layer, got.holder, got.session) == (0, 0, 71)
-    assert peers.receive()[0] == V
-    peers.answer(0, 0)
-    assert peers.pool.receive(most_s=0.01) is None, "the answer to what is forgotten"
-    peers.answer(0, 0)
-    assert peers.receive()[0] == V
-
-
-def test_a_group_that_shares_heads_goes_on_with_the_members_that_are_left() -> None:
-    """The first stage's two R-workers are one group; the other has all heads then."""
-    peers = Peers(num_columns=1)
-    both = [(0, 0, 0, 0, 0, 0, 1), (0, 0, 1, 1, 0, 1, 1)]
-    assert peers.reports.regroup(np.array(both, np.int32)) == [V]
-    peers.write(V, 0)
-    for column in range(2):
-        assert peers.answer(0, column).k.shape == (3, 1, 4)
-    assert peers.receive()[0] == V
-    peers.r_workers[0, 0].close()
-    peers.write(V, 0)
-    assert [x for x, _ in peers.pool.take_losses()] == [V]
-    assert [(lost.stage, lost.column) for lost in peers.reported()] == [(0, 0)]
-    assert peers.reports.regroup(np.array([(0, 0, 1, 1, 0, 0, 2)], np.int32)) == [V]
-    assert peers.answer(0, 1).k.shape == (3, 1, 4), "what is forgotten"
-    peers.write(V, 0)
-    assert peers.answer(0, 1).k.shape == (3, 2, 4)
-    assert peers.receive()[0] == V
-
-
-class Addresses:
-    """At each of which another process may listen."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        self._hub = peers.hub
-
-    @property
-    def connections(self) -> Any:
-        return self._hub.connections
-
-    def reconnect(self, index: int) -> Any:
-        here, there = connect(InprocHub(), "the prompt stage", InprocHub(), "the replacement")
-        self._peers.r_workers[divmod(index, NUM_COLUMNS)] = there  # type: ignore[index]
-        return here
-
-    def replace(self, index: int, connection: Any) -> None:
-        self._hub.connections[index] = connection
-
-
-def test_a_member_is_written_at_its_address_once_another_process_is_there() -> None:
-    """Which process that is the first stage knows. A loss is reported with it."""
-    peers = Peers(at_addresses=True)
-    peers.write(V, 0)
-    peers.r_workers[0, 0].close()
-    assert peers.receive() is None and [x for x, _ in peers.pool.take_losses()] == [V]
-    assert [(lost.column, lost.num_replaced) for lost in peers.reported()] == [(0, 0)]
-    peers.write(V, 0)
-    replaced = np.concatenate((rows(AT_HOME[0], num_replaced=1), rows(*AT_HOME[1:])))
-    assert peers.reports.regroup(replaced) == [V]
-    assert not peers.pool.gone
-    peers.write(V, 0)
-    here = peers.r_workers[0, 0]
-    assert here.receive(1.0).holder == 0 and here.poll() is None, "nothing of before"
-    here.close()
-    peers.write(V, 0)
-    assert [x for x, _ in peers.pool.take_losses()] == [V]
-    assert [(lost.column, lost.num_replaced) for lost in peers.reported()] == [(0, 1)]
 
 
 def test_a_step_is_not_done_while_the_rest_of_a_lost_group_stores_it() -> None:

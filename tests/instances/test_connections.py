@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
+from messages_for_tests import INSTANCE_WELCOME
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.connections import InstanceConnections
+from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.instances.messages import (
     Cancel,
     InstanceHello,
@@ -20,14 +23,14 @@ from fastdecode.wire.instances.messages import (
     SetRole,
     StatusReport,
 )
-from fastdecode.wire.transport import timeout_error
+from fastdecode.wire.transport import CLOSED, TIMEOUT, timeout_error
 
 WAIT_S = 60.0
 SEEN = StatusReport(1, state="ready", num_live_r_workers=1)
 
 
 class Line:
-    """Of an instance that takes everything but what it is told not to."""
+    """A connection to an instance that accepts every message but ``SetRole``."""
 
     heard_s = None
     is_open = True
@@ -137,3 +140,75 @@ def test_a_thread_that_breaks_down_says_so(lines: InstanceConnections, heard: He
     assert what == "failed" and "ZeroDivisionError: nobody's fault" in str(why)
     lines.join(WAIT_S)
     assert threading.main_thread().is_alive() and not lines.is_alive()
+
+
+pytest.importorskip("mpi4py", reason="needs mpi4py: pip install mpi4py")
+
+HOW_IT_IS = StatusReport(7, state="ready", num_live_r_workers=2)
+HELLO = InstanceHello(1, INSTANCE_WELCOME.model_hash)
+
+
+class Ranks(InprocHub[Any, Any]):
+    """Connections to four ranks. A wait without an answer takes its whole time, and the first
+    rank may report its state meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.given_up: list[int] = []
+        self.ends = [connect(self, "rank 0", InprocHub(), f"rank {i}")[1] for i in range(4)]
+        self.chatty = False
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
+        assert timeout_s is not None, "it would wait for ever"
+        if self.chatty:
+            self.now_s += 0.5
+            self.ends[0].send(HOW_IT_IS)
+            return super().receive_any(0.0)
+        try:
+            return super().receive_any(0.0)
+        except WorkerError as error:
+            if error.code == TIMEOUT:
+                self.now_s += timeout_s
+            raise
+
+    def give_up(self, number: int) -> None:
+        self.given_up.append(number)
+
+    def greet_all(self, hello: InstanceHello, timeout_s: float) -> Any:
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("chatty", [False, True])
+def test_who_never_says_what_it_is_is_given_up(chatty: bool) -> None:
+    from fastdecode.engine.instances.connections import greet_together
+
+    hub = Ranks()
+    hub.ends[0].send(INSTANCE_WELCOME)
+    hub.ends[1].close()
+    hub.ends[3].send(replace(INSTANCE_WELCOME, model_hash="another"))
+    hub.chatty = chatty
+    welcomes, failed = greet_together(hub, HELLO, 100.0, lambda: hub.now_s)
+    assert welcomes == {0: INSTANCE_WELCOME} and hub.given_up == [2]
+    assert {i: error.code for i, error in failed.items()} == {
+        1: CLOSED, 2: TIMEOUT, 3: "other_model"
+    }  # fmt: skip
+    assert "rank 2 lives, but hasn't loaded its model in 100 s" in failed[2].message
+    assert 100.0 <= hub.now_s < 101.0
+
+
+def test_nobody_is_waited_for_who_has_answered() -> None:
+    from fastdecode.engine.instances.connections import greet_together
+
+    hub = Ranks()
+    for end in hub.ends:
+        end.send(INSTANCE_WELCOME)
+    welcomes, failed = greet_together(hub, HELLO, 100.0, lambda: hub.now_s)
+    assert (welcomes, failed) == (dict.fromkeys(range(4), INSTANCE_WELCOME), {})
+    assert hub.now_s == 0.0 and not hub.given_up

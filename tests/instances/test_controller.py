@@ -244,9 +244,9 @@ def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Ran
     world.check()
 
 
-def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting() -> None:
-    rng, world = random.Random(12), World(1, 1)
-    large = Scripted("large", num_tokens=400 * BLOCK_SIZE)
+def with_a_large_request() -> tuple[World, Scripted]:
+    """A world that has just taken a request that only one decode instance has room for."""
+    world, large = World(1, 1), Scripted("large", num_tokens=400 * BLOCK_SIZE)
     world.decode.append(large)
     world.controller = Controller(
         world.prefill, world.decode, batch_tokens=40, block_size=BLOCK_SIZE
@@ -254,6 +254,11 @@ def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting
     request = Request("large", (5,) * 9, SamplingParams(max_tokens=600), 600, seed=1)
     world.requests["large"], world.said["large"] = request, []
     world.controller.submit(request, Listener(world.said["large"].append, every_step=False))
+    return world, large
+
+
+def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting() -> None:
+    rng, (world, large) = random.Random(12), with_a_large_request()
     while not large.asked:
         world.turn(rng)
     world.strand(large)
@@ -268,15 +273,8 @@ def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting
 
 
 def test_a_request_whose_only_place_is_lost_for_good_fails() -> None:
-    rng, world = random.Random(13), World(1, 1)
-    large = Scripted("large", num_tokens=400 * BLOCK_SIZE)
-    world.decode.append(large)
-    world.controller = Controller(
-        world.prefill, world.decode, batch_tokens=40, block_size=BLOCK_SIZE
-    )
-    request = Request("large", (5,) * 9, SamplingParams(max_tokens=600), 600, seed=1)
-    world.said["large"] = []
-    world.controller.submit(request, Listener(world.said["large"].append, every_step=False))
+    rng, (world, large) = random.Random(13), with_a_large_request()
+    del world.requests["large"]  # it fails
     world.strand(large)
     large.broken = WorkerError("its process has ended")
     world.controller.lost(large, large.broken)
@@ -335,16 +333,6 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
     while world.turn(rng):
         pass
     world.check()
-
-
-def test_instances_for_both_are_given_as_many_requests_each() -> None:
-    every = [Scripted(name, num_tokens=400 * BLOCK_SIZE) for name in ("a", "b", "c")]
-    controller = Controller(every, every, batch_tokens=40, block_size=BLOCK_SIZE)
-    for number in range(30):
-        controller.submit(
-            Request(f"r{number}", (5,) * 10, SamplingParams(max_tokens=20), 20, seed=number)
-        )
-    assert [len(each.asked) for each in every] == [10, 10, 10]
 
 
 @pytest.mark.parametrize("seed", range(40))

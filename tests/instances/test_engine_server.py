@@ -22,7 +22,6 @@ from fastdecode.wire.instances.messages import (
     Submit,
 )
 
-WAIT_S = 60.0
 LIMITS = RequestLimits(vocab_size=100, max_model_len=50)
 GOOD = Request("good", (1, 2), SamplingParams(), 3, seed=0)
 

@@ -4,6 +4,7 @@ requests are what they are judged by, and changes reach them while they run."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -30,36 +31,23 @@ FOUR = ["prefill", "prefill", "decode", "decode"]
 WAIT_S = 120.0
 
 
-def flipping(llm: LLM, names: list[str], every_s: float = 1.0) -> Callable[[], None]:
-    """One more of ``role_turns``, each second."""
-    turns, next_s = role_turns(names), time.monotonic()
-
-    def tick() -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s:
-            next_s += every_s
-            name, role = next(turns)
-            llm.service.look(lambda running: running.engine.set_role(name, role))
-
-    return tick
-
-
-def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
-    """Until they have flipped five times, requests come; in this process."""
-    with LLM(model, instances=FOUR, replan_slo=SLO,
-             **OPTIONS) as llm:  # fmt: skip
-        assert_flips(llm, one, ["p0", "d0", "p1", "d1"])
-
-
-def assert_flips(llm: LLM, one: LLM, names: list[str]) -> None:
-    tick, rounds = flipping(llm, names), 0
+def test_roles_flip_under_load(model: str, one: LLM) -> None:
+    """Requests come until roles have changed five times."""
+    turns, ticks, rounds = role_turns(["p0", "d0", "p1", "d1"]), itertools.count(), 0
     asked, how = prompts(40, seed=31), params(40, seed=31, n=2)
     expected = answers(one.generate(asked, how))
-    while rounds < 2 or llm.stats.num_role_changes < 5:
-        rounds += 1
-        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), tick)}
-        assert answers([outputs[str(i)] for i in range(40)]) == expected
-    assert llm.stats.num_moved == 0
+    with LLM(model, instances=FOUR, replan_slo=SLO, **OPTIONS) as llm:
+
+        def tick() -> None:
+            if next(ticks) % 8 == 7:
+                name, role = next(turns)
+                llm.service.look(lambda running: running.engine.set_role(name, role))
+
+        while rounds < 2 or llm.stats.num_role_changes < 5:
+            rounds += 1
+            outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), tick)}
+            assert answers([outputs[str(i)] for i in range(40)]) == expected
+        assert llm.stats.num_moved == 0
 
 
 class Planned:
@@ -87,23 +75,32 @@ class Planned:
 
 
 def watched(
-    model: str, monkeypatch: pytest.MonkeyPatch, planned: Planned, told: list[str], looks: int = 2
-) -> tuple[list[Any], dict[str, Any]]:
-    """Two prefill and two decode instances under load until roles were looked at so
-    many times. Gives what was answered, and the instances' roles."""
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: Planned,
+    told: list[str],
+    is_done: Callable[[], object],
+) -> tuple[list[Any], int, dict[str, Any]]:
+    """Put two prefill and two decode instances under load until roles were looked at.
+    Return what they answer then, how often roles changed, and the instances' roles."""
     monkeypatch.setattr(replanner, "Planner", planned)
     monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
     monkeypatch.setattr(starting, "WatchRules", partial(WatchRules, window_s=1.0))
     asked, how = prompts(60, seed=5), params(60, seed=5)
     end_s = time.monotonic() + WAIT_S
-    with LLM(model, instances=FOUR, replan_slo=SLO,
-             progress=told.append, **OPTIONS) as llm:  # fmt: skip
-        while sum("come, " in line for line in told) < looks:
+    with LLM(model, instances=FOUR, replan_slo=SLO, progress=told.append, **OPTIONS) as llm:
+        while not is_done():
             assert time.monotonic() < end_s, "nobody looks at roles"
-            found = llm.generate(asked, how)
+            llm.generate(asked, how)
+        found = llm.generate(asked, how)
         registry = llm._running.engine.router.registry
         roles = {x.name: r for x, r in zip(registry.all, registry.roles, strict=True)}
-        return found, roles
+        return found, llm.stats.num_role_changes, roles
+
+
+def looks(told: list[str]) -> int:
+    """Return how often roles were looked at."""
+    return sum("come, " in line for line in told)
 
 
 def test_what_comes_is_judged_and_roles_are_changed(
@@ -111,7 +108,7 @@ def test_what_comes_is_judged_and_roles_are_changed(
 ) -> None:
     told: list[str] = []
     planned = Planned(Roles(3, 1), gain=0.5)
-    found, roles = watched(model, monkeypatch, planned, told)
+    found, _, roles = watched(model, monkeypatch, planned, told, lambda: looks(told) >= 2)
     assert_alike(found, one.generate(prompts(60, seed=5), params(60, seed=5)))
     asked = planned.asked[0]
     assert asked.present == Roles(2, 2) and asked.slo.ttft_s == 5.0
@@ -127,7 +124,8 @@ def test_what_comes_is_judged_and_roles_are_changed(
 
 def test_nothing_changes_without_gain(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    _, roles = watched(model, monkeypatch, Planned(Roles(3, 1), 0.05), told, looks=1)
+    planned = Planned(Roles(3, 1), 0.05)
+    *_, roles = watched(model, monkeypatch, planned, told, lambda: looks(told))
     assert [role.value for role in roles.values()].count("prefill") == 2
     assert not any("better" in line or "from now on" in line for line in told)
 
@@ -143,19 +141,10 @@ class Unable(Planned):
 def test_what_goes_wrong_with_looking_ends_nothing(
     model: str, one: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replanner, "Planner", planned := Unable(Roles(3, 1), 0.5))
-    monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
-    monkeypatch.setattr(starting, "WatchRules", partial(WatchRules, window_s=1.0))
-    asked, how = prompts(60, seed=5), params(60, seed=5)
-    expected = one.generate(asked, how)
-    end_s = time.monotonic() + WAIT_S
-    with LLM(model, instances=FOUR, replan_slo=SLO,
-             **OPTIONS) as llm:  # fmt: skip
-        while not planned.asked:
-            assert time.monotonic() < end_s, "nobody looks at roles"
-            assert_alike(llm.generate(asked, how), expected)
-        assert_alike(llm.generate(asked, how), expected)
-        assert llm.stats.num_role_changes == 0
+    planned = Unable(Roles(3, 1), 0.5)
+    found, num_changes, _ = watched(model, monkeypatch, planned, [], lambda: planned.asked)
+    assert_alike(found, one.generate(prompts(60, seed=5), params(60, seed=5)))
+    assert num_changes == 0
 
 
 def test_options_come_from_the_command(

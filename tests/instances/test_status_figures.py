@@ -24,6 +24,7 @@ from fastdecode.engine.instances.status_report import (
     sum_stats,
 )
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.transfers import FetchingTime
 from fastdecode.wire.instances.messages import InstanceWelcome, StatusReport
 from fastdecode.wire.json_fields import unpacked
 
@@ -150,3 +151,12 @@ def test_live_r_workers_are_at_most_those_it_began_with(
     else:
         with pytest.raises(ProtocolError, match="reports"):
             seen.check(2)
+
+
+def test_moments_in_which_several_were_fetched_count_once() -> None:
+    time = FetchingTime()
+    assert time.add(3.0, 2.0) == 2.0  # 1 to 3
+    assert time.add(4.0, 2.0) == 1.0  # 2 to 4
+    assert time.add(6.0, 1.0) == 1.0  # 5 to 6
+    assert time.add(10.0, 8.0) == 5.0, "2 to 10: that from 4 to 5, and from 6 on"
+    assert time.add(12.0, 12.0) == 3.0, "0 to 12: the first second, and the last two"

@@ -35,18 +35,6 @@ def with_r_worker(model: str, role: str) -> Iterator[tuple[Process, Running, str
         yield ready(job, role), r_worker, addresses[0]
 
 
-@contextlib.contextmanager
-def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[None]:
-    """The R-worker is there again."""
-    if trouble is signal.SIGSTOP:
-        os.kill(r_worker.pid, signal.SIGCONT)
-        yield
-        return
-    port = address.rpartition(":")[2]
-    with r_workers(port, options=("--keep-serving", "--silence-s", SILENCE_S)):
-        yield
-
-
 def test_a_server_is_degraded_and_answers(model: str) -> None:
     """By two instances at addresses, of which one loses its only R-worker, and then
     the other; both come back."""

@@ -4,14 +4,13 @@ device fails, sequences go on from it, and no token changes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from disk_talks import talk_in_turns
-from replica_jobs import FORKED, GREEDY, run
+from replica_jobs import FORKED, GREEDY, Tokens, run
 from simulated_engines import DeviceLosses
 from trouble import Trouble, give
 
@@ -39,20 +38,9 @@ NUM_SEEDS = 300
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> Path:
-    return tiny_checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[tuple[int, ...]]]:
-    """Of an engine without replicas that nothing disturbs."""
-    return run(model, **ON_DEVICE, replicas=0)[0]
-
-
-@pytest.fixture(scope="module")
-def said(model: Path) -> Any:
+def said(llama: str) -> Any:
     """The same of conversations."""
-    with LLM(str(model), **SMALL) as llm:
+    with LLM(llama, **SMALL) as llm:
         return talk_in_turns(llm)
 
 
@@ -63,14 +51,14 @@ def crash_keeper(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 @pytest.mark.parametrize("does", ["shares blocks", "moves blocks"])
 def test_a_device_that_fails_between_layers_changes_no_token(
-    model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, does: str
+    llama: str, said: Any, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """It copies a block that sequences share, before a step; or kept blocks to the host."""
 
     def fail(*args: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("the device is full")
 
-    with LLM(str(model), **{**SMALL, "prefix_cache": "off"}) as llm:
+    with LLM(llama, **{**SMALL, "prefix_cache": "off"}) as llm:
         forked = llm.generate([[7] * 21], FORKED)[0].completions
     options: dict[str, Any] = {**SMALL, "replicas": 1}
     if does == "moves blocks":
@@ -78,7 +66,7 @@ def test_a_device_that_fails_between_layers_changes_no_token(
         monkeypatch.setattr(HostBlocks, "copy", fail)
     else:
         monkeypatch.setattr(PagedKV, "copy_blocks", fail)
-    with LLM(str(model), **options) as llm:
+    with LLM(llama, **options) as llm:
         assert talk_in_turns(llm) == said
         completions = llm.generate([[7] * 21], FORKED)[0].completions
         assert [x.token_ids for x in completions] == [x.token_ids for x in forked]
@@ -86,7 +74,7 @@ def test_a_device_that_fails_between_layers_changes_no_token(
 
 
 def test_only_tokens_that_the_replica_lacks_run_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lacks none of an ended step: those of the step that fails are not cached."""
     devices: list[ReachedDevice] = []
@@ -103,7 +91,7 @@ def test_only_tokens_that_the_replica_lacks_run_again(
 
     monkeypatch.setattr(ReachedDevice, "begin_step", begin)
     DeviceLosses(monkeypatch, 40, lambda: look_until_found(has_caught_up, 30.0))
-    _, stats = run(model, **ON_DEVICE)
+    _, stats = run(llama, **ON_DEVICE)
     resumed = stats.resumed
     assert resumed.num_sequences >= 5 and resumed.num_tokens > 50
     assert resumed.num_tokens_lost == stats.num_recomputed == 0
@@ -111,7 +99,7 @@ def test_only_tokens_that_the_replica_lacks_run_again(
 
 @pytest.mark.parametrize("tier", ["host tier", "stages' host tiers", "disk", None])
 def test_conversations_go_on_with_what_the_replica_keeps(
-    model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str | None
+    llama: str, said: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str | None
 ) -> None:
     options: dict[str, Any] = {"replicas": 1}
     if tier == "stages' host tiers":
@@ -121,7 +109,7 @@ def test_conversations_go_on_with_what_the_replica_keeps(
     elif tier == "disk":
         options |= {"cache_disk": str(tmp_path), "cache_disk_gb": 0.001}
     losses = DeviceLosses(monkeypatch, 60)
-    with LLM(str(model), **{**SMALL, **options}) as llm:
+    with LLM(llama, **{**SMALL, **options}) as llm:
         assert talk_in_turns(llm) == said
         num_reused = llm.stats.num_cached_prompt_tokens
         assert talk_in_turns(llm) == said, "new requests start on the R-worker that took over"
@@ -130,7 +118,7 @@ def test_conversations_go_on_with_what_the_replica_keeps(
 
 
 def test_a_lost_keeper_costs_the_replica_alone(
-    model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+    llama: str, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _crash_while_it_copies(monkeypatch, 2)
     begin_step = ReachedDevice.begin_step
@@ -142,7 +130,7 @@ def test_a_lost_keeper_costs_the_replica_alone(
         return begin_step(device, message)
 
     monkeypatch.setattr(ReachedDevice, "begin_step", begin)
-    tokens, stats = run(model, **ON_DEVICE)
+    tokens, stats = run(llama, **ON_DEVICE)
     assert tokens == expected
     assert stats.replicas is not None and stats.replicas.unprotected_s > 0
 
@@ -163,30 +151,28 @@ def _crash_while_it_copies(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 
 def test_the_job_ends_when_the_keeper_is_lost_after_the_device(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DeviceLosses(monkeypatch, 20)
     crash_keeper(monkeypatch, 12)
-    with LLM(str(model), **{**SMALL, "replicas": 1}) as llm:
+    with LLM(llama, **{**SMALL, "replicas": 1}) as llm:
         outputs = llm.generate([[5] * 9], GREEDY)
         assert isinstance(outputs[0].error, WorkerError)
         assert "failed: OutOfMemoryError" in outputs[0].error.message
 
 
-def test_a_mistake_is_no_failure_of_the_device(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_no_failure_of_the_device(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(cache: PagedKV, *args: Any) -> None:
         raise KeyError("a mistake")
 
     monkeypatch.setattr(PagedKV, "attend", wrong)
-    with LLM(str(model), **{**SMALL, "replicas": 1}) as llm, pytest.raises(KeyError):
+    with LLM(llama, **{**SMALL, "replicas": 1}) as llm, pytest.raises(KeyError):
         llm.generate([[5] * 9], GREEDY)
 
 
 @pytest.mark.parametrize("seed", range(examples(NUM_SEEDS, share=50)))
 def test_losses_at_drawn_moments_change_no_token(
-    model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+    llama: str, expected: Tokens, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """The device fails at a drawn layer; in some draws the replica had ended before that,
     or the R-worker that took over crashes later."""
@@ -201,7 +187,7 @@ def test_losses_at_drawn_moments_change_no_token(
         "prefill_chunk": chance.choice([4, 8, 32]), "block_size": chance.choice([16, 32]),
     }  # fmt: skip
     monkeypatch.setattr(replicas_setup, "LINK_BYTES", chance.choice([1 << 16, 1 << 26]))
-    tokens, stats = run(model, **{**ON_DEVICE, **chosen})
+    tokens, stats = run(llama, **{**ON_DEVICE, **chosen})
     assert stats.replicas is not None and losses.num_lost == 1
     if keeper == "lives":
         assert len(stats.replicas.failovers) == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_jobs import run
+from replica_jobs import Tokens, run
 from trouble import crash_after
 
 from fastdecode import LLM
@@ -33,6 +33,17 @@ class AtOnce(FileConnection):
 
     def _write(self) -> None:
         """There is nothing left for a thread."""
+
+
+@pytest.fixture(scope="module")
+def six_heads(tiny_checkpoint: Callable[..., Path]) -> str:
+    """Enough KV heads for three R-workers."""
+    return str(tiny_checkpoint("llama", num_key_value_heads=6))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(six_heads: str) -> Tokens:
+    return run(six_heads, replicas=0)[0]
 
 
 @pytest.fixture
@@ -64,14 +75,13 @@ def _files(directory: Path) -> list[str]:
 def test_a_lost_r_worker_costs_no_token_that_its_file_has(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
+    six_heads: str,
+    undisturbed: Tokens,
     tmp_path: Path,
 ) -> None:
-    path = tiny_checkpoint("llama", num_key_value_heads=6)
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 40})
-    tokens, stats = run(path, **_on_disk(tmp_path, **options))
-    assert tokens == expected
+    tokens, stats = run(six_heads, **_on_disk(tmp_path, **options))
+    assert tokens == undisturbed
     assert stats.replicas is not None
     (failover,) = stats.replicas.failovers
     assert failover.worker.endswith("R-worker r1")
@@ -81,14 +91,14 @@ def test_a_lost_r_worker_costs_no_token_that_its_file_has(
     assert _files(tmp_path) == [], "with the job, nobody needs them"
 
 
-def test_all_memory_is_for_sequences(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    path, offered = str(tiny_checkpoint("llama")), {}
+def test_all_memory_is_for_sequences(llama: str, tmp_path: Path) -> None:
+    offered = {}
     for name, options in (
         ("none", {}),
         ("memory", {"replicas": 1}),
         ("disk", {"replicas": 1, **_on_disk(tmp_path)}),
     ):
-        with LLM(path, r_workers=2, r_threads=1, kv_memory_gb=0.01, **options) as llm:
+        with LLM(llama, r_workers=2, r_threads=1, kv_memory_gb=0.01, **options) as llm:
             offered[name] = [welcome.num_blocks for welcome in llm._running.welcomes]
     assert offered["disk"] == offered["none"]
     assert offered["memory"] == [number // 2 for number in offered["none"]]
@@ -96,14 +106,12 @@ def test_all_memory_is_for_sequences(tiny_checkpoint: Callable[..., Path], tmp_p
 
 @pytest.mark.usefixtures("at_once")
 def test_a_restored_cache_is_kept_in_a_file_again(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     """So the R-worker that restored it may be lost, too; with another one's memory, both
     would be recomputed."""
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 40, "r2": 90})
-    tokens, stats = run(path, **_on_disk(tmp_path))
+    tokens, stats = run(llama, **_on_disk(tmp_path))
     assert tokens == expected
     assert stats.replicas is not None and stats.replicas.num_recomputed_holders == 0
     names = [(each.worker[-2:], each.keeper[-2:]) for each in stats.replicas.failovers]
@@ -113,22 +121,20 @@ def test_a_restored_cache_is_kept_in_a_file_again(
 
 @pytest.mark.usefixtures("at_once")
 def test_a_file_that_grows_is_written_anew(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     """From what the cache has by then, and the cache is restored from the new one."""
     settled: list[Path] = []
     settle = replica_file.settle
 
-    def noting(path: Path) -> None:
-        settle(path)
-        settled.append(path)
+    def noting(llama: Path) -> None:
+        settle(llama)
+        settled.append(llama)
 
     monkeypatch.setattr(replica_file, "settle", noting)
     _write_anew_often(monkeypatch)
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 60})
-    tokens, stats = run(path, **_on_disk(tmp_path))
+    tokens, stats = run(llama, **_on_disk(tmp_path))
     assert tokens == expected and settled
     assert stats.resumed.num_tokens > 0 and stats.num_recomputed == 0
     assert _files(tmp_path) == []
@@ -136,16 +142,16 @@ def test_a_file_that_grows_is_written_anew(
 
 @pytest.mark.parametrize("step", ["begun", "written", "settled"])
 def test_a_new_file_that_fails_leaves_the_old_one(
-    step: str, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    step: str, monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     """As good as it was: the cache is restored from it."""
     failed: list[Path] = []
 
     class Fails(AtOnce):
-        def __init__(self, path: Path) -> None:
-            super().__init__(path)
-            self._path = path
-            if step == "begun" and path.suffix == ".new":
+        def __init__(self, llama: Path) -> None:
+            super().__init__(llama)
+            self._path = llama
+            if step == "begun" and llama.suffix == ".new":
                 raise self._full()
 
         def _write_all(self) -> bool:
@@ -157,39 +163,35 @@ def test_a_new_file_that_fails_leaves_the_old_one(
             failed.append(self._path)
             return OSError(28, "No space left on device")
 
-    def fail(path: Path) -> None:
-        failed.append(path)
+    def fail(llama: Path) -> None:
+        failed.append(llama)
         raise ConfigError("no space is left")
 
     monkeypatch.setattr(replica_file, "FileConnection", Fails)
     if step == "settled":
         monkeypatch.setattr(replica_file, "settle", fail)
     _write_anew_often(monkeypatch)
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 60})
-    tokens, stats = run(path, **_on_disk(tmp_path))
+    tokens, stats = run(llama, **_on_disk(tmp_path))
     assert tokens == expected and failed
     assert stats.resumed.num_tokens > 0 and stats.num_recomputed == 0
     assert _files(tmp_path) == []
 
 
 def test_what_cannot_be_read_is_recomputed(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     """Where R-workers have directories of the same name, and not the same one."""
     monkeypatch.setattr(replica_file.ReplicaFiles, "read", lambda self, order: iter(()))
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 40})
-    tokens, stats = run(path, **_on_disk(tmp_path))
+    tokens, stats = run(llama, **_on_disk(tmp_path))
     assert tokens == expected
     assert stats.resumed.num_tokens == 0 and stats.num_recomputed > 0
 
 
 @pytest.mark.parametrize("step", ["prepare", "place"])
 def test_a_cache_that_is_restored_in_part_is_not_gone_on_with(
-    step: str, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    step: str, monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     """Its books say more than its memory has."""
     carry_out = getattr(AttentionExecutor, step)
@@ -200,25 +202,21 @@ def test_a_cache_that_is_restored_in_part_is_not_gone_on_with(
         carry_out(self, order)
 
     monkeypatch.setattr(AttentionExecutor, step, failing)
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 40})
-    tokens, stats = run(path, **_on_disk(tmp_path))
+    tokens, stats = run(llama, **_on_disk(tmp_path))
     assert tokens == expected
     assert stats.resumed.num_tokens == 0 and stats.num_recomputed > 0
     assert _files(tmp_path) == []
 
 
 def test_a_full_disk_leaves_no_file_behind(
-    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, llama: str, expected: Tokens, tmp_path: Path
 ) -> None:
     def full(self: RecordWriter) -> None:
         raise OSError(28, "No space left on device")
 
-    path = tiny_checkpoint("llama")
-    expected, _ = run(path, replicas=0)
     monkeypatch.setattr(RecordWriter, "sync", full)
-    tokens, stats = run(path, **_on_disk(tmp_path))
+    tokens, stats = run(llama, **_on_disk(tmp_path))
     assert tokens == expected and _files(tmp_path) == []
     assert stats.replicas is not None and stats.replicas.lag(50) is None
 
@@ -238,7 +236,7 @@ def test_a_full_disk_leaves_no_file_behind(
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    options: dict[str, Any], reason: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    options: dict[str, Any], reason: str, llama: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run(tiny_checkpoint("llama"), **_on_disk(tmp_path, **options))
+        run(llama, **_on_disk(tmp_path, **options))

@@ -23,7 +23,7 @@ NEW = (9, 14, 21, 6, 17)
 Told = list[tuple[int, ...]]
 
 
-def make(path: Path, **options: Any) -> LLM:
+def make(path: Path | str, **options: Any) -> LLM:
     given = {
         "dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 3, "lanes": 2,
         "block_size": 16, "prefix_cache": "on", "replicas": 1, **options,
@@ -31,7 +31,7 @@ def make(path: Path, **options: Any) -> LLM:
     return LLM(str(path), **given)
 
 
-def talk(path: Path, **options: Any) -> tuple[Told, list[int], EngineStats]:
+def talk(path: Path | str, **options: Any) -> tuple[Told, list[int], EngineStats]:
     """What conversations say, how many tokens of prompts each round of turns has run,
     and what the engine has counted."""
     told: Told = []
@@ -69,17 +69,13 @@ def test_requests_that_share_a_prompt_run_it_once_with_replicas_too(
 
 @pytest.mark.parametrize("options", [{}, {"cache_disk_gb": 0.001}, {"pp": 2}], ids=str)
 def test_the_turn_after_a_loss_runs_what_is_new(
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, llama: str, tmp_path: Path
 ) -> None:
-    path = tiny_checkpoint("llama")
     if "cache_disk_gb" in options:
         options = {**options, "cache_disk": str(tmp_path)}
-    expected, undisturbed, _ = talk(path, replicas=0)
+    expected, undisturbed, _ = talk(llama, replicas=0)
     crash_after(monkeypatch, {"r1": 30})
-    told, num_run, stats = talk(path, **options)
+    told, num_run, stats = talk(llama, **options)
     assert told == expected
     assert stats.replicas is not None and len(stats.replicas.failovers) == 1
     assert num_run[1:] == undisturbed[1:], "the turns after it"

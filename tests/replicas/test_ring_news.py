@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from state_machine import HELLO
 
@@ -13,10 +12,8 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Failovers, Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.schedule.life import events
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated
-from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_LANES, FromRWorker, OpenSequence, ToRWorker, Welcome
 from fastdecode.wire.transport import TIMEOUT
 
@@ -93,21 +90,6 @@ def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
     assert list(ring.fleet.gone) == [2] and ring.fleet.gone[HolderId(2)].code == TIMEOUT
 
 
-def closed_again() -> Ring:
-    """One of which an R-worker was lost, and all that was on it has ended."""
-    ring = Ring()
-    for holder in HOLDERS:
-        ring.say(holder, 0, NO_STEP)
-    ring.lose(1)
-    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
-    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
-    ring.replicas.emptied(HolderId(1))
-    ring.replicas.mend()
-    ring.drop(2, 1)
-    ring.replicas.mend()
-    return ring
-
-
 def test_a_replica_is_there_when_its_owner_has_said_so() -> None:
     """A neighbour that is asked for one that it hasn't would be lost, too."""
     ring = Ring()
@@ -115,24 +97,6 @@ def test_a_replica_is_there_when_its_owner_has_said_so() -> None:
     assert ring.lose(0)
     assert not ring.lose(1), "nothing was heard of its replica"
     assert ring.replicas.figures.num_recomputed_holders == 1
-
-
-@pytest.mark.parametrize(
-    ("lost", "can_go_on"),
-    [([1, 2], [False, True]), ([2, 1], [True, False]), ([0, 1, 2], [False, False, False])],
-)
-def test_a_replica_is_lost_with_its_keeper(lost: list[int], can_go_on: list[bool]) -> None:
-    """R-worker 1's replica is at R-worker 2, and that one's at R-worker 0."""
-    ring = Ring()
-    for holder in HOLDERS:
-        ring.say(holder, 0, NO_STEP)
-    for holder in lost:
-        ring.ends[holder].close()
-    ring.fleet.look()
-    assert {holder for holder, _ in ring.fleet.take_losses()} == set(lost)
-    found = [ring.replicas.lose(HolderId(holder), is_used=True) for holder in lost]
-    assert found == can_go_on
-    assert ring.replicas.figures.num_recomputed_holders == can_go_on.count(False)
 
 
 def test_time_without_a_replica_counts_from_the_beginning() -> None:
@@ -165,32 +129,6 @@ def test_news_that_cannot_be_are_believed_nowhere(lane: int, step: int, of: int)
     assert isinstance(ring.told(0)[-1], OpenSequence), "the others go on"
 
 
-def test_the_ring_is_closed_again_when_nothing_is_left_of_what_was_taken_over() -> None:
-    ring = Ring()
-    for holder in HOLDERS:
-        ring.say(holder, 0, NO_STEP)
-    assert ring.lose(1)
-    assert ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
-    assert ring.links(0)[-1] == ("", "", 2)
-    assert isinstance(ring.told(2)[-1], TakeOver)
-    ring.replicas.mend()
-    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
-    ring.replicas.mend()
-    assert not ring.told(0) and not ring.told(2), "it has two caches to serve"
-    ring.replicas.emptied(HolderId(1))
-    ring.replicas.mend()
-    assert ring.told(2) == [DropCache(SESSION, 1, 2)]
-    ring.replicas.mend()
-    assert not ring.told(0), "there is no room yet"
-    ring.drop(2, 1)
-    ring.replicas.mend()
-    assert ring.links(0) == [("r2", "", 3)]
-    assert ring.links(2) == [("r0", "r0", 1)], "its own link goes on"
-    assert ring.replicas.figures.num_rings == 1
-    ring.replicas.mend()
-    assert not ring.told(0) and not ring.told(2), "once"
-
-
 def test_the_ring_is_not_closed_over_others_before_it_knows_of_a_loss() -> None:
     """Or the replica of the lost one would be dropped."""
     ring = Ring()
@@ -203,43 +141,3 @@ def test_the_ring_is_not_closed_over_others_before_it_knows_of_a_loss() -> None:
     assert not ring.told(0) and not ring.told(2)
     ((lost, _),) = ring.fleet.take_losses()
     assert ring.replicas.lose(lost, is_used=True)
-
-
-def test_what_is_said_of_a_link_that_is_over_counts_no_more() -> None:
-    ring = closed_again()
-    ring.say(0, 0, 5, link=1)
-    assert not ring.lose(0), "its new neighbour hasn't made room"
-
-
-def test_after_the_ring_is_closed_again_the_next_loss_is_gone_on_with() -> None:
-    ring = closed_again()
-    ring.now_s += 2.0
-    ring.say(0, 0, NO_STEP, link=3)
-    lacking_s = ring.replicas.figures.unprotected_s
-    ring.now_s += 5.0
-    ring.say(0, 0, 7, link=3)
-    assert ring.replicas.figures.unprotected_s == lacking_s
-    assert ring.replicas.figures.lags == {2: 1}, "two steps had begun since"
-    assert ring.lose(0)
-
-
-def test_one_that_was_left_alone_keeps_and_has_no_replica() -> None:
-    ring = Ring()
-    for holder in HOLDERS:
-        ring.say(holder, 0, NO_STEP)
-    ring.lose(1)
-    ring.lose(2)
-    ring.told(0)
-    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
-    ring.replicas.take_over(events.TakeOver(HolderId(2), (), ()))
-    for holder in HOLDERS[1:]:
-        if holder in ring.replicas.adopted:
-            ring.replicas.taken_over(holder, TakenOver(np.zeros(0, np.int32)))
-            ring.replicas.emptied(holder)
-            ring.drop(0, holder)
-    ring.replicas.mend()
-    assert not ring.links(0)
-    ring.now_s += 3.0
-    before_s = ring.replicas.figures.unprotected_s
-    ring.replicas.take_news(last_step=9)
-    assert ring.replicas.figures.unprotected_s == before_s + 3.0

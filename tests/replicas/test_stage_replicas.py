@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import prompts
-from replica_jobs import GREEDY, run
+from replica_jobs import GREEDY, Tokens, run
 from trouble import Trouble, crash_after, give
 
 from examples import TRIES_ALL
@@ -33,22 +32,12 @@ TWO: list[Losses] = [{"r0": 30, "s1-r1": 36}, *[{"r0": 30, "s1-r0": 30}] * TRIES
 each stage."""
 
 
-@pytest.fixture(scope="module")
-def path(tiny_checkpoint: Callable[..., Path]) -> Path:
-    return tiny_checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def expected(path: Path) -> list[list[tuple[int, ...]]]:
-    return run(path, replicas=0)[0]
-
-
 @pytest.mark.parametrize("lost", ONE + TWO, ids=str)
 def test_a_column_goes_on_from_the_replicas_of_the_stages_that_lost_it(
-    lost: Losses, path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
+    lost: Losses, llama: str, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash_after(monkeypatch, lost)
-    tokens, stats = run(path, pp=2)
+    tokens, stats = run(llama, pp=2)
     assert tokens == expected
     assert stats.replicas is not None and stats.num_recomputed == 0
     assert 1 <= len(stats.replicas.failovers) <= len(lost)
@@ -56,25 +45,25 @@ def test_a_column_goes_on_from_the_replicas_of_the_stages_that_lost_it(
 
 
 def test_others_start_on_a_column_that_goes_on_where_there_is_no_other(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each stage has lost an R-worker, of different columns."""
     crash_after(monkeypatch, {"r0": 20, "s1-r1": 26})
     options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1}
-    with LLM(str(path), **options, pp=2, r_workers=2, replicas=1) as llm:
+    with LLM(llama, **options, pp=2, r_workers=2, replicas=1) as llm:
         first, second = ([o.completions[0].token_ids for o in answers(llm)] for _ in range(2))
         assert first == second and all(len(tokens) == 24 for tokens in first)
         assert llm.stats.replicas is not None and len(llm.stats.replicas.failovers) == 2
 
 
 def test_a_standby_r_worker_joins_once_nothing_is_left_of_what_was_taken_over(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then every cache has a replica again: the next loss costs no recomputation."""
     other = Trouble(1 << 30)
     give(monkeypatch, {"s1-r1": lambda: Trouble(20), "r0": lambda: other})
     options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1, "spare_r_workers": 1}
-    with LLM(str(path), **options, pp=2, r_workers=2, replicas=1) as llm:
+    with LLM(llama, **options, pp=2, r_workers=2, replicas=1) as llm:
         first = [output.completions[0].token_ids for output in answers(llm)]
         assert look_until_found(lambda: is_protected(llm), 30.0)
         assert llm.stats.num_rejoined == 1
@@ -85,7 +74,7 @@ def test_a_standby_r_worker_joins_once_nothing_is_left_of_what_was_taken_over(
 
 
 def test_rings_close_without_a_member_that_a_given_up_column_loses_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It kept a neighbour's replica, which is kept elsewhere then."""
     crash_after(monkeypatch, {"r1": 20})
@@ -95,7 +84,7 @@ def test_rings_close_without_a_member_that_a_given_up_column_loses_later(
         members = engine._fleet.members
         members.lose(members.member(1, 1), WorkerError("it left"))
 
-    with LLM(str(path), **options, pp=2, r_workers=3, replicas=1) as llm:
+    with LLM(llama, **options, pp=2, r_workers=3, replicas=1) as llm:
         answers(llm)
         assert look_until_found(lambda: is_protected(llm), 30.0)
         in_engine(llm, lose)
@@ -178,15 +167,15 @@ class _Dropping(AttentionExecutor):
 
 
 def test_a_prompt_stage_may_write_to_a_cache_that_was_dropped_meanwhile(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The R-worker that kept it answers, and is kept."""
     options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1, "prefill_chunk": 8}
     asked = prompts([60] * 6, seed=2)
-    with LLM(str(path), **options) as llm:
+    with LLM(llama, **options) as llm:
         expected = [output.completions[0].token_ids for output in llm.generate(asked, GREEDY)]
     losses = _Losses(monkeypatch)
-    with LLM(str(path), **options, pp=2, prompt_pp=2, r_workers=3, replicas=1) as llm:
+    with LLM(llama, **options, pp=2, prompt_pp=2, r_workers=3, replicas=1) as llm:
         assert look_until_found(lambda: is_protected(llm), 30.0)
         outputs = llm.generate(asked, GREEDY)
         assert [output.completions[0].token_ids for output in outputs] == expected

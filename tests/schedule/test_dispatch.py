@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.core.errors import CapacityError
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
@@ -15,6 +16,7 @@ from fastdecode.schedule.dispatch import (
     DispatchJob,
     PrefillQueue,
 )
+from fastdecode.schedule.kept_prefixes import BlockChain, KeptPrefixes
 
 
 def dispatcher(num_prefill: int = 2, *capacities: int, batch_tokens: int = 100) -> Dispatcher:
@@ -49,22 +51,6 @@ def test_a_faster_instance_has_the_shorter_queue() -> None:
     )
     bound = [decision.instance for i in range(4) for decision in queues.arrived(job(i))]
     assert bound == [0, 1, 1, 1]
-
-
-def test_nobody_overtakes_the_oldest() -> None:
-    queues = dispatcher(1, 100)
-    for i, reserved in enumerate((80, 90, 10)):
-        list(queues.arrived(job(i, 20, reserved)))
-    fetched = [each for i, reserved in enumerate((80, 90, 10))
-               for each in queues.prefilled(job(i, 20, reserved), 0)]  # fmt: skip
-    assert [each.job.job_id for each in fetched if isinstance(each, AssignDecode)] == [0]
-    assert queues.num_offered == 2
-    assert [each.job.job_id for each in queues.decoded(job(0, 20, 80), 0)] == [1, 2]
-
-
-def test_what_fits_nowhere_is_refused() -> None:
-    with pytest.raises(CapacityError, match=r"101 tokens fits on no decode instance.*holds 100"):
-        dispatcher(1, 50, 100).arrived(job(0, 1, 101))
 
 
 def test_a_herd_is_spread_evenly() -> None:
@@ -124,3 +110,53 @@ def test_in_order_within_room_and_none_forgotten(data: st.DataObject, sizes: lis
             assert 0 <= room.num_tokens <= room.capacity_tokens
     assert bound == sorted(bound) and fetched == offered
     assert sorted(fetched) == list(range(len(sizes)))
+
+
+SIZE = 4
+
+
+def chain(token_ids: Sequence[int], salt: str = "") -> BlockChain:
+    return BlockChain.of(token_ids, salt, SIZE)
+
+
+def test_the_longest_prefix_of_any_instance() -> None:
+    prefixes = KeptPrefixes()
+    prefixes.note(chain(range(10)), 0)
+    prefixes.note(chain(range(7)), 1)
+    asked = list(range(20))
+    assert prefixes.kept(chain(asked)) == {0: 10, 1: 7}
+    assert prefixes.kept(chain(asked, "another")) == {}
+    assert prefixes.kept(chain([9, *asked])) == {}
+    assert prefixes.kept(chain([*range(9), 77, 78]))[0] == 8, "another tail"
+    assert set(prefixes.kept(chain(asked[:8])).values()) == {7}, "the last token has to run"
+    prefixes.forget(chain(asked), 0)
+    assert prefixes.kept(chain(asked)) == {1: 7}
+
+
+def test_keys_go_on_from_those_that_are_hashed() -> None:
+    """As if all were hashed at once, wherever the first part ends."""
+    for first in range(11):
+        begun = chain(range(first))
+        assert begun.then(range(first, 14)) == chain(range(14))
+        assert begun.then(()) == begun and len(begun.keys) == first // SIZE
+
+
+def test_against_plain_lists() -> None:
+    chance = random.Random(3)
+    prefixes, noted = KeptPrefixes(), []
+    for _ in range(300):
+        tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 14))]
+        instance = chance.randrange(3)
+        prefixes.note(chain(tokens), instance)
+        noted.append((tokens, instance))
+        asked = [chance.randrange(2) for _ in range(14)]
+        kept = prefixes.kept(chain(asked))
+        for who in range(3):
+            shared = [_shared(asked, tokens) for tokens, other in noted if other == who]
+            assert kept.get(who, 0) <= max(shared, default=0), "nobody has run that"
+            assert kept.get(who, 0) >= max(shared, default=0) // SIZE * SIZE
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -5,18 +5,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import pytest
 from holdings import Holding, victim_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from published_configs import LLAMA2_7B, MISTRAL_7B
 
+from cost_model.turns import Tier
 from examples import examples
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.schedule.cache.costs import CostTable, costs_of
 from fastdecode.schedule.cache.idle.blocks import IdleBlocks
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.kept import KeptBlock, Use
-from fastdecode.schedule.cache.retention import POLICIES, Retention, policy_of
+from fastdecode.schedule.cache.retention import (
+    POLICIES,
+    LeastRecent,
+    Retention,
+    SizeIdle,
+    is_short,
+    policy_of,
+)
 
 SIZE = 32
 COSTS = CostTable({32: 1.0, 1024: 2.0})
@@ -58,19 +67,6 @@ def test_what_is_cheap_for_its_idle_time_goes_first_and_of_a_chain_the_end() -> 
     assert kept.give_up(3, 100) == ["b7", "b6", "b5"]
     assert kept.give_up(6, 100) == ["b4", "b3", "b2", "b1", "b0", "a30"]
     assert Kept("retention").give_up(1, 9) == []
-
-
-def test_the_value_is_that_of_the_simulated_policy() -> None:
-    """Of chains of one block each nobody can tell the two apart."""
-    kept, policy = Kept("retention"), Retention(SIZE, COSTS)
-    holdings = [Holding(name, [0], last_s) for name, last_s in (("a", 3), ("b", 1), ("c", 2))]
-    for holding in holdings:
-        kept.use(holding.name, 1, holding.last_s)
-    for _ in holdings:
-        victim = victim_of(policy, holdings, 9, SIZE)
-        assert victim is not None
-        holdings.remove(victim[0])
-        assert kept.give_up(1, 9) == [f"{victim[0].name}0"]
 
 
 def test_of_a_conversation_the_blocks_that_cost_least_go_first() -> None:
@@ -159,14 +155,6 @@ def test_a_conversation_whose_end_is_given_up_shares_nothing_any_more() -> None:
         kept.index.lease(chain[-1])
     assert kept.give_up(3, 9) == ["first0", "second0", "first1"]
     assert kept.give_up(3, 9) == ["system0", "system1", "second1"], "it is one's alone now"
-
-
-def test_the_trailing_half_of_the_largest_for_its_idle_time_goes_together() -> None:
-    kept = Kept("size-idle")
-    kept.use("a", 9, 50)
-    kept.use("b", 5, 0)
-    assert kept.give_up(1, 100) == ["b4", "b3", "b2"], "5 × 100, rounded up"
-    assert kept.give_up(4, 100) == ["a8", "a7", "a6", "a5", "a4"]
 
 
 def test_least_recently_used_ends_go_first() -> None:
@@ -293,3 +281,62 @@ def test_costs_follow_from_the_model() -> None:
     assert 1 < costs(64) < costs(4096)
     assert math.isclose(costs(8192) - 1, 2 * (costs(4096) - 1))
     assert costs_of(mistral)(4096) == costs_of(mistral)(8192), "its layers see no more"
+
+
+CHUNK = 32
+MEASURED = CostTable(
+    {32: 1.01, 64: 1.02, 128: 1.03, 256: 1.05, 512: 1.08, 1024: 1.15, 2048: 1.27, 4096: 1.5}
+)
+
+
+def chunks(name: str, first: int, end: int, last_s: float) -> Holding:
+    """A conversation whose tokens from ``first`` to ``end`` are there."""
+    return Holding(name, list(range(first // CHUNK, end // CHUNK)), last_s)
+
+
+def order(policy: Retention, holdings: list[Holding], count: int, now_s: float) -> list[str]:
+    """Who goes first, and which of its tokens."""
+    gone = []
+    for _ in range(count):
+        victim = victim_of(policy, holdings, now_s, CHUNK)
+        assert victim is not None
+        holding, (block,) = victim
+        holding.blocks.remove(block)
+        gone.append(f"{holding.name}{block * CHUNK}")
+    return gone
+
+
+def test_what_is_in_use_goes_last() -> None:
+    used, idle = chunks("used", 0, 32, 100), chunks("idle", 4064, 4096, 99)
+    assert order(Retention(CHUNK, MEASURED), [used, idle], 2, 100) == ["idle4064", "used0"]
+
+
+def test_costs_are_linear_between_what_was_measured_and_beyond() -> None:
+    assert MEASURED(96) == pytest.approx(1.025) and MEASURED(4096) == 1.5
+    assert MEASURED(8192) == pytest.approx(1.96) and MEASURED(1) < MEASURED(32)
+
+
+def test_size_and_idle_time_choose_whose_trailing_half_goes() -> None:
+    """Scores 10,000, 18,000 and 12,000; the least recent is C, the largest A."""
+    tokens = {"A": (1000, 90), "B": (300, 40), "C": (100, -20)}
+    holdings = [Holding(name, list(range(n)), last) for name, (n, last) in tokens.items()]
+    victim = victim_of(SizeIdle(), holdings, 100, 1)
+    assert victim is not None and victim[0].name == "B"
+    assert victim[1] == list(range(150, 300))
+    odd = victim_of(SizeIdle(), [Holding("odd", [0, 1, 2], 0)], 9, 1)
+    assert odd is not None and odd[1] == [1, 2], "rounded up"
+    oldest = victim_of(LeastRecent(), holdings, 100, 1)
+    assert oldest is not None and (oldest[0].name, oldest[1]) == ("C", [99])
+
+
+def test_nobody_goes_where_nothing_is() -> None:
+    for policy in (Retention(CHUNK), LeastRecent(), SizeIdle()):
+        tier = Tier(policy, CHUNK)
+        assert tier.leave(9) is None
+        tier.hold(0, [0, 1], 3)
+        tier.hold(0, [], 3)
+        assert tier.leave(9) is None and tier.num_blocks == 0
+
+
+def test_the_threshold_is_strict() -> None:
+    assert [is_short(free, 1000, 0.5) for free in (500, 499, 501)] == [False, True, False]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options
+from random_traffic import keeping, turn
+from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from examples import examples
@@ -18,9 +18,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.retention import IdleColumns, Policy, Values
+from fastdecode.schedule.cache.retention import POLICIES, IdleColumns, Policy, Values
 from fastdecode.schedule.cache.reuse import Reuse, reuses
-from fastdecode.schedule.modes import make_scheduler
 
 A = HolderId(0)
 
@@ -42,24 +41,10 @@ class Anything:
         return None
 
 
-def harness(blocks: tuple[int, ...], policy: Policy, lanes: int = 1, **more: object) -> Harness:
-    scheduler = make_scheduler(
-        options("greedy", lanes, **more),
-        blocks,
-        BLOCK_SIZE,
-        cache_identity="a",
-        cache_policy=policy,
-    )
-    return Harness(scheduler, [Store(count) for count in blocks], lanes)
-
-
-def turn(chat: Harness, prompt: Seq[int], past: int = 0, length: int = 2) -> tuple[int, ...]:
+def talk(chat: Harness, prompt: Seq[int], past: int = 0, length: int = 2) -> tuple[int, ...]:
     """A turn of a conversation, alone; ``past``: tokens that were cached when
     the one before it had ended."""
-    name = chat.num_arrived
-    assert chat.arrive(0, (length,), length, prompt=tuple(prompt), cache=CacheUse(turn=past))
-    chat.run_out()
-    return tuple(prompt) + tuple(chat.finished[name])
+    return turn(chat, tuple(prompt), length, CacheUse(turn=past))[0]
 
 
 def drop(chat: Harness, *places: int) -> None:
@@ -73,8 +58,8 @@ def drop(chat: Harness, *places: int) -> None:
 
 
 def test_what_is_missing_runs_together_with_what_is_new() -> None:
-    chat = harness((40,), Anything(0))
-    tokens = turn(chat, range(17))
+    chat = keeping((40,), policy=Anything(0))
+    tokens = talk(chat, range(17))
     past = len(tokens) - 1  # 18: four blocks, and a tail of two
     drop(chat, 1, 2)
     assert chat.arrive(0, (2,), 2, prompt=(*tokens, 70, 71), cache=CacheUse(turn=past))
@@ -95,13 +80,13 @@ def test_what_is_missing_runs_together_with_what_is_new() -> None:
 
 
 def test_a_gap_is_kept_once_it_is_filled_and_the_next_turn_has_none() -> None:
-    chat = harness((40,), Anything(0))
-    tokens = turn(chat, range(17))
+    chat = keeping((40,), policy=Anything(0))
+    tokens = talk(chat, range(17))
     drop(chat, 0, 2)
-    tokens = turn(chat, (*tokens, 70), past=len(tokens) - 1)
+    tokens = talk(chat, (*tokens, 70), past=len(tokens) - 1)
     assert chat.num_gaps == 1
     before = chat.num_resumed_tokens
-    turn(chat, (*tokens, 80), past=len(tokens) - 1)
+    talk(chat, (*tokens, 80), past=len(tokens) - 1)
     assert (chat.num_gaps, chat.num_resumed_tokens - before) == (1, len(tokens) - 1)
     leases = {block.num_leases for block in chat.scheduler.ledger.cache.stock[A]}
     assert leases == {1}, "blocks that came back are shared by whom they were shared before"
@@ -111,20 +96,22 @@ def test_a_gap_is_kept_once_it_is_filled_and_the_next_turn_has_none() -> None:
     st.data(),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(1, 6)), max_size=16),
     st.integers(1, 2),
-    st.integers(0, 99),
+    st.integers(0, 99).map(Anything) | st.sampled_from(POLICIES),
+    st.sampled_from((None, 8)),
     st.booleans(),
 )
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(600, share=8))
 def test_nobody_reads_what_was_not_written_for_it_whatever_is_given_up(
     data: st.DataObject,
     turns: list[tuple[int, int, int]],
     num_lanes: int,
-    seed: int,
+    policy: str | Policy,
+    split: int | None,
     lose: bool,
 ) -> None:
-    """Conversations that begin alike, branch, and are cancelled; the policy
-    makes holes anywhere. Counts are compared after every event."""
-    chat = harness((9, 20, 30), Anything(seed), lanes=num_lanes)
+    """Conversations that begin alike, branch, and are cancelled; not all have room, and
+    some policies make holes anywhere. Counts are compared after every event."""
+    chat = keeping((9, 20, 30), lanes=num_lanes, policy=policy, split_tokens=split)
     histories: dict[int, tuple[int, ...]] = dict.fromkeys(range(4), ())
     running: dict[int, tuple[int, tuple[int, ...]]] = {}
     for who, num_new, length in turns:
@@ -161,7 +148,7 @@ def test_nobody_reads_what_was_not_written_for_it_whatever_is_given_up(
 @given(st.data(), st.integers(0, 99), st.integers(1, 2))
 @settings(max_examples=examples(150))
 def test_siblings_fork_nobody_with_a_gap(data: st.DataObject, seed: int, num_lanes: int) -> None:
-    chat = harness((16,), Anything(seed), lanes=num_lanes)
+    chat = keeping((16,), lanes=num_lanes, policy=Anything(seed))
     prompt = tuple(range(data.draw(st.integers(9, 20))))
     for _ in range(3):
         n = data.draw(st.integers(1, 3))
@@ -177,7 +164,7 @@ def test_siblings_fork_nobody_with_a_gap(data: st.DataObject, seed: int, num_lan
 def test_who_is_suspended_goes_on_with_what_was_kept_of_it(
     data: st.DataObject, seed: int, quantile: float
 ) -> None:
-    chat = harness((9,), Anything(seed), length_quantile=quantile)
+    chat = keeping((9,), policy=Anything(seed), length_quantile=quantile)
     for _ in range(data.draw(st.integers(1, 6))):
         length = data.draw(st.integers(1, 12))
         chat.arrive(data.draw(st.integers(1, 16)), (length,), 12)
@@ -235,8 +222,8 @@ def test_a_turns_end_is_reused_with_what_is_before_it() -> None:
 
 def test_who_lacks_what_somebody_is_computing_waits_for_it() -> None:
     """Two that begin alike: the gap is run once."""
-    chat = harness((60,), Anything(0))
-    tokens = turn(chat, range(17), length=1)
+    chat = keeping((60,), policy=Anything(0))
+    tokens = talk(chat, range(17), length=1)
     drop(chat, 1, 2)
     before = chat.num_resumed_tokens
     for own in (50, 60):

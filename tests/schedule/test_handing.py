@@ -11,34 +11,7 @@ from schedule_choices import options
 
 from fastdecode.core.holders import HolderId, KVSource, num_offered
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.schedule.life.events import (
-    Cancelled,
-    Close,
-    Drawn,
-    Event,
-    Extend,
-    Fail,
-    Finish,
-    Fork,
-    HandOver,
-    HasFetched,
-    Instruction,
-    Interrupted,
-    Keep,
-    LaneIdle,
-    LaneReady,
-    Leaving,
-    Lost,
-    Open,
-    Opened,
-    Pull,
-    Pulled,
-    Run,
-    StepDone,
-    Submitted,
-    TakenOver,
-    TakeOver,
-)
+from fastdecode.schedule.life import events
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
@@ -51,7 +24,7 @@ def lifecycle(blocks: tuple[int, ...] = (40,)) -> Lifecycle:
     return Lifecycle(make_scheduler(options("greedy", 1), blocks, BLOCK_SIZE, opening_steps=1))
 
 
-def tell(life: Lifecycle, event: Event) -> list[Instruction]:
+def tell(life: Lifecycle, event: events.Event) -> list[events.Instruction]:
     instructions = life.handle(event)
     life.check_invariants()
     return instructions
@@ -61,75 +34,69 @@ def request(name: str, n: int = 1, num_tokens: int = 5) -> Request:
     return Request(name, (5,) * num_tokens, SamplingParams(n=n), 1, seed=0, hands_over=True)
 
 
-def open_all(life: Lifecycle) -> list[Instruction]:
-    asked = [x for x in tell(life, LaneIdle(0)) if isinstance(x, (Open, Fork))]
+def open_all(life: Lifecycle) -> list[events.Instruction]:
+    asked = [x for x in tell(life, events.LaneIdle(0)) if isinstance(x, (events.Open, events.Fork))]
     for one in asked:
-        tell(life, Opened(one.part.part_id))
+        tell(life, events.Opened(one.part.part_id))
     return list(asked)
 
 
-def step(life: Lifecycle, reasons: dict[int, str] | None = None) -> list[Instruction]:
-    (run,) = tell(life, LaneReady(0))
-    assert isinstance(run, Run)
+def step(life: Lifecycle, reasons: dict[int, str] | None = None) -> list[events.Instruction]:
+    (run,) = tell(life, events.LaneReady(0))
+    assert isinstance(run, events.Run)
     drawn = [
-        Drawn(chunk.sequence, 7, (reasons or {}).get(chunk.sequence.index))  # type: ignore[arg-type]
+        events.Drawn(chunk.sequence, 7, (reasons or {}).get(chunk.sequence.index))  # type: ignore[arg-type]
         for chunk in run.chunks
         if chunk.num_tokens == chunk.sequence.num_uncached
     ]
-    return tell(life, StepDone(0, tuple(drawn)))
+    return tell(life, events.StepDone(0, tuple(drawn)))
 
 
 def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
     life = lifecycle()
-    tell(life, Submitted(request("a")))
+    tell(life, events.Submitted(request("a")))
     (opened,) = open_all(life)
     (handed,) = step(life)
-    assert isinstance(handed, HandOver) and handed.sequence.token_ids == [5] * 5 + [7]
+    assert isinstance(handed, events.HandOver) and handed.sequence.token_ids == [5] * 5 + [7]
     assert handed.sequence.num_cached == 5 and life.handing.has_exported
-    assert tell(life, LaneIdle(0)) == [] == tell(life, LaneReady(0)), "nothing of it runs"
-    assert isinstance(opened, Open)
-    assert tell(life, Cancelled("a")) == [Close(opened.part)]
+    assert tell(life, events.LaneIdle(0)) == [] == tell(life, events.LaneReady(0)), (
+        "nothing of it runs"
+    )
+    assert isinstance(opened, events.Open)
+    assert tell(life, events.Cancelled("a")) == [events.Close(opened.part)]
     assert not life.handing.has_exported and not life.sequences.by_sequence
-
-
-def test_one_that_is_over_with_its_first_token_is_not_handed_over() -> None:
-    life = lifecycle()
-    tell(life, Submitted(request("a")))
-    open_all(life)
-    finish, close = step(life, {0: "stop"})
-    assert isinstance(finish, Finish) and isinstance(close, Close)
 
 
 @pytest.mark.parametrize("over", [(), (0,), (1,), (0, 1, 2)])
 def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
     life = lifecycle()
-    tell(life, Submitted(request("a", n=3)))
+    tell(life, events.Submitted(request("a", n=3)))
     reasons = dict.fromkeys(over, "stop")
-    told: list[Instruction] = []
+    told: list[events.Instruction] = []
     num_forks = 0
     for _ in range(3):
-        num_forks += sum(isinstance(one, Fork) for one in open_all(life))
+        num_forks += sum(isinstance(one, events.Fork) for one in open_all(life))
         if life.scheduler.num_running:
             told += step(life, reasons)
     assert num_forks == 2 or 0 in over, "a parked sequence may be forked"
-    assert sum(isinstance(one, Finish) for one in told) == len(over)
-    handed = [one for one in told if isinstance(one, HandOver)]
+    assert sum(isinstance(one, events.Finish) for one in told) == len(over)
+    handed = [one for one in told if isinstance(one, events.HandOver)]
     assert len(handed) == (len(over) < 3)
     assert len(life.scheduler.parked.runs) == len(handed)
     if handed:
-        assert isinstance(told[-1], HandOver), "when all have drawn"
-        (close,) = tell(life, Cancelled("a"))
-        assert isinstance(close, Close)
+        assert isinstance(told[-1], events.HandOver), "when all have drawn"
+        (close,) = tell(life, events.Cancelled("a"))
+        assert isinstance(close, events.Close)
     assert not life.sequences.by_sequence
 
 
-@pytest.mark.parametrize("event", [Lost(HolderId(0)), Interrupted(HolderId(0))])
-def test_who_loses_what_was_to_be_fetched_says_so(event: Event) -> None:
+@pytest.mark.parametrize("event", [events.Lost(HolderId(0)), events.Interrupted(HolderId(0))])
+def test_who_loses_what_was_to_be_fetched_says_so(event: events.Event) -> None:
     life = lifecycle((40, 40))
-    tell(life, Submitted(request("a")))
+    tell(life, events.Submitted(request("a")))
     open_all(life)
     step(life)
-    fails = [one for one in tell(life, event) if isinstance(one, Fail)]
+    fails = [one for one in tell(life, event) if isinstance(one, events.Fail)]
     assert [fail.error.code for fail in fails] == [HANDED_OVER_LOST]
     assert not life.sequences.by_sequence
 
@@ -140,58 +107,41 @@ def coming(max_tokens: int = 4) -> Request:
     )
 
 
-def test_who_comes_runs_when_its_prompt_is_here() -> None:
-    life = lifecycle()
-    tell(life, Submitted(coming()))
-    (asked,) = tell(life, LaneIdle(0))
-    assert isinstance(asked, Open)
-    assert tell(life, Opened(asked.part.part_id)) == [Pull(asked.part, 5, SOURCES)]
-    assert life.handing.is_importing and tell(life, LaneReady(0)) == []
-    (fetched,) = tell(life, Pulled(asked.part.part_id, ""))
-    assert isinstance(fetched, HasFetched) and not life.handing.is_importing
-    (run,) = tell(life, LaneReady(0))
-    assert isinstance(run, Run) and [chunk.num_tokens for chunk in run.chunks] == [1]
-    assert (
-        life.sequences.counts.num_recomputed == 0
-        and life.sequences.counts.num_cached_prompt_tokens == 0
-    )
-
-
 def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
     """The first may be over before the last has room."""
     life = lifecycle((3,))
     drawn = {0: (7,), 1: (7,), 2: (7,)}
     asked = replace(coming(max_tokens=2), params=SamplingParams(n=3), drawn=drawn)
-    tell(life, Submitted(asked))
-    told: list[Instruction] = []
+    tell(life, events.Submitted(asked))
+    told: list[events.Instruction] = []
     pulls = 0
     while life.sequences.by_sequence:
-        for one in tell(life, LaneIdle(0)):
-            if isinstance(one, (Open, Fork)):
-                for then in tell(life, Opened(one.part.part_id)):
-                    pulls += isinstance(then, Pull)
-                    assert isinstance(then, Pull)
-                    told += tell(life, Pulled(then.part.part_id, ""))
+        for one in tell(life, events.LaneIdle(0)):
+            if isinstance(one, (events.Open, events.Fork)):
+                for then in tell(life, events.Opened(one.part.part_id)):
+                    pulls += isinstance(then, events.Pull)
+                    assert isinstance(then, events.Pull)
+                    told += tell(life, events.Pulled(then.part.part_id, ""))
             told.append(one)
         if any(run.is_open for run in life.scheduler.lanes[0].running.values()):
             told += step(life)
-    fetched = [place for place, one in enumerate(told) if isinstance(one, HasFetched)]
-    begun = [place for place, one in enumerate(told) if isinstance(one, (Open, Fork))]
+    fetched = [place for place, one in enumerate(told) if isinstance(one, events.HasFetched)]
+    begun = [place for place, one in enumerate(told) if isinstance(one, (events.Open, events.Fork))]
     assert len(fetched) == 1 and len(begun) == 3 and fetched[0] >= begun[-1] - 1
     assert pulls >= 1 and life.sequences.counts.num_recomputed == 0
 
 
 def test_who_cannot_be_fetched_is_recomputed() -> None:
     life = lifecycle()
-    tell(life, Submitted(coming()))
-    (asked,) = tell(life, LaneIdle(0))
-    assert isinstance(asked, Open)
-    tell(life, Opened(asked.part.part_id))
-    close, fetched = tell(life, Pulled(asked.part.part_id, "gone"))
-    assert close == Close(asked.part) and isinstance(fetched, HasFetched)
+    tell(life, events.Submitted(coming()))
+    (asked,) = tell(life, events.LaneIdle(0))
+    assert isinstance(asked, events.Open)
+    tell(life, events.Opened(asked.part.part_id))
+    close, fetched = tell(life, events.Pulled(asked.part.part_id, "gone"))
+    assert close == events.Close(asked.part) and isinstance(fetched, events.HasFetched)
     open_all(life)
-    (run,) = tell(life, LaneReady(0))
-    assert isinstance(run, Run) and run.chunks[0].first == 0, "from its beginning"
+    (run,) = tell(life, events.LaneReady(0))
+    assert isinstance(run, events.Run) and run.chunks[0].first == 0, "from its beginning"
     assert life.sequences.counts.num_recomputed == 1
 
 
@@ -205,44 +155,44 @@ def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
     life = lifecycle()
     sources = (replace(SOURCES[0], num_tokens=1),)
     asked = replace(coming(), prompt_token_ids=(5,), params=SamplingParams(n=2), sources=sources)
-    tell(life, Submitted(replace(asked, drawn={0: (7,), 1: (7,)})))
-    one, other = tell(life, LaneIdle(0))
-    assert isinstance(one, Open) and isinstance(other, Open)
-    assert isinstance(*tell(life, Opened(one.part.part_id)), Pull)
+    tell(life, events.Submitted(replace(asked, drawn={0: (7,), 1: (7,)})))
+    one, other = tell(life, events.LaneIdle(0))
+    assert isinstance(one, events.Open) and isinstance(other, events.Open)
+    assert isinstance(*tell(life, events.Opened(one.part.part_id)), events.Pull)
     if is_open:
-        assert isinstance(*tell(life, Opened(other.part.part_id)), Pull)
-    told = tell(life, Pulled(one.part.part_id, "gone"))
-    assert not [each for each in told if isinstance(each, HasFetched)]
+        assert isinstance(*tell(life, events.Opened(other.part.part_id)), events.Pull)
+    told = tell(life, events.Pulled(one.part.part_id, "gone"))
+    assert not [each for each in told if isinstance(each, events.HasFetched)]
     if not is_open:
-        assert isinstance(*tell(life, Opened(other.part.part_id)), Pull)
-    told = tell(life, Pulled(other.part.part_id, second))
-    assert [each.failed for each in told if isinstance(each, HasFetched)] == [True]
+        assert isinstance(*tell(life, events.Opened(other.part.part_id)), events.Pull)
+    told = tell(life, events.Pulled(other.part.part_id, second))
+    assert [each.failed for each in told if isinstance(each, events.HasFetched)] == [True]
     assert life.sequences.counts.num_recomputed == 1 + bool(second)
 
 
 def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     life = lifecycle((40, 40))
-    tell(life, Submitted(coming()))
-    (asked,) = tell(life, LaneIdle(0))
-    assert isinstance(asked, Open)
-    tell(life, Opened(asked.part.part_id))
-    assert tell(life, Lost(asked.part.holder)) == []
-    (again,) = tell(life, LaneIdle(0))
-    assert isinstance(again, Open) and again.part.holder != asked.part.holder
-    assert tell(life, Opened(again.part.part_id)) == [Pull(again.part, 5, SOURCES)]
-    assert tell(life, Pulled(asked.part.part_id, "it is lost")) == []
-    assert tell(life, Cancelled("a")) == [Close(again.part)]
-    assert tell(life, Pulled(again.part.part_id, "it was closed")) == []
+    tell(life, events.Submitted(coming()))
+    (asked,) = tell(life, events.LaneIdle(0))
+    assert isinstance(asked, events.Open)
+    tell(life, events.Opened(asked.part.part_id))
+    assert tell(life, events.Lost(asked.part.holder)) == []
+    (again,) = tell(life, events.LaneIdle(0))
+    assert isinstance(again, events.Open) and again.part.holder != asked.part.holder
+    assert tell(life, events.Opened(again.part.part_id)) == [events.Pull(again.part, 5, SOURCES)]
+    assert tell(life, events.Pulled(asked.part.part_id, "it is lost")) == []
+    assert tell(life, events.Cancelled("a")) == [events.Close(again.part)]
+    assert tell(life, events.Pulled(again.part.part_id, "it was closed")) == []
     assert not life.sequences.by_sequence and not life.handing.is_importing
 
 
 def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:
     """Of a sequence that has drawn nothing, all but the last of its prompt."""
     life = lifecycle()
-    tell(life, Submitted(replace(coming(), drawn={})))
-    (asked,) = tell(life, LaneIdle(0))
-    assert isinstance(asked, Open)
-    assert tell(life, Opened(asked.part.part_id)) == [Pull(asked.part, 4, SOURCES)]
+    tell(life, events.Submitted(replace(coming(), drawn={})))
+    (asked,) = tell(life, events.LaneIdle(0))
+    assert isinstance(asked, events.Open)
+    assert tell(life, events.Opened(asked.part.part_id)) == [events.Pull(asked.part, 4, SOURCES)]
     assert num_offered(SOURCES) == 5
 
 
@@ -268,39 +218,43 @@ def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -
     prompt = tuple(range(5 * BLOCK_SIZE + 3))
     asked = Request("a", prompt, SamplingParams(), 4, seed=0)
     sources = (replace(SOURCES[0], num_tokens=len(prompt)),)
-    tell(life, Submitted(replace(asked, sources=sources)))
-    (opened,) = [one for one in tell(life, LaneIdle(0)) if isinstance(one, Open)]
-    told: list[Instruction] = []
+    tell(life, events.Submitted(replace(asked, sources=sources)))
+    (opened,) = [one for one in tell(life, events.LaneIdle(0)) if isinstance(one, events.Open)]
+    told: list[events.Instruction] = []
     if when == "opening":
-        told += tell(life, Cancelled("a"))
-    told += tell(life, Opened(opened.part.part_id))
+        told += tell(life, events.Cancelled("a"))
+    told += tell(life, events.Opened(opened.part.part_id))
     if when == "fetching":
-        told += tell(life, Cancelled("a"))
+        told += tell(life, events.Cancelled("a"))
     elif when == "failing":
-        told += tell(life, Pulled(opened.part.part_id, "gone"))
-    assert any(isinstance(one, Close) for one in told)
-    assert not any(isinstance(one, Keep) for one in told), "unwritten blocks would be others'"
+        told += tell(life, events.Pulled(opened.part.part_id, "gone"))
+    assert any(isinstance(one, events.Close) for one in told)
+    assert not any(isinstance(one, events.Keep) for one in told), (
+        "unwritten blocks would be others'"
+    )
     if when == "failing":
-        assert any(isinstance(one, Open) for one in tell(life, LaneIdle(0))), "from its beginning"
+        assert any(isinstance(one, events.Open) for one in tell(life, events.LaneIdle(0))), (
+            "from its beginning"
+        )
 
 
 def test_an_exported_prompt_does_not_move_with_a_holder_that_is_given_back() -> None:
     """A neighbour has taken a holder over, and a replacement has a copy of it: what is
     on offer there is run again elsewhere."""
     life = lifecycle((40, 40))
-    tell(life, Submitted(request("a")))
+    tell(life, events.Submitted(request("a")))
     (opened,) = open_all(life)
-    assert isinstance(opened, Open)
+    assert isinstance(opened, events.Open)
     holder = opened.part.holder
-    (order,) = tell(life, Interrupted(holder))
-    assert isinstance(order, TakeOver)
-    for extend in tell(life, TakenOver(holder, order.num_tokens)):
-        assert isinstance(extend, Extend)
-        tell(life, Opened(extend.part.part_id))
-    tell(life, LaneIdle(0))
+    (order,) = tell(life, events.Interrupted(holder))
+    assert isinstance(order, events.TakeOver)
+    for extend in tell(life, events.TakenOver(holder, order.num_tokens)):
+        assert isinstance(extend, events.Extend)
+        tell(life, events.Opened(extend.part.part_id))
+    tell(life, events.LaneIdle(0))
     (handed,) = step(life)
-    assert isinstance(handed, HandOver)
-    failed, asked = tell(life, Leaving(holder))
-    assert isinstance(failed, Fail) and failed.error.code == HANDED_OVER_LOST
-    assert asked == TakeOver(holder, (), ()), "nothing of it goes on"
+    assert isinstance(handed, events.HandOver)
+    failed, asked = tell(life, events.Leaving(holder))
+    assert isinstance(failed, events.Fail) and failed.error.code == HANDED_OVER_LOST
+    assert asked == events.TakeOver(holder, (), ()), "nothing of it goes on"
     assert not life.handing.has_exported and not life.sequences.by_sequence

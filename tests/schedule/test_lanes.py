@@ -12,17 +12,7 @@ from fastdecode.core.config.groups import Batching
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.lanes import LaneControl
-from fastdecode.schedule.life.events import (
-    Drawn,
-    LaneIdle,
-    LaneReady,
-    Open,
-    Opened,
-    Regrouped,
-    Run,
-    StepDone,
-    Submitted,
-)
+from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import ScheduleOptions, make_scheduler
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
@@ -108,16 +98,18 @@ def requests(lengths: list[int], max_tokens: int = 64) -> list[Request]:
 
 def run_a_step(lifecycle: Lifecycle, lane: int) -> list[int]:
     """Of R-workers that answer at once. Returns who stepped."""
-    for instruction in lifecycle.handle(LaneIdle(lane)):
-        if isinstance(instruction, Open):
-            assert not lifecycle.handle(Opened(instruction.part.part_id))
+    for instruction in lifecycle.handle(events.LaneIdle(lane)):
+        if isinstance(instruction, events.Open):
+            assert not lifecycle.handle(events.Opened(instruction.part.part_id))
     members: list[int] = []
-    for run in lifecycle.handle(LaneReady(lane)):
-        assert isinstance(run, Run)
+    for run in lifecycle.handle(events.LaneReady(lane)):
+        assert isinstance(run, events.Run)
         assert all(1 <= chunk.num_tokens <= chunk.sequence.num_uncached for chunk in run.chunks)
         members = [chunk.sequence.sequence_id for chunk in run.chunks]
         drawn = [c.sequence for c in run.chunks if c.num_tokens == c.sequence.num_uncached]
-        lifecycle.handle(StepDone(lane, tuple(Drawn(sequence, 7) for sequence in drawn)))
+        lifecycle.handle(
+            events.StepDone(lane, tuple(events.Drawn(sequence, 7) for sequence in drawn))
+        )
     return members
 
 
@@ -131,7 +123,7 @@ def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
     scheduler = make_scheduler(options, (64, 64), 16)
     lifecycle = Lifecycle(scheduler)
     for request in requests([1, 50, 3, 33, 7, 90, 2, 20, 41, 5, 18, 9, 70, 4]):
-        lifecycle.handle(Submitted(request))
+        lifecycle.handle(events.Submitted(request))
     num_lanes, changes = 2, itertools.cycle([1, 4, 3, 2])
     for step in itertools.count():
         assert step < 2000, "it doesn't get on"
@@ -139,7 +131,7 @@ def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
             break
         if step % 7 == 6:
             num_lanes = next(changes)
-            lifecycle.handle(Regrouped(num_lanes))
+            lifecycle.handle(events.Regrouped(num_lanes))
             assert_even(scheduler, num_lanes)
         members: list[int] = []
         ended = 0

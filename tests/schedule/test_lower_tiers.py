@@ -11,51 +11,23 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, play, traffic
-from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options
+from random_traffic import Requests, keeping, play, traffic
+from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from examples import examples
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
-from fastdecode.schedule.cache.retention import POLICIES, policy_of
+from fastdecode.schedule.cache.retention import POLICIES
 from fastdecode.schedule.cache.tiers.offload_jobs import Rates, TierCounts
-from fastdecode.schedule.life.events import Fetching, Stocked
+from fastdecode.schedule.life.events import Fetching
 from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.life.sequences import SequenceState
-from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.plan import Chunk
 
 BLOCKS = (12, 20)
+EARLY = {"swap_threshold": 0.5}
 briefly = settings(max_examples=examples(25, share=8), deadline=None)
-
-
-def harness(
-    blocks: tuple[int, ...] = BLOCKS,
-    slots: int = 15,
-    policy: str = "retention",
-    lanes: int = 1,
-    opening: int = 0,
-    threshold: float = 0.5,
-    mode: str = "greedy",
-) -> Harness:
-    """R-workers with disks of so many blocks."""
-    ticks = itertools.count()
-    scheduler = make_scheduler(
-        options(mode, lanes),
-        blocks,
-        BLOCK_SIZE,
-        opening_steps=opening,
-        cache_identity="a",
-        cache_policy=policy_of(policy, BLOCK_SIZE),
-        swap_threshold=threshold,
-        clock=lambda: float(next(ticks)),
-    )
-    busy = Harness(scheduler, [Store(count) for count in blocks], lanes)
-    for holder in range(len(blocks)):
-        busy._tell(Stocked(HolderId(holder), slots, {}))
-    return busy
 
 
 @briefly
@@ -86,9 +58,8 @@ def test_nobody_reads_what_was_not_written_for_it_wherever_it_was_meanwhile(
     """Prompts all begin alike. Counts are compared after every event, some
     blocks don't arrive, and some sequences step before theirs have."""
     chance = random.Random(seed)
-    busy = harness(
-        slots=slots, policy=policy, lanes=num_lanes, opening=int(late), threshold=threshold
-    )
+    made = {"opening_steps": int(late), "swap_threshold": threshold}
+    busy = keeping(BLOCKS, lanes=num_lanes, policy=policy, slots=slots, made=made)
     busy.moves.fail = lambda: chance.random() < failing
     busy.moves.tell = lambda: chance.random() < 0.5
     busy.lifecycle.stepped(BLOCK_SIZE, 1e6)  # so that all fetches come in time
@@ -115,7 +86,7 @@ def test_sequences_join_before_their_blocks_have_come_and_start_again_without_th
     """Whatever is in a block that fails after that, nothing that was attended
     with it is believed."""
     chance = random.Random(3)
-    busy = harness((10,), slots=40)
+    busy = keeping((10,), slots=40, made=EARLY)
     busy.lifecycle.stepped(BLOCK_SIZE, 1e6)
     busy.moves.tell = lambda: chance.random() < 0.7
     busy.moves.fail = lambda: chance.random() < 0.25
@@ -126,7 +97,7 @@ def test_sequences_join_before_their_blocks_have_come_and_start_again_without_th
 
 
 def test_a_fetch_that_is_slower_than_the_step_is_waited_for() -> None:
-    busy = harness((10,), slots=40)
+    busy = keeping((10,), slots=40, made=EARLY)
     busy.lifecycle.stepped(BLOCK_SIZE, 1e-6)
     told = itertools.cycle((True, False))
     busy.moves.tell = lambda: next(told)
@@ -137,7 +108,7 @@ def test_a_fetch_that_is_slower_than_the_step_is_waited_for() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_conversations_find_on_disk_what_memory_has_no_room_for(policy: str) -> None:
-    busy = harness((10,), slots=40, policy=policy)
+    busy = keeping((10,), policy=policy, slots=40, made=EARLY)
     turns(busy, 3)
     counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
     assert busy.moves.num_fetched > 0 and counts.num_fetched == busy.moves.num_fetched
@@ -145,14 +116,14 @@ def test_conversations_find_on_disk_what_memory_has_no_room_for(policy: str) -> 
 
 
 def test_a_full_disk_drops_and_keeps_its_quota() -> None:
-    busy = harness((10,), slots=5)
+    busy = keeping((10,), slots=5, made=EARLY)
     turns(busy, 3)
     counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
     assert counts.num_dropped > 0 and busy.stores[0].num_on_disk <= 5
 
 
 def test_nothing_goes_down_that_nobody_has_hit() -> None:
-    busy = harness((10,), slots=40, threshold=1.0)
+    busy = keeping((10,), slots=40, made={"swap_threshold": 1.0})
     for number in range(6):
         busy.arrive(0, (2,), 2, prompt=tuple(range(100 * number, 100 * number + 9)))
         busy.run_out()
@@ -242,51 +213,6 @@ def test_who_asks_to_join_foresees_when_the_next_step_begins(
         fetched.begin()
     fetched.now_s += passed_s
     assert fetched.joins() == joins
-
-
-def test_steps_beside_a_fetch_are_told_apart() -> None:
-    """Whether it began before or ended after them."""
-    fetched = Fetched()
-    fetched.begin_step(0, 0)
-    fetched.restores.end_step(0)
-    assert not fetched.restores.was_beside
-    fetched.begin_step(0, 0)
-    fetched.begin()
-    fetched.restores.end_step(0)
-    assert fetched.restores.was_beside
-    fetched.begin_step(1, 0)
-    fetched.restores.forget_lost()
-    fetched.restores._traffic.jobs.clear()
-    fetched.restores.forget_lost()
-    assert not fetched.restores
-    fetched.restores.end_step(1)
-    assert fetched.restores.was_beside, "when it began somebody waited"
-    fetched.begin_step(1, 0)
-    fetched.restores.end_step(1)
-    assert not fetched.restores.was_beside
-
-
-@pytest.mark.parametrize(("is_beside", "own_s"), [(True, 0.3), (False, 1.0)])
-def test_what_nobody_computed_in_a_step_beside_a_fetch_is_none_of_its_time(
-    is_beside: bool, own_s: float
-) -> None:
-    """It may have waited for what is fetched."""
-    lifecycle = harness().lifecycle
-    lifecycle.starting.restores.was_beside = is_beside
-    lifecycle.stepped(40, 1.0, 0.7)
-    rates = lifecycle.scheduler.ledger.cache.stock.traffic.rates
-    assert rates.step_s(40) == pytest.approx(own_s)
-
-
-def test_steps_beside_a_fetch_say_what_such_steps_take() -> None:
-    rates = Rates(64)
-    assert rates.under_way_s(0) == rates.under_way_s(40) == 0.0
-    rates.stepped(0, 0.2)
-    assert rates.under_way_s(0) == 0.2, "nothing else is known"
-    rates.stepped_beside(0, 0.6)
-    rates.stepped_beside(40, 0.5)
-    assert (rates.under_way_s(0), rates.under_way_s(40)) == (0.6, 0.5)
-    assert rates.step_s(40) == 0.5 and rates.token_s is None
 
 
 def test_fetching_has_to_pay() -> None:

@@ -63,34 +63,6 @@ def test_candidates_have_room_now_and_could_hold_the_whole_sequence() -> None:
     assert ledger.holders_with_room(8, may_grow_to=16) == [1, 2]
 
 
-def test_a_reservation_grows_by_whole_blocks_while_there_are_any() -> None:
-    ledger = BlockLedger((3,), block_size=4)
-    ledger.reserve(whole(0, 5))
-    assert ledger.grow(part(0, 5), 8) and ledger.free_blocks(0) == 1
-    assert not ledger.grow(part(0, 8), 13) and ledger.free_blocks(0) == 1
-    assert ledger.grow(part(0, 8), 12) and ledger.free_blocks(0) == 0
-    ledger.release(whole(0, 12))
-    assert ledger.free_blocks(0) == 3
-    assert ledger.capacity.tokens(0) == 12
-
-
-def test_a_replacement_is_as_large_as_it_says() -> None:
-    ledger = BlockLedger((4, 2), block_size=16)
-    ledger.lose(0)
-    assert not ledger.capacity.is_possible(33)
-    ledger.regain(0, 3)
-    assert ledger.capacity.is_possible(48) and not ledger.capacity.is_possible(49)
-    assert ledger.holders_with_room(1, 1) == [0, 1]
-    ledger.reserve(whole(0, 48))
-    assert ledger.holders_with_room(1, 1) == [1]
-
-
-def test_part_sizes() -> None:
-    ledger = BlockLedger((10,), block_size=4, part_tokens=8)
-    assert [ledger.shape.sizes(n) for n in (1, 8, 9, 16)] == [(1,), (8,), (8, 1), (8, 8)]
-    assert BlockLedger((10,), block_size=4).shape.sizes(1000) == (1000,)
-
-
 BLOCKS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 
 
@@ -131,17 +103,6 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
         assert lost.isdisjoint(placed)
         assert all(placed[:-1].count(worker) <= most_closed for worker in placed)
         ledger.reserve(in_parts(placed, sizes))  # asserts that there is room
-
-
-def test_closed_parts_of_all_sequences_count() -> None:
-    ledger = BlockLedger((20, 20), block_size=4, part_tokens=4, max_closed_parts=3)
-    sizes = (4,) * 5  # four of them closed: two on each
-    placed = place(ledger, sizes, first)
-    assert placed == (0, 1, 0, 1, 0)
-    ledger.reserve(in_parts(placed, sizes))
-    assert place(ledger, sizes, first) is None
-    ledger.release(in_parts(placed, sizes))
-    assert place(ledger, sizes, first) == placed
 
 
 @given(BLOCKS, st.integers(2, 40), st.integers(0, 3))

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
@@ -16,25 +16,11 @@ from traffic import Harness
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.schedule.life.events import (
-    Drawn,
-    Event,
-    Extend,
-    Instruction,
-    Interrupted,
-    LaneIdle,
-    LaneReady,
-    Open,
-    Opened,
-    Run,
-    StepDone,
-    Submitted,
-    TakenOver,
-    TakeOver,
-)
+from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
+from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.prefill_lanes import prefilled
 
 WORKER_BLOCKS = (12, 20)
@@ -53,9 +39,9 @@ class ApartHarness(Harness):
     """By lane."""
     most_at_once: int = 0
 
-    def _tell(self, event: Event, lane: int | None = None) -> list[Instruction]:
+    def _tell(self, event: events.Event, lane: int | None = None) -> list[events.Instruction]:
         left = super()._tell(event, lane)
-        self.num_whole += sum(isinstance(one, Open) for one in left)
+        self.num_whole += sum(isinstance(one, events.Open) for one in left)
         self.most_at_once = max(self.most_at_once, self.scheduler.num_running)
         for each in self.scheduler.lanes:
             self.most_running[each.index] = max(self.most_running[each.index], len(each.running))
@@ -71,7 +57,7 @@ class ApartHarness(Harness):
             and not (of_prompts and run.sequence.num_uncached == 1)
         }
 
-    def _check_run(self, lane: int, run: Run) -> None:
+    def _check_run(self, lane: int, run: events.Run) -> None:
         super()._check_run(lane, run)
         if lane < self.first_prompt_lane:
             lane_size = -(-MAX_SEQUENCES // self.first_prompt_lane)
@@ -200,33 +186,114 @@ def test_tokens_that_a_replica_lacks_run_in_a_lane_of_prompts(num_left: int) -> 
     chosen = replace(options("greedy", 1), num_prompt_lanes=1)
     life = Lifecycle(make_scheduler(chosen, (40,), BLOCK_SIZE))
 
-    def tell(event: Event) -> list[Instruction]:
+    def tell(event: events.Event) -> list[events.Instruction]:
         instructions = life.handle(event)
         life.check_invariants()
         for one in instructions:
-            if isinstance(one, Open | Extend):
-                instructions += tell(Opened(one.part.part_id))
+            if isinstance(one, events.Open | events.Extend):
+                instructions += tell(events.Opened(one.part.part_id))
         return instructions
 
     def step(lane: int) -> list[tuple[int, int]]:
         """What the lane's next step runs: first token and how many."""
-        told = tell(LaneIdle(lane))
-        runs = [one for one in told + tell(LaneReady(lane)) if isinstance(one, Run)]
+        told = tell(events.LaneIdle(lane))
+        runs = [one for one in told + tell(events.LaneReady(lane)) if isinstance(one, events.Run)]
         ran = [(chunk.first, chunk.num_tokens) for run in runs for chunk in run.chunks]
         for run in runs:
             drawing = [x.sequence for x in run.chunks if x.first + x.num_tokens == num_known()]
-            tell(StepDone(lane, tuple(Drawn(sequence, 7) for sequence in drawing)))
+            tell(events.StepDone(lane, tuple(events.Drawn(sequence, 7) for sequence in drawing)))
         return ran
 
     def num_known() -> int:
         (record,) = life.sequences.by_sequence.values()
         return len(record.sequence.token_ids)
 
-    tell(Submitted(Request("r", (5,) * 8, SamplingParams(), 6, seed=0)))
+    tell(events.Submitted(Request("r", (5,) * 8, SamplingParams(), 6, seed=0)))
     assert [step(1), step(1), step(0), step(0)] == [[(0, 5)], [(5, 3)], [(8, 1)], [(9, 1)]]
-    (order,) = tell(Interrupted(holder))
-    assert isinstance(order, TakeOver)
-    tell(TakenOver(holder, (num_left,)))
+    (order,) = tell(events.Interrupted(holder))
+    assert isinstance(order, events.TakeOver)
+    tell(events.TakenOver(holder, (num_left,)))
     ran = [each for _ in range(3) for each in step(1)]
     assert (ran[0][0], sum(num for _, num in ran)) == (num_left, 11 - num_left)
     assert step(0) == [(11, 1)] and not step(1)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 30),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 120)), min_size=1, max_size=15),
+)
+def test_prompts_keep_to_the_budget_and_get_on_in_every_step(
+    max_step_tokens: int, max_chunk: int, prompts: list[tuple[int, int]]
+) -> None:
+    budget = PrefillBudget(max_step_tokens, max_chunk)
+    booked: list[list[int]] = []  # each prompt's chunks that are still to come
+    used = 0
+    for num_steps, num_tokens in prompts:
+        for _ in range(num_steps):
+            used = sum(chunks.pop(0) for chunks in booked if chunks)
+            assert used <= max_step_tokens
+            budget.next_step()
+        chunks = budget.chunks(num_tokens)
+        now = sum(chunks[0] for chunks in booked if chunks)
+        assert (chunks == ()) == (now == max_step_tokens)
+        if chunks:
+            assert sum(chunks) == num_tokens
+            assert all(1 <= chunk <= max_chunk for chunk in chunks)
+            # What load control counts on: never more cached than if the prompt
+            # had grown by one token a step.
+            cached = 0
+            for step, chunk in enumerate(chunks):
+                cached += chunk
+                assert cached <= num_tokens - (len(chunks) - 1 - step)
+            budget.book(chunks)
+            booked.append(list(chunks))
+
+
+@given(st.integers(1, 40), st.integers(1, 120), st.integers(0, 60), st.integers(1, 25))
+def test_chunks_of_split_sequences_end_where_parts_do(
+    chunk: int, num_tokens: int, first: int, part: int
+) -> None:
+    chunks = PrefillBudget(30, chunk, part_tokens=part).chunks(num_tokens, first, parts=())
+    assert sum(chunks) == num_tokens
+    for tokens in chunks:
+        assert 1 <= tokens <= min(chunk, 30)
+        assert first // part == (first + tokens - 1) // part
+        first += tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.integers(1, 120), st.integers(0, 60)), min_size=1, max_size=8),
+    st.integers(1, 3),
+)
+def test_chunks_shrink_as_parts_get_more(
+    part: int, prompts: list[tuple[int, int]], num_workers: int
+) -> None:
+    """In no step do prompts send an R-worker more queries for closed parts than
+    there is room for in a message."""
+    most_closed = max(num_tokens + first for num_tokens, first in prompts) // part
+    most = -(-most_closed // num_workers) + 5
+    budget = PrefillBudget(40, 20, most, part)
+    parts = [i % num_workers for i in range(most_closed + 1)]
+    num_rows: Counter[tuple[int, int]] = Counter()
+    for num_tokens, first in prompts:
+        chunks = budget.chunks(num_tokens, first, parts=parts)
+        assert chunks or num_rows, "whoever is alone gets on"
+        budget.book(chunks, first, parts=parts)
+        assert sum(chunks) == (num_tokens if chunks else 0)
+        for step, chunk in enumerate(chunks):
+            for worker in parts[: first // part]:
+                num_rows[step, worker] += chunk
+            first += chunk
+    assert max(num_rows.values(), default=0) <= most
+
+
+def test_parts_on_several_r_workers_leave_longer_chunks() -> None:
+    chunks = [
+        PrefillBudget(40, 20, 6, 4).chunks(12, 12, parts=parts)
+        for parts in ((0,) * 6, (0, 1, 2) * 2)
+    ]
+    assert chunks == [(2, 2, 1, 1, 1, 1, 1, 1, 1, 1), (4, 3, 1, 3, 1)]

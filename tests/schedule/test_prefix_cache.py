@@ -3,59 +3,28 @@ that remembers what each slot was written for."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, play, traffic
-from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options
-from traffic import Harness
+from random_traffic import Requests, keeping, play, traffic, turn
+from remembering_store import BLOCK_SIZE
 
 from examples import examples
 from fastdecode.core.errors import RequestError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
-from fastdecode.schedule.cache.retention import POLICIES, policy_of
+from fastdecode.schedule.cache.retention import POLICIES
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
-from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 
-BLOCKS = (12, 20)
-briefly = settings(max_examples=examples(280))
-
-
-def harness(
-    blocks: tuple[int, ...] = BLOCKS,
-    mode: str = "greedy",
-    lanes: int = 1,
-    opening: int = 0,
-    identity: str | None = "a",
-    policy: str = "retention",
-    places: OwnHolders | None = None,
-    **more: object,
-) -> Harness:
-    """On a clock that shows how often it was read."""
-    ticks = itertools.count()
-    scheduler = make_scheduler(
-        options(mode, lanes, **more),
-        blocks,
-        BLOCK_SIZE,
-        opening_steps=opening,
-        cache_identity=identity,
-        cache_policy=policy_of(policy, BLOCK_SIZE),
-        clock=lambda: float(next(ticks)),
-        places=places,
-    )
-    return Harness(scheduler, [Store(count) for count in blocks], lanes)
+briefly = settings(max_examples=examples(280, share=8))
 
 
 @briefly
 @given(
     st.data(),
-    traffic(forks=False),
+    traffic(forks=False) | traffic(forks=True),
     st.sampled_from(MODES),
     st.integers(1, 3),
     st.booleans(),
@@ -72,25 +41,9 @@ def test_nobody_reads_what_was_not_written_for_it_and_counts_agree(
     policy: str,
 ) -> None:
     """Prompts all begin alike. Counts are compared after every event."""
-    busy = harness(mode=mode, lanes=num_lanes, opening=int(late), policy=policy)
+    busy = keeping((12, 20), mode, num_lanes, policy=policy, made={"opening_steps": int(late)})
     play(data, busy, requests, lose=lose)
     assert busy.num_suspended == 0
-
-
-@briefly
-@given(st.data(), traffic(forks=True), st.integers(1, 2), st.booleans())
-def test_siblings_share_kept_blocks(
-    data: st.DataObject, requests: Requests, num_lanes: int, lose: bool
-) -> None:
-    play(data, harness(lanes=num_lanes), requests, lose=lose)
-
-
-@briefly
-@given(st.data(), traffic(forks=False), st.sampled_from((0.1, 0.5)), st.integers(1, 2))
-def test_who_is_suspended_goes_on_with_what_was_kept(
-    data: st.DataObject, requests: Requests, quantile: float, num_lanes: int
-) -> None:
-    play(data, harness((9,), lanes=num_lanes, length_quantile=quantile), requests, lose=False)
 
 
 @briefly
@@ -98,21 +51,11 @@ def test_who_is_suspended_goes_on_with_what_was_kept(
 def test_split_sequences_start_with_whole_parts_and_a_piece_of_the_next(
     data: st.DataObject, requests: Requests, num_lanes: int, lose: bool
 ) -> None:
-    play(data, harness((9, 9, 9), lanes=num_lanes, split_tokens=8), requests, lose=lose)
-
-
-def turn(
-    chat: Harness, prompt: tuple[int, ...], length: int = 3, **more: object
-) -> tuple[tuple[int, ...], int]:
-    """Run a request alone. Returns its tokens, and how many of them it was spared."""
-    before, name = chat.num_resumed_tokens, chat.num_arrived
-    assert chat.arrive(0, (length,), length, prompt=prompt, **more)  # type: ignore[arg-type]
-    chat.run_out()
-    return prompt + tuple(chat.finished[name]), chat.num_resumed_tokens - before
+    play(data, keeping((9, 9, 9), lanes=num_lanes, split_tokens=8), requests, lose=lose)
 
 
 def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
-    chat = harness()
+    chat = keeping()
     tokens, spared = turn(chat, tuple(range(9)))
     assert spared == 0
     for new in (1, 6, 2):
@@ -123,7 +66,7 @@ def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
 
 def test_a_busy_holder_is_compared_with_those_that_are_for_the_same_lane() -> None:
     """The idle one is another lane's: nothing is spared by leaving blocks for it."""
-    busy = harness((60, 60), places=OwnHolders(1))
+    busy = keeping((60, 60), made={"places": OwnHolders(1)})
     prompt = tuple(range(9))
     for _ in range(3):  # prompts come again, so blocks are worth memory
         turn(busy, prompt)
@@ -137,7 +80,7 @@ def test_a_busy_holder_is_compared_with_those_that_are_for_the_same_lane() -> No
 
 
 def test_a_conversations_turn_runs_what_is_new_and_the_last_drawn_token() -> None:
-    chat = harness()
+    chat = keeping()
     tokens, spared = turn(chat, tuple(range(9)), cache=CacheUse(turn=0))
     assert spared == 0
     for new in (1, 6, 2, 5):
@@ -150,7 +93,7 @@ def test_a_conversations_turn_runs_what_is_new_and_the_last_drawn_token() -> Non
 
 
 def test_conversations_lease_what_they_share_until_their_next_turn_has_ended() -> None:
-    chat = harness((40,))
+    chat = keeping((40,))
     system = tuple(range(2 * BLOCK_SIZE))
     first, _ = turn(chat, (*system, 50, 51), 2, cache=CacheUse(turn=0))
     turn(chat, (*system, 60, 61), 3, cache=CacheUse(turn=0))
@@ -165,7 +108,7 @@ def test_conversations_lease_what_they_share_until_their_next_turn_has_ended() -
 
 
 def test_a_turn_that_fails_leaves_what_the_next_one_starts_with() -> None:
-    chat = harness()
+    chat = keeping()
     tokens, _ = turn(chat, tuple(range(9)), cache=CacheUse(turn=0))
     past = len(tokens) - 1
     assert chat.arrive(0, (9,), 9, prompt=(*tokens, 5), cache=CacheUse(turn=past))
@@ -176,58 +119,15 @@ def test_a_turn_that_fails_leaves_what_the_next_one_starts_with() -> None:
     assert turn(chat, (*tokens, 6), cache=CacheUse(turn=past))[1] >= past
 
 
-@briefly
-@given(
-    st.data(),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 6)), max_size=14),
-    st.integers(1, 2),
-    st.sampled_from((None, 8)),
-    st.booleans(),
-    st.sampled_from(POLICIES),
-)
-def test_conversations_fail_and_lose_their_blocks_and_nobody_reads_what_is_not_its_own(
-    data: st.DataObject,
-    turns: list[tuple[int, int, int]],
-    num_lanes: int,
-    split: int | None,
-    lose: bool,
-    policy: str,
-) -> None:
-    """They begin alike, and some are cancelled; not all of them have room."""
-    chat = harness((9, 9, 14), lanes=num_lanes, split_tokens=split, policy=policy)
-    histories: dict[int, tuple[int, ...]] = dict.fromkeys(range(4), ())
-    running: dict[int, tuple[int, tuple[int, ...]]] = {}
-    for who, num_new, length in turns:
-        if who not in running:
-            past = histories[who]
-            prompt = past + tuple(range(num_new))
-            name = chat.num_arrived
-            cache = CacheUse(turn=max(0, len(past) - 1))
-            if chat.arrive(0, (length,), length, prompt=prompt, cache=cache):
-                running[who] = name, prompt
-        for lane in data.draw(st.lists(st.integers(0, num_lanes - 1), max_size=9)):
-            chat.turn(lane)
-        if chat.live and data.draw(st.integers(0, 5)) == 0:
-            chat.cancel(data.draw(st.sampled_from(list(chat.live.values()))))
-        if lose and not chat.lost and data.draw(st.integers(0, 7)) == 0:
-            chat.lose(0)
-        for whose, (name, prompt) in list(running.items()):
-            if name in chat.finished:
-                histories[whose] = prompt + tuple(chat.finished[name])
-            if name in chat.finished or name not in chat.live:
-                del running[whose]
-    chat.run_out()
-
-
 def test_of_a_wholly_cached_prompt_one_token_runs() -> None:
-    chat = harness()
+    chat = keeping()
     for expected in (0, 7, 7):
         _, spared = turn(chat, tuple(range(8)))
         assert spared == expected
 
 
 def test_equal_prefixes_that_arrive_together_run_once() -> None:
-    crowd = harness((60,))
+    crowd = keeping((60,))
     common = tuple(range(12))
     for own in range(5):
         assert crowd.arrive(0, (2,), 2, prompt=(*common, 100 + own, 0, 1))
@@ -236,7 +136,7 @@ def test_equal_prefixes_that_arrive_together_run_once() -> None:
 
 
 def test_who_waits_for_a_prefix_does_so_only_until_it_is_there() -> None:
-    crowd = harness((60,))
+    crowd = keeping((60,))
     assert crowd.arrive(0, (24,), 24, prompt=tuple(range(13)))
     assert crowd.arrive(0, (1,), 1, prompt=(*range(12), 5, 5, 5))
     for _ in range(8):
@@ -245,7 +145,7 @@ def test_who_waits_for_a_prefix_does_so_only_until_it_is_there() -> None:
 
 
 def test_salts_and_private_requests_share_nothing() -> None:
-    chat = harness()
+    chat = keeping()
     prompt = tuple(range(9))
     assert turn(chat, prompt, cache=CacheUse(is_off=True))[1] == 0
     assert turn(chat, prompt)[1] == 0, "it left nothing behind"
@@ -264,7 +164,7 @@ def test_a_salt_is_a_string_that_is_not_too_long() -> None:
 
 
 def test_what_was_used_least_recently_makes_room_first_and_its_end_before_its_beginning() -> None:
-    chat = harness((6,), policy="lru")
+    chat = keeping((6,), policy="lru")
     first, second = tuple(range(8)), tuple(range(50, 58))
     turn(chat, first, 1)
     turn(chat, second, 1)
@@ -276,7 +176,7 @@ def test_what_was_used_least_recently_makes_room_first_and_its_end_before_its_be
 
 
 def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> None:
-    chat = harness((20,))
+    chat = keeping((20,))
     for start in range(0, 500, 50):
         turn(chat, tuple(range(start, start + 11)), 1)
     ledger = chat.scheduler.ledger
@@ -291,7 +191,7 @@ def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> N
 def test_waves_of_prompts_touch_no_more_memory_than_without_a_cache(lanes: int) -> None:
     touched = []
     for identity in (None, "a"):
-        waves = harness((60,), lanes=lanes, identity=identity)
+        waves = keeping((60,), lanes=lanes, identity=identity)
         for wave in range(4):
             for start in range(5):
                 own = 1000 * wave + 100 * start
@@ -302,7 +202,7 @@ def test_waves_of_prompts_touch_no_more_memory_than_without_a_cache(lanes: int) 
 
 
 def test_a_holder_that_is_much_busier_than_others_is_left_alone() -> None:
-    crowd = harness((60, 60))
+    crowd = keeping((60, 60))
     for own in range(7):
         assert crowd.arrive(0, (20,), 20, prompt=(*range(8), 100 + own))
     for _ in range(24):
@@ -313,7 +213,7 @@ def test_a_holder_that_is_much_busier_than_others_is_left_alone() -> None:
 
 
 def test_what_came_to_no_finite_logits_is_used_by_nobody_again() -> None:
-    chat = harness()
+    chat = keeping()
     prompt = tuple(range(9))
     turn(chat, prompt)
     assert chat.arrive(0, (2,), 2, prompt=prompt)

@@ -3,16 +3,15 @@ that somebody sees who goes on, and nobody needs any others."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, play, traffic
-from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options
+from random_traffic import Requests, keeping, play, traffic, turn
+from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from examples import examples
@@ -23,8 +22,7 @@ from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.cache.reuse import reuses
-from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Stocked, Submitted
-from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Submitted
 from fastdecode.schedule.options import MODES
 
 A = HolderId(0)
@@ -32,40 +30,14 @@ WINDOWS = (1, 3, 4, 5, 9, 14)
 briefly = settings(max_examples=examples(120, share=8), deadline=None)
 
 
-def harness(
-    window: int | None,
-    blocks: tuple[int, ...] = (12, 20),
-    mode: str = "greedy",
-    lanes: int = 1,
-    policy: str = "retention",
-    slots: int = 0,
-    **more: object,
-) -> Harness:
-    """``slots``: blocks of each R-worker's disk."""
-    ticks = itertools.count()
-    scheduler = make_scheduler(
-        options(mode, lanes, **more),
-        blocks,
-        BLOCK_SIZE,
-        cache_identity="a",
-        cache_policy=policy_of(policy, BLOCK_SIZE),
-        window=window,
-        swap_threshold=0.9,
-        clock=lambda: float(next(ticks)),
-    )
-    busy = Harness(scheduler, [Store(count) for count in blocks], lanes)
-    for holder in range(len(blocks) if slots else 0):
-        busy._tell(Stocked(HolderId(holder), slots, {}))
-    return busy
+def windowed(window: int | None, *args: Any, **more: Any) -> Harness:
+    return keeping(*args, made={"window": window, "swap_threshold": 0.9}, **more)
 
 
-def turn(chat: Harness, prompt: Seq[int], past: int | None = 0, length: int = 2) -> tuple[int, ...]:
+def talk(chat: Harness, prompt: Seq[int], past: int | None = 0, length: int = 2) -> tuple[int, ...]:
     """A turn of a conversation, alone; ``past``: tokens that were cached when
     the one before it had ended. None: it is no conversation's."""
-    name = chat.num_arrived
-    assert chat.arrive(0, (length,), length, prompt=tuple(prompt), cache=CacheUse(turn=past))
-    chat.run_out()
-    return tuple(prompt) + tuple(chat.finished[name])
+    return turn(chat, tuple(prompt), length, CacheUse(turn=past))[0]
 
 
 def index_of(chat: Harness) -> BlockIndex:
@@ -102,7 +74,7 @@ def test_everybody_sees_what_was_written_for_it_as_far_as_it_sees(
 ) -> None:
     """Prompts all begin alike. Some sequences have to be suspended."""
     more = {} if quantile is None else {"length_quantile": quantile}
-    busy = harness(window, mode=mode, lanes=num_lanes, policy=policy, slots=slots, **more)
+    busy = windowed(window, (12, 20), mode, num_lanes, policy=policy, slots=slots, **more)
     play(data, busy, requests, lose=lose)
 
 
@@ -125,7 +97,7 @@ def test_conversations_that_branch_and_fail_see_what_was_written_for_them(
 ) -> None:
     """A conversation goes on from any moment of any other."""
     chance = random.Random(seed)
-    chat = harness(window, (9, 14), lanes=2, policy=policy, slots=slots)
+    chat = windowed(window, (9, 14), lanes=2, policy=policy, slots=slots)
     chat.moves.fail = lambda: chance.random() < failing
     chat.moves.tell = lambda: chance.random() < 0.5
     chat.lifecycle.stepped(BLOCK_SIZE, 1e6)
@@ -150,13 +122,13 @@ def test_conversations_that_branch_and_fail_see_what_was_written_for_them(
 def test_a_conversation_keeps_what_its_next_turn_sees_and_takes_no_other_room(
     window: int, slots: int
 ) -> None:
-    chat = harness(window, (40,), slots=slots)
+    chat = windowed(window, (40,), slots=slots)
     tokens: tuple[int, ...] = ()
     for number, new in enumerate((17, 3, 9, 1, 6, 12, 2)):
         past = max(0, len(tokens) - 1)
         before = chat.num_resumed_tokens
         seen = first_seen(past, window) // BLOCK_SIZE * BLOCK_SIZE
-        tokens = turn(chat, (*tokens, *range(100 * number, 100 * number + new)), past)
+        tokens = talk(chat, (*tokens, *range(100 * number, 100 * number + new)), past)
         kept = chat.num_resumed_tokens - before
         assert kept == (past - seen if seen < past or not past else kept) and kept <= window + 3
         past, seen = len(tokens) - 1, first_seen(len(tokens) - 1, window)
@@ -170,8 +142,8 @@ def test_a_conversation_keeps_what_its_next_turn_sees_and_takes_no_other_room(
 
 
 def test_a_sequence_that_starts_with_a_window_reserves_room_for_no_more() -> None:
-    chat = harness(8, (40,))
-    tokens = turn(chat, range(33))
+    chat = windowed(8, (40,))
+    tokens = talk(chat, range(33))
     assert chat.arrive(0, (2,), 2, prompt=(*tokens, 70), cache=CacheUse(turn=len(tokens) - 1))
     (resumed,) = [x for x in chat._tell(LaneIdle(0), 0) if isinstance(x, Resume)]
     assert resumed.part.first_token == 24 and resumed.part.end == len(tokens) + 2
@@ -210,20 +182,20 @@ def test_a_beginning_is_as_good_as_what_is_seen_of_it(
 
 def test_where_prompts_have_parted_what_both_began_with_stays() -> None:
     """Nobody who goes on from either end sees it."""
-    chat = harness(6, (60,))
+    chat = windowed(6, (60,))
     common = tuple(range(12))
     for own in (100, 200, 300):
-        turn(chat, (*common, *range(own, own + 20)), None)
+        talk(chat, (*common, *range(own, own + 20)), None)
     before = chat.num_resumed_tokens
-    turn(chat, (*common, *range(400, 420)), None)
+    talk(chat, (*common, *range(400, 420)), None)
     assert chat.num_resumed_tokens - before == 12 - first_seen(12, 6) // BLOCK_SIZE * BLOCK_SIZE
     assert 12 in ends(chat) and 4 not in ends(chat), "but not what isn't seen from there"
 
 
 def test_what_is_handed_over_is_whole() -> None:
     """Whoever goes on with it fetches all of its tokens."""
-    chat = harness(6, (60,))
-    tokens = turn(chat, range(30))
+    chat = windowed(6, (60,))
+    tokens = talk(chat, range(30))
     past = len(tokens) - 1
     params, use = SamplingParams(), CacheUse(turn=past)
     handed = Request("handed", (*tokens, 70), params, 2, seed=0, cache=use, hands_over=True)
@@ -233,8 +205,8 @@ def test_what_is_handed_over_is_whole() -> None:
 
 
 def test_where_a_layer_sees_all_everything_is_kept() -> None:
-    chat = harness(None, (40,))
-    tokens = turn(chat, range(33))
-    turn(chat, (*tokens, 70), len(tokens) - 1)
+    chat = windowed(None, (40,))
+    tokens = talk(chat, range(33))
+    talk(chat, (*tokens, 70), len(tokens) - 1)
     assert chat.num_resumed_tokens == len(tokens) - 1
     assert ends(chat)[:8] == list(range(4, 36, 4))
