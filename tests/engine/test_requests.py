@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
