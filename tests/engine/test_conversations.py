@@ -60,18 +60,6 @@ def code_of(output: RequestOutput) -> str | None:
     return None if output.error is None else output.error.code
 
 
-def test_a_turn_runs_its_new_tokens_and_the_last_drawn_one(llm: LLM) -> None:
-    history: tuple[int, ...] = ()
-    for new in prompts((40, 5, 1, 23), seed=1):
-        before = llm.stats.num_prompt_tokens
-        (output,) = llm.generate([new], GREEDY, conversation_id="a")
-        assert output.prompt_token_ids == (*history, *new)
-        assert llm.stats.num_prompt_tokens - before == len(new) + bool(history)
-        (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
-        assert alone.completions == output.completions
-        history = said(output)
-
-
 @pytest.mark.parametrize(
     "way",
     [
