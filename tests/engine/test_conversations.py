@@ -297,8 +297,8 @@ def said_of(bodies: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
     llm: LLM, tmp_path: Path
 ) -> None:
-    """A turn is in the file beside the output before its answer is in that:
-    every state that this can leave behind is gone on with."""
+    """The turns' file gets a turn before the output gets its answer. Every state that a crash
+    can leave behind is resumed."""
     batch = Batch(tmp_path, llm, LINES)
     bodies = batch.run()
     expected = said_of(bodies)
