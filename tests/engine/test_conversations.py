@@ -18,7 +18,7 @@ from small_tokenizers import TOKENIZERS
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.conversations import Conversations, Keeping
-from fastdecode.conversations.order import Talk
+from fastdecode.conversations.order import ReaderTurns
 from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
@@ -199,7 +199,7 @@ def test_turns_that_are_cancelled_while_they_wait_hold_up_nobody() -> None:
     def turn(name: str) -> Turn:
         return Turn(name, "c", prompter, GREEDY)
 
-    talk = Talk(Conversations())
+    talk = ReaderTurns(Conversations())
     first, due, waiting = turn("1"), turn("2"), turn("3")
     assert [talk.waits(each) for each in (first, due, waiting)] == [False, True, True]
     talk.begin(first)
