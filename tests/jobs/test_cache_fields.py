@@ -18,7 +18,7 @@ from fastdecode.core.sequence import (
 from fastdecode.jobs.formats import LineError, OpenAILines, SimpleLines, output_fields
 from fastdecode.openai.answers import usage
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
-from fastdecode.server.link import Deltas, Submit, from_json, to_json
+from fastdecode.server.link import Deltas, Submit, packed, parsed
 
 SIMPLE = SimpleLines(SamplingParams())
 OPENAI = OpenAILines(RequestReader({}, ("m",), True), "r1")
@@ -78,4 +78,4 @@ def test_a_servers_engine_is_told_and_tells_the_same() -> None:
     asked = Submit((Request("x", (1, 2), SamplingParams(), 4, 7, use),))
     told = Deltas((Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3),))
     for message in (asked, told):
-        assert from_json(json.loads(json.dumps(to_json(message)))) == message
+        assert parsed(packed(message)[4:]) == message
