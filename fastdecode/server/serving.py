@@ -257,10 +257,9 @@ class Serving:
     Args:
         service: Runs the requests. Where it has no thread of its own, its steps run here.
         bridge: To the HTTP process.
-        counts: Of signals.
+        counts: Signals that this process has received.
         reload: Reads the keys again.
         tell: Shows a line.
-        lines: Show what the engine does. None shows nothing.
     """
 
     def __init__(
@@ -270,9 +269,8 @@ class Serving:
         counts: SignalCounts,
         reload: Callable[[], None],
         tell: Callable[[str], None],
-        lines: ActivityLines | None = None,
     ) -> None:
-        self._lines = lines
+        self._lines = ActivityLines(tell)
         self._service = service
         self._bridge = bridge
         self._wishes = counts
@@ -329,8 +327,7 @@ class Serving:
             self._service.take(self._nothing, _LOOK_EVERY_S)
             if self._bridge.look(time.monotonic()):
                 self._on_silence()
-            if self._lines is not None:
-                self._lines.turn(self._bridge.report)
+            self._lines.turn(self._bridge.report)
             if self._wishes.num_reloads > self._num_reloaded:
                 self._num_reloaded = self._wishes.num_reloads
                 self._reload()
