@@ -229,7 +229,7 @@ def _serve(
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.link import Keys, Ready
-    from fastdecode.server.serving import ActivityLines, Bridge, Serving
+    from fastdecode.server.serving import Bridge, Serving
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
     bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
@@ -254,11 +254,8 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    lines = ActivityLines(say)
     with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
-        return Serving(llm.service, bridge, signals, reload, say, lines).run(
-            options.drain_timeout_s
-        )
+        return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:

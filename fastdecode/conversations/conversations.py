@@ -97,7 +97,7 @@ class Conversations:
         # Those idle for longest come first.
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._over: set[bytes] = set()
-        self._talking: set[str] = set()
+        self._running: set[str] = set()
         self.on_over: Callable[[Sequence[int], str], None] = lambda token_ids, salt: None
         """Called with the tokens and the salt of each conversation that is over. Must not block."""
         self._unrecorded: list[str] = []
@@ -122,14 +122,14 @@ class Conversations:
                     "conversation_id",
                     code="conversation_expired",
                 )
-            self._talking.add(conversation_id)
+            self._running.add(conversation_id)
             kept = self._kept.get(conversation_id)
         return History(self._now()) if kept is None else kept.history
 
     def leave(self, conversation_id: str) -> None:
         """End a turn that failed: the conversation is as it was before."""
         with self._lock:
-            self._talking.discard(conversation_id)
+            self._running.discard(conversation_id)
 
     def end(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, salt: str = ""
@@ -144,7 +144,7 @@ class Conversations:
                 as it was.
         """
         with self._lock:
-            self._talking.discard(conversation_id)
+            self._running.discard(conversation_id)
             if digest_of(conversation_id) in self._over:
                 self.on_over(history.then(step).token_ids, salt)
                 return
@@ -163,7 +163,7 @@ class Conversations:
         with self._lock:
             self._expire()
             is_known = conversation_id in self._kept or (
-                conversation_id in self._talking and digest_of(conversation_id) not in self._over
+                conversation_id in self._running and digest_of(conversation_id) not in self._over
             )
             if is_known:
                 self._end_for_good([conversation_id])
@@ -193,7 +193,7 @@ class Conversations:
             is_stale = ttl_s is not None and now_s - kept.active_s > ttl_s
             if not is_stale and len(over) >= excess:
                 break
-            if conversation_id not in self._talking:
+            if conversation_id not in self._running:
                 over.append(conversation_id)
         if not over and not self._unrecorded:
             return

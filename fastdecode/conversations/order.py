@@ -1,6 +1,6 @@
 """Order of turns: each begins when the one before it in its conversation is over.
 
-``Talk`` orders the turns of one reader, ``OpenTurns`` those of many clients of an event loop.
+``ReaderTurns`` orders turns of one reader, ``OpenTurns`` those of many clients of an event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BegunTurn:
         conversations.end(turn.conversation_id, turn.name, self.history, step, turn.cache.salt)
 
 
-class Talk:
+class ReaderTurns:
     """Turns of one reader."""
 
     def __init__(self, conversations: Conversations) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.order import Talk
+from fastdecode.conversations.order import ReaderTurns
 from fastdecode.conversations.turns import Turn, as_turn_error
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
 from fastdecode.core.errors import (
@@ -48,7 +48,7 @@ class RequestStream:
         service: EngineService[Any],
         checker: RequestChecker,
         most_sequences: int,
-        talk: Talk,
+        talk: ReaderTurns,
         *,
         every_step: bool,
     ) -> None:
@@ -238,7 +238,7 @@ class RequestStreams:
         Raises:
             ConfigError: (code ``busy``) another reader isn't done.
         """
-        talk = Talk(self._conversations if conversations is None else conversations)
+        talk = ReaderTurns(self._conversations if conversations is None else conversations)
         feed = RequestStream(self._service, self._checker, self._most, talk, every_step=every_step)
         try:
             self._begin(feed)

@@ -145,7 +145,7 @@ class RequestTable:
         self._send = send
         self._open: dict[str, tuple[OpenRequests, int]] = {}
         self.waiting_since_s: float | None = None
-        """Since when something has been open without a break; None: nothing is."""
+        """When the current stretch of open requests began. None if none is open."""
 
     @property
     def num_open(self) -> int:

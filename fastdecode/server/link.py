@@ -124,15 +124,18 @@ _FIELDS: Mapping[str, Mapping[str, AsJson]] = {
 }
 
 
-def to_json(message: Message) -> dict[str, Any]:
+def packed(message: Message) -> bytes:
+    """Return a message as it travels, behind its length."""
     kind = type(message).__name__
     values = {name: x.to_json(getattr(message, name)) for name, x in _FIELDS[kind].items()}
-    return {"kind": kind, **values}
+    raw = pack({"kind": kind, **values})
+    return _LENGTH.pack(len(raw)) + raw
 
 
-def from_json(said: Any) -> Message:
-    """Return a message. Raises: ProtocolError: If it is invalid."""
+def parsed(raw: bytes) -> Message:
+    """Return a message without its length. Raises: ProtocolError: If it is invalid."""
     try:
+        said = unpack(raw)
         kind = said.pop("kind")
         values = {name: _FIELDS[kind][name].value(value) for name, value in said.items()}
         message: Message = _KINDS[kind](**values)
@@ -143,21 +146,10 @@ def from_json(said: Any) -> Message:
         ValueError,
         AttributeError,
         ArithmeticError,
+        RecursionError,
         RequestError,
     ) as error:
         raise ProtocolError(f"the other process sent an invalid message: {error}") from None
-
-
-def _framed(message: Message) -> bytes:
-    raw = pack(to_json(message))
-    return _LENGTH.pack(len(raw)) + raw
-
-
-def _parsed(raw: bytes) -> Message:
-    try:
-        return from_json(unpack(raw))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the other process sent what is not JSON: {error}") from None
 
 
 def _length(head: bytes | bytearray) -> int:
@@ -182,7 +174,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send, once the other end has room. Raises: OSError: If it is gone."""
-        raw = _framed(message)
+        raw = packed(message)
         with self._sending:
             self._socket.sendall(raw)
 
@@ -217,7 +209,7 @@ class Channel:
             return None
         raw = bytes(self._received[_LENGTH.size : end])
         del self._received[:end]
-        return _parsed(raw)
+        return parsed(raw)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will return
@@ -248,7 +240,7 @@ class AsyncChannel:
     def send(self, message: Message) -> None:
         """Send without waiting. The message is lost if the other end is gone."""
         if not self._writer.is_closing():
-            self._writer.write(_framed(message))
+            self._writer.write(packed(message))
 
     async def receive(self) -> Message | None:
         """Return the next message, or None if the other end is gone.
@@ -261,7 +253,7 @@ class AsyncChannel:
             raw = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return _parsed(raw)
+        return parsed(raw)
 
     async def close(self) -> None:
         """Close once the messages are sent, if the other end still reads."""

@@ -30,7 +30,7 @@ class ServeOptions(ChatOptions):
     """Frozen, and valid from construction on.
 
     Raises:
-        ConfigError: names the option, its value, and what it may be.
+        ConfigError: If a value is out of bounds, or options contradict each other.
     """
 
     host: str = option(
@@ -122,7 +122,7 @@ class ServeOptions(ChatOptions):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody on another host can reach it."""
+        """True if no other host can reach the server."""
         return self.unix_socket is not None or is_loopback(self.host)
 
     @property
@@ -136,7 +136,7 @@ class ServeOptions(ChatOptions):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this host's, and no other can reach it."""
+    """Return True if a host's name or address is a loopback one."""
     if host == "localhost":
         return True
     try:
@@ -146,7 +146,7 @@ def is_loopback(host: str) -> bool:
 
 
 def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """SHA-256, in hex, of every key that lets in; none: no key is needed.
+    """Return the SHA-256, in hex, of every key. If there is none, requests need no key.
 
     Raises:
         ConfigError: If the file can't be read, or others may read it; a key is too

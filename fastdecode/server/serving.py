@@ -256,7 +256,6 @@ class Serving:
         signals: Looked at several times a second.
         reload: Reads the keys again.
         tell: Shows a line.
-        lines: Show what the engine does. None shows nothing.
     """
 
     def __init__(
@@ -266,9 +265,8 @@ class Serving:
         signals: Signals,
         reload: Callable[[], None],
         tell: Callable[[str], None],
-        lines: ActivityLines | None = None,
     ) -> None:
-        self._lines = lines
+        self._lines = ActivityLines(tell)
         self._service = service
         self._bridge = bridge
         self._signals = signals
@@ -325,8 +323,7 @@ class Serving:
             self._service.take(self._nothing, _LOOK_EVERY_S)
             if self._bridge.look(time.monotonic()):
                 self._on_silence()
-            if self._lines is not None:
-                self._lines.turn(self._bridge.report)
+            self._lines.turn(self._bridge.report)
             if self._signals.num_reloads > self._num_reloaded:
                 self._num_reloaded = self._signals.num_reloads
                 self._reload()

@@ -1,4 +1,4 @@
-"""How a model's chats write what is no plain text: tool calls and reasoning.
+"""How a model's chats write tool calls and reasoning.
 
 A ``ChatFormat`` is the model's, an ``AnswerFormat`` one request's.
 """
@@ -161,7 +161,7 @@ class AnswerFormat:
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
     schemas: ToolSchemas = field(default_factory=dict)
-    """Of the tools that may be called."""
+    """Schemas of the tools that may be called."""
     most_one: bool = False
 
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:

@@ -21,7 +21,7 @@ class MessageStyle:
     of ``system`` and ``developer``."""
 
     id_chars: int = 0
-    """Ids of calls have this many characters; 0: any number."""
+    """Characters in the id of a call. 0 allows any number."""
     parts: frozenset[str] = frozenset()
     """Roles whose contents are lists of parts; those of others are texts."""
     joint: str = "\n"

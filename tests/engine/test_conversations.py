@@ -18,7 +18,7 @@ from small_tokenizers import TOKENIZERS
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.conversations import Conversations, Keeping
-from fastdecode.conversations.order import Talk
+from fastdecode.conversations.order import ReaderTurns
 from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
@@ -59,18 +59,6 @@ def said(output: RequestOutput) -> tuple[int, ...]:
 
 def code_of(output: RequestOutput) -> str | None:
     return None if output.error is None else output.error.code
-
-
-def test_a_turn_runs_its_new_tokens_and_the_last_drawn_one(llm: LLM) -> None:
-    history: tuple[int, ...] = ()
-    for new in prompts((40, 5, 1, 23), seed=1):
-        before = llm.stats.num_prompt_tokens
-        (output,) = llm.generate([new], GREEDY, conversation_id="a")
-        assert output.prompt_token_ids == (*history, *new)
-        assert llm.stats.num_prompt_tokens - before == len(new) + bool(history)
-        (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
-        assert alone.completions == output.completions
-        history = said(output)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +200,7 @@ def test_turns_that_are_cancelled_while_they_wait_hold_up_nobody() -> None:
     def turn(name: str) -> Turn:
         return Turn(name, "c", prompter, GREEDY)
 
-    talk = Talk(Conversations())
+    talk = ReaderTurns(Conversations())
     first, due, waiting = turn("1"), turn("2"), turn("3")
     assert [talk.waits(each) for each in (first, due, waiting)] == [False, True, True]
     talk.begin(first)
@@ -312,8 +300,8 @@ def said_of(bodies: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
     llm: LLM, tmp_path: Path
 ) -> None:
-    """A turn is in the file beside the output before its answer is in that:
-    every state that this can leave behind is gone on with."""
+    """The turns' file gets a turn before the output gets its answer. Every state that a crash
+    can leave behind is resumed."""
     batch = Batch(tmp_path, llm, LINES)
     bodies = batch.run()
     expected = said_of(bodies)

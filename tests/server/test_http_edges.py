@@ -1,5 +1,5 @@
 """What comes over raw sockets: slow, oversized, malformed and hostile requests
-cost their sender an error, and nobody else anything."""
+cost their sender an error, and other clients nothing."""
 
 from __future__ import annotations
 

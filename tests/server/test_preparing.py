@@ -1,5 +1,5 @@
-"""What takes a while goes on beside the event loop, each sort of it by itself,
-counted as queued from the first; nothing here needs a socket or an engine."""
+"""Slow work runs beside the event loop, each kind in its own thread, and counts as queued.
+No test needs a socket or an engine."""
 
 from __future__ import annotations
 
@@ -242,8 +242,7 @@ def test_request_whose_child_died_may_be_sent_again(url: str) -> None:
 
 
 def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple[Setting, bytes]:
-    """What is sent for a body, if the engine says so many tokens once it has
-    been silent for so many pings."""
+    """Return what is sent for a body, if the engine sends ``num_tokens`` after ``num_pings``."""
     sent: list[bytes] = []
     asked: list[str] = []
 

@@ -63,7 +63,7 @@ def test_every_route_is_in_the_table_and_protected_as_it_says() -> None:
         ):
             status, _, raw = server.ask("GET", "/v1/models", authorization=wrong)
             assert status == 401 and says in json.loads(raw)["error"]["message"], wrong
-        # Pages of other sites don't know a key; whoever does may come from anywhere.
+        # Pages of other sites don't know a key. A client with one may use any host.
         key = f"Bearer {KEYS[0]}"
         assert server.ask("GET", "/version", authorization=key, host="a.example")[0] == 200
         assert all(each not in server.job.output() for each in KEYS)

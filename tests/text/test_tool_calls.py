@@ -482,7 +482,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
-    """Return True if a text is all that may be said, or None if it may not be said."""
+    """Return True if a text is complete, or None if the grammar forbids it."""
     assert structured is not None
     masks = grammar_masks()
     state = masks.state(structured, byte_level().encode(text, add_special_tokens=False).ids)

@@ -184,7 +184,7 @@ class Completion:
         return {"x-fastdecode-warning": why} if why else {}
 
     async def _take(self, opened: OpenRequests, silence_s: float) -> list[tuple[int, Delta]]:
-        """What is new, or nothing after so long a silence.
+        """Return new output, or nothing after ``silence_s`` without any.
 
         Raises:
             ClientDisconnect: If the client has disconnected.
