@@ -256,11 +256,11 @@ class Batch:
         self._llm = llm
         self.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def run(self, *, resume: bool = False) -> dict[str, dict[str, Any]]:
+    def run(self, **begin: bool) -> dict[str, dict[str, Any]]:
         """custom_id → body."""
         sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
         options = JobOptions(
-            input=self.input, output=self.output, sampling=sampling, resume=resume, run_seed=5,
+            input=self.input, output=self.output, sampling=sampling, run_seed=5, **begin,
             on_error=self.on_error,
         )  # fmt: skip
         config = EngineConfig.of(self._llm.config.model, dtype="float32")
@@ -365,10 +365,10 @@ def test_an_overwritten_output_takes_its_turns_with_it(llm: LLM, tmp_path: Path)
     batch.run()
     assert batch.turns.exists()
     batch.input.write_text(json.dumps(line("lone", None, prompt=[5, 6])) + "\n")
-    batch.run("overwrite")
+    batch.run(overwrite=True)
     assert not batch.turns.exists()
     batch.turns.write_text(batch.input.read_text())
     batch.input = batch.turns
     with pytest.raises(ConfigError, match="input and turns are the same file"):
-        batch.run("overwrite")
+        batch.run(overwrite=True)
     assert batch.turns.exists()
