@@ -19,7 +19,7 @@ MOST_LINES = {
     "fastdecode/cli": 4582,
     "fastdecode/conversations": 1498,
     "fastdecode/core": 10213,
-    "fastdecode/engine": 21887,
+    "fastdecode/engine": 21880,
     "fastdecode/jobs": 2740,
     "fastdecode/measure": 2454,
     "fastdecode/openai": 1468,
