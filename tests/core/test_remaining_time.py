@@ -160,8 +160,8 @@ def test_prompts_alone_are_no_basis_of_an_estimate(limit: int) -> None:
         assert remaining_s(counts, times) is None
 
 
-@pytest.mark.parametrize("compiling_s", [0.5, 36, 177, 3600])
-@pytest.mark.parametrize("prompt_tokens", [0, 10, 400])
+@pytest.mark.parametrize("compiling_s", [0.5, 3600])
+@pytest.mark.parametrize("prompt_tokens", [0, 400])
 def test_time_until_the_first_tokens_is_no_cost_of_theirs(
     compiling_s: float, prompt_tokens: int
 ) -> None:
