@@ -15,7 +15,6 @@ from published_configs import (
     LLAMA2_7B,
     LLAMA31_8B,
     MISTRAL_7B,
-    OPT_350M,
     PHI3_MINI,
     PUBLISHED,
     PYTHIA_70M,
@@ -111,21 +110,6 @@ def test_scales_and_soft_caps() -> None:
     assert read(GEMMA2_2B, attn_logit_softcapping=None).attention[0].logit_softcap is None
     scales = [layer.scale for layer in read(GPT2, scale_attn_by_inverse_layer_idx=True).attention]
     assert scales == [64**-0.5 / (i + 1) for i in range(12)]
-
-
-def test_opt_350m_shape() -> None:
-    spec = read(OPT_350M)
-    assert (spec.norm_placement, spec.final_norm, spec.embedding_size, spec.hidden_size) == (
-        "post",
-        False,
-        512,
-        1024,
-    )
-    assert (spec.num_learned_positions, spec.learned_position_offset, spec.max_model_len) == (
-        2050,
-        2,
-        2048,
-    )
 
 
 def test_alibi_slopes() -> None:

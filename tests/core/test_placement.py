@@ -123,16 +123,6 @@ def test_ranks_that_can_not_be(options: dict[str, Any], why: str) -> None:
         EngineConfig.of("m", **options)
 
 
-def test_which_rank_is_whose() -> None:
-    ranks = InstanceRanks(tuple(PlacedInstance(InstanceRole.BOTH, number) for number in (1, 3, 2)))
-    assert ranks.size == 10 and ranks.leaders == (1, 3, 7)
-    assert [list(ranks.r_ranks(i)) for i in range(3)] == [[2], [4, 5, 6], [8, 9]]
-    assert [ranks.instance_of(rank) for rank in range(1, 10)] == [0, 0, 1, 1, 1, 1, 2, 2, 2]
-    assert ranks.others_with_kv(5) == [1, 2, 3, 4, 6, 7, 8, 9]
-    # Ranks 0 to 4 on one host, the others on the next.
-    assert [ranks.place_on_host(s, s if s < 5 else s - 5) for s in ranks.leaders] == [0, 1, 0]
-
-
 def test_ranks_of_instances_with_several_s_workers() -> None:
     prefill = PlacedInstance(InstanceRole.PREFILL, 1, tp=2)
     decode = PlacedInstance(InstanceRole.DECODE, 4, tp=2, pp=2)

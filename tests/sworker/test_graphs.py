@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from checkpoints import prompts
 from recorded_gpu import RecordedGpu
 
-from fastdecode import LLM, SamplingParams
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.engine.setup import resolve, s_worker
+from fastdecode.engine.setup import s_worker
 from fastdecode.engine.setup.steps import lane_graphs
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.load.weights import load_model
-from sworker.worker import PaddedPass, SWorker
+from sworker.worker import SWorker
 
 CPU = torch.device("cpu")
 
@@ -176,69 +173,6 @@ def test_what_else_fails_at_warm_up_raises(tiny_checkpoint: Callable[..., Path])
     gone = RuntimeError("CUDA error: device-side assert triggered")
     with mock.patch.object(graphs, "unit", side_effect=gone), pytest.raises(RuntimeError):
         graphs.prepare()
-
-
-@torch.inference_mode()
-def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Lanes keep out of each other's memory, and what a larger step left behind
-    is not seen by a smaller one."""
-    spec, model = load_model(tiny_checkpoint("gemma2"), device=CPU, dtype=torch.float32)
-    plain = SWorker(spec, model, CPU)
-    padded = SWorker(spec, model, CPU, StepGraphs(model, CPU, capture=False, max_rows=40))
-    rng = np.random.default_rng(3)
-    for sizes in ((11, 40), (3, 17), (1, 40), (40, 2), (41, 9)):
-        steps = []
-        for lane, size in enumerate(sizes):
-            rows = torch.from_numpy(rng.integers(0, spec.vocab_size, (2, size)))
-            steps.append((plain.begin(rows), padded.begin(rows, lane)))
-        assert [isinstance(step, PaddedPass) for _, step in steps] == [size <= 40 for size in sizes]
-        goes_on = True
-        while goes_on:
-            for expected, found in steps:
-                for name in ("q", "k", "v"):
-                    torch.testing.assert_close(
-                        getattr(found, name), getattr(expected, name), atol=1e-5, rtol=1e-4
-                    )
-            outputs = [torch.randn_like(expected.q) for expected, _ in steps]
-            for (expected, found), o in zip(steps, outputs, strict=True):
-                goes_on = expected.advance(o)
-                assert found.advance(o) == goes_on
-        for (expected, found), size in zip(steps, sizes, strict=True):
-            rows = np.arange(0, size, 2)
-            torch.testing.assert_close(
-                found.logits(rows), expected.logits(rows), atol=1e-4, rtol=1e-4
-            )
-
-
-@pytest.mark.parametrize(("lanes", "kv_placement"), [(1, "r"), (3, "r"), (2, "gpu")])
-def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[..., Path]) -> None:
-    options = {
-        "dtype": "float32",
-        "r_threads": 1,
-        "kv_memory_gb": 0.01,
-        "prefill_chunk": 9,
-        "lanes": lanes,
-    }
-    asked = prompts([3, 30, 11, 1, 19, 8, 5, 40], seed=2)
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-    def run() -> list[tuple[int, ...]]:
-        path = str(tiny_checkpoint("llama"))
-        with LLM(
-            path, r_workers=2 if kv_placement == "r" else 1, kv_placement=kv_placement, **options
-        ) as llm:
-            return [output.completions[0].token_ids for output in llm.generate(asked, params)]
-
-    expected = run()
-    with (
-        mock.patch.object(resolve, "uses_graphs", return_value=True),
-        mock.patch.object(
-            s_worker,
-            "StepGraphs",
-            lambda model, device, **_: StepGraphs(model, device, capture=False),
-        ),
-    ):
-        assert run() == expected
 
 
 def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -377,71 +376,3 @@ def gptq_with(**changes: Tensor | None) -> Tensors:
 def test_gptq_that_does_not_fit_is_refused(tmp_path: Path, tensors: Tensors, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         read(tmp_path, tensors, torch.float32, told(**GPTQ))
-
-
-CompressOf = Callable[..., Tensors]
-
-
-@pytest.mark.parametrize(
-    ("form", "weights"),
-    [
-        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-        ("float-quantized",
-         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}),
-        ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
-        ("int-quantized",
-         {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}),
-        ("pack-quantized",
-         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
-        ("pack-quantized",
-         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
-          "symmetric": False}),
-        ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
-        ("nvfp4-pack-quantized",
-         {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
-        ("mxfp4-pack-quantized",
-         {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
-    ],
-)  # fmt: skip
-def test_what_compressed_tensors_writes(tmp_path: Path, form: str, weights: dict[str, Any]) -> None:
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    scheme = QuantizationScheme(
-        targets=["Linear"], weights=QuantizationArgs(**weights), format=form
-    )
-    compressor = BaseCompressor.get_value_from_registry(form)
-    packed = compressor.compress(_scaled_weight(weights), scheme)
-    expected = compressor.decompress(dict(packed), scheme)["weight"]
-    group = {"weights": weights, "targets": ["Linear"]}
-    quantisation = told(
-        quant_method="compressed-tensors", format=form, config_groups={"group_0": group}
-    )
-    named = {f"m.{name}": part for name, part in packed.items() if part is not None}
-    found = read(tmp_path, named, expected.dtype, quantisation)["m.weight"]
-    assert torch.equal(found, expected)
-
-
-def _scaled_weight(weights: dict[str, Any]) -> Tensors:
-    """A weight, and scales that compressed-tensors quantises it with."""
-    draw, (rows, columns) = Draw(14), (130, 192)
-    state = {"weight": torch.from_numpy(draw.random.normal(size=(rows, columns))).bfloat16()}
-    block = {
-        "tensor": (rows, columns),
-        "channel": (1, columns),
-        "group": (1, weights.get("group_size")),
-        "tensor_group": (1, 16),
-        "block": (128, 128),
-    }[weights["strategy"]]
-    shape = -(-rows // block[0]), -(-columns // block[1])
-    shape = (1,) if weights["strategy"] == "tensor" else shape  # type: ignore[assignment]
-    scale = draw.scale(*shape, dtype=torch.bfloat16) * 0.1
-    state["weight_scale"] = scale
-    if weights.get("symmetric") is False:
-        state["weight_zero_point"] = draw.bytes(*shape, low=0, high=8).view(torch.int8) - 4
-    if weights["strategy"] == "tensor_group":
-        state["weight_scale"] = draw.scale(*shape) * 100
-        state["weight_global_scale"] = torch.tensor([700.0])
-    return state
