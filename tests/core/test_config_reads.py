@@ -125,6 +125,7 @@ def configs_of(family: str) -> Iterator[dict[str, Any]]:
             continue  # transformers refuses some draws
 
 
+@cache
 def reads_of_theirs(family: str) -> tuple[set[str], set[str]]:
     """Fields of the config, and keys of objects such as ``rope_parameters``, that the
     language model's code names."""
@@ -197,19 +198,14 @@ LLAMA = {
     [
         ("LlamaForCausalLM", {"type": "dynamic", "factor": 2.0, "alpha": 4.0}, "alpha"),
         ("LlamaForCausalLM", {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}, "attn_factor"),
-        ("LlamaForCausalLM", {"type": "yarn", "factor": 2, "extrapolation_factor": 2},
-         "extrapolation_factor"),
-        ("LlamaForCausalLM", {"type": "linear", "factor": 2.0, "offset": 3}, "offset"),
         ("LlamaForCausalLM", {"rope_type": "default", "llama_4_scaling_beta": 0.1},
          "llama_4_scaling_beta"),
         ("LlamaForCausalLM", {"rope_type": "default", "mrope_section": [8, 4, 4]},
          "mrope_section"),
-        ("LlamaForCausalLM", {"rope_type": "default", "rotary_percent": 0.5}, "rotary_percent"),
         ("LlamaForCausalLM", {"rope_type": "default", "rope_thta": 1e6}, "rope_thta"),
         ("LlamaForCausalLM", {"full_attention": {"rope_type": "default", "scale": 2}}, "scale"),
         ("LlamaForCausalLM", {"full_attention": {}, "linear_attention": {"rope_theta": 9.0}},
          "linear_attention"),
-        ("Qwen2ForCausalLM", {"type": "linear", "factor": 2.0, "alpha": 4.0}, "alpha"),
         ("HunYuanDenseV1ForCausalLM", {"type": "dynamic", "alpha": 4.0, "beta": 1.0}, "beta"),
     ],
 )  # fmt: skip
