@@ -231,20 +231,6 @@ def test_rope_scaling_takes_keys_that_change_nothing(scaling: dict[str, Any]) ->
     assert spec.max_model_len == 128
 
 
-@pytest.mark.parametrize("architecture", ["HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"])
-def test_hunyuan_alpha_scales_theta(architecture: str) -> None:
-    config = {
-        **LLAMA, "architectures": [architecture], "head_dim": 128, "rope_theta": 10000.0,
-        "max_position_embeddings": 32768,
-        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32,
-                         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-    }  # fmt: skip
-    spec = read_model_spec(config, name="demo")
-    assert spec.ropes[0] is not None
-    assert (spec.ropes[0].kind, spec.ropes[0].theta) == ("default", 1e4 * 1000.0 ** (128 / 126))
-    assert spec.max_model_len == 32768
-
-
 def test_mellum_divides_where_the_key_is_missing() -> None:
     config = {**LLAMA, "architectures": ["MellumForCausalLM"], "max_position_embeddings": 64}
     for given, divides in (({}, True), ({"norm_topk_prob": False}, False)):

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_twins import SEED, compare
-from numba import njit
+from kernel_twins import compare
 
-from cpu_kernels import BlockLayout, dispatch, isa, reference
+from cpu_kernels import BlockLayout, dispatch, isa
 from cpu_kernels.codegen import amx
 from cpu_kernels.codegen.amx import TILE_UNITS, SoftTiles, soft_multiply
 from cpu_kernels.dispatch import choose_variant, plan_attend, tiles_work
@@ -25,49 +24,6 @@ from examples import TRIES_ALL
 
 AMX = LEVELS[-1]
 LAYOUT = BlockLayout(2, 80, "bfloat16")
-
-
-@njit
-def _multiply_once(file, a, a_stride, b, b_stride, total, total_stride, rows, words, columns):
-    amx.clear_config(file)
-    amx.set_tile(file, 0, rows, 4 * columns)
-    amx.set_tile(file, 1, rows, 4 * words)
-    amx.set_tile(file, 2, words, 4 * columns)
-    amx.soft_configure(file)
-    amx.soft_load(file, 0, total, total_stride)
-    amx.soft_load(file, 1, a, a_stride)
-    amx.soft_load(file, 2, b, b_stride)
-    amx.soft_multiply(file, 0, 1, 2)
-    amx.soft_store(file, 0, total, total_stride)
-    amx.soft_zero(file, 1)
-
-
-@pytest.mark.parametrize(("rows", "words", "columns"), [(16, 16, 16), (5, 8, 3), (1, 1, 1)])
-def test_tile_operations(rows, words, columns):
-    """One product of tiles of some shape, in matrices that are wider; what lies
-    around them stays as it was."""
-    rng = np.random.default_rng(SEED)
-    file = np.full(amx.FILE_BYTES, 0xFF, np.uint8)
-    a, b = (
-        reference.from_float32(rng.standard_normal((20, 40), np.float32), "bfloat16")
-        for _ in range(2)
-    )
-    total = rng.standard_normal((20, 24), np.float32)
-    x = reference.to_float32(a, "bfloat16")[:rows, : 2 * words].astype(np.float64)
-    # [words, (columns, 2)]
-    pairs = reference.to_float32(b, "bfloat16")[:words, : 2 * columns].astype(np.float64)
-    y = pairs.reshape(words, columns, 2).swapaxes(1, 2).reshape(2 * words, columns)
-    expected = total.copy()
-    expected[:rows, :columns] = total[:rows, :columns] + x @ y
-    _multiply_once(
-        file.ctypes.data, a.ctypes.data, a.strides[0], b.ctypes.data, b.strides[0],
-        total.ctypes.data, total.strides[0], rows, words, columns,
-    )  # fmt: skip
-    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
-    tiles = file[amx.CONFIG_BYTES :].reshape(amx.NUM_TILES, 16, 64)
-    assert not tiles[1].any()
-    assert tiles[2, :words, : 4 * columns].any()
-    assert not tiles[2, words:].any() and not tiles[2, :, 4 * columns :].any()
 
 
 SHAPES = [(17, 80), (8, 33)]

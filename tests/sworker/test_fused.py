@@ -128,17 +128,6 @@ def test_layers_in_few_calls_say_the_same_to_the_bit(
         assert plain.is_contiguous() == other.is_contiguous() and torch.equal(plain, other)
 
 
-# Norms of heads; norms after the parts; LayerNorms.
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
-def test_layers_with_other_parts_stay_as_they_are(
-    family: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    _, model = load_model(tiny_checkpoint(family), device=CPU, dtype=torch.float32)
-    fuse(model, CPU)
-    call_layers(model)
-    assert model.step_layers == tuple(model.layers)
-
-
 @dataclass
 class CountedKernels:
     """The CPU's kernels; says which were called, and hides what they call."""

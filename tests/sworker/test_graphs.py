@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,20 +36,13 @@ def test_buckets(parts: int, count: int) -> None:
     )
 
 
-def captured_for(num_layers: int, num_lanes: int, **options: Any) -> tuple[int, Buckets]:
-    """Graphs and buckets of an engine."""
-    config = EngineConfig.of(model="m", **options)
-    lanes = lane_graphs(config, num_layers, num_lanes)
-    buckets = Buckets.choose(lanes, MAX_GRAPHS)
-    return buckets.num_graphs(lanes), buckets
-
-
-@pytest.mark.parametrize(("num_layers", "num_lanes"), [(32, 8), (64, 8), (80, 8), (80, 4)])
+@pytest.mark.parametrize(("num_layers", "num_lanes"), [(32, 8), (80, 8), (80, 4)])
 def test_graphs_of_large_models_fit(num_layers: int, num_lanes: int) -> None:
     """Of 80 layers and 8 lanes 6,480 were wanted where 4,096 are allowed: the
     smallest steps had none."""
-    num_graphs, buckets = captured_for(num_layers, num_lanes)
-    assert num_graphs <= MAX_GRAPHS
+    lanes = lane_graphs(EngineConfig.of(model="m"), num_layers, num_lanes)
+    buckets = Buckets.choose(lanes, MAX_GRAPHS)
+    assert buckets.num_graphs(lanes) <= MAX_GRAPHS
     assert buckets.sizes[-1] == MAX_GRAPH_ROWS and buckets.sizes[0] <= 8
 
 
@@ -81,10 +73,7 @@ def test_nothing_is_captured_later(
 BREAKS: dict[str, Callable[[torch.Tensor, RecordedGpu], object]] = {
     "a number for the host": lambda x, gpu: x[0, 0].item(),
     "as many rows as are greater": lambda x, gpu: x[x > 0],
-    "numbers of the host": lambda x, gpu: x.add_(torch.tensor([1.0] * x.shape[1])),
     "a copy from the host": lambda x, gpu: gpu.upload(torch.zeros(3)),
-    "a copy to the host": lambda x, gpu: gpu.pinned(4).view(torch.float32).copy_(x[0, :1]),
-    "pinned memory": lambda x, gpu: gpu.pinned(4),
     "chance": lambda x, gpu: torch.rand_like(x),
     "a wait": lambda x, gpu: gpu.current_stream().record_event().synchronize(),
 }

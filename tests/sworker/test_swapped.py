@@ -126,24 +126,6 @@ def in_turns(lanes: Lanes, num_rounds: int = 4) -> Lanes:
     return lanes
 
 
-@pytest.mark.parametrize(
-    ("num_lanes", "dtype"), [(3, DType.FLOAT32), (4, DType.BFLOAT16), (4, DType.INT8)]
-)
-def test_in_turns_only_what_is_needed_is_copied(num_lanes: int, dtype: DType) -> None:
-    lanes = in_turns(Lanes(num_lanes, dtype))
-    lanes.check()
-    figures = lanes.swap.figures
-    num_steps = 4 * num_lanes
-    assert (figures.num_steps, figures.num_copies_out) == (num_steps, num_steps)
-    assert figures.num_tokens_out == sum(lanes.lengths)
-    # Two blocks for each lane's 20 tokens and a few, in each step but the
-    # first; those of the step after the last are there, too.
-    assert lanes.copied == 2 * 3 * num_lanes
-    assert figures.num_blocks_in == lanes.copied + 2
-    assert figures.num_late_blocks == figures.num_unused_blocks == 0
-    assert figures.num_prefetches == 3 * num_lanes + 1
-
-
 def test_two_lanes_stay_where_they_are() -> None:
     lanes = in_turns(Lanes(2))
     lanes.check()
@@ -290,15 +272,3 @@ def test_without_a_mapping_scattered_blocks_come_run_by_run() -> None:
         gpu.calls.clear()
         swap.prefetch(1, np.arange(0, 20, 2))
     assert gpu.calls["aten::copy_"] == 10 * 2 * NUM_LAYERS
-
-
-def test_calls_of_a_step() -> None:
-    """Blocks side by side are one copy for K and one for V of each layer, and
-    all that a step has stored is one."""
-    gpu = RecordedGpu()
-    with gpu:
-        lanes = in_turns(Lanes(3, gpu=gpu))
-        gpu.calls.clear()
-        in_turns(lanes, 2)
-    copies, num_steps = gpu.calls["aten::copy_"], 2 * 3
-    assert copies == num_steps * (1 + 2 * NUM_LAYERS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -125,39 +124,6 @@ def test_all_sequences_in_one_call_where_there_is_a_kernel(
     for other in ("window", "alibi", "softcap"):  # not its business
         local_causal_attention(q, k, v, starts, spec_with(other), want_lse=False)
     assert len(calls) == 1
-
-
-def test_later_chunks_in_one_call_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, num_new, num_keys = spec_with("plain"), [3, 20, 1], [30, 20, 8]
-    queries, (_, keys, values) = tensors(spec, 24, seed=13)[0], tensors(spec, 58, seed=14)
-    assert not prefill.can_take_together(queries, num_keys, spec)  # not on a CPU
-    alone = [
-        prefill.chunk_attention(q, k, v, spec)
-        for q, k, v in zip(*(x.split(n) for x, n in (
-            (queries, num_new), (keys, num_keys), (values, num_keys))), strict=True)
-    ]  # fmt: skip
-
-    def ragged(
-        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, *_: object,
-        scale: float,
-    ) -> Any:  # fmt: skip
-        ends = (itertools.pairwise(starts.tolist()) for starts in (q_starts, k_starts))
-        parts = [
-            dense(q[a:b], k[c:d], v[c:d], spec, past=(d - c) - (b - a))[0]
-            for (a, b), (c, d) in zip(*ends, strict=True)
-        ]
-        return torch.cat(parts).float(), torch.zeros(6, 24)
-
-    monkeypatch.setattr(prefill, "_has_ragged_kernel", lambda _: True)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", ragged)
-    assert prefill.can_take_together(queries, num_keys, spec)
-    assert not prefill.can_take_together(queries, num_keys, spec_with("window"))
-    found = prefill.chunks_together(queries, keys, values, num_new, num_keys, spec)
-    torch.testing.assert_close(found, torch.cat(alone), atol=3e-6, rtol=1e-5)
-    with mock.patch.object(prefill, "_fused") as planned:
-        one = prefill.chunk_attention(queries[:3], keys[:30], values[:30], spec)
-    torch.testing.assert_close(one, found[:3])
-    assert not planned.called
 
 
 @settings(max_examples=examples(120), deadline=None)

@@ -83,7 +83,7 @@ def test_evened_keys_are_rounded_less(tiny_checkpoint: Make, tmp_path: Path, bit
     assert error(scores(evened, bits=bits)) < 0.5 * error(scores(plain, bits=bits))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gpt2", "bloom", "gpt_neox"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
 def test_models_without_large_biases_stay_as_they_are(tiny_checkpoint: Make, family: str) -> None:
     plain, quantised = (load(tiny_checkpoint(family), kind) for kind in (None, DType.INT4))
     for (name, before), after in zip(plain.named_parameters(), quantised.parameters(), strict=True):
