@@ -69,3 +69,15 @@ def test_bodies_and_lines_take_them() -> None:
     assert lines.parse(b'{"id": 1, "prompt": "x"}', 1).params == SamplingParams(top_k=9, **defaults)
     line = b'{"id": 1, "prompt": "x", "temperature": 0}'
     assert lines.parse(line, 1).params == SamplingParams(top_k=9, temperature=0)
+
+
+def test_vllms_sampling_fields_in_bodies_and_lines() -> None:
+    fields: dict[str, Any] = {
+        "bad_words": ["no"], "allowed_token_ids": [1, 2], "skip_special_tokens": False,
+        "include_stop_str_in_output": True, "truncate_prompt_tokens": 7,
+    }  # fmt: skip
+    reader = RequestReader({}, ("m",), True)
+    asked = reader.read(COMPLETIONS_URL, {"prompt": "x", **fields}).params
+    assert asked == SamplingParams(**fields)
+    line = json.dumps({"id": 1, "prompt": "x", **fields}).encode()
+    assert simple_lines(JobOptions(Path("i"), Path("o"))).parse(line, 1).params == asked
