@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
@@ -17,7 +18,7 @@ from fastdecode.engine.setup import s_worker
 from fastdecode.engine.setup.steps import lane_graphs
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.load.weights import load_model
-from sworker.worker import SWorker
+from sworker.worker import PaddedPass, SWorker
 
 CPU = torch.device("cpu")
 
@@ -162,6 +163,38 @@ def test_what_else_fails_at_warm_up_raises(tiny_checkpoint: Callable[..., Path])
     gone = RuntimeError("CUDA error: device-side assert triggered")
     with mock.patch.object(graphs, "unit", side_effect=gone), pytest.raises(RuntimeError):
         graphs.prepare()
+
+
+@torch.inference_mode()
+def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Lanes keep out of each other's memory, and what a larger step left behind
+    is not seen by a smaller one."""
+    spec, model = load_model(tiny_checkpoint("gemma2"), device=CPU, dtype=torch.float32)
+    plain = SWorker(spec, model, CPU)
+    padded = SWorker(spec, model, CPU, StepGraphs(model, CPU, capture=False, max_rows=40))
+    rng = np.random.default_rng(3)
+    for sizes in ((11, 40), (3, 17), (1, 40), (40, 2), (41, 9)):
+        steps = []
+        for lane, size in enumerate(sizes):
+            rows = torch.from_numpy(rng.integers(0, spec.vocab_size, (2, size)))
+            steps.append((plain.begin(rows), padded.begin(rows, lane)))
+        assert [isinstance(step, PaddedPass) for _, step in steps] == [size <= 40 for size in sizes]
+        goes_on = True
+        while goes_on:
+            for expected, found in steps:
+                for name in ("q", "k", "v"):
+                    torch.testing.assert_close(
+                        getattr(found, name), getattr(expected, name), atol=1e-5, rtol=1e-4
+                    )
+            outputs = [torch.randn_like(expected.q) for expected, _ in steps]
+            for (expected, found), o in zip(steps, outputs, strict=True):
+                goes_on = expected.advance(o)
+                assert found.advance(o) == goes_on
+        for (expected, found), size in zip(steps, sizes, strict=True):
+            rows = np.arange(0, size, 2)
+            torch.testing.assert_close(
+                found.logits(rows), expected.logits(rows), atol=1e-4, rtol=1e-4
+            )
 
 
 def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:

@@ -26,7 +26,7 @@ CONFIGS = {
         num_hidden_layers=4, num_key_value_heads=2, num_attention_heads=2,
     ),
 }  # fmt: skip
-"""Of 300 MB in float32: the largest tensor takes 16 MB, and each expert's 2 MB."""
+"""Weights take 300 MB in float32, the largest tensor of them 16 MB, and an expert's 2 MB."""
 
 _MEASURE = """
 import sys, torch
