@@ -29,8 +29,8 @@ from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.stats import EngineStats
 from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics
+from fastdecode.wire.codec import KINDS
 from fastdecode.wire.messages import PROTOCOL_VERSION
-from fastdecode.wire.opcodes import OPCODES
 
 PAGES = Path(__file__).resolve().parent / "reference"
 README = PAGES.parents[1] / "README.md"
@@ -220,7 +220,7 @@ def messages_page() -> Iterator[str]:
     yield f"Protocol version {PROTOCOL_VERSION}. The protocol itself is the docstring of"
     yield from ("`fastdecode/wire/messages.py`.", "", "| number | message | module | said by |")
     yield "|---|---|---|---|"
-    for kind, number in sorted(OPCODES.items(), key=lambda item: item[1]):
+    for number, kind in sorted(KINDS.items()):
         speakers = getattr(kind, "said_by", None)
         said_by = ", ".join(sorted(each.value for each in speakers)) if speakers else ""
         yield f"| {number} | `{kind.__name__}` | `{kind.__module__}` | {said_by} |"

@@ -14,7 +14,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.host.facts import this_host
-from fastdecode.wire.arrays import Array
+from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.kv.tiers import Stocked

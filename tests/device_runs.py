@@ -8,13 +8,14 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from recorded_gpu import RecordedGpu
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, Residence

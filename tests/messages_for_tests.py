@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import struct
-import zlib
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from values import replace
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire import codec
+from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances.messages import InstanceWelcome
 from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, FetchChunk, FetchedChunk, StoreChunk
 from fastdecode.wire.kv.exporting import (
@@ -62,6 +61,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.stages import StageHello, StageWelcome
 from rworker.stream.chunks import expectation
 
+_CODEC = Codec()
 _TICKET = "0123456789abcdef" * 2
 
 
@@ -74,10 +74,9 @@ def same(one: Any, other: Any) -> bool:
             and one.shape == other.shape
             and one.tobytes() == other.tobytes()
         )
-    if dataclasses.is_dataclass(one):
-        names = [field.name for field in dataclasses.fields(one)]
+    if isinstance(one, Struct):
         return type(one) is type(other) and all(
-            same(getattr(one, n), getattr(other, n)) for n in names
+            same(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__
         )
     return type(one) is type(other) and bool(one == other)
 
@@ -105,7 +104,7 @@ def packed_attend(num_tokens: int, step: int, *, gap: int = 0) -> Attend:
         view[:] = array
         views.append(view)
         first += array.size + gap
-    return dataclasses.replace(plain, q=views[0], k=views[1], v=views[2])
+    return replace(plain, q=views[0], k=views[1], v=views[2])
 
 
 def answer(message: Attend, *, want_lse: bool = False) -> AttendResult:
@@ -127,7 +126,7 @@ def to_r_worker() -> list[ToRWorker]:
     data = np.arange(20_000, dtype=np.int64).astype(np.uint8)
     return [
         hello,
-        dataclasses.replace(hello, session=5, feeders=("rank 2", "rank 3")),
+        replace(hello, session=5, feeders=("rank 2", "rank 3")),
         OpenSequence(1, 100),
         ForkSequence(1, 2, 10, 100),
         ExtendSequence(2, 200),
@@ -227,11 +226,7 @@ def small_attend(*, dtype: Any = np.float32, k_tokens: int = 3) -> Attend:
 
 
 def in_one_piece(message: Message, *, epoch: int = 0) -> np.ndarray:
-    frame = codec.encode(message, epoch=epoch)
+    frame = _CODEC.encode(message, epoch)
     out = np.zeros(frame.num_bytes, np.uint8)
     frame.write(out.data)
     return out
-
-
-def with_crc(head: bytes) -> bytes:
-    return head + struct.pack("<I", zlib.crc32(head))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from state_machine import step_of
 from store_checks import counts, ids, refuses_unchanged, snapshot
 from stream_suite import Memory, hello_for
+from values import replace
 
 import cpu_kernels
 from fastdecode.core.dtype import DType

@@ -3,12 +3,12 @@ hands of a test."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from stream_suite import NUM_BLOCKS, hello_for
+from values import replace
 
 from cpu_kernels import allocate_tokens, reference
 from fastdecode.core.errors import ConfigError, WorkerError

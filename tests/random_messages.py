@@ -1,30 +1,30 @@
-"""Any message of the protocol, made from its declared fields."""
+"""Any message of the protocol, made from the fields that it declares."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
+from collections import abc
+from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as arrays_of
-from random_requests import DELTAS, REQUESTS, TOKENS
+from random_requests import DELTAS, REQUESTS, SOURCES
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
+from fastdecode.core.holders import KVSource
+from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.arrays import ArrayField, is_array
-from fastdecode.wire.instances.messages import EndConversation
+from fastdecode.wire.codec import KINDS
 from fastdecode.wire.messages import Hello
-from fastdecode.wire.opcodes import OPCODES
+from fastdecode.wire.traits import OWNERS, Message
 
 INTS = st.integers(-(1 << 63), (1 << 63) - 1)
 FLOATS = st.floats(allow_nan=False)
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=200)
-ACTIVATIONS = [dtype for dtype in DType if dtype.is_float]
 
 
 @st.composite
@@ -42,70 +42,79 @@ def attention_specs(draw: st.DrawFn) -> AttentionSpec:
     )
 
 
-BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
-    bool: st.booleans(),
+_LISTS = st.lists(TEXTS, max_size=3).map(tuple)
+_NUMBERS = st.lists(INTS, max_size=3).map(tuple)
+_KNOWN: dict[Any, st.SearchStrategy[Any]] = {
     int: INTS,
     float: FLOATS,
+    bool: st.booleans(),
     str: TEXTS,
-    NoneType: st.none(),
-    Any: st.integers() | TEXTS,
+    Any: st.integers(0, 9) | TEXTS,
     AttentionSpec: attention_specs(),
     KVSpec: st.builds(
         KVSpec, st.integers(1, 100), st.integers(1, 64), st.just(64), st.sampled_from(DType)
     ),
+    HostFacts: st.builds(
+        HostFacts, TEXTS, _LISTS, TEXTS, _NUMBERS, INTS, _LISTS, TEXTS, INTS, _LISTS
+    ),
+    KVSource: SOURCES,
     Request: REQUESTS,
     Delta: DELTAS,
 }
-BY_FIELD: dict[tuple[type, str], st.SearchStrategy[Any]] = {
-    (Hello, "activation_dtype"): st.sampled_from(ACTIVATIONS),
-    (Hello, "outlives"): st.just(False),
-    (Hello, "resumes"): st.just(False),
-    (Hello, "role"): st.just(Hello.role),
-    (EndConversation, "token_ids"): TOKENS,
+_HELLO = {
+    "activation_dtype": st.sampled_from([dtype for dtype in DType if dtype.is_float]),
+    "role": st.sampled_from(sorted(OWNERS, key=lambda role: role.name)),
+    "outlives": st.just(False),
+    "resumes": st.just(False),
 }
-"""Fields of which not every value makes sense."""
+"""What a greeting's fields must be together."""
 
 
-def of_type(hint: Any) -> st.SearchStrategy[Any]:
-    """Return a strategy for a declared type."""
+def _array(hint: Any, num_rows: int) -> st.SearchStrategy[Any]:
+    shape, element = get_args(hint)
+    (scalars,) = get_args(element)
+    dtypes = [np.dtype(scalar) for scalar in get_args(scalars) or (scalars,)]
+    dims = (num_rows, 2, 3)[: len(get_args(shape))]
+    return st.sampled_from(dtypes).flatmap(lambda dtype: arrays_of(dtype, dims))
+
+
+def _values(hint: Any, num_rows: int, has_options: bool) -> st.SearchStrategy[Any]:
+    """Values of a field's type. Arrays have ``num_rows`` rows, optional ones if ``has_options``."""
+    if hint in _KNOWN:
+        return _KNOWN[hint]
     origin, args = get_origin(hint), get_args(hint)
-    if hint in BY_TYPE:
-        return BY_TYPE[hint]
+    if origin is Annotated and args[0] is int:
+        bounds = args[1]
+        return st.integers(bounds.ge, bounds.lt - 1 if bounds.le is None else bounds.le)
+    if origin is Annotated:
+        return _values(args[0], num_rows, has_options)
     if origin in (Union, UnionType):
-        return st.one_of(*map(of_type, args))
-    if origin in (tuple, list) or (origin is not None and len(args) == 1):
-        return st.lists(of_type(args[0]), max_size=3).map(tuple)
-    if origin is not None:
-        return st.dictionaries(of_type(args[0]), of_type(args[1]), max_size=3)
-    if issubclass(hint, enum.Enum):
-        return st.sampled_from(hint)
-    return any_of(hint)
+        inner = [_values(each, num_rows, True) for each in args if each is not NoneType]
+        if any(get_origin(each) is np.ndarray for each in args):
+            return inner[0] if has_options else st.none()
+        return st.none() | st.one_of(inner)
+    if origin is np.ndarray:
+        return _array(hint, num_rows)
+    if origin is tuple:
+        return st.lists(_values(args[0], num_rows, has_options), max_size=3).map(tuple)
+    if origin is abc.Mapping:
+        return st.dictionaries(TEXTS, _KNOWN[args[1]], max_size=3)
+    assert issubclass(hint, Enum), hint
+    return st.sampled_from(hint)
 
 
 @st.composite
-def any_of(draw: st.DrawFn, kind: type[Any]) -> Any:
-    """Draw every field of a dataclass. Arrays share the dims that have one name."""
+def messages(draw: st.DrawFn, kind: type[Message]) -> Message:
+    num_rows, has_options = draw(st.integers(0, 5)), draw(st.booleans())
     hints = get_type_hints(kind, include_extras=True)
-    dims: dict[str, int] = {}
-    made: dict[str, Any] = {}
-    bits = draw(st.sampled_from([np.dtype(np.float32), np.dtype(np.uint16)]))
-    for name in (field.name for field in dataclasses.fields(kind)):
-        hint = hints[name]
-        if (kind, name) in BY_FIELD:
-            made[name] = draw(BY_FIELD[kind, name])
-        elif is_array(hint) and not isinstance(get_args(hint)[1], str):
-            made[name] = draw(of_type(get_args(hint)[0]))  # travels as JSON
-        elif is_array(hint):
-            array = ArrayField.of(name, hint)
-            for dim in array.dims:
-                dims.setdefault(dim, int(dim) if dim.isdigit() else draw(st.integers(0, 5)))
-            shape = tuple(dims[dim] for dim in array.dims)
-            dtype = bits if bits in array.dtypes else array.dtypes[0]
-            is_absent = array.optional and draw(st.booleans())
-            made[name] = None if is_absent else draw(arrays_of(dtype, shape))
-        else:
-            made[name] = draw(of_type(hint))
-    return kind(**made)
+    fields = {
+        name: draw(_values(hints[name], num_rows, has_options)) for name in kind.__struct_fields__
+    }
+    if kind is Hello:
+        fields |= {name: draw(values) for name, values in _HELLO.items()}
+    return kind(**fields)
 
 
-MESSAGES: dict[type, st.SearchStrategy[Any]] = {kind: any_of(kind) for kind in OPCODES}
+MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
+    kind: messages(kind) for kind in KINDS.values()
+}

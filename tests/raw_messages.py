@@ -1,35 +1,43 @@
-"""Messages whose JSON fields are any bytes: as an instance or a controller would send them
-that means harm. On the wire they look like the messages that they are named after."""
+"""Messages whose fields are anything: as an instance or a controller would send them that means
+harm. On the wire they look like the messages that they are named after."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec import structs, to_builtins
 
-from fastdecode.wire import codec
-from fastdecode.wire.instances.messages import Deltas, Submit
-from fastdecode.wire.opcodes import OPCODES
-
-Raw = Annotated[NDArray[np.uint8], "N"]
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.traits import Message
 
 
-@dataclass(frozen=True, eq=False)
-class RawSubmit:
-    requests: Raw
-    every_step: bool = True
+class RawSubmit(Message, frozen=True, tag=130):
+    requests: Any
+    every_step: Any = True
+
+    is_long = True
 
 
-@dataclass(frozen=True, eq=False)
-class RawDeltas:
-    deltas: Raw
+class RawDeltas(Message, frozen=True, tag=194):
+    deltas: Any
+
+    is_long = True
 
 
-def raw(said: bytes) -> Any:
-    return np.frombuffer(said, np.uint8)
+class RawReport(StatusReport, frozen=True, tag=195):
+    pass
 
 
-for _raw, _kind in ((RawSubmit, Submit), (RawDeltas, Deltas)):
-    codec._BY_KIND[_raw] = codec._Layout(_raw, OPCODES[_kind])  # type: ignore[index,arg-type]
+def raw_report(report: StatusReport, figures: Any) -> RawReport:
+    """Return the same report with other figures."""
+    return RawReport(**{**structs.asdict(report), "figures": figures})
+
+
+def said(message: Any) -> Any:
+    """Return a message's or a value's fields in builtin types, to be changed."""
+
+    def plain(error: FastDecodeError) -> list[str]:
+        return [type(error).__name__, error.message, error.code]
+
+    return to_builtins(message, enc_hook=plain)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from schedule_choices import schedule_options
 from torch import Tensor
 from trouble import Trouble
+from values import replace
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.delta import Delta, Listener, OutputFold

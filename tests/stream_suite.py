@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from values import replace
 
 import cpu_kernels
 from fastdecode.core.dtype import DType

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from values import replace
 
 from fastdecode.engine.setup import workers
 from fastdecode.wire.messages import AttendResult

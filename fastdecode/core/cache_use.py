@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Annotated, cast
+
+from msgspec import Meta
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.model.block_keys import MAX_SALT_CHARS
@@ -21,7 +23,7 @@ class CacheUse:
     """It leaves nothing behind, and takes nothing that others left."""
     salt: str = ""
     """It shares with requests of the same salt only."""
-    turn: int | None = None
+    turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     """It is a turn of a conversation, whose earlier turns had so many leading
     tokens of its prompt cached: its own last block is kept though it isn't
     full. None: it isn't."""

@@ -8,11 +8,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.holders import KVSource
-from fastdecode.core.sequence import Completion, FinishReason, RequestOutput, TokenLogprob
+from fastdecode.core.sequence import (
+    MAX_N,
+    Completion,
+    Count,
+    FinishReason,
+    RequestOutput,
+    Sources,
+    TokenId,
+    TokenIds,
+    TokenLogprob,
+)
 
 CANCELLED = "cancelled"
 """The code of the error that a request ends with when it is taken back."""
@@ -25,21 +36,21 @@ class Delta:
     """What is new of one sequence. Nothing that was told is ever taken back."""
 
     request_id: str
-    index: int
+    index: Annotated[int, Meta(ge=0, lt=MAX_N)]
     """Which of the request's ``n``."""
     text: str = ""
     """Ends in no half character, and in nothing that may become a stop string."""
-    token_ids: tuple[int, ...] = ()
+    token_ids: TokenIds = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     """One a token, if the request wants them."""
     finish_reason: FinishReason | None = None
     """Given with the sequence's last delta."""
     error: FastDecodeError | None = None
     """Ends the whole request, all of its sequences."""
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     """Of the prompt, those that this sequence didn't run; told with its last
     delta."""
-    sources: tuple[KVSource, ...] = ()
+    sources: Sources = ()
     """The request is handed over: K and V of its prompt may be fetched here
     until it is cancelled."""
     has_fetched: bool = False
@@ -47,7 +58,7 @@ class Delta:
     more where it was."""
     fetch_failed: bool = False
     """It couldn't be fetched: its prompt is run again."""
-    stop_reason: int | str | None = None
+    stop_reason: TokenId | str | None = None
     """Given with ``finish_reason``: see ``Completion``."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Of the request's prompt, if it wants them; sent once, with the first of its tokens."""

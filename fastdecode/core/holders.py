@@ -14,7 +14,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NewType
+from typing import Annotated, NewType
+
+from msgspec import Meta
+
+from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
 
 HolderId = NewType("HolderId", int)
 """A cache; counts from 0."""
@@ -122,20 +126,24 @@ class KVSource:
     """An R-worker that offers tokens of a sequence, counted as in the whole
     sequence and the whole model."""
 
-    address: str
+    address: Annotated[str, Meta(max_length=1 << 8)]
     """As R-workers call each other."""
-    line: int
+    line: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     """Of the connection to it, for transports over which two between the same
     two R-workers couldn't be told apart."""
-    ticket: str
+    ticket: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     """The right to read them; nobody else has it."""
-    first_token: int
-    num_tokens: int
-    first_head: int
+    first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
+    num_tokens: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
+    first_head: Annotated[int, Meta(ge=0, le=MAX_HEADS)]
     """KV heads."""
-    num_heads: int
-    first_layer: int = 0
+    num_heads: Annotated[int, Meta(ge=1, le=MAX_HEADS)]
+    first_layer: Annotated[int, Meta(ge=0, le=MAX_LAYERS)] = 0
     """How many it has, it says itself."""
+
+    def __post_init__(self) -> None:
+        if not self.address.isprintable():
+            raise ValueError(f"{self.address!r:.80} is no address")
 
 
 def num_offered(sources: tuple[KVSource, ...]) -> int:

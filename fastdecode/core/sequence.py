@@ -10,7 +10,9 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+
+from msgspec import Meta
 
 from fastdecode.core.cache_use import SHARED as SHARED
 from fastdecode.core.cache_use import CacheUse as CacheUse
@@ -32,6 +34,15 @@ MAX_LOGPROBS = 100
 MAX_BAD_WORDS = 1024
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 MAX_TOKENS = 1 << 24
+
+# Types of what travels between processes. What a peer sent is held to their bounds.
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
+TokenIds: TypeAlias = tuple[TokenId, ...]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 31)]
+Sources: TypeAlias = Annotated[tuple[KVSource, ...], Meta(max_length=1 << 10)]
+"""At most as many as one pull reads."""
+Log: TypeAlias = Annotated[float, Meta(le=1.0)]
+"""Logarithm of a probability, which may be 0. Rounding may take it a little above 1."""
 
 
 def _refuse(name: str, value: object, rule: str) -> RequestError:
@@ -382,22 +393,22 @@ class Request:
     """A prompt that has been tokenised and found valid for the model, and how to continue it."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     params: SamplingParams
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     """``params.max_tokens`` with None resolved and the model's limit applied."""
     seed: int
     """``params.seed``, or the fresh seed drawn in its place."""
     cache: CacheUse = SHARED
-    drawn: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    drawn: Mapping[Annotated[int, Meta(ge=0, le=MAX_N)], TokenIds] = field(default_factory=dict)
     """By sequence: tokens that an earlier run has drawn for it, fewer than
     ``max_tokens``, and none that ends it."""
-    sources: tuple[KVSource, ...] = ()
+    sources: Sources = ()
     """Where K and V of its prompt may be fetched."""
     hands_over: bool = False
     """Its sequences go on elsewhere after ``max_tokens``, unless they are over
     by then: K and V of the prompt are kept, and offered, until it is cancelled."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[Annotated[TokenIds, Meta(min_length=1)], ...] = ()
     """The tokens of ``params.bad_words``, a tuple for each way to write a word."""
     only_kept: bool = False
     """It is refused unless all of its prompt is kept, but for a block's tokens at most."""
@@ -419,12 +430,12 @@ class TokenLogprob(Mapping[int, Logprob]):
     bias, before temperature and truncation. It is also a mapping of token id to
     ``Logprob``: the drawn token first, then the likeliest."""
 
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    token_id: TokenId
+    logprob: Log
+    top: tuple[tuple[TokenId, Log], ...] = ()
     """The likeliest tokens and their logprobs, likeliest first; as many as
     ``SamplingParams.logprobs``."""
-    rank: int = 0
+    rank: Count = 0
     """Of the drawn token; 1 is the likeliest, 0 isn't known."""
     texts: tuple[str, ...] = ()
     """Of the drawn token and of ``top``; none if nobody has decoded them."""

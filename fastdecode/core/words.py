@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
 
 
 def printable(text: str) -> str:
@@ -14,12 +16,18 @@ def printable(text: str) -> str:
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
-def make_printable(record: Any) -> None:
-    """Do that to every text of a frozen dataclass, in its ``__post_init__``."""
-    for field in fields(record):
-        value = getattr(record, field.name)
+def make_printable(record: Any, max_chars: int | None = None) -> None:
+    """Make every text of a frozen dataclass or Struct printable, in its ``__post_init__``. Texts
+    longer than ``max_chars`` are cut."""
+    is_struct = isinstance(record, Struct)
+    put = force_setattr if is_struct else object.__setattr__
+    for name in record.__struct_fields__ if is_struct else record.__dataclass_fields__:
+        value = getattr(record, name)
         if isinstance(value, str):
-            object.__setattr__(record, field.name, printable(value))
+            if not value.isprintable():
+                value = printable(value)
+                put(record, name, value)
+            if max_chars is not None and len(value) > max_chars:
+                put(record, name, value[: max_chars - 3] + "...")
         elif isinstance(value, tuple) and any(isinstance(x, str) for x in value):
-            words = tuple(printable(x) if isinstance(x, str) else x for x in value)
-            object.__setattr__(record, field.name, words)
+            put(record, name, tuple(printable(x) if isinstance(x, str) else x for x in value))

@@ -32,6 +32,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, Literal
 
+from msgspec import structs
+
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.host.interrupts import Interrupted
@@ -61,7 +63,9 @@ class Snapshot:
     def report(self, figures: Mapping[str, Any]) -> StatusReport:
         """The same as others report it, with what the engine has said between two steps."""
         code = None if self.error is None else self.error.code
-        return StatusReport(**vars(self.engine), state=self.state, error=code, figures=figures)
+        return StatusReport(
+            **structs.asdict(self.engine), state=self.state, error=code, figures=figures
+        )
 
 
 class EngineService(Generic[T]):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, WorkerError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.core.delta import Delta, Pile
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
-from fastdecode.server.link import Cancel, Message, Submit
+from fastdecode.server.link import Cancel, ServerMessage, Submit
 
 if TYPE_CHECKING:
     from fastdecode.server.metrics import Metrics
@@ -141,7 +141,7 @@ class OpenRequests:
 class RequestTable:
     """Open requests, by their ids in the engine. ``send`` sends to the engine."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[ServerMessage], None]) -> None:
         self._send = send
         self._open: dict[str, tuple[OpenRequests, int]] = {}
         self.waiting_since_s: float | None = None
@@ -156,12 +156,12 @@ class RequestTable:
             self.waiting_since_s = time.monotonic()
         for place, request in enumerate(opened.requests):
             self._open[request.request_id] = opened, place
-        self._send(Submit(opened.requests))
+        self._send(Submit(tuple(opened.requests)))
 
     def leave(self, opened: OpenRequests) -> None:
         ids = [r.request_id for r in opened.requests if self._close(r.request_id)]
         if ids:
-            self._send(Cancel(ids))
+            self._send(Cancel(tuple(ids)))
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Hand out deltas. Those of requests that are gone are dropped."""

@@ -1,5 +1,5 @@
-"""The link between the HTTP process and the process of the engine: messages as JSON, each behind
-its length, over a socket pair.
+"""The link between the HTTP process and the process of the engine: messages as ``wire.codec``
+writes them, each behind its length, over a socket pair.
 
 ============  ============  ====================================================
 Opening       engine        the first: what to serve
@@ -30,17 +30,19 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias, cast, get_args
 
-from fastdecode.core.errors import ProtocolError, RequestError
-from fastdecode.text.child import pack, unpack
+import numpy as np
+from msgspec import field
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances.messages import Cancel as Cancel
 from fastdecode.wire.instances.messages import Deltas as Deltas
 from fastdecode.wire.instances.messages import StatusReport as StatusReport
 from fastdecode.wire.instances.messages import Submit as Submit
-from fastdecode.wire.json_fields import AsJson, json_fields
+from fastdecode.wire.traits import Message
 
 MAX_MESSAGE_BYTES: Final = 512 << 20
 _LENGTH: Final = struct.Struct("!i")
@@ -48,8 +50,7 @@ _LENGTH: Final = struct.Struct("!i")
 _MOST_AT_ONCE: Final = 1 << 20
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(Message, frozen=True, tag=201):
     model: str
     """Directory, as given."""
     options: Mapping[str, Any]
@@ -60,96 +61,84 @@ class Opening:
     vocab_size: int
     expected_output_tokens: int
     """Tokens that are expected of a request that doesn't set max_tokens."""
-    keys: Sequence[str]
+    keys: tuple[str, ...]
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
     no_reuse: str = ""
-    """``why_no_reuse`` of the engine."""
+    """Why no turn of a conversation reuses KV. Empty if they do."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the model's generation_config.json."""
 
 
-@dataclass(frozen=True)
-class Listening:
+class Listening(Message, frozen=True, tag=202):
     address: str
 
 
-@dataclass(frozen=True)
-class Unfit:
+class Unfit(Message, frozen=True, tag=203):
     message: str
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Message, frozen=True, tag=204):
     kv_tokens: int
     """Tokens that the KV caches hold together."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    keys: Sequence[str]
+class Keys(Message, frozen=True, tag=205):
+    keys: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Drain:
+class Drain(Message, frozen=True, tag=206):
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class CutOff:
+class CutOff(Message, frozen=True, tag=207):
     pass
 
 
-@dataclass(frozen=True)
-class Drained:
+class Drained(Message, frozen=True, tag=208):
     num_cut: int
     """Requests that ended with an error meanwhile."""
 
 
-@dataclass(frozen=True)
-class StatusAck:
+class StatusAck(Message, frozen=True, tag=209):
     pass
 
 
-Message: TypeAlias = (
-    Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys
-    | Drain | CutOff | Drained | StatusAck
-)  # fmt: skip
-_KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-_PLAIN = AsJson(lambda value: value, lambda said: said)
-_FIELDS: Mapping[str, Mapping[str, AsJson]] = {
-    name: {f.name: json_fields(kind).get(f.name, _PLAIN) for f in fields(kind)}
-    for name, kind in _KINDS.items()
-}
+ServerMessage: TypeAlias = (
+    Opening
+    | Listening
+    | Unfit
+    | Ready
+    | Submit
+    | Cancel
+    | Deltas
+    | StatusReport
+    | Keys
+    | Drain
+    | CutOff
+    | Drained
+    | StatusAck
+)
 
 
-def packed(message: Message) -> bytes:
-    """Return a message as it travels, behind its length."""
-    kind = type(message).__name__
-    values = {name: x.to_json(getattr(message, name)) for name, x in _FIELDS[kind].items()}
-    raw = pack({"kind": kind, **values})
-    return _LENGTH.pack(len(raw)) + raw
+class Packing:
+    """Messages as they travel. One thread encodes at a time, and one decodes."""
 
+    def __init__(self) -> None:
+        self._codec = Codec(get_args(ServerMessage))
 
-def parsed(raw: bytes) -> Message:
-    """Return a message without its length. Raises: ProtocolError: If it is invalid."""
-    try:
-        said = unpack(raw)
-        kind = said.pop("kind")
-        values = {name: _FIELDS[kind][name].value(value) for name, value in said.items()}
-        message: Message = _KINDS[kind](**values)
-        return message
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-        RequestError,
-    ) as error:
-        raise ProtocolError(f"the other process sent an invalid message: {error}") from None
+    def packed(self, message: ServerMessage) -> bytearray:
+        """Return a message behind its length."""
+        frame = self._codec.encode(message)
+        raw = bytearray(_LENGTH.size + frame.num_bytes)
+        _LENGTH.pack_into(raw, 0, frame.num_bytes)
+        frame.write(memoryview(raw)[_LENGTH.size :])
+        return raw
+
+    def parsed(self, raw: bytes) -> ServerMessage:
+        """Return a message without its length. Raises: ProtocolError: If it is invalid."""
+        return cast(ServerMessage, self._codec.decode(np.frombuffer(raw, np.uint8)))
 
 
 def _length(head: bytes | bytearray) -> int:
@@ -166,19 +155,19 @@ class Channel:
         self._socket = connected
         self._received = bytearray()
         self._sending = threading.Lock()
+        self._packing = Packing()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Send, once the other end has room. Raises: OSError: If it is gone."""
-        raw = packed(message)
         with self._sending:
-            self._socket.sendall(raw)
+            self._socket.sendall(self._packing.packed(message))
 
-    def receive(self, timeout_s: float | None = None) -> Message | None:
+    def receive(self, timeout_s: float | None = None) -> ServerMessage | None:
         """Return the next message, or None if none was complete in time or ``wake`` was called.
 
         Raises:
@@ -200,7 +189,7 @@ class Channel:
             self._received += received
         return self._next()
 
-    def _next(self) -> Message | None:
+    def _next(self) -> ServerMessage | None:
         """Take the next message out of what was received, if it is complete."""
         if len(self._received) < _LENGTH.size:
             return None
@@ -209,7 +198,7 @@ class Channel:
             return None
         raw = bytes(self._received[_LENGTH.size : end])
         del self._received[:end]
-        return parsed(raw)
+        return self._packing.parsed(raw)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will return
@@ -232,17 +221,18 @@ class AsyncChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._packing = Packing()
 
     @classmethod
     async def over(cls, connected: socket.socket) -> AsyncChannel:
         return cls(*await asyncio.open_connection(sock=connected, limit=1 << 20))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Send without waiting. The message is lost if the other end is gone."""
         if not self._writer.is_closing():
-            self._writer.write(packed(message))
+            self._writer.write(self._packing.packed(message))
 
-    async def receive(self) -> Message | None:
+    async def receive(self) -> ServerMessage | None:
         """Return the next message, or None if the other end is gone.
 
         Raises:
@@ -253,7 +243,7 @@ class AsyncChannel:
             raw = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return parsed(raw)
+        return self._packing.parsed(raw)
 
     async def close(self) -> None:
         """Close once the messages are sent, if the other end still reads."""

@@ -29,8 +29,8 @@ from fastdecode.server.link import (
     Drain,
     Drained,
     Listening,
-    Message,
     Opening,
+    ServerMessage,
     StatusAck,
     StatusReport,
     Submit,
@@ -134,7 +134,7 @@ class Bridge(threading.Thread):
         self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
-        self._outbox: SimpleQueue[Message] = SimpleQueue()
+        self._outbox: SimpleQueue[ServerMessage] = SimpleQueue()
         self.is_gone = threading.Event()  # set when the HTTP process has ended
         self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
@@ -160,7 +160,7 @@ class Bridge(threading.Thread):
             self.is_gone.set()
             self.is_open.set()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
         self._outbox.put(message)
         self._channel.wake()
@@ -191,7 +191,7 @@ class Bridge(threading.Thread):
                 self._owes_answer, self.report = True, message
             self._channel.send(message)
 
-    def _obey(self, message: Message) -> None:
+    def _obey(self, message: ServerMessage) -> None:
         self._owes_answer, self._was_heard = False, True
         match message:
             case StatusAck():

@@ -1,429 +1,435 @@
-"""Messages to bytes and back. Every layout is derived from the message's
-fields; no message has code of its own.
+"""Messages to bytes and back: msgpack for what is said, raw bytes for arrays.
 
-A message travels as a **head** (bytes) and a **body** (its arrays, raw)::
+A message travels as a **head** and a **body**::
 
-    head   | header | each array: dtype, dims | ints and floats | other fields
-           | crc32 |
-    header | magic 4s | version u16 | opcode u8 | 0 u8 | epoch u32
-           | head_bytes u32 | body_bytes u64 |
+    head   | prefix 20 | msgpack: [tag, field, field, ...] |
+    prefix | magic 3s, version u8 | epoch u32 | bytes of msgpack u32 | bytes of the body u64 |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
-Everything is little-endian; ``fields`` says how "other fields" are written. An
-array's dtype and dims are uint32 each; an absent array has dtype 0 and dims 0.
-The body's layout follows from the dims, so a transport may send arrays from
-where they lie and receive a body into memory that it already has: ``read_head``
-says how much to expect before any of it is allocated. In one piece, the body
-starts at the first multiple of 64 behind the head. The crc32 covers the head,
-which decides about memory and reaches kernels as numbers; array elements are
-left to the network's own checksums.
+Everything is little-endian. In msgpack an array is its **words**, bytes: dtype u8, number of dims
+u8, dims u32 each. So a transport may send arrays from where they lie, and receive a body into
+memory that it already has: ``Prefix`` says how much to expect. In one piece, the body starts at
+the first multiple of 64 behind the head. Where a head would be too long (``Message.is_long``), the
+prefix announces none, and the body is the msgpack.
 
-What a peer sent is refused with ``ProtocolError``, before memory of that size
-is taken or any state is touched, unless all of this holds: magic, version,
-opcode, lengths and checksum; every array's dtype and number of dims, dims of
-one name equal, their bytes within bounds; strings, tuples and enums within
-bounds; every dataclass valid in its own eyes.
+The codec refuses what a peer sent with ``ProtocolError``, before any state is touched, unless all
+of this holds: magic, version, lengths; a tag that this side receives; every field within its type
+and bounds; every array's dtype and number of dims; arrays that fill the body. Array elements are
+left to the network's own checksums.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import lru_cache
-from operator import attrgetter
-from struct import Struct
-from struct import error as StructError
-from typing import Any, Final, NamedTuple, get_type_hints
-from zlib import crc32
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from struct import Struct as Packer
+from struct import error as PackError
+from typing import Any, Final, NamedTuple, TypeAlias, Union, get_args
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from fastdecode.core.errors import ConfigError, ProtocolError
-from fastdecode.wire.arrays import (
-    CACHED_SHAPES,
-    MAX_BODY_BYTES,
-    Array,
-    ArrayField,
-    ArrayLayout,
-    Body,
-    aligned,
-    copy_into,
-    in_place,
-    is_array,
+from fastdecode.core.errors import (
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
 )
-from fastdecode.wire.fields import Cursor, Kind, kind_of
-from fastdecode.wire.json_fields import AsJson, json_fields
-from fastdecode.wire.messages import PROTOCOL_VERSION, Message
-from fastdecode.wire.opcodes import OPCODES
+from fastdecode.wire.instances.messages import InstanceSays, ToInstance
+from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, ToRWorker
+from fastdecode.wire.stages import FromStage, StageMessage
+from fastdecode.wire.traits import Message
 
-MAGIC: Final = b"FDWP"
+Array: TypeAlias = NDArray[Any]
+
+ALIGNMENT: Final = 64
+"""A cache line, and the widest vector."""
 MAX_HEAD_BYTES: Final = 1 << 18
+MAX_BODY_BYTES: Final = 1 << 30
 MAX_EPOCH: Final = (1 << 32) - 1
-
-_HEADER_FORMAT = "<4sHBBIIQ"
-_HEADER = Struct(_HEADER_FORMAT)
-_CRC = Struct("<I")
-_NUM_HEADER_FIELDS = 7
-_OPCODE_AT = 6
+_LONG_BYTES: Final = 1 << 16
+_NAME: Final = b"FDN"
+_MAGIC: Final = _NAME + bytes([PROTOCOL_VERSION])
+_PREFIX: Final = Packer("<4sIIQ")
+_DTYPES: Final = [np.dtype(name) for name in ("<f4", "<u2", "<i4", "<i8", "u1")]
+_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_MAX_DIMS: Final = 3
+_ERRORS: Final = {
+    kind.__name__: kind
+    for kind in (FastDecodeError, RequestError, CapacityError, WorkerError, ConfigError)
+}
+"""Errors as they travel: a subclass becomes the closest of these."""
+KINDS: Final[dict[int, type[Message]]] = {
+    kind.__struct_config__.tag: kind
+    for union in (ToRWorker, FromRWorker, StageMessage, FromStage, ToInstance, InstanceSays)
+    for kind in get_args(union)
+}
+"""All messages of the protocol, by their numbers."""
+# Layers of a step have the same shapes, and so have most steps: what was worked out once is
+# looked up. Bounded, since a peer chooses the words.
+_CACHED: Final = 1024
 
 assert sys.byteorder == "little", "arrays travel as they lie in memory, little-endian"
 
 
-class _Start(NamedTuple):
-    """What heads of one kind have in common if their arrays have the same
-    shapes: all in front of their numbers."""
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of ``ALIGNMENT``."""
+    return (num_bytes + ALIGNMENT - 1) & -ALIGNMENT
 
-    data: bytes
-    """Header and words."""
+
+class Prefix(NamedTuple):
+    """What the first bytes of a message say."""
+
     epoch: int
+    """Number of the connection, for transports that need it."""
     head_bytes: int
-    body: Body
-    body_at: int
-    """Where the body starts in one piece."""
-    places: tuple[slice, ...]
-    """Where each array's bytes are there."""
-    num_bytes: int
-    """Of head and body in one piece."""
+    """The prefix included."""
+    body_bytes: int
 
     @classmethod
-    def of(cls, data: bytes, epoch: int, head_bytes: int, body: Body) -> _Start:
-        body_at = aligned(head_bytes) if body.num_bytes else head_bytes
-        places = tuple(slice(body_at + x.start, body_at + x.stop) for x in body.places)
-        return cls(data, epoch, head_bytes, body, body_at, places, body_at + body.num_bytes)
+    def of(cls, data: bytes | memoryview, max_body_bytes: int = MAX_BODY_BYTES) -> Prefix:
+        """Read the prefix at the start of ``data``.
 
-
-class Frame(NamedTuple):
-    """An encoded message: its head, and its arrays where they lie; absent ones are None."""
-
-    head: bytes
-    arrays: tuple[Array | None, ...]
-    start: _Start
-
-    @property
-    def body_bytes(self) -> int:
-        return self.start.body.num_bytes
+        Raises:
+            ProtocolError: If these bytes begin no message, or announce more than is allowed.
+                (code ``protocol_version``) If the peer speaks another version.
+        """
+        try:
+            magic, epoch, num_said, body_bytes = _PREFIX.unpack_from(data)
+        except PackError:
+            raise ProtocolError(
+                f"{len(data)} bytes are too few for a message: is another program using this port?"
+            ) from None
+        if magic != _MAGIC:
+            if magic[:3] == _NAME:
+                raise ProtocolError(
+                    f"the peer speaks protocol version {magic[3]}, this side {PROTOCOL_VERSION}: "
+                    "install the same FastDecode on every host",
+                    code="protocol_version",
+                )
+            raise ProtocolError(
+                f"a message starts with {magic!r}, not {_MAGIC!r}: is another program using this "
+                "port?"
+            )
+        head_bytes = _PREFIX.size + num_said
+        if head_bytes > MAX_HEAD_BYTES or body_bytes > max_body_bytes:
+            raise ProtocolError(
+                f"a head of {head_bytes} bytes and a body of {body_bytes}, where "
+                f"{MAX_HEAD_BYTES} and {max_body_bytes} are allowed"
+            )
+        return cls(epoch, head_bytes, body_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Of head and body in one piece."""
-        return self.start.num_bytes
+        """Bytes of head and body in one piece."""
+        return aligned(self.head_bytes) + self.body_bytes if self.body_bytes else self.head_bytes
+
+    def is_whole(self, num_bytes: int) -> bool:
+        """Return True if a piece of ``num_bytes`` is the whole message, False if it is the head.
+
+        Raises:
+            ProtocolError: If it is neither.
+        """
+        if num_bytes not in (self.num_bytes, self.head_bytes):
+            raise ProtocolError(
+                f"{num_bytes} bytes came, where a head of {self.head_bytes} and a body of "
+                f"{self.body_bytes} were announced"
+            )
+        return num_bytes == self.num_bytes
+
+
+class Frame(NamedTuple):
+    """An encoded message: its head, and its arrays where they lie."""
+
+    head: bytes
+    arrays: Sequence[Array]
+    body_bytes: int
+
+    @property
+    def body_at(self) -> int:
+        """Where the body starts in one piece."""
+        return aligned(len(self.head)) if self.body_bytes else len(self.head)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of head and body in one piece."""
+        return self.body_at + self.body_bytes
 
     def write(self, out: memoryview) -> None:
-        """Write head and body in one piece into bytes [num_bytes]. Padding is left as it was."""
-        out[: self.start.head_bytes] = self.head
-        copy_into(self.arrays, out, self.start.places)
+        """Write head and body in one piece into bytes [num_bytes]. Padding stays as it was."""
+        out[: len(self.head)] = self.head
+        self._copy(out, self.body_at)
 
     def write_body(self, out: memoryview) -> None:
         """Copy the arrays into bytes [body_bytes]."""
-        copy_into(self.arrays, out, self.start.body.places)
+        self._copy(out, 0)
 
     def body_in_place(self) -> Array | None:
-        """The body, uint8 [body_bytes], if the arrays lie in one flat array
-        just as they travel; else None."""
-        return in_place(self.arrays, self.start.body)
-
-
-class Head:
-    """A head that was found to be in order. ``message`` completes it once its body has arrived."""
-
-    __slots__ = ("_layout", "_others", "_start", "kind")
-
-    def __init__(self, layout: _Layout, start: _Start, others: tuple[Any, ...]) -> None:
-        self.kind = layout.kind
-        self._layout = layout
-        self._start = start
-        self._others = others
-        """All fields but the arrays."""
-
-    @property
-    def epoch(self) -> int:
-        return self._start.epoch
-
-    @property
-    def body_bytes(self) -> int:
-        return self._start.body.num_bytes
-
-    def message_in(self, piece: Array) -> Message | None:
-        """The message that this head begins, if ``piece``, uint8 [num_bytes], is
-        all of it; None: it is the head alone, and its body follows.
-
-        Raises:
-            ProtocolError: it is neither.
-        """
-        start, num_bytes = self._start, len(piece)
-        if num_bytes == start.num_bytes:
-            return self.message(piece[start.body_at :])
-        if num_bytes == start.head_bytes:
+        """Return the body, uint8 [body_bytes], if the arrays lie in one flat array."""
+        base = self.arrays[0].base if self.arrays else None
+        if not isinstance(base, np.ndarray) or base.ndim != 1 or not base.flags.c_contiguous:
             return None
-        raise self._layout.refuse(f"{num_bytes} bytes came, not {start.num_bytes}")
+        start = _address(base)
+        at = first = _address(self.arrays[0]) - start
+        for array in self.arrays:
+            if array.base is not base or not array.flags.c_contiguous:
+                return None
+            if array.size and _address(array) - start != at:
+                return None
+            at = first + aligned(at - first + array.nbytes)
+        found: Array = base.view(np.uint8)[first : first + self.body_bytes]
+        return found if len(found) == self.body_bytes else None
 
-    def message(self, body: Array) -> Message:
-        """The message. Its arrays are views of ``body``, uint8 [body_bytes],
-        and keep it alive.
+    def _copy(self, out: memoryview, at: int) -> None:
+        for array in self.arrays:
+            end = at + array.nbytes
+            if end > at:
+                try:
+                    out[at:end] = array.data.cast("B")
+                except TypeError:  # it isn't contiguous; asking beforehand takes time, too
+                    out[at:end] = np.ascontiguousarray(array).data.cast("B")
+            at = aligned(end)
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+class _Words(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
+    """The words of an array, by its dtype and dims."""
+
+    def __missing__(self, key: tuple[np.dtype[Any], tuple[int, ...]]) -> bytes:
+        dtype, dims = key
+        if dtype not in _CODES or max(dims) >= 1 << 32:
+            raise ProtocolError(f"an array of {dtype} {list(dims)} can't be sent")
+        if len(self) >= _CACHED:
+            self.clear()
+        words = Packer(f"<BB{len(dims)}I").pack(_CODES[dtype], len(dims), *dims)
+        self[key] = words
+        return words
+
+
+class _Place(NamedTuple):
+    """An array that words tell of."""
+
+    dims: tuple[int, ...]
+    dtype: np.dtype[Any]
+    num_bytes: int
+    step: int
+    """Bytes up to the next one."""
+    fits: list[Any]
+    """Fields' types that it is known to fit."""
+
+
+class _Places(dict[bytes, _Place]):
+    """What words say. Raises ValueError: If they say nothing that can be."""
+
+    def __missing__(self, words: bytes) -> _Place:
+        if type(words) is not bytes or len(words) < 2 or len(words) != 2 + 4 * words[1]:
+            raise ValueError("the words of an array are damaged")
+        code, num_dims = words[0], words[1]
+        if code >= len(_DTYPES) or not 1 <= num_dims <= _MAX_DIMS:
+            raise ValueError(f"no array has dtype {code} and {num_dims} dims")
+        dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(words, 2)
+        # An array without elements, too: NumPy refuses it for its other dims.
+        if prod([size or 1 for size in dims], start=dtype.itemsize) > MAX_BODY_BYTES:
+            raise ValueError(f"an array of {dtype} {list(dims)} exceeds {MAX_BODY_BYTES} bytes")
+        if len(self) >= _CACHED:
+            self.clear()
+        num_bytes = prod(dims, start=dtype.itemsize)
+        place = self[words] = _Place(dims, dtype, num_bytes, aligned(num_bytes), [])
+        return place
+
+
+_WORDS: Final = _Words()
+_PLACES: Final = _Places()
+_NOTHING: Final[Array] = np.zeros(0, np.uint8)
+
+
+def _refusal(message: Message, reason: str) -> ProtocolError:
+    return ProtocolError(f"{type(message).__name__}: {reason}")
+
+
+def _check_type(hint: Any, place: _Place) -> None:
+    """Raise ValueError if ``ndarray[tuple[int, ...], dtype[X]]`` is no array like this one."""
+    shape, element = get_args(hint)
+    (scalars,) = get_args(element)
+    kinds = {np.dtype(scalar) for scalar in get_args(scalars) or (scalars,)}
+    if place.dtype not in kinds or len(place.dims) != len(get_args(shape)):
+        names = " or ".join(sorted(map(str, kinds)))
+        raise ValueError(
+            f"an array of {place.dtype} {list(place.dims)} stands where {names} of "
+            f"{len(get_args(shape))} dims belongs"
+        )
+    place.fits.append(hint)
+
+
+def kind_of(head: memoryview) -> type[Message] | None:
+    """Return the kind of the message that this head begins, without reading its fields. None if
+    it has none; a message that is long counts as none."""
+    return _kind_of(head[_PREFIX.size :])
+
+
+def _kind_of(said: memoryview) -> type[Message] | None:
+    # msgpack: an array of up to 15 items, or of more; then the tag, up to 127 or above.
+    start = bytes(said[:5])
+    at = 3 if start[:1] == b"\xdc" else 1
+    tag = start[at + 1 : at + 2] if start[at : at + 1] == b"\xcc" else start[at : at + 1]
+    return KINDS.get(tag[0]) if tag else None
+
+
+def epoch_of(data: bytes | memoryview) -> int | None:
+    """Return the epoch of what begins as a message of any version. None if it doesn't."""
+    if len(data) < _PREFIX.size:
+        return None
+    magic, epoch, _, _ = _PREFIX.unpack_from(data)
+    return int(epoch) if magic[:3] == _NAME else None
+
+
+def _readable(said: Any) -> Any:
+    """Return the same builtins with surrogates as escapes: nothing else that UTF-8 hasn't."""
+    if isinstance(said, str):
+        return said.encode("utf-8", "backslashreplace").decode()
+    if isinstance(said, dict):
+        return {_readable(key): _readable(value) for key, value in said.items()}
+    return [_readable(each) for each in said] if isinstance(said, (list, tuple)) else said
+
+
+class Codec:
+    """Encodes and decodes the messages of one connection. One thread encodes at a time, and one
+    decodes.
+
+    Args:
+        receives: Kinds of messages that the peer may send. None for all.
+    """
+
+    def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
+        self._receives = frozenset(receives)
+        # A peer that may send nothing is held to a message without a number, which nobody sends.
+        union: Any = Union[tuple(self._receives) or (Message,)]  # noqa: UP007  (known at run time)
+        self._arrays: list[Array] = []
+        self._body: Array = _NOTHING
+        self._at = self._end = 0
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._place).encode
+        self._decode: Callable[[Any], Message]
+        self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._take).decode
+
+    def encode(self, message: Message, epoch: int = 0) -> Frame:
+        """Encode one message. Arrays are referred to, not copied.
 
         Raises:
-            ProtocolError: the body hasn't the announced size.
+            ProtocolError: If the message can't travel: an array of another dtype, a number beyond
+                64 bits, more bytes than a message may have.
         """
-        expected = self._start.body
-        if len(body) != expected.num_bytes:
-            raise self._layout.refuse(
-                f"a body of {len(body)} bytes came where {expected.num_bytes} were announced"
-            )
-        arrays = [
-            None if view is None else np.ndarray(view[0], view[1], body, view[2])
-            for view in expected.views
-        ]
+        arrays = self._arrays = []
         try:
-            return self._layout.make((*self._others, *arrays))
-        except ConfigError as error:
-            raise self._layout.refuse(f"makes no sense: {error}") from None
-        except ProtocolError as error:
-            raise self._layout.refuse(str(error)) from None
-
-
-class _Layout:
-    """How one message is written, derived from its fields."""
-
-    def __init__(self, kind: type[Message], opcode: int) -> None:
-        hints = get_type_hints(kind, include_extras=True)
-        names = [field.name for field in fields(kind)]
-        numbers = [name for name in names if hints[name] in (int, float)]
-        arrays = [name for name in names if is_array(hints[name])]
-        others = [name for name in names if name not in numbers and name not in arrays]
-        self.kind = kind
-        self.opcode = opcode
-        self.arrays = ArrayLayout([ArrayField.of(name, hints[name]) for name in arrays])
-        self.others: list[tuple[str, Kind]] = [(name, kind_of(hints[name])) for name in others]
-        as_json = json_fields(kind)
-        self.get_arrays = _getter(arrays, as_json)
-        self.get_numbers = _getter(numbers, {})
-        self.make = _maker(kind, [*numbers, *others, *arrays], as_json)
-        letters = "".join("q" if hints[name] is int else "d" for name in numbers)
-        self.start = Struct(f"{_HEADER_FORMAT}{self.arrays.num_words}I")
-        self.numbers = Struct(f"<{letters}")
-        self.fixed_bytes = self.start.size + self.numbers.size + _CRC.size
-        self.start_of = lru_cache(CACHED_SHAPES)(self._start_of)
-        self.known: dict[bytes, _Start] = {}
-        """What the last heads that came began with."""
-
-    def refuse(self, reason: str) -> ProtocolError:
-        return ProtocolError(f"{self.kind.__name__}: {reason}")
-
-    def encode(self, message: Message, epoch: int) -> Frame:
-        arrays = self.get_arrays(message)
-        tail = self._write_others(message) if self.others else b""
-        try:
-            start = self.start_of(
-                epoch, len(tail), *[None if x is None else (x.dtype, x.shape) for x in arrays]
+            said = self._encode(message)
+        except UnicodeEncodeError:  # half a pair of surrogates, in a text of a client
+            arrays.clear()
+            said = msgspec.msgpack.encode(
+                _readable(msgspec.to_builtins(message, enc_hook=self._place))
             )
-            head = start.data + self.numbers.pack(*self.get_numbers(message)) + tail
         except ProtocolError as error:
-            raise self.refuse(str(error)) from None
-        except StructError as error:
-            raise self.refuse(f"a number that can't be sent: {error}") from None
-        return Frame(head + _CRC.pack(crc32(head)), arrays, start)
-
-    def _start_of(
-        self, epoch: int, tail_bytes: int, *arrays: tuple[np.dtype[Any], tuple[int, ...]] | None
-    ) -> _Start:
-        """From dtype and dims of each array. Raises ProtocolError if they
-        aren't what the fields declare."""
-        body = self.arrays.of_arrays(*arrays)
-        head_bytes = self.fixed_bytes + tail_bytes
-        header = MAGIC, PROTOCOL_VERSION, self.opcode, 0, epoch, head_bytes, body.num_bytes
-        return _Start.of(self.start.pack(*header, *body.words), epoch, head_bytes, body)
-
-    def _write_others(self, message: Message) -> bytes:
-        tail = bytearray()
-        for name, kind in self.others:
-            kind.write(getattr(message, name), tail)
-        if self.fixed_bytes + len(tail) > MAX_HEAD_BYTES:
-            raise self.refuse(f"{len(tail)} bytes of fields exceed the {MAX_HEAD_BYTES} of a head")
-        return bytes(tail)
-
-    def read_start(self, head: bytes, epoch: int, body_bytes: int) -> _Start:
-        """Check what is in front of the numbers, and the head's length; its
-        header has been checked."""
-        spare = len(head) - self.fixed_bytes
-        if spare < 0 or (spare and not self.others):
-            raise self.refuse(f"a head of {len(head)} bytes, where {self.fixed_bytes} are needed")
-        try:
-            body = self.arrays.of_words(self.start.unpack_from(head)[_NUM_HEADER_FIELDS:])
-        except ProtocolError as error:
-            raise self.refuse(str(error)) from None
-        if body.num_bytes != body_bytes:
-            raise self.refuse(f"arrays of {body.num_bytes} bytes are not its body of {body_bytes}")
-        return _Start.of(head[: self.start.size], epoch, len(head), body)
-
-    def read(self, start: _Start, data: bytes | memoryview) -> Head:
-        """The rest of a head, at the start of ``data``."""
-        others = self.numbers.unpack_from(data, self.start.size)
-        if self.others:
-            others += self._read_others(
-                Cursor(bytes(data[self.fixed_bytes - _CRC.size : start.head_bytes - _CRC.size]))
+            raise _refusal(message, str(error)) from None
+        except (OverflowError, TypeError, ValueError) as error:
+            raise _refusal(message, f"can't be sent: {error}") from None
+        finally:
+            self._arrays = []
+        if len(said) > _LONG_BYTES and message.is_long:
+            arrays.append(np.frombuffer(said, np.uint8))
+            said = b""
+        body_bytes = 0
+        for array in arrays:
+            body_bytes = aligned(body_bytes) + array.nbytes
+        if len(said) + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
+            raise _refusal(
+                message,
+                f"{len(said)} bytes of fields and {body_bytes} of arrays exceed the "
+                f"{MAX_HEAD_BYTES} and {MAX_BODY_BYTES} of a message",
             )
-        return Head(self, start, others)
+        return Frame(_PREFIX.pack(_MAGIC, epoch, len(said), body_bytes) + said, arrays, body_bytes)
 
-    def remember(self, start: _Start) -> None:
-        if len(self.known) >= CACHED_SHAPES:
-            self.known.clear()
-        self.known[start.data] = start
+    def decode(self, piece: Array, prefix: Prefix | None = None) -> Message:
+        """Decode a message in one piece, uint8 [num_bytes]. Its arrays are views of ``piece``.
 
-    def _read_others(self, cursor: Cursor) -> tuple[Any, ...]:
-        values = []
-        for name, kind in self.others:
-            try:
-                values.append(kind.read(cursor))
-            except ProtocolError as error:
-                raise self.refuse(f"{name}: {error}") from None
-        if cursor.remaining:
-            raise self.refuse(f"{cursor.remaining} bytes follow its last field")
-        return tuple(values)
+        Args:
+            prefix: Of the piece, if it was read and ``is_whole``.
 
+        Raises:
+            ProtocolError: If it is no message that this side receives.
+        """
+        if prefix is None:
+            prefix = Prefix.of(piece.data)
+            if not prefix.is_whole(len(piece)):
+                raise ProtocolError(f"a body of {prefix.body_bytes} bytes is missing")
+        start = prefix.num_bytes - prefix.body_bytes
+        return self._made(piece.data[_PREFIX.size : prefix.head_bytes], piece, start)
 
-def _getter(
-    names: list[str], as_json: Mapping[str, AsJson]
-) -> Callable[[Message], tuple[Any, ...]]:
-    if as_json:
-        said = [(name, as_json[name].write if name in as_json else _same) for name in names]
-        return lambda message: tuple([write(getattr(message, name)) for name, write in said])
-    if len(names) >= 2:
-        return attrgetter(*names)  # the fast way, for the messages that travel once a layer
-    return lambda message: tuple([getattr(message, name) for name in names])
+    def decode_apart(self, head: Array, body: Array) -> Message:
+        """Decode a message whose body came apart. Its arrays are views of ``body``.
 
+        Raises:
+            ProtocolError: If it is no message that this side receives.
+        """
+        return self._made(head.data[_PREFIX.size :], body, 0)
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _maker(
-    kind: type[Message], names: list[str], as_json: Mapping[str, AsJson]
-) -> Callable[[tuple[Any, ...]], Message]:
-    """Makes a message of all its fields, in the order of ``names``. Its own
-    ``__init__`` would set a frozen field a call, which takes half of a
-    receive; what it checks, ``__post_init__``, is called as there."""
-    read = [(name, each.read) for name, each in as_json.items()]
-    check: Callable[[Message], None] | None = getattr(kind, "__post_init__", None)
-
-    def make(values: tuple[Any, ...]) -> Message:
-        message = object.__new__(kind)
-        made = message.__dict__
-        made.update(zip(names, values))  # noqa: B905  (as many; checking takes time)
-        for name, value_of in read:
-            made[name] = value_of(made[name])
-        if check is not None:
-            check(message)
+    def _made(self, said: memoryview, body: Array, start: int) -> Message:
+        is_long = not said
+        if is_long:
+            said, start = body.data[start:], len(body)
+        self._body, self._at, self._end = body, start, len(body)
+        try:
+            message = self._decode(said)
+        except (msgspec.MsgspecError, FastDecodeError, UnicodeError, RecursionError) as error:
+            raise ProtocolError(self._reason(said, error)) from None
+        finally:
+            self._body = _NOTHING
+        if is_long and not message.is_long:
+            raise _refusal(message, "its fields came in the place of arrays")
+        if not -ALIGNMENT < self._end - self._at <= 0:
+            raise _refusal(message, f"its body has {self._end - self._at} bytes too many")
         return message
 
-    return make
+    def _reason(self, said: memoryview, error: Exception) -> str:
+        """Return why what came is no message for this side."""
+        kind = _kind_of(said)
+        if kind is None:
+            return f"what came is no message: {error}"
+        if kind not in self._receives:
+            return f"{kind.__name__} is not for this side"
+        return f"{kind.__name__}: {error}"
 
+    def _place(self, value: Any) -> Any:
+        """Return what stands for an array or an error in msgpack; msgspec's hook."""
+        if isinstance(value, FastDecodeError):
+            kinds = [kind.__name__ for kind in type(value).__mro__ if kind.__name__ in _ERRORS]
+            return kinds[0], value.message, value.code
+        try:
+            dims: tuple[int, ...] = value.shape
+        except AttributeError:
+            raise TypeError(f"{type(value).__name__} has no place in a message") from None
+        if not dims:
+            return value.item()  # a number of NumPy's
+        self._arrays.append(value)
+        return _WORDS[value.dtype, dims]
 
-_BY_KIND: Final = {kind: _Layout(kind, opcode) for kind, opcode in OPCODES.items()}
-_BY_OPCODE: Final = {layout.opcode: layout for layout in _BY_KIND.values()}
-
-
-def encode(message: Message, *, epoch: int = 0) -> Frame:
-    """Encode one message. Arrays are referred to, not copied, unless they
-    aren't contiguous.
-
-    Raises:
-        ProtocolError: the message is none that can travel: an array of a wrong
-            dtype or number of dims, dims of one name that differ, a number
-            beyond 64 bits, more bytes than a message may have.
-    """
-    return _BY_KIND[type(message)].encode(message, epoch)
-
-
-def read_head(data: bytes | memoryview, *, max_body_bytes: int = MAX_BODY_BYTES) -> Head:
-    """Check and read the head at the start of ``data``, which may go on behind
-    it.
-
-    Raises:
-        ProtocolError: it is not a head, or one that the protocol forbids; the
-            message says why.
-    """
-    if len(data) < _HEADER.size:
-        raise ProtocolError(
-            f"{len(data)} bytes are too few for a message: is another program using this port?"
-        )
-    # Layers of a step begin alike: what begins like one that was found to be in
-    # order is, as far as that goes.
-    layout = _BY_OPCODE.get(data[_OPCODE_AT])
-    start = None if layout is None else layout.known.get(bytes(data[: layout.start.size]))
-    if (
-        layout is None
-        or start is None
-        or start.head_bytes > len(data)
-        or start.body.num_bytes > max_body_bytes
-    ):
-        return _read_new_head(data, max_body_bytes)
-    _check_crc(layout, data, start.head_bytes)
-    return layout.read(start, data)
-
-
-def read_epoch(data: bytes | memoryview) -> int | None:
-    """Of what begins as a message does, whatever else may be wrong with it; None: it doesn't."""
-    if len(data) < _HEADER.size:
-        return None
-    magic, _, _, _, epoch, _, _ = _HEADER.unpack_from(data)
-    return int(epoch) if magic == MAGIC else None
-
-
-def read_head_bytes(data: memoryview) -> int | None:
-    """The length of its head, as it says itself, of what begins as a message
-    does; None: it doesn't. At most ``MAX_HEAD_BYTES``."""
-    if len(data) < _HEADER.size:
-        return None
-    magic, _, _, _, _, head_bytes, _ = _HEADER.unpack_from(data)
-    return min(int(head_bytes), MAX_HEAD_BYTES) if magic == MAGIC else None
-
-
-def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:
-    magic, version, opcode, zero, epoch, head_bytes, body_bytes = _HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise ProtocolError(
-            f"a message starts with {magic!r}, not {MAGIC!r}: is another program using this port?"
-        )
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: install "
-            "the same FastDecode on every host",
-            code="protocol_version",
-        )
-    layout = _BY_OPCODE.get(opcode)
-    if layout is None or zero != 0:
-        raise ProtocolError(f"no message has opcode {opcode}")
-    if not _HEADER.size + _CRC.size <= head_bytes <= min(len(data), MAX_HEAD_BYTES):
-        raise layout.refuse(
-            f"a head of {head_bytes} bytes; {len(data)} came, {MAX_HEAD_BYTES} are allowed"
-        )
-    if body_bytes > max_body_bytes:
-        raise layout.refuse(
-            f"a body of {body_bytes} bytes exceeds the {max_body_bytes} that are allowed"
-        )
-    _check_crc(layout, data, head_bytes)
-    start = layout.read_start(bytes(data[:head_bytes]), epoch, body_bytes)
-    layout.remember(start)
-    return layout.read(start, data)
-
-
-def _check_crc(layout: _Layout, data: bytes | memoryview, head_bytes: int) -> None:
-    end = head_bytes - _CRC.size
-    if crc32(data[:end]) != _CRC.unpack_from(data, end)[0]:
-        raise layout.refuse("its head is damaged (checksum)")
-
-
-def decode(data: Array, *, max_body_bytes: int = MAX_BODY_BYTES) -> tuple[Message, int]:
-    """A message that came in one piece, uint8 [num_bytes], and its epoch. Its
-    arrays are views of ``data``.
-
-    Raises:
-        ProtocolError: as ``read_head``; or the piece is shorter or longer than
-            its head says.
-    """
-    head = read_head(data.data, max_body_bytes=max_body_bytes)
-    message = head.message_in(data)
-    if message is None:
-        raise ProtocolError(f"{head.kind.__name__}: its body of {head.body_bytes} bytes is missing")
-    return message, head.epoch
+    def _take(self, hint: Any, words: Any) -> Any:
+        """Return the next array of the body, or an error; msgspec's hook."""
+        if hint is FastDecodeError:
+            name, message, code = words
+            if type(message) is not str or type(code) is not str or name not in _ERRORS:
+                raise ValueError("what should be an error is none")
+            return _ERRORS[name](message, code=code)
+        place = _PLACES[words]
+        if hint not in place.fits:
+            _check_type(hint, place)
+        at = self._at
+        if at + place.num_bytes > self._end:
+            raise ValueError("its arrays go beyond its body")
+        self._at = at + place.step
+        return np.ndarray(place.dims, place.dtype, self._body, at)

@@ -112,11 +112,11 @@ yet. A sequence never grows past its reservation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, TypeAlias
+from dataclasses import replace as with_fields
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
@@ -124,8 +124,6 @@ from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
 from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
-from fastdecode.wire.instances.messages import InstanceSays, ToInstance
-from fastdecode.wire.kv.attending import Activations as Activations
 from fastdecode.wire.kv.attending import AttendResult as AttendResult
 from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
@@ -148,19 +146,24 @@ from fastdecode.wire.kv.taking_over import (
     TruncateSequence,
 )
 from fastdecode.wire.kv.tiers import TierToRWorker
-from fastdecode.wire.stages import FromStage, StageMessage
 from fastdecode.wire.traits import (
     ANYBODY,
+    I32,
+    I64,
     OWNERS,
     THE_ONLY,
     Asking,
     ForHolder,
+    Int,
     Role,
+    Text,
     Worded,
     compare_versions,
 )
+from fastdecode.wire.traits import Activations as Activations
+from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -174,29 +177,27 @@ MAX_HOLDERS: Final = 1 << 16
 MAX_THREADS: Final = 4096  # of one R-worker
 
 
-@dataclass(frozen=True)
-class Welcome(Worded):
-    worker: str
-    num_blocks: int
-    block_size: int
-    num_threads: int
+class Welcome(Worded, frozen=True, tag=65):
+    worker: Text
+    num_blocks: Int
+    block_size: Int
+    num_threads: Int
     has_tier: bool = False
     """Whether kept blocks may go to a lower tier (``UseTier``)."""
     is_resumed: bool = False
     """Whether the cache is one that was kept (``Hello.resumes``)."""
-    version: str = VERSION
+    version: Text = VERSION
     """Version of FastDecode at the R-worker."""
 
 
-@dataclass(frozen=True)
-class Report(Worded):
-    worker: str
-    protocol_version: int
+class Report(Worded, frozen=True, tag=70):
+    worker: Text
+    protocol_version: Int
     host: HostFacts
-    num_threads: int
-    kv_bytes: int
+    num_threads: Int
+    kv_bytes: Int
     """Memory that it would give to K and V."""
-    model_hash: str
+    model_hash: Text
     """Of the only model that it serves; empty: any."""
 
 
@@ -213,35 +214,33 @@ Answer: TypeAlias = (
 """What is said because somebody asked."""
 
 
-@dataclass(frozen=True)
-class Failed(Worded):
-    worker: str
-    code: str
-    message: str
+class Failed(Worded, frozen=True, tag=69):
+    worker: Text
+    code: Text
+    message: Text
 
 
-@dataclass(frozen=True)
-class Hello(ForHolder):
-    protocol_version: int
-    model_hash: str
+class Hello(ForHolder, frozen=True, tag=1):
+    protocol_version: Int
+    model_hash: Text
     kv: KVSpec
     attention: tuple[AttentionSpec, ...]
     """One a layer."""
     activation_dtype: DType
     """Of q, k, v and o: a floating-point type."""
-    holder: int = 0
+    holder: Int = 0
     """The cache that it opens, and what it is called from now on."""
     role: Role = Role.S_WORKER
-    max_blocks: int = 0
+    max_blocks: Int = 0
     """The most KV blocks that are wanted; 0: as many as there is memory for."""
-    session: int = 0
+    session: Int = 0
     """Secret of the run that the cache is for; 0: none."""
     outlives: bool = False
     """The cache is kept for the session when its S-worker is lost."""
     resumes: bool = False
     """Go on with such a cache; if there is none, or it has more blocks than are
     wanted, with a new one."""
-    feeders: tuple[str, ...] = ()
+    feeders: tuple[Text, ...] = ()
     """Addresses of those that bring prompts (``StorePrompt``), in the session's
     name; none: nobody else does."""
 
@@ -278,7 +277,7 @@ class Hello(ForHolder):
     def part(self, shard: Shard) -> Hello:
         if (heads := shard.heads) is None:
             return self
-        kv = replace(self.kv, num_kv_heads=heads.num_kv_heads)
+        kv = with_fields(self.kv, num_kv_heads=heads.num_kv_heads)
         return replace(self, kv=kv, attention=tuple(heads.of(spec) for spec in self.attention))
 
     def join(self, answers: Sequence[Any]) -> Welcome:
@@ -291,73 +290,68 @@ class Hello(ForHolder):
         )
 
 
-@dataclass(frozen=True)
-class OpenSequence(Reserving):
-    sequence_id: int
-    num_reserved_tokens: int
+class OpenSequence(Reserving, frozen=True, tag=2):
+    sequence_id: Int
+    num_reserved_tokens: Int
     """Room is set aside for this many tokens, so that no later step of the
     sequence can run out of blocks."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     def undo(self) -> CloseSequence:
         return CloseSequence(self.sequence_id, self.holder)
 
 
-@dataclass(frozen=True)
-class ForkSequence(Reserving):
-    parent_id: int
-    sequence_id: int
-    num_shared_tokens: int
+class ForkSequence(Reserving, frozen=True, tag=3):
+    parent_id: Int
+    sequence_id: Int
+    num_shared_tokens: Int
     """The prefix of the parent that the new sequence starts with: 1 to the
     parent's cached tokens, in whole tokens. Its blocks are shared; the first
     append into a shared block copies that block first."""
-    num_reserved_tokens: int
+    num_reserved_tokens: Int
     """In all, the shared tokens included."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     def undo(self) -> CloseSequence:
         return CloseSequence(self.sequence_id, self.holder)
 
 
-@dataclass(frozen=True)
-class ExtendSequence(Reserving):
-    sequence_id: int
-    num_reserved_tokens: int
+class ExtendSequence(Reserving, frozen=True, tag=8):
+    sequence_id: Int
+    num_reserved_tokens: Int
     """In all; not fewer than before."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
 
-@dataclass(frozen=True, eq=False)
-class BeginStep(ForHolder):
-    step: int
-    lane: int
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    num_past: Annotated[NDArray[np.int32], "N"]
+class BeginStep(ForHolder, frozen=True, tag=5, eq=False):
+    step: Int
+    lane: Int
+    sequence_ids: I64
+    num_past: I32
     """Tokens cached before this step; must equal the worker's own count. Of a
     sequence with a gap, those before the gap's first missing token; or, in a
     second row beside the one that fills the gap, all of its tokens."""
-    num_new: Annotated[NDArray[np.int32], "N"]
+    num_new: I32
     """Tokens appended, >= 0; where it is 0, something is attended."""
-    num_queries: Annotated[NDArray[np.int32], "N"]
+    num_queries: I32
     """0 or more, at most num_new + num_beyond."""
-    num_visible: Annotated[NDArray[np.int32], "N"]
+    num_visible: I32
     """Keys visible at most: num_past or num_past + num_new."""
     want_lse: bool = False
-    num_beyond: Annotated[NDArray[np.int32] | None, "N"] = None
+    num_beyond: I32 | None = None
     """Tokens of the whole sequence, up to the last query, that come after those
     here; None: 0 for all."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
 
-@dataclass(frozen=True, eq=False)
-class Attend(ForHolder):
-    step: int
-    lane: int
-    layer: int
-    q: Annotated[Activations, "T_q Hq D"]
-    k: Annotated[Activations, "T_kv Hkv D"]
-    v: Annotated[Activations, "T_kv Hkv D"]
-    holder: int = THE_ONLY
+class Attend(ForHolder, frozen=True, tag=6, eq=False):
+    step: Int
+    lane: Int
+    layer: Int
+    q: Activations
+    k: Activations
+    v: Activations
+    holder: Int = THE_ONLY
 
     answers = (AttendResult,)
     repeated = ("step", "lane", "layer")
@@ -386,14 +380,12 @@ class Attend(ForHolder):
         return replace(results[0], o=o, lse=lse, compute_s=slowest_s)
 
 
-@dataclass(frozen=True)
-class Inspect(Asking):
+class Inspect(Asking, frozen=True, tag=9):
     answers = (Report,)
     said_by = ANYBODY
 
 
-@dataclass(frozen=True)
-class Shutdown(Asking):
+class Shutdown(Asking, frozen=True, tag=7):
     said_by = ANYBODY
 
 
@@ -431,4 +423,3 @@ Greeting: TypeAlias = Hello | Inspect | DescribeExport
 Unasked: TypeAlias = Failed | ReplicationNews | MoveNews
 """What an R-worker may say without having been asked."""
 FromRWorker: TypeAlias = Answer | Unasked
-Message: TypeAlias = ToRWorker | FromRWorker | StageMessage | FromStage | ToInstance | InstanceSays

@@ -48,13 +48,11 @@ carries their numbers (``lost``), so that whoever has its result knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec import field
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
@@ -63,10 +61,22 @@ from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS
 from fastdecode.wire.kv.tiers import Moved, Stocked
-from fastdecode.wire.traits import S_WORKERS, Asking, Worded, compare_versions
+from fastdecode.wire.traits import (
+    F32,
+    I32,
+    I64,
+    S_WORKERS,
+    U8,
+    Asking,
+    I32Rows,
+    Int,
+    Message,
+    Rows,
+    Text,
+    Worded,
+    compare_versions,
+)
 
-Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
-"""As in ``fastdecode.wire.messages``."""
 FIRST_STAGE: Final = 0
 """The number of the stage that schedules."""
 CLOSED_FIELDS: Final = ("column", "part", "num_tokens", "num_beyond", "first_row", "num_rows")
@@ -91,7 +101,7 @@ def stage_name(number: int, first_prompt_stage: int) -> str:
     return f"stage {number}" if number else "the first stage"
 
 
-class OfColumns:
+class OfColumns(Message, frozen=True):
     """A stage's words about columns."""
 
     def check(self, stage: int, num_columns: int) -> None:
@@ -127,36 +137,34 @@ class MemberField(IntEnum):
 NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
 
 
-@dataclass(frozen=True, eq=False)
-class StageWelcome(Worded):
-    stage: int
-    num_blocks: tuple[int, ...]
+class StageWelcome(Worded, frozen=True, tag=104, eq=False):
+    stage: Int
+    num_blocks: tuple[Int, ...]
     """KV blocks of each column's R-worker; 0: it is lost. A prompt stage has no
     R-workers of its own: as many as there may be."""
-    session: int = 0
+    session: Int = 0
     """Of its R-workers' caches; 0: they take no prompts, and keep no replicas."""
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[Text, ...] = ()
     """What its R-workers call each other, where they can reach one another."""
-    members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
+    members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
     """Which of its R-workers keep the columns; see ``StagePass.members``."""
-    version: str = VERSION
+    version: Text = VERSION
     """Version of FastDecode at the stage."""
 
 
-@dataclass(frozen=True, eq=False)
-class StageDone(OfColumns):
-    stage: int
-    step: int
-    lane: int
+class StageDone(OfColumns, Message, frozen=True, tag=105, eq=False):
+    stage: Int
+    step: Int
+    lane: Int
     s_part_s: float
     """What the stage's S-part has computed for this step."""
     round_trip_s: float
     """For all of its layers, on the way to R-workers and back."""
-    r_compute_s: Annotated[NDArray[np.float32], "C"]
+    r_compute_s: F32
     """What each column's R-worker has computed for it."""
-    lost: Annotated[NDArray[np.int32], "L"]
+    lost: I32
     """Columns whose rows mean nothing, by now."""
-    x: Annotated[Activations | None, "R H"] = None
+    x: Rows | None = None
     """Of the last stage: its last layer's output, one row a sequence that draws
     a token, in their order; then all rows of sequences that ask for them."""
 
@@ -173,24 +181,22 @@ class StageDone(OfColumns):
             )
 
 
-@dataclass(frozen=True)
-class StageAnswer(Worded, OfColumns):
-    column: int
-    sequence_id: int
-    code: str
+class StageAnswer(Worded, OfColumns, frozen=True, tag=106):
+    column: Int
+    sequence_id: Int
+    code: Text
     """Empty: the room is there; else as in ``Refused``, or ``column_lost``."""
-    message: str
+    message: Text
 
 
-@dataclass(frozen=True)
-class ColumnLost(Worded, OfColumns):
-    column: int
-    code: str
-    message: str
-    stage: int = -1
+class ColumnLost(Worded, OfColumns, frozen=True, tag=107):
+    column: Int
+    code: Text
+    message: Text
+    stage: Int = -1
     """Whose R-worker it is, and ``column`` its number there; -1: the column's R-worker of
     the stage that says it, or that it is said to."""
-    num_replaced: int = 0
+    num_replaced: Int = 0
     """Of an R-worker by its number; see ``MemberField``."""
 
     def check(self, stage: int, num_columns: int) -> None:
@@ -198,83 +204,76 @@ class ColumnLost(Worded, OfColumns):
         super().check(stage, num_columns if self.stage < 0 else MAX_R_WORKERS)
 
 
-@dataclass(frozen=True, eq=False)
-class ColumnTakenOver(OfColumns):
-    column: int
-    num_tokens: Annotated[NDArray[np.int32], "N"]
+class ColumnTakenOver(OfColumns, Message, frozen=True, tag=109, eq=False):
+    column: Int
+    num_tokens: I32
     """As in ``TakenOver``."""
-    is_kept: Annotated[NDArray[np.uint8], "K"]
+    is_kept: U8
 
 
-@dataclass(frozen=True)
-class ColumnReady(OfColumns):
-    column: int
+class ColumnReady(OfColumns, Message, frozen=True, tag=110):
+    column: Int
 
 
-@dataclass(frozen=True)
-class ColumnVacant(OfColumns):
-    column: int
+class ColumnVacant(OfColumns, Message, frozen=True, tag=112):
+    column: Int
 
 
-@dataclass(frozen=True, eq=False)
-class ColumnWelcome(Worded, OfColumns):
+class ColumnWelcome(Worded, OfColumns, frozen=True, tag=111, eq=False):
     """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
 
-    column: int
-    number: int
+    column: Int
+    number: Int
     """Of the greeting."""
-    num_blocks: int
-    block_size: int
+    num_blocks: Int
+    block_size: Int
     has_tier: bool
-    members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
+    members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
     """Which of the stage's R-workers keep the column now."""
-    address: str = ""
+    address: Text = ""
     """What other R-workers call the one that keeps it; empty: several do, or they do not
     reach each other."""
-    newcomers: tuple[str, ...] = ()
+    newcomers: tuple[Text, ...] = ()
     """The names of the stage's R-workers that have replaced lost ones since its last report."""
 
 
-@dataclass(frozen=True)
-class GreetColumn(Asking):
-    column: int
-    number: int
+class GreetColumn(Asking, frozen=True, tag=47):
+    column: Int
+    number: Int
     """How often the column was greeted: only the last greeting is answered."""
 
     said_by = S_WORKERS
 
 
-@dataclass(frozen=True)
-class PlaceColumn(Asking):
-    column: int
-    worker: int
+class PlaceColumn(Asking, frozen=True, tag=46):
+    column: Int
+    worker: Int
     """The number of the R-worker that keeps it from now on."""
 
     said_by = S_WORKERS
 
 
-@dataclass(frozen=True)
-class StageHello(Asking):
-    protocol_version: int
-    model_hash: str
-    stage: int
+class StageHello(Asking, frozen=True, tag=44):
+    protocol_version: Int
+    model_hash: Text
+    stage: Int
     """Which it is, counted from 0."""
-    num_columns: int
-    num_lanes: int
+    num_columns: Int
+    num_lanes: Int
     """Most that there may be."""
-    first_layer: int
-    num_layers: int
-    hidden_size: int
-    block_size: int
+    first_layer: Int
+    num_layers: Int
+    hidden_size: Int
+    block_size: Int
     activation_dtype: DType
     kv_dtype: DType
-    sessions: tuple[int, ...] = ()
+    sessions: tuple[Int, ...] = ()
     """Of a prompt stage: in whose names R-workers take prompts, by token stage."""
-    session: int = 0
+    session: Int = 0
     """In which the caches of its R-workers outlive it; 0: they do not."""
     resumes: bool = False
     """Its R-workers go on with such caches, if they have any."""
-    num_keepers: int = 0
+    num_keepers: Int = 0
     """R-workers that only keep its columns' replicas."""
 
     answers = (StageWelcome,)
@@ -295,33 +294,41 @@ class StageHello(Asking):
             raise ProtocolError(f"has {len(welcome.addresses)} addresses of its R-workers")
 
 
-@dataclass(frozen=True, eq=False)
-class StagePass(Asking):
-    step: int
-    lane: int
-    x: Annotated[Activations, "T H"]
+class StagePass(Asking, frozen=True, tag=45, eq=False):
+    step: Int
+    lane: Int
+    x: Rows
     """The output of the sender's last layer."""
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    sequence_ids: I64
     """In the order of their rows."""
-    columns: Annotated[NDArray[np.int32], "N"]
-    num_past: Annotated[NDArray[np.int32], "N"]
-    num_new: Annotated[NDArray[np.int32], "N"]
-    draws: Annotated[NDArray[np.uint8], "N"]
+    columns: I32
+    num_past: I32
+    num_new: I32
+    draws: U8
     """``DRAWS`` and ``ASKS`` of each sequence."""
-    lost: Annotated[NDArray[np.int32], "L"]
+    lost: I32
     """Columns whose rows mean nothing."""
-    first_tokens: Annotated[NDArray[np.int32] | None, "N"] = None
+    first_tokens: I32 | None = None
     """Tokens of each sequence before the part that grows, of which ``num_past`` counts
     its own; None: no sequence is split."""
-    closed_ids: Annotated[NDArray[np.int64] | None, "P"] = None
+    closed_ids: I64 | None = None
     """Closed parts that rows attend, by holder and part."""
-    closed: Annotated[NDArray[np.int32] | None, "P F"] = None
+    closed: I32Rows | None = None
     """Of each, the fields ``CLOSED_FIELDS``."""
-    members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
+    members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
     """For prompt stages: who keeps the columns, a row a member (``MemberField``)."""
 
     answers = (StageDone,)
     said_by = S_WORKERS
+
+    def __post_init__(self) -> None:
+        sequences = self.columns, self.num_past, self.num_new, self.draws, self.first_tokens
+        for each, ids in (
+            *((x, self.sequence_ids) for x in sequences),
+            (self.closed, self.closed_ids),
+        ):
+            if each is not None and (ids is None or len(each) != len(ids)):
+                raise ProtocolError("a step whose arrays do not have a row for each sequence")
 
 
 StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn | GreetColumn
@@ -330,19 +337,3 @@ OfMember: TypeAlias = (
 )
 """What a stage relays of an R-worker."""
 FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | ColumnReady | ColumnVacant | OfMember
-
-STAGE_OPCODES: Final[Mapping[type[Any], int]] = {
-    StageHello: 44,
-    StagePass: 45,
-    PlaceColumn: 46,
-    GreetColumn: 47,
-    StageWelcome: 104,
-    StageDone: 105,
-    StageAnswer: 106,
-    ColumnLost: 107,
-    ColumnTakenOver: 109,
-    ColumnReady: 110,
-    ColumnWelcome: 111,
-    ColumnVacant: 112,
-}
-"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -1,14 +1,19 @@
-"""What stands with a message's class, beside its fields: who may say it, how it
-is answered, and how it is cut and joined for the members of a cache group.
+"""Messages: their base class, the types of their fields, and what stands with a message's
+class beside its fields: who may send it, how it is answered, and how it is cut and joined for
+the members of a cache group.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeAlias, TypeVar, cast
+
+import numpy as np
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
@@ -44,12 +49,52 @@ THE_ONLY: Final = -1
 
 AnyT = TypeVar("AnyT")
 
+MAX_TEXT_CHARS: Final = 1 << 14
+Int: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""Fits NumPy's int64."""
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
-class Worded:
-    """An R-worker's own words are in it: whoever builds or receives it may log them."""
+# Arrays of messages. The codec reads dtype and number of dims from these types; type checkers
+# see NumPy's own.
+if TYPE_CHECKING:
+    U8: TypeAlias = NDArray[np.uint8]
+    I32: TypeAlias = NDArray[np.int32]
+    I32Rows: TypeAlias = NDArray[np.int32]
+    I64: TypeAlias = NDArray[np.int64]
+    Keys: TypeAlias = NDArray[np.int64]
+    F32: TypeAlias = NDArray[np.float32]
+    F32Rows: TypeAlias = NDArray[np.float32]
+    Rows: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+    Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+else:
+    _Row, _Table, _Cube = tuple[int], tuple[int, int], tuple[int, int, int]
+    U8 = np.ndarray[_Row, np.dtype[np.uint8]]
+    I32 = np.ndarray[_Row, np.dtype[np.int32]]
+    I32Rows = np.ndarray[_Table, np.dtype[np.int32]]
+    I64 = np.ndarray[_Row, np.dtype[np.int64]]
+    Keys = np.ndarray[_Table, np.dtype[np.int64]]
+    """Of blocks, [N, KEY_WORDS] (``fastdecode.wire.kv.kept``)."""
+    F32 = np.ndarray[_Row, np.dtype[np.float32]]
+    F32Rows = np.ndarray[_Table, np.dtype[np.float32]]
+    Rows = np.ndarray[_Table, np.dtype[np.float32 | np.uint16]]
+    Activations = np.ndarray[_Cube, np.dtype[np.float32 | np.uint16]]
+    """uint16 has the bits of a 16-bit float: the dtype is agreed in ``Hello``."""
+
+
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message of the protocol. Its tag is its number on the wire: below 65 those to R-workers
+    and stages, from 65 on their answers, from 129 on those to instances, from 193 on theirs. A
+    retired number is not used again."""
+
+    is_long: ClassVar[bool] = False
+    """Its fields may need more than the head of a frame."""
+
+
+class Worded(Message, frozen=True):
+    """A message with texts of a peer, which may be logged."""
 
     def __post_init__(self) -> None:
-        make_printable(self)
+        make_printable(self, MAX_TEXT_CHARS)
 
 
 def compare_versions(peer: str, version: str) -> None:
@@ -61,8 +106,8 @@ def compare_versions(peer: str, version: str) -> None:
         )  # fmt: skip
 
 
-class Asking:
-    """Traits of a message to an R-worker, beside what it says."""
+class Asking(Message, frozen=True):
+    """A message to an R-worker, a stage or an instance."""
 
     answers: ClassVar[tuple[type[Any], ...]] = ()
     """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
@@ -112,7 +157,7 @@ class Asking:
         return None
 
 
-class ForHolder(Asking):
+class ForHolder(Asking, frozen=True):
     """About one holder's cache."""
 
     said_by = OWNERS

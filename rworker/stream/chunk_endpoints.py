@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import Array
 from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     ChunkAnswer,

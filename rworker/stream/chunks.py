@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpu_kernels import BlockLayout, StoredTokens
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.arrays import ALIGNMENT, aligned
+from fastdecode.wire.codec import ALIGNMENT, aligned
 from fastdecode.wire.kv.chunks import ChunkForm, ExpectTokens, FetchChunk, StoreChunk
 
 _SCALE_BYTES = 8

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.arrays import Array
+from fastdecode.wire.codec import Array
 from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,

@@ -28,9 +28,8 @@ import numpy as np
 
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.json_file import sync_directory
-from fastdecode.wire import codec
-from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import Array, Codec, Frame
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
 from fastdecode.wire.messages import Message
 from rworker.stream.chunk_endpoints import ChunkSink
@@ -56,11 +55,12 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
+        self._codec = Codec()
         self._num_records = 0
 
     def write(self, message: Message) -> None:
         """Append a record."""
-        frame = codec.encode(message)
+        frame = self._codec.encode(message)
         pieces = _in_pieces(frame)
         checksum = 0
         for piece in pieces:
@@ -150,19 +150,14 @@ class KVFileWriter:
             raise ConfigError(f"can't write the KV file {self._path}: {error.strerror}") from None
 
 
-def _in_pieces(frame: codec.Frame) -> list[memoryview]:
-    """A message's bytes: what is small in one piece, the last array where it lies."""
-    places = frame.start.places
-    if not places:
+def _in_pieces(frame: Frame) -> list[memoryview]:
+    """Return a message's bytes: what is small in one piece, the last array where it lies."""
+    if not frame.arrays:
         return [memoryview(frame.head)]
-    small = bytearray(places[-1].start)
-    small[: len(frame.head)] = frame.head
-    for array, place in zip(frame.arrays[:-1], places[:-1], strict=True):
-        assert array is not None
-        small[place] = array.tobytes()
-    last = frame.arrays[-1]
-    assert last is not None
-    return [memoryview(small), memoryview(np.ascontiguousarray(last)).cast("B")]
+    *small, last = frame.arrays
+    piece = bytearray(frame.num_bytes - last.nbytes)
+    frame._replace(arrays=small).write(memoryview(piece))
+    return [memoryview(piece), memoryview(np.ascontiguousarray(last)).cast("B")]
 
 
 def stream_in(path: Path, sink: ChunkSink) -> int:
@@ -230,6 +225,7 @@ class _Reader:
         self._fd = fd
         self._path = path
         self._buffers = BufferPool()
+        self._codec = Codec()
         self._num_records = 0
 
     def next(self) -> Array | None:
@@ -250,7 +246,7 @@ class _Reader:
     def message(self, data: Array) -> Message:
         """What a record says."""
         try:
-            return codec.decode(data)[0]
+            return self._codec.decode(data)
         except ProtocolError as error:
             raise self._refuse(f"record {self._num_records - 1}: {error}") from None
 

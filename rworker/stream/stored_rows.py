@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.arrays import Array
+from fastdecode.wire.codec import Array
 from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
 from rworker.stream.chunks import ChunkShape, layout_of
 

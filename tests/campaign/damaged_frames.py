@@ -1,9 +1,8 @@
 """Messages that were damaged, or forged: what reads them refuses them or takes
 them for others that a peer may send, and nobody else notices.
 
-Each draws its damage from a seed. A forgery has a checksum that is right. Three
-targets, from the inside out: the codec; an R-worker's state machine with its
-real kernels, which serves an honest peer beside; and an R-worker's port.
+Each draws its damage from a seed. Three targets, from the inside out: the codec; an R-worker's
+state machine with its real kernels, which serves an honest peer beside; and an R-worker's port.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import contextlib
 import random
 import struct
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +21,11 @@ import zmq
 from messages_for_tests import from_r_worker, in_one_piece, same, to_r_worker
 from state_machine import HELLO, HKV, HQ, KV, KV_BYTES, NUM_LAYERS, D, step_of
 from stream_suite import Memory
+from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire import codec
+from fastdecode.wire.codec import Codec
 from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk
 from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
@@ -56,40 +54,38 @@ from rworker.worker import RWorker, serve
 SMALL = replace(HELLO, max_blocks=16)
 SESSION = 77
 WAIT_S = 300.0
+_CODEC = Codec()
 _EDGES = (0, 1, -1, 2, 255, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63))
 
 
 def damaged(chance: random.Random, message: Message, epoch: int = 0) -> bytes:
-    """A message with some of its bytes changed, cut off or added to; every
-    other one with a checksum that is right."""
+    """Return a message with some of its bytes changed, cut off or added to."""
     data = bytearray(in_one_piece(message, epoch=epoch).tobytes())
-    head_bytes = len(codec.encode(message, epoch=epoch).head)
+    head_bytes = len(_CODEC.encode(message, epoch).head)
     kind = chance.randrange(8)
     if kind == 0:
         return bytes(data[: chance.randrange(len(data))])
     if kind == 1:
         return bytes(data) + chance.randbytes(chance.randrange(1, 300))
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        at = chance.randrange(head_bytes - 4)
+        at = chance.randrange(head_bytes)
         if kind % 2 == 0:
             data[at] ^= 1 << chance.randrange(8)
         else:
-            word = struct.pack("<q", max(-(1 << 63), min(chance.choice(_EDGES), (1 << 63) - 1)))
-            width = chance.choice((1, 2, 4, 8))
-            data[at : min(at + width, head_bytes - 4)] = word[: min(width, head_bytes - 4 - at)]
-    if kind >= 4:
-        crc = zlib.crc32(bytes(data[: head_bytes - 4]))
-        data[head_bytes - 4 : head_bytes] = struct.pack("<I", crc)
-    if kind == 7 and len(data) > head_bytes:  # arrays' elements have no checksum
+            edge = max(-(1 << 63), min(chance.choice(_EDGES), (1 << 63) - 1))
+            word = struct.pack(chance.choice("<>") + "q", edge)
+            width = min(chance.choice((1, 2, 4, 8)), head_bytes - at)
+            data[at : at + width] = word[:width]
+    if kind == 7 and len(data) > head_bytes:  # elements of arrays
         for _ in range(chance.randrange(1, 9)):
             data[chance.randrange(head_bytes, len(data))] = chance.randrange(256)
     return bytes(data)
 
 
 def read(data: bytes) -> Message | None:
-    """None: refused."""
+    """Return the message. None if it is refused."""
     try:
-        return codec.decode(np.frombuffer(bytearray(data), np.uint8), max_body_bytes=1 << 24)[0]
+        return _CODEC.decode(np.frombuffer(bytearray(data), np.uint8))
     except ProtocolError:
         return None
 
@@ -98,7 +94,7 @@ def to_codec(number: int, chance: random.Random) -> Counter[str]:
     """What it takes for a message says the same when it is sent on."""
     counts: Counter[str] = Counter()
     messages = [*to_r_worker(), *from_r_worker()]
-    small = [message for message in messages if codec.encode(message).num_bytes < 40_000]
+    small = [message for message in messages if _CODEC.encode(message).num_bytes < 40_000]
     for _ in range(number):
         found = read(damaged(chance, chance.choice(small)))
         counts["refused" if found is None else "taken for a message"] += 1

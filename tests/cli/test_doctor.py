@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi_launch import FASTDECODE, mpirun, needs_mpi, run, running
+from values import replace
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import WorkerError

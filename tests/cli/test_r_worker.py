@@ -9,13 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi_launch import PATHS, Running, running
+from values import replace
 
 from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from stream_suite import (
     move,
     pieces_between,
 )
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError

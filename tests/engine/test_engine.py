@@ -4,12 +4,12 @@ work out, and R-workers as threads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scripted_engine import continued, request, rig
+from values import replace
 
 from fastdecode.core.errors import RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput

@@ -23,12 +23,13 @@ from torch import Tensor
 from fastdecode.core.holders import HolderId
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.wire import codec
+from fastdecode.wire.codec import Codec
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
 from sworker.load.weights import random_model
 
 CPU = torch.device("cpu")
 NUM_LANES, NUM_ROWS = 2, 64
+CODEC = Codec()
 
 
 class IdleStream:
@@ -138,12 +139,12 @@ class ListedConnection:
         self._room = memoryview(bytearray(1 << 16))
 
     def send(self, message: Any) -> None:
-        frame = codec.encode(message, epoch=7)
+        frame = CODEC.encode(message, 7)
         frame.write(self._room)
         if isinstance(message, Attend):
             o = message.q
             result = AttendResult(message.step, message.lane, message.layer, o, None, 0.0)
-            answer = codec.encode(result, epoch=7)
+            answer = CODEC.encode(result, 7)
             data = np.zeros(answer.num_bytes, np.uint8)
             answer.write(data.data)
             self._answers.append((self._index, data))
@@ -158,7 +159,7 @@ class ListedHub:
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
         index, data = self._answers.popleft()
-        return index, codec.decode(data)[0]
+        return index, CODEC.decode(data)
 
 
 def count_message_calls(num_r_workers: int) -> float:

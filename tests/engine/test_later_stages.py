@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from state_machine import HELLO
+from values import replace
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType

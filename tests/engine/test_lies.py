@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from checkpoints import prompts
 from safetensors.torch import load_file, save_file
 from state_machine import HELLO
 from trouble import NotFinite, give
+from values import replace
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.holders import HolderId

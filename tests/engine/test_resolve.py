@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from values import replace
 
 from cost_model.hardware import Hardware
 from cost_model.plans.placement import gpu_like
@@ -28,7 +28,7 @@ from fastdecode.engine.setup.memory import FreeMemory
 from fastdecode.engine.setup.placing import PlacementHost, place
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
-from fastdecode.wire.arrays import MAX_BODY_BYTES
+from fastdecode.wire.codec import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPHS
 
 GB = 10**9

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -28,6 +27,8 @@ from simulated_cluster import Network
 from examples import TRIES_ALL, examples
 
 pytest.importorskip("zmq")
+
+from values import replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import CacheUse, Request

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +17,8 @@ from simulated_cluster import Network
 from examples import examples
 
 pytest.importorskip("zmq")
+
+from values import replace
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import PromptRequest, Request

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from checkpoints import oracle, prompts
 from full_stores import keep_one_sequence_each
 from trouble import crash_after, give
+from values import replace
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams

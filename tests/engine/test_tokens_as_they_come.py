@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from held_steps import steps_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import TOKENIZERS
+from values import replace
 
 from examples import examples
 from fastdecode import LLM, PromptRequest, SamplingParams

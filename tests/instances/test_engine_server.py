@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from counting_engine import Counting
+from values import replace
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Request, SamplingParams

@@ -20,8 +20,9 @@ from instance_processes import (
     ready,
 )
 from instance_runs import answers, params, prompts, tokens
+from msgspec import Raw
 from news import WAIT_S
-from raw_messages import RawDeltas, raw
+from raw_messages import RawDeltas
 from zmq_r_workers import at, r_workers
 
 from fastdecode import LLM
@@ -98,10 +99,10 @@ def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
 Lie: TypeAlias = "Callable[[Liar, Request], Any]"
 LIES: dict[str, Lie] = {
     "a sequence too many": lambda liar, request: Deltas(
-        [Delta(request.request_id, request.params.n, token_ids=(7,))]
+        (Delta(request.request_id, request.params.n, token_ids=(7,)),)
     ),
-    "no JSON": lambda liar, request: RawDeltas(raw(b"{")),
-    "deep JSON": lambda liar, request: RawDeltas(raw(b"[" * 100_000)),
+    "no msgpack": lambda liar, request: RawDeltas(Raw(b"\xc1")),
+    "deep lists": lambda liar, request: RawDeltas(Raw(b"\x91" * 100_000 + b"\x01")),
     "another welcome": lambda liar, request: liar.welcome(),
 }
 """One of each kind. ``test_claims.py`` and ``test_status_figures.py`` have the others."""

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,8 @@ from instance_processes import (
 from instance_runs import answers, params, prompts, requests_of, tokens
 from mpi_launch import PATHS, running
 from news import WAIT_S, NewsLLM
-from raw_messages import RawSubmit, raw
+from raw_messages import RawSubmit
+from values import replace
 from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL
@@ -123,11 +123,11 @@ def test_nonsense_ends_the_controller_that_says_it(
         expected = answers(llm.generate(prompts(3), params(3)))
     model_hash = open_checkpoint(model).model_hash
     hello = InstanceHello(PROTOCOL_VERSION, model_hash)
-    for said in (b"no JSON", b"[[1, 2]]", b"7"):
+    for said in ("no requests", [[1, 2]], 7):
         hub = InstanceHub([four[0].address], None, SILENCE_S)
         (line,) = hub.connections
         assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
-        line.send(RawSubmit(raw(said)))  # type: ignore[arg-type]
+        line.send(RawSubmit(said))  # type: ignore[arg-type]
         while not isinstance(refused := line.receive(WAIT_S), Failed):
             assert not isinstance(refused, Deltas)
         assert refused.message
@@ -151,7 +151,7 @@ def test_a_request_that_cannot_be_run_costs_no_other(model: str, four: list[Proc
     hub = InstanceHub([four[0].address], None, SILENCE_S)
     (line,) = hub.connections
     greet(line, hello, time.monotonic() + WAIT_S)
-    line.send(Submit([*bad, good]))
+    line.send(Submit((*bad, good)))
     ended: dict[str, bool] = {}
     while len(ended) < len(bad) + 1:
         message = line.receive(WAIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +12,8 @@ from scripted_engine import HELLO, KV, Rig, assemble, continued, request
 from simulated_cluster import Network
 
 pytest.importorskip("zmq")
+
+from values import replace
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from state_machine import HELLO
+from values import replace
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet

@@ -7,6 +7,7 @@ from typing import Any
 import numba
 import pytest
 
+import cpu_kernels.kernels  # noqa: F401  (it must not import what a test puts in its place)
 from cpu_kernels import BlockLayout, dispatch
 from cpu_kernels.codegen import kept
 from fastdecode.core.dtype import DType

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +20,7 @@ from hypothesis.stateful import (
 )
 from pulling import TIMEOUT_S, Host, Hosts
 from stream_suite import ALL_KV, KV, NUM_BLOCKS
+from values import replace
 
 from examples import examples
 from fastdecode.core.clock import Clock

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError

@@ -3,13 +3,13 @@ each slot was written for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
 from store_checks import counts, ids, refuses_unchanged
+from values import replace
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from listening import RWorker, listening
@@ -16,6 +15,7 @@ from stream_suite import (
     Worker,
     hello_for,
 )
+from values import replace
 
 from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
 from fastdecode.wire.messages import Welcome

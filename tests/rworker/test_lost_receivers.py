@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from state_machine import HELLO, KV_BYTES
+from values import replace
 
 from cpu_kernels import reference
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect

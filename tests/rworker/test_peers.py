@@ -3,12 +3,12 @@ that a stranger changes nothing."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, attend, step_of
+from values import replace
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId

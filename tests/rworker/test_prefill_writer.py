@@ -4,7 +4,6 @@ their own, in any order of layers."""
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_machine import HELLO, HKV, NUM_LAYERS, D, Worker, attend, step_of
+from values import replace
 
 from examples import examples
 from fastdecode.wire.kv.attending import FEEDING_LINE

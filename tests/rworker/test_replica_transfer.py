@@ -3,17 +3,16 @@ else happens."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from stream_suite import hello_for
+from values import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.arrays import Array
+from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.messages import (

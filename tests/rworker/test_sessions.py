@@ -3,12 +3,12 @@ another S-worker of it, or freed when nobody comes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from values import replace
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId

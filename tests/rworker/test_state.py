@@ -3,13 +3,13 @@ the books checked after every message."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from state_machine import BLOCK_SIZE, HELLO, KV, KV_BYTES, NUM_LAYERS, SPEC, Worker, attend, step_of
+from values import replace
 
 from examples import examples
 from fastdecode.core.dtype import DType

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_suite import KV, RESERVED, Memory
+from values import replace
 
 from examples import examples
 from fastdecode.core.dtype import DType

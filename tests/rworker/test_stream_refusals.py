@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,6 +18,7 @@ from messages_for_tests import in_one_piece
 from state_machine import BLOCK_SIZE, HELLO, HKV, KV, NUM_LAYERS, Worker, attend, step_of
 from stream_suite import KV as STREAM_KV
 from stream_suite import Memory, assert_same, move, pieces_between
+from values import replace
 
 from examples import examples
 from fastdecode.core.dtype import DType
@@ -57,9 +57,7 @@ def chunk(*pieces: tuple[int, int, int], **changes: Any) -> StoreChunk:
         "kv": KV,
         "data": np.zeros(shape.num_bytes, np.uint8),
         **{
-            name: getattr(asked, name)
-            for name in asked.__dataclass_fields__
-            if name not in OF_READERS
+            name: getattr(asked, name) for name in asked.__struct_fields__ if name not in OF_READERS
         },
     }
     return StoreChunk(**{**fields, **changes})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId

@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from conversation import HKV, HQ, LAYERS, WAIT_S, Conversation, D, greeted, hello
+from values import replace
 
 import cpu_kernels
 from cpu_kernels import reference

@@ -29,7 +29,7 @@ from fastdecode.server.front import Front, Outlook
 from fastdecode.server.http.errors import HttpRefusal, refused
 from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation
-from fastdecode.server.link import Message, Opening, StatusReport, Submit
+from fastdecode.server.link import Opening, ServerMessage, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_format import AnswerFormat
@@ -98,7 +98,7 @@ class Setting:
     """A front without an engine."""
 
     num_queued: int = 100
-    send: Callable[[Message], None] = print
+    send: Callable[[ServerMessage], None] = print
     template: Template = field(default_factory=Template)
     codec: Codec = field(default_factory=Codec)
 
@@ -250,7 +250,7 @@ def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple
         delta = Delta(asked[0], 0, "x", (5,) * num_tokens, None, "stop")
         setting.front.client.deliver([delta])
 
-    def send(message: Message) -> None:
+    def send(message: ServerMessage) -> None:
         if isinstance(message, Submit):
             asked.append(message.requests[0].request_id)
             if not num_pings:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages_for_tests import in_one_piece
 from random_schemas import schema
 from small_tokenizers import TOKENIZERS, byte_ids, with_text
 
@@ -20,7 +21,8 @@ from fastdecode.engine.checker import RequestChecker
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammars import GrammarMasks
-from fastdecode.wire.instances.request_json import request_from_json, request_to_json
+from fastdecode.wire.codec import Codec
+from fastdecode.wire.instances.messages import Submit
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 
@@ -107,7 +109,7 @@ def test_they_travel_to_another_process() -> None:
         given: dict[str, Any] = {**wanted, **more}
         params = SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
         request = checker().check(PromptRequest("x", [5], params), (5,))
-        assert request_from_json(request_to_json(request)) == request
+        assert Codec().decode(in_one_piece(Submit((request,)))) == Submit((request,))
 
 
 @pytest.mark.parametrize(

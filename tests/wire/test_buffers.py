@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.wire.arrays import ALIGNMENT
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import ALIGNMENT
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 1 << 20])

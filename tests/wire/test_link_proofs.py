@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import pytest
 zmq = pytest.importorskip("zmq")
 
 from messages_for_tests import attend, same, to_r_worker  # noqa: E402
+from values import replace  # noqa: E402
 
 from fastdecode.core.errors import WorkerError  # noqa: E402
-from fastdecode.wire import codec  # noqa: E402
+from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import Accepted, Failed  # noqa: E402
 from fastdecode.wire.transport import CLOSED, PeerLostError  # noqa: E402
 from fastdecode.wire.zmq import proven_line  # noqa: E402
@@ -94,7 +94,7 @@ def test_members_talk_in_messages_of_any_length(listener: ZmqListener, key: Clus
     with contextlib.closing(ZmqHub(key)) as hub:
         connection, index = served(listener, hub)
         long = attend(MAX_FRAME_BYTES // 1000, step=7)
-        assert codec.encode(long).num_bytes > 2 * MAX_FRAME_BYTES
+        assert Codec().encode(long).num_bytes > 2 * MAX_FRAME_BYTES
         for message in (attend(10, step=6), long, attend(11, step=8)):
             connection.send(message)
             assert same(listener.receive_any(WAIT_S)[1], message)
@@ -119,8 +119,8 @@ def test_what_travels_is_not_encrypted(key: ClusterKey) -> None:
 
 def test_a_peer_that_proves_nothing_hears_why(listener: ZmqListener, key: ClusterKey) -> None:
     with raw(zmq.DEALER, key, listener.address) as stranger:
-        stranger.send(codec.encode(HELLO, epoch=5).head)
-        told, _ = codec.decode(np.frombuffer(stranger.recv(), np.uint8))
+        stranger.send(Codec().encode(HELLO, 5).head)
+        told = Codec().decode(np.frombuffer(stranger.recv(), np.uint8))
         assert isinstance(told, Failed) and "same --key file" in told.message
         stranger.send(Challenge(key.for_proofs).message)
         assert not stranger.poll(200), "a refused peer gets no second answer"
@@ -162,7 +162,7 @@ def test_a_listener_without_a_key_is_given_up(key: ClusterKey) -> None:
 
 
 def test_a_recorded_beginning_is_refused(listener: ZmqListener, key: ClusterKey) -> None:
-    hello = codec.encode(HELLO, epoch=5).head
+    hello = Codec().encode(HELLO, 5).head
     with raw(zmq.DEALER, key, listener.address) as member:
         challenge, session = a_session(key, member)
         recorded = [session.tag(hello), hello]
@@ -184,12 +184,12 @@ def test_a_message_that_is_not_the_next_of_its_sender_ends_the_connection(
     listener: ZmqListener, key: ClusterKey, what: str
 ) -> None:
     def frame(step: int) -> bytes:
-        encoded = codec.encode(attend(3, step=step), epoch=5)
+        encoded = Codec().encode(attend(3, step=step), 5)
         data = bytearray(encoded.num_bytes)
         encoded.write(memoryview(data))
         return bytes(data)
 
-    hello = codec.encode(HELLO, epoch=5).head
+    hello = Codec().encode(HELLO, 5).head
     with raw(zmq.DEALER, key, listener.address) as member:
         _, session = a_session(key, member)
         member.send_multipart([session.tag(hello), hello])
@@ -232,7 +232,7 @@ def test_an_answer_without_a_tag_ends_the_s_workers_connection(key: ClusterKey) 
         assert answered is not None
         router.send_multipart([identity, answered[0]])
         assert hub.reach(WAIT_S) == {}
-        router.send_multipart([identity, codec.encode(Accepted(1), epoch=1).head])
+        router.send_multipart([identity, Codec().encode(Accepted(1), 1).head])
         with pytest.raises(WorkerError, match="doesn't prove the key"):
             connection.receive(WAIT_S)
 
@@ -248,7 +248,7 @@ def two_ends(key: ClusterKey) -> tuple[ProvenSession, ProvenSession]:
 
 def test_what_a_tag_covers(key: ClusterKey) -> None:
     """A message's head and length, and not its arrays."""
-    encoded = codec.encode(attend(3, step=1), epoch=5)
+    encoded = Codec().encode(attend(3, step=1), 5)
     data = np.zeros(encoded.num_bytes, np.uint8)
     encoded.write(data.data)
 
@@ -267,7 +267,7 @@ def test_what_a_tag_covers(key: ClusterKey) -> None:
 
 
 def test_a_tag_covers_the_first_bytes_of_an_array_that_looks_like_a_head(key: ClusterKey) -> None:
-    data = bytearray(codec.encode(attend(3, step=1), epoch=5).head)
+    data = bytearray(Codec().encode(attend(3, step=1), 5).head)
     head_bytes_at = 4 + 2 + 1 + 1 + 4  # magic, version, opcode, 0, epoch
     data[head_bytes_at : head_bytes_at + 4] = bytes(4)
     near, far = two_ends(key)

@@ -13,7 +13,7 @@ from transport_suite import WAIT_S
 
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-from fastdecode.wire import codec  # noqa: E402
+from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import Accepted, Hello  # noqa: E402
 from fastdecode.wire.patience import Pump  # noqa: E402
 from fastdecode.wire.transport import PeerLostError  # noqa: E402
@@ -43,15 +43,15 @@ def hub(listener: ZmqListener) -> Iterator[ZmqHub]:
 
 def break_reading(monkeypatch: pytest.MonkeyPatch, is_bad: Any) -> None:
     """Reading some messages raises what no reader expects."""
-    message = codec.Head.message
+    decode = Codec.decode
 
-    def read(head: codec.Head, body: Any) -> Any:
-        found = message(head, body)
+    def read(codec: Codec, piece: Any, prefix: Any = None) -> Any:
+        found = decode(codec, piece, prefix)
         if is_bad(found):
             raise OverflowError("cannot convert float infinity to integer")
         return found
 
-    monkeypatch.setattr(codec.Head, "message", read)
+    monkeypatch.setattr(Codec, "decode", read)
 
 
 def test_an_answer_that_cannot_be_read_ends_its_connection_alone(

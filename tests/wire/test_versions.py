@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from messages_for_tests import (
@@ -13,6 +12,7 @@ from messages_for_tests import (
     from_r_worker,
     to_r_worker,
 )
+from values import replace
 
 from fastdecode import __version__
 from fastdecode.wire.messages import Hello, Welcome

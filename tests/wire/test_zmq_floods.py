@@ -17,7 +17,7 @@ from messages_for_tests import same, to_r_worker
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.core.errors import ProtocolError  # noqa: E402
-from fastdecode.wire import codec  # noqa: E402
+from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import Accepted  # noqa: E402
 from fastdecode.wire.zmq.access import ClusterKey, name_key  # noqa: E402
 from fastdecode.wire.zmq.doors import (  # noqa: E402
@@ -109,7 +109,7 @@ def test_a_peer_that_reads_no_answers_gets_few() -> None:
             stranger.linger = 0
             stranger.connect(listener.address)
             for _ in range(20 * MOST_ANSWERS):
-                stranger.send(codec.encode(HELLO, epoch=5).head[:-1] + b"x")
+                stranger.send(Codec().encode(HELLO, 5).head[:-1] + b"x")
             check_it_serves(listener, None)
             num_answers = 0
             while stranger.poll(100):

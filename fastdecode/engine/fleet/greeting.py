@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.holders import HolderId

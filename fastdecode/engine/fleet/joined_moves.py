@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.exporting import MoveNews, Pulled

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
+from msgspec import structs
+
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -55,7 +57,7 @@ class Replacements(Protocol):
 
 def limited(hello: Hello, most_blocks: Mapping[int, int], worker: int) -> Hello:
     """A greeting of an R-worker that offers so many KV blocks at most."""
-    return replace(hello, max_blocks=most_blocks.get(worker, hello.max_blocks))
+    return structs.replace(hello, max_blocks=most_blocks.get(worker, hello.max_blocks))
 
 
 class NewConnection(RConnection, Protocol):
@@ -292,7 +294,7 @@ class HubReplacements(Generic[ConnectionT]):
     def _greet(self, worker: int) -> None:
         candidate = self._candidates.get(worker)
         if candidate is not None:
-            hello = replace(limited(self._hello, self._most_blocks, worker), holder=worker)
+            hello = structs.replace(limited(self._hello, self._most_blocks, worker), holder=worker)
             candidate.is_greeted, candidate.since_s = True, self._clock()
             self._tell(worker, hello.part(self._shards.get(HolderId(worker), Shard())))
 

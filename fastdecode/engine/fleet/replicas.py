@@ -18,11 +18,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, Given, WorkerError

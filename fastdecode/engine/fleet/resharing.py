@@ -7,8 +7,9 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId

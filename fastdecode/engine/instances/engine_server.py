@@ -147,7 +147,7 @@ class EngineServer:
         if self._is_due():
             yield self._report()
         for part in parted(deltas):
-            yield Deltas(part)
+            yield Deltas(tuple(part))
 
     @property
     def wait_s(self) -> float:

@@ -96,7 +96,7 @@ class RemoteEngine:
         refusal = self.broken or self.stranded
         if refusal is not None:
             raise refusal
-        self._send(Submit([request], every_step))
+        self._send(Submit((request,), every_step))
 
     def cancel(self, request_id: str) -> None:
         """End a request, and let go of what it holds."""

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import WorkerError
@@ -200,7 +200,7 @@ class RunningEngine:
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = self._replacements(hello, deadlines)
         resumes = self._session is not None and self._session.is_resumed and hello.outlives
-        greeting = replace(hello, resumes=resumes)
+        greeting = structs.replace(hello, resumes=resumes)
         welcomes = self._greet(greeting, replacements)
         replicas = None
         if self.resolved.config.r_part.replicas:
@@ -490,7 +490,7 @@ def _eos_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
 
 def _for_session(hello: Hello, session: Session | None, config: EngineConfig) -> Hello:
     """What R-workers are greeted with, in a run that another process may go on with."""
-    return replace(
+    return structs.replace(
         hello,
         session=hello.session if session is None else session.number,
         outlives=session is not None and config.keeps_blocks,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
@@ -370,7 +371,7 @@ def agreed_hello(hello: Hello, resolved: ResolvedConfig, ranks: Ranks | None) ->
     num_bytes = agree_on_kv(resolved, ranks)
     if resolved.config.r_part.swaps:
         num_bytes //= NUM_SLOTS  # a lane's
-    return replace(hello, max_blocks=max(1, num_bytes // hello.kv.block_bytes))
+    return structs.replace(hello, max_blocks=max(1, num_bytes // hello.kv.block_bytes))
 
 
 def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId

@@ -22,7 +22,7 @@ from fastdecode.engine.setup.memory import (
 from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.wire.arrays import MAX_BODY_BYTES
+from fastdecode.wire.codec import MAX_BODY_BYTES
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, LaneGraphs
 from sworker.whole import slices_of
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 

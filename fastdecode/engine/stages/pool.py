@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from fastdecode.core.clock import Clock
@@ -292,7 +293,7 @@ class StagePool(WorkerPool):
         for member, rows in self._kept.items():
             is_its = (rows[:, _KEEPER] == worker).all(1).any()
             if self.origin(member)[0] == lost.stage and is_its and member not in self.gone:
-                self._stages.tell(lost.stage, replace(lost, message=error.message))
+                self._stages.tell(lost.stage, structs.replace(lost, message=error.message))
                 super()._lose(member, error)
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
@@ -349,14 +350,14 @@ class StagePool(WorkerPool):
                 )
             case Dropped():
                 return Dropped(member, self._member_of(stage, said.cache))
-        return replace(said, holder=member)
+        return structs.replace(said, holder=member)
 
     def _places(self, message: ToRWorker, member: HolderId, column: int) -> ToRWorker:
         """The same with columns' names in place of members'."""
         if isinstance(message, Hello):  # the stage has made its own
             return cast(ToRWorker, GreetColumn(column, self._greetings[member]))
         if isinstance(message, DropCache):
-            message = replace(message, cache=self.origin(message.cache)[1])
+            message = structs.replace(message, cache=self.origin(message.cache)[1])
         return cast(ToRWorker, cast(Any, message).for_holder(column))
 
     def _name(self, index: int) -> str:

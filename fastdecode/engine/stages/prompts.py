@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -125,7 +126,7 @@ def _attended_here(batch: StepBatch, span: HolderSpan) -> StepBatch:
     from an earlier step, the only one of its kind, isn't attended to itself alone."""
     own = _without_closed(span)
     nothing = np.zeros_like(own.begin.num_queries)
-    begin = replace(own.begin, num_queries=nothing, want_lse=False)
+    begin = structs.replace(own.begin, num_queries=nothing, want_lse=False)
     own = replace(own, begin=begin, query_rows=slice(span.rows.start, span.rows.start))
     growing = [one for one in batch.spans if one.rows.start < one.rows.stop]
     spans = tuple(own if one is span else _without_closed(one) for one in growing)
@@ -138,7 +139,7 @@ def _without_closed(span: HolderSpan) -> HolderSpan:
     if not span.closed:
         return span
     begin, own = span.begin, span.begin.num_new > 0
-    begin = replace(
+    begin = structs.replace(
         begin,
         sequence_ids=begin.sequence_ids[own],
         num_past=begin.num_past[own],

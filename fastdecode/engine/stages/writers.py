@@ -10,10 +10,10 @@ prompt stages may write one R-worker's layers. What a pipeline sends a holder,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError

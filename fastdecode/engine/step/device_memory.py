@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import Array
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
 from rworker.stream.stored_rows import StoredRows

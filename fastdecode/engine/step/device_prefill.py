@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from fastdecode.core.sequence import Sequence
@@ -206,7 +207,7 @@ def _without_queries(span: HolderSpan, batch: StepBatch, local: LocalSpan) -> Ho
     num_queries = begin.num_queries.copy()
     num_queries[: len(own_rows)][is_later] = 0  # closed parts are behind them
     is_split = not all(map(_is_whole, [chunk.sequence for chunk in batch.chunks[first:end]]))
-    begin = replace(begin, num_queries=num_queries, want_lse=is_split or bool(span.closed))
+    begin = structs.replace(begin, num_queries=num_queries, want_lse=is_split or bool(span.closed))
     return replace(
         span,
         begin=begin,

@@ -44,6 +44,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -465,7 +466,7 @@ def _with_closed(span: HolderSpan, closed: list[ClosedPart]) -> HolderSpan:
     columns = [(part.num_tokens, part.num_rows, part.num_beyond) for part in closed]
     num_tokens, num_rows, num_beyond = np.array(columns, np.int32).T.copy()
     begin, nothing = span.begin, np.zeros_like(num_tokens)
-    begin = replace(
+    begin = structs.replace(
         begin,
         sequence_ids=np.concatenate((begin.sequence_ids, ids)),
         num_past=np.concatenate((begin.num_past, num_tokens)),

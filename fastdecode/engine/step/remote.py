@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from fastdecode.core.dtype import DType
@@ -168,7 +169,7 @@ class AttentionPlan:
             return RemoteStep(self, batch)
         seen = batch if held is None else held.batch
         if self.sinks is not None:
-            spans = (replace(x, begin=replace(x.begin, want_lse=True)) for x in seen.spans)
+            spans = (replace(x, begin=structs.replace(x.begin, want_lse=True)) for x in seen.spans)
             seen = replace(seen, spans=tuple(spans))
         return MergingStep(self, seen, held, checks)
 

@@ -38,19 +38,19 @@ a name that its controller gives to no other.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+from msgspec import field
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.sequence import Request
+from fastdecode.core.sequence import Request, TokenIds
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.core.version import VERSION
-from fastdecode.wire.instances.request_json import DELTAS, FIGURES, NAMES, REQUESTS, TOKENS
-from fastdecode.wire.traits import Asking, Role, Worded, compare_versions
+from fastdecode.wire.traits import Asking, Int, Message, Role, Text, Worded, compare_versions
 
 _MOST: Final = 1 << 40
 _STATUS_FIELDS: Final = (
@@ -59,27 +59,26 @@ _STATUS_FIELDS: Final = (
 _CONTROLLERS: Final = frozenset({Role.CONTROLLER})
 
 
-@dataclass(frozen=True)
-class InstanceWelcome(Worded):
-    name: str
+class InstanceWelcome(Worded, frozen=True, tag=193):
+    name: Text
     role: InstanceRole
-    model_hash: str
+    model_hash: Text
     dtype: DType
     """Of weights and activations."""
     kv_dtype: DType
-    max_model_len: int
-    num_tokens: int
+    max_model_len: Int
+    num_tokens: Int
     """Of KV that it has room for."""
-    block_size: int
-    max_sequences: int
+    block_size: Int
+    max_sequences: Int
     """That it runs at once."""
-    batch_tokens: int
+    batch_tokens: Int
     """Of prompts that it runs at once."""
-    num_r_workers: int
+    num_r_workers: Int
     """0: its KV is on its device."""
-    num_threads: int
+    num_threads: Int
     """Of each of those; where they differ, the most that one has."""
-    version: str = VERSION
+    version: Text = VERSION
     """Version of FastDecode at the instance."""
 
     def check(self) -> None:
@@ -99,37 +98,35 @@ class InstanceWelcome(Worded):
                 raise ProtocolError(f"offers {name}={value}, which is not within {least}..{most}")
 
 
-@dataclass(frozen=True)
-class InstanceHello(Asking):
-    protocol_version: int
-    model_hash: str
+class InstanceHello(Asking, frozen=True, tag=129):
+    protocol_version: Int
+    model_hash: Text
 
     answers = (InstanceWelcome,)
     said_by = _CONTROLLERS
 
 
-@dataclass(frozen=True)
-class Submit(Asking):
+class Submit(Asking, frozen=True, tag=130):
     """Run these requests."""
 
-    requests: Annotated[Sequence[Request], REQUESTS]
+    requests: tuple[Request, ...]
     every_step: bool = True
     """Report after each step, or each sequence once it is over."""
 
     said_by = _CONTROLLERS
+    is_long = True
 
 
-@dataclass(frozen=True)
-class Cancel(Asking):
+class Cancel(Asking, frozen=True, tag=131):
     """End these requests, and free what they hold."""
 
-    request_ids: Annotated[Sequence[str], NAMES]
+    request_ids: tuple[str, ...]
 
     said_by = _CONTROLLERS
+    is_long = True
 
 
-@dataclass(frozen=True)
-class SetRole(Asking):
+class SetRole(Asking, frozen=True, tag=132):
     """What the engine is given from now on."""
 
     role: InstanceRole
@@ -137,39 +134,39 @@ class SetRole(Asking):
     said_by = _CONTROLLERS
 
 
-@dataclass(frozen=True)
-class EndConversation(Asking):
+class EndConversation(Asking, frozen=True, tag=133):
     """Nothing continues a conversation that has come to these tokens."""
 
-    token_ids: Annotated[tuple[int, ...], TOKENS]
-    salt: str
+    token_ids: TokenIds
+    salt: Text
 
     said_by = _CONTROLLERS
+    is_long = True
 
 
-@dataclass(frozen=True)
-class Deltas:
+class Deltas(Message, frozen=True, tag=194):
     """New output of requests."""
 
-    deltas: Annotated[Sequence[Delta], DELTAS]
+    deltas: tuple[Delta, ...]
+
+    is_long = True
 
 
-@dataclass(frozen=True)
-class EngineNumbers:
+class EngineNumbers(Message, frozen=True):
     """How an engine is, as its thread saw it last."""
 
-    num_steps: int = 0
+    num_steps: Int = 0
     stepped_s: float | None = None
     """``time.monotonic()`` at the end of the last step: the same for all processes of a host."""
     longest_step_s: float = 0.0
     """Of the last 256 steps."""
-    num_unfinished: int = 0
+    num_unfinished: Int = 0
     """Sequences, waiting or running."""
-    num_running: int = 0
+    num_running: Int = 0
     """Sequences."""
-    num_r_workers: int = 0
+    num_r_workers: Int = 0
     """R-workers that it began with."""
-    num_live_r_workers: int = 0
+    num_live_r_workers: Int = 0
     """R-workers that are not lost, replacements included."""
     has_hung_r_workers: bool = False
     """Whether one was given up because it didn't answer: it may still be there, and hang."""
@@ -189,17 +186,18 @@ class EngineNumbers:
         return None if self.stepped_s is None else time.monotonic() - self.stepped_s
 
 
-@dataclass(frozen=True)
-class StatusReport(EngineNumbers):
+class StatusReport(EngineNumbers, frozen=True, tag=195):
     """How an engine is. An instance without a live R-worker, of some, can run nothing until one
     is back, and gives up what it was asked."""
 
-    state: str = "starting"
+    state: Text = "starting"
     """That of a ``Snapshot``."""
     error: str | None = None
     """The code of what broke it."""
-    figures: Annotated[Mapping[str, Any], FIGURES] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
     """What the engine has reported between two steps; empty: nothing yet."""
+
+    is_long = True
 
     @property
     def kv_used(self) -> float:
@@ -227,15 +225,3 @@ ToEngine: TypeAlias = Submit | Cancel | SetRole | EndConversation
 FromEngine: TypeAlias = Deltas | StatusReport
 ToInstance: TypeAlias = InstanceHello | ToEngine
 InstanceSays: TypeAlias = InstanceWelcome | FromEngine
-
-INSTANCE_OPCODES: Final[Mapping[type[Any], int]] = {
-    InstanceHello: 129,
-    Submit: 130,
-    Cancel: 131,
-    SetRole: 132,
-    EndConversation: 133,
-    InstanceWelcome: 193,
-    Deltas: 194,
-    StatusReport: 195,
-}
-"""See ``fastdecode.wire.opcodes.OPCODES``; from 193 on, those that instances send."""

@@ -26,29 +26,26 @@ that prompts come from elsewhere (``Hello.feeders``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
-from fastdecode.wire.traits import Asking, Role
+from fastdecode.wire.traits import I32, I64, Activations, Asking, F32Rows, Int, Message, Role
 
-Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 FEEDING_LINE: Final = 0
 """Of the links over which they come, where links have numbers."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttendResult:
-    step: int
-    lane: int
-    layer: int
-    o: Annotated[Activations, "T_q Hq D"]
-    lse: Annotated[NDArray[np.float32] | None, "T_q Hq"]
+class AttendResult(Message, frozen=True, tag=68, eq=False):
+    step: Int
+    lane: Int
+    layer: Int
+    o: Activations
+    lse: F32Rows | None
     """None unless the step wants it."""
     compute_s: float
     """Seconds spent appending and attending, waiting excluded."""
@@ -62,23 +59,22 @@ class AttendResult:
             raise ProtocolError(f"answered lse of shape {lse}, where {due or 'none'} was asked")
 
 
-@dataclass(frozen=True, eq=False)
-class StorePrompt(Asking):
+class StorePrompt(Asking, frozen=True, tag=60, eq=False):
     """It names the cache by itself: none is the sender's own."""
 
-    session: int
-    step: int
-    lane: int
-    layer: int
+    session: Int
+    step: Int
+    lane: Int
+    layer: Int
     """Among the layers that the R-worker keeps; of a cache group, as ``Shard.layers`` counts."""
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    num_past: Annotated[NDArray[np.int32], "N"]
+    sequence_ids: I64
+    num_past: I32
     """Tokens that came before, in every layer."""
-    num_new: Annotated[NDArray[np.int32], "N"]
+    num_new: I32
     """At least 1 each."""
-    k: Annotated[Activations, "T_kv Hkv D"]
-    v: Annotated[Activations, "T_kv Hkv D"]
-    holder: int
+    k: Activations
+    v: Activations
+    holder: Int
     """Whose cache it is; the sender has none of its own."""
 
     answers = (AttendResult,)
@@ -97,7 +93,3 @@ class StorePrompt(Asking):
         results: Sequence[AttendResult] = answers
         slowest_s = max(result.compute_s for result in results)
         return replace(results[0], layer=self.layer, compute_s=slowest_s)
-
-
-FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60}
-"""See ``fastdecode.wire.opcodes.OPCODES``."""

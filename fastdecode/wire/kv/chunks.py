@@ -34,17 +34,27 @@ has as much as its parent; what is still to come of it comes for it alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from enum import Enum
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import KVSpec, Shard
-from fastdecode.wire.traits import OWNERS, THE_ONLY, ForHolder, Role, Worded
+from fastdecode.wire.traits import (
+    I32,
+    I64,
+    OWNERS,
+    THE_ONLY,
+    U8,
+    ForHolder,
+    Int,
+    Message,
+    Role,
+    Text,
+    Worded,
+)
 
 MAX_CHUNK_BYTES: Final = 4 << 20
 """No loop is kept from other messages for longer than such a one takes."""
@@ -59,49 +69,44 @@ class ChunkForm(Enum):
     TOKENS = "tokens"
 
 
-@dataclass(frozen=True)
-class ChunkStored:
+class ChunkStored(Message, frozen=True, tag=71):
     """The chunk's bytes are in the cache."""
 
-    num_bytes: int
+    num_bytes: Int
 
 
-@dataclass(frozen=True, eq=False)
-class FetchedChunk:
-    data: Annotated[NDArray[np.uint8], "B"]
+class FetchedChunk(Message, frozen=True, tag=72, eq=False):
+    data: U8
 
 
-@dataclass(frozen=True)
-class ExportExpired(Worded):
+class ExportExpired(Worded, frozen=True, tag=118):
     """Nobody may read that by this ticket, or any more."""
 
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True, eq=False)
-class ExpectTokens(ForHolder):
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    num_tokens: Annotated[NDArray[np.int32], "N"]
+class ExpectTokens(ForHolder, frozen=True, tag=10, eq=False):
+    sequence_ids: I64
+    num_tokens: I32
     """More than each has, at least 1; within its reservation."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
 
-@dataclass(frozen=True, eq=False)
-class StoreChunk(ForHolder):
-    model_hash: str
+class StoreChunk(ForHolder, frozen=True, tag=11, eq=False):
+    model_hash: Text
     kv: KVSpec
     """Of the cache that is to store it."""
     form: ChunkForm
-    first_layer: int
-    num_layers: int
-    first_head: int
-    num_heads: int
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    first_tokens: Annotated[NDArray[np.int32], "N"]
-    num_tokens: Annotated[NDArray[np.int32], "N"]
+    first_layer: Int
+    num_layers: Int
+    first_head: Int
+    num_heads: Int
+    sequence_ids: I64
+    first_tokens: I32
+    num_tokens: I32
     """At least 1 each."""
-    data: Annotated[NDArray[np.uint8], "B"]
-    holder: int = THE_ONLY
+    data: U8
+    holder: Int = THE_ONLY
 
     answers = (ChunkStored,)
 
@@ -114,24 +119,23 @@ class StoreChunk(ForHolder):
             )
 
 
-@dataclass(frozen=True, eq=False)
-class FetchChunk(ForHolder):
+class FetchChunk(ForHolder, frozen=True, tag=12, eq=False):
     form: ChunkForm
-    first_layer: int
-    num_layers: int
-    first_head: int
-    num_heads: int
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    first_tokens: Annotated[NDArray[np.int32], "N"]
-    num_tokens: Annotated[NDArray[np.int32], "N"]
-    holder: int = THE_ONLY
-    ticket: str = ""
+    first_layer: Int
+    num_layers: Int
+    first_head: Int
+    num_heads: Int
+    sequence_ids: I64
+    first_tokens: I32
+    num_tokens: I32
+    holder: Int = THE_ONLY
+    ticket: Text = ""
     """Reads the sequence that it stands for (``fastdecode.wire.kv.exporting``), whatever
     ``sequence_ids`` [1] says; empty: sequences of the peer's own cache."""
-    session: int = 0
+    session: Int = 0
     """Of a prompt stage: reads the cache that ``holder`` is called in this session; 0: as
     ``ticket`` says."""
-    lane: int = 0
+    lane: Int = 0
     """Of the prompt stage's step that it is for; nothing to an R-worker."""
 
     answers = (FetchedChunk,)
@@ -150,12 +154,11 @@ class FetchChunk(ForHolder):
         return PastTokens(answers[0].data, self, tuple(answer.data for answer in answers))
 
 
-@dataclass(frozen=True, eq=False)
-class PastTokens(FetchedChunk):
+class PastTokens(FetchedChunk, frozen=True, eq=False):
     """A cache group's answer to ``FetchChunk``. It is never sent."""
 
     asked: FetchChunk
-    parts: tuple[NDArray[np.uint8], ...]
+    parts: tuple[U8, ...]
     """Of its members, in the order of heads."""
 
     @property
@@ -166,13 +169,3 @@ class PastTokens(FetchedChunk):
 
 ChunkToRWorker: TypeAlias = ExpectTokens | StoreChunk | FetchChunk
 ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk | ExportExpired
-
-CHUNK_OPCODES: Final[Mapping[type[Any], int]] = {
-    ExpectTokens: 10,
-    StoreChunk: 11,
-    FetchChunk: 12,
-    ChunkStored: 71,
-    FetchedChunk: 72,
-    ExportExpired: 118,
-}
-"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -34,16 +34,26 @@ pipeline stages have R-workers of their own, on either side.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
+
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import KVSource as KVSource
 from fastdecode.core.spec import KVSpec, Shard
 from fastdecode.wire.kv.chunks import ExportExpired as ExportExpired
 from fastdecode.wire.kv.tiers import TierNews
-from fastdecode.wire.traits import S_WORKERS, THE_ONLY, Asking, ForHolder, Role, Worded
+from fastdecode.wire.traits import (
+    S_WORKERS,
+    THE_ONLY,
+    Asking,
+    ForHolder,
+    Int,
+    Message,
+    Role,
+    Text,
+    Worded,
+)
 
 MAX_SOURCES: Final = 1 << 10
 """Of one pull."""
@@ -58,46 +68,44 @@ def check_ticket(ticket: str) -> str:
     return ticket
 
 
-@dataclass(frozen=True)
-class ExportDescription:
+class ExportDescription(Message, frozen=True, tag=117):
     """What a ticket stands for: a sequence of a cache of this kind."""
 
-    model_hash: str
+    model_hash: Text
     kv: KVSpec
-    num_tokens: int
+    num_tokens: Int
 
 
-@dataclass(frozen=True)
-class ExportSequence(ForHolder):
-    sequence_id: int
-    ticket: str
-    holder: int = THE_ONLY
+class ExportSequence(ForHolder, frozen=True, tag=56):
+    sequence_id: Int
+    ticket: Text
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
     in_every_stage = True
 
 
-@dataclass(frozen=True)
-class Pull(ForHolder):
-    sequence_id: int
+class Pull(ForHolder, frozen=True, tag=57):
+    sequence_id: Int
     """Of the reader; it is open, with room, and has no tokens."""
-    first_token: int
+    first_token: Int
     """In the whole sequence, of those that are pulled."""
-    num_tokens: int
+    num_tokens: Int
     sources: tuple[KVSource, ...]
     timeout_s: float
     """That a source may say nothing, though it owes an answer."""
     bytes_per_s: float = 0.0
     """No faster than that; 0: as fast as it goes."""
-    first_head: int = 0
+    first_head: Int = 0
     """KV heads of the model before the cache's own."""
-    first_layer: int = 0
+    first_layer: Int = 0
     """Likewise."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
+    is_long = True
 
     def part(self, shard: Shard) -> Pull:
         first_head = 0 if shard.heads is None else int(shard.heads.kv.start)
@@ -109,14 +117,13 @@ class Pull(ForHolder):
         )
 
 
-@dataclass(frozen=True)
-class Pulled(Worded):
-    holder: int
-    sequence_id: int
-    num_bytes: int
+class Pulled(Worded, frozen=True, tag=116):
+    holder: Int
+    sequence_id: Int
+    num_bytes: Int
     """Of K and V that have come."""
     seconds: float
-    reason: str
+    reason: Text
     """Why not all have; empty: they have."""
 
     def check(self) -> None:
@@ -127,10 +134,9 @@ class Pulled(Worded):
             raise ProtocolError(f"says that {self.num_bytes} bytes came in {self.seconds} s")
 
 
-@dataclass(frozen=True)
-class DescribeExport(Asking):
-    protocol_version: int
-    ticket: str
+class DescribeExport(Asking, frozen=True, tag=58):
+    protocol_version: Int
+    ticket: Text
 
     answers = (ExportDescription, ExportExpired)
     said_by = frozenset({Role.READER})
@@ -139,12 +145,3 @@ class DescribeExport(Asking):
 HandingToRWorker: TypeAlias = ExportSequence | Pull | DescribeExport
 MoveNews: TypeAlias = TierNews | Pulled
 """What is said of K and V that were moved in the background."""
-
-HANDING_OPCODES: Final[Mapping[type[Any], int]] = {
-    ExportSequence: 56,
-    Pull: 57,
-    DescribeExport: 58,
-    Pulled: 116,
-    ExportDescription: 117,
-}
-"""See ``fastdecode.wire.messages.OPCODES``."""

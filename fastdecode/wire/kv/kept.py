@@ -16,21 +16,17 @@ its tokens there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastdecode.wire.kv.reserving import CloseSequence, Reserving
-from fastdecode.wire.traits import THE_ONLY, ForHolder
+from fastdecode.wire.traits import THE_ONLY, ForHolder, Int
+from fastdecode.wire.traits import Keys as Keys
 
 KEY_WORDS: Final = 2
 """Of 64 bits, in a block's key."""
-
-Keys: TypeAlias = NDArray[np.int64]
-"""Of blocks, [N, KEY_WORDS]."""
 
 
 def no_keys() -> Keys:
@@ -48,69 +44,58 @@ def keys_of(words: Keys) -> list[bytes]:
     return [row.tobytes() for row in words]
 
 
-@dataclass(frozen=True, eq=False)
-class KeepBlocks(ForHolder):
+class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
     """Full blocks of a sequence are the cache's, too, by these keys."""
 
-    sequence_id: int
-    first_block: int
+    sequence_id: Int
+    first_block: Int
     """Of the sequence's block table: the first of those that the keys are for."""
-    keys: Annotated[NDArray[np.int64], "N W"]
-    holder: int = THE_ONLY
+    keys: Keys
+    holder: Int = THE_ONLY
 
     in_every_stage = True
 
 
-@dataclass(frozen=True, eq=False)
-class ResumeSequence(Reserving):
+class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
     """A new sequence that starts with kept blocks. Between them there may be a
     gap: whole blocks that it gets, and whose tokens it brings first."""
 
-    sequence_id: int
-    num_reserved_tokens: int
+    sequence_id: Int
+    num_reserved_tokens: Int
     """In all, the kept tokens included."""
-    num_tokens: int
+    num_tokens: Int
     """Of those in the kept blocks and the gap, the first so many are the
     sequence's: all but some of the last block's, if not all."""
-    keys: Annotated[NDArray[np.int64], "N W"]
+    keys: Keys
     """Of the kept blocks, in the order of their tokens."""
-    gap_start: int = 0
-    gap_stop: int = 0
+    gap_start: Int = 0
+    gap_stop: Int = 0
     """The tokens from ``gap_start`` up to here are none of the kept blocks';
     equal: there is no gap."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     def undo(self) -> CloseSequence:
         return CloseSequence(self.sequence_id, self.holder)
 
 
-@dataclass(frozen=True, eq=False)
-class EndSequence(ForHolder):
+class EndSequence(ForHolder, frozen=True, tag=19, eq=False):
     """As ``CloseSequence``; but the sequence's last block, which isn't full, is
     the cache's from now on, by this key."""
 
-    sequence_id: int
-    key: Annotated[NDArray[np.int64], "1 W"]
-    holder: int = THE_ONLY
+    sequence_id: Int
+    key: Keys
+    holder: Int = THE_ONLY
 
     in_every_stage = True
 
 
-@dataclass(frozen=True, eq=False)
-class ForgetBlocks(ForHolder):
+class ForgetBlocks(ForHolder, frozen=True, tag=18, eq=False):
     """The cache gives up the blocks of these keys."""
 
-    keys: Annotated[NDArray[np.int64], "N W"]
-    holder: int = THE_ONLY
+    keys: Keys
+    holder: Int = THE_ONLY
 
     in_every_stage = True
 
 
 KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | EndSequence | ForgetBlocks
-
-KEPT_OPCODES: Mapping[type[Any], int] = {
-    KeepBlocks: 16,
-    ResumeSequence: 17,
-    ForgetBlocks: 18,
-    EndSequence: 19,
-}

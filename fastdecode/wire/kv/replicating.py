@@ -28,11 +28,9 @@ session that neighbours have opened there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder, Worded
+from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder, Int, Message, Text, Worded
 
 ON_DISK: Final = "disk:"
 """In the place of a neighbour's address: the replica goes into a file."""
@@ -44,74 +42,60 @@ NO_STEP: Final = -1
 """In the place of a step's number: none has ended yet."""
 
 
-@dataclass(frozen=True)
-class Replicate(ForHolder):
-    keeper: str
+class Replicate(ForHolder, frozen=True, tag=15):
+    keeper: Text
     """Where the neighbour is that keeps the replica, as the transport calls it;
     empty: nobody keeps one any more."""
-    guest: str
+    guest: Text
     """Where the one is whose replica is to be kept here, for transports over
     which a peer has to be expected; empty: nobody new."""
-    link_bytes: int
+    link_bytes: Int
     """The most K and V that the neighbour hasn't answered for."""
-    link: int
+    link: Int
     """Number of the link, in what is said of it. The link of this number stays
     as it is, or over; another one begins anew."""
     timeout_s: float
     """How long the neighbour may stay silent while it owes an answer."""
-    holder: int = THE_ONLY
-    line: int = 0
+    holder: Int = THE_ONLY
+    line: Int = 0
     """Of the link to the neighbour, for transports over which two links between
     the same two R-workers couldn't be told apart: no other link of the run has
     it."""
-    guest_line: int = 0
+    guest_line: Int = 0
     """Of the guest's."""
 
     said_by = S_WORKERS
 
 
-@dataclass(frozen=True)
-class Restore(ForHolder):
-    session: int
-    link: int
+class Restore(ForHolder, frozen=True, tag=21):
+    session: Int
+    link: Int
     """Of the replica that is in the file."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
 
 
-@dataclass(frozen=True)
-class Replicated:
-    holder: int
-    lane: int
-    step: int
+class Replicated(Message, frozen=True, tag=74):
+    holder: Int
+    lane: Int
+    step: Int
     """The last of the lane that the neighbour has in every layer; ``NO_STEP``:
     it has made room for a replica, and nothing else was said before."""
-    link: int
+    link: Int
     """As ``Replicate`` has it."""
 
 
-@dataclass(frozen=True)
-class Unprotected(Worded):
-    holder: int
-    reason: str
-    link: int
+class Unprotected(Worded, frozen=True, tag=75):
+    holder: Int
+    reason: Text
+    link: Int
 
 
-@dataclass(frozen=True)
-class Dropped:
-    holder: int
+class Dropped(Message, frozen=True, tag=76):
+    holder: Int
     """As ``DropCache`` has it."""
-    cache: int
+    cache: Int
 
 
 ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
-
-REPLICATING_OPCODES: Final[Mapping[type[Any], int]] = {
-    Replicate: 15,
-    Replicated: 74,
-    Unprotected: 75,
-    Dropped: 76,
-    Restore: 21,
-}
-"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -33,17 +33,16 @@ kept blocks that aren't named are forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec import field
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.kv.kept import no_keys
 from fastdecode.wire.kv.reserving import Reserving
-from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
+from fastdecode.wire.traits import I32, I64, S_WORKERS, THE_ONLY, U8, ForHolder, Int, Keys, Message
 
 SESSION_RESUMED: Final = "session_resumed"
 """Code of what an S-worker is told whose cache another one has resumed."""
@@ -51,34 +50,31 @@ MISSING: Final = -1
 """In the place of a number of tokens: the cache hasn't the sequence."""
 
 
-def _no_flags() -> NDArray[np.uint8]:
+def _no_flags() -> U8:
     return np.zeros(0, np.uint8)
 
 
-@dataclass(frozen=True, eq=False)
-class TakenOver:
-    num_tokens: Annotated[NDArray[np.int32], "N"]
+class TakenOver(Message, frozen=True, tag=73, eq=False):
+    num_tokens: I32
     """That each sequence has in every layer, at most as many as were asked for;
     or ``MISSING``."""
-    is_kept: Annotated[NDArray[np.uint8], "K"] = field(default_factory=_no_flags)
+    is_kept: U8 = field(default_factory=_no_flags)
     """Of each kept block that was named, whether it is there: 1 or 0."""
 
 
-@dataclass(frozen=True)
-class TruncateSequence(Reserving):
-    sequence_id: int
-    num_tokens: int
+class TruncateSequence(Reserving, frozen=True, tag=13):
+    sequence_id: Int
+    num_tokens: Int
     """That it keeps, at most as many as it has."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
 
-@dataclass(frozen=True, eq=False)
-class TakeOver(ForHolder):
-    session: int
-    sequence_ids: Annotated[NDArray[np.int64], "N"]
-    num_tokens: Annotated[NDArray[np.int32], "N"]
-    holder: int = THE_ONLY
-    keys: Annotated[NDArray[np.int64], "K W"] = field(default_factory=no_keys)
+class TakeOver(ForHolder, frozen=True, tag=14, eq=False):
+    session: Int
+    sequence_ids: I64
+    num_tokens: I32
+    holder: Int = THE_ONLY
+    keys: Keys = field(default_factory=no_keys)
     """Of kept blocks."""
 
     answers = (TakenOver,)
@@ -109,26 +105,17 @@ class TakeOver(ForHolder):
         )
 
 
-@dataclass(frozen=True)
-class DropCache(ForHolder):
-    session: int
-    cache: int
+class DropCache(ForHolder, frozen=True, tag=20):
+    session: Int
+    cache: Int
     """The holder whose it is: a replica of this session, or a cache of the
     peer's. There needn't be one."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
     """Another of the R-worker's, for the answer."""
-    link: int = 0
+    link: Int = 0
     """Files of replicas that were made over links up to this one are over, too."""
 
     said_by = S_WORKERS
 
 
 TakingOverToRWorker: TypeAlias = TruncateSequence | TakeOver | DropCache
-
-TAKING_OVER_OPCODES: Final[Mapping[type[Any], int]] = {
-    TruncateSequence: 13,
-    TakeOver: 14,
-    DropCache: 20,
-    TakenOver: 73,
-}
-"""See ``fastdecode.wire.opcodes.OPCODES``."""

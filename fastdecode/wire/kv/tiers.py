@@ -24,18 +24,15 @@ that may be done with such a block is to forget it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_LAYERS, Shard
 from fastdecode.wire.kv.kept import KEY_WORDS
-from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
+from fastdecode.wire.traits import I32, S_WORKERS, THE_ONLY, ForHolder, Int, Keys, Message, Text
 
 MOST_MOVED: Final = 1 << 12
 """Blocks of one job, and of one page of what there is."""
@@ -44,12 +41,11 @@ MAX_SLOTS: Final = 1 << 24
 _MOST_FAULTS: Final = 1 << 40
 
 
-@dataclass(frozen=True)
-class UseTier(ForHolder):
-    identity: str
+class UseTier(ForHolder, frozen=True, tag=40):
+    identity: Text
     """What kept blocks hold beside tokens, to the bit, in 64 characters of hex:
     blocks of another one aren't used."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
@@ -72,46 +68,42 @@ class UseTier(ForHolder):
         return replace(self, identity=blake2b(name, digest_size=32).hexdigest())
 
 
-@dataclass(frozen=True, eq=False)
-class StoreBlocks(ForHolder):
-    job: int
-    keys: Annotated[NDArray[np.int64], "N W"]
-    num_tokens: Annotated[NDArray[np.int32], "N"]
+class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
+    job: Int
+    keys: Keys
+    num_tokens: I32
     """Up to each block's end; a number that is told again by ``Stocked``."""
-    holder: int = THE_ONLY
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
 
 
-@dataclass(frozen=True, eq=False)
-class FetchBlocks(ForHolder):
-    job: int
-    keys: Annotated[NDArray[np.int64], "N W"]
-    holder: int = THE_ONLY
+class FetchBlocks(ForHolder, frozen=True, tag=42, eq=False):
+    job: Int
+    keys: Keys
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
 
 
-@dataclass(frozen=True, eq=False)
-class DropBlocks(ForHolder):
-    keys: Annotated[NDArray[np.int64], "N W"]
-    holder: int = THE_ONLY
+class DropBlocks(ForHolder, frozen=True, tag=43, eq=False):
+    keys: Keys
+    holder: Int = THE_ONLY
 
     said_by = S_WORKERS
     in_every_stage = True
 
 
-@dataclass(frozen=True)
-class Fetching:
-    holder: int
-    job: int
-    num_there: int
+class Fetching(Message, frozen=True, tag=102):
+    holder: Int
+    job: Int
+    num_there: Int
     """Of all of its blocks the first so many layers are there, or have failed."""
-    num_layers: int
+    num_layers: Int
     """Of the cache."""
     seconds: float
     """Since it was begun, until they were."""
@@ -126,22 +118,21 @@ class Fetching:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Moved:
-    holder: int
-    job: int
-    failed: Annotated[NDArray[np.int64], "M W"]
-    num_bytes: int
+class Moved(Message, frozen=True, tag=100, eq=False):
+    holder: Int
+    job: Int
+    failed: Keys
+    num_bytes: Int
     """That were moved."""
     seconds: float
-    num_unread: int = 0
+    num_unread: Int = 0
     """Of blocks of any job, since that was told last: those that the disk
     didn't give."""
-    num_damaged: int = 0
+    num_damaged: Int = 0
     """That weren't as they had been written."""
-    num_unwritten: int = 0
+    num_unwritten: Int = 0
     """That the disk didn't take."""
-    num_late: int = 0
+    num_late: Int = 0
     """That a step couldn't wait for any longer."""
 
     def check(self) -> None:
@@ -158,14 +149,13 @@ class Moved:
         return self.num_unread, self.num_damaged, self.num_unwritten, self.num_late
 
 
-@dataclass(frozen=True, eq=False)
-class Stocked:
-    holder: int
-    num_slots: int
+class Stocked(Message, frozen=True, tag=101, eq=False):
+    holder: Int
+    num_slots: Int
     """Blocks that it can have; 0: there is no lower tier."""
-    keys: Annotated[NDArray[np.int64], "N W"]
+    keys: Keys
     """What was stored first comes first."""
-    num_tokens: Annotated[NDArray[np.int32], "N"]
+    num_tokens: I32
     is_last: bool
     """All has been told."""
 
@@ -178,7 +168,7 @@ class Stocked:
         _check_width(self.keys)
 
 
-def _check_width(keys: NDArray[np.int64]) -> None:
+def _check_width(keys: Keys) -> None:
     if len(keys) and keys.shape[1] != KEY_WORDS:
         raise ProtocolError(
             f"names blocks by {keys.shape[1]} words, where {KEY_WORDS} are one name"
@@ -187,14 +177,3 @@ def _check_width(keys: NDArray[np.int64]) -> None:
 
 TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks | DropBlocks
 TierNews: TypeAlias = Fetching | Moved | Stocked
-
-TIER_OPCODES: Final[Mapping[type[Any], int]] = {
-    UseTier: 40,
-    StoreBlocks: 41,
-    FetchBlocks: 42,
-    DropBlocks: 43,
-    Moved: 100,
-    Stocked: 101,
-    Fetching: 102,
-}
-"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -19,8 +19,8 @@ import time
 from typing import Final, Generic, TypeVar
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import Codec
 from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.job import MpiJob
@@ -60,7 +60,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._caller = caller
         self.peer: Final = peer
         self._way = RankLink(job, rank, tag, BufferPool())
-        self._incoming = Incoming(self._way, receives)
+        self._codec = Codec(receives)
+        self._incoming = Incoming(self._way, self._codec)
         self.outgoing: Final = Outgoing(self._way)
         self._closed = False
         self._gone = False  # the peer has closed, or died
@@ -83,8 +84,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         return self._closed and (self._gone or not self.outgoing.leaving)
 
     def send(self, message: SendT) -> None:
-        frame = codec.encode(message)
         with self._caller, self._job.lock:
+            frame = self._codec.encode(message)
             if self._closed or self._gone:
                 raise closed_error(self.peer, by_peer=not self._closed)
             try:

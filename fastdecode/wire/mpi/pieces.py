@@ -15,14 +15,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import ProtocolError
-from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import MAX_HEAD_BYTES, Codec, Frame, Prefix
 from fastdecode.wire.messages import Message
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.library import MPI
 
-INLINE_BYTES: Final = codec.MAX_HEAD_BYTES
+INLINE_BYTES: Final = MAX_HEAD_BYTES
 """Messages of up to so many bytes travel in one piece: receives for heads,
 which are always posted, have that room."""
 _NUM_POSTED: Final = 4
@@ -57,7 +56,7 @@ class Outgoing:
         """What has not left yet, in its order."""
         self._sign: MPI.Request | None = None
 
-    def send(self, frame: codec.Frame, *, is_lent: bool = False) -> None:
+    def send(self, frame: Frame, *, is_lent: bool = False) -> None:
         """A message. ``is_lent``: its arrays are left alone until it is
         answered, so that they may leave from where they lie."""
         way, num_bytes = self._way, frame.num_bytes
@@ -99,16 +98,16 @@ class Outgoing:
 class Coming(NamedTuple):
     """A message whose head is here, and its body may not be yet."""
 
-    head: codec.Head
+    head: NDArray[np.uint8]
     body: InFlight
 
 
 class Incoming:
-    """What comes, of the kinds in ``receives``."""
+    """Messages that come, as ``codec`` decodes them."""
 
-    def __init__(self, way: RankLink, receives: frozenset[type[Message]]) -> None:
+    def __init__(self, way: RankLink, codec: Codec) -> None:
         self._way = way
-        self._receives = receives
+        self._codec = codec
         self.status: Final = MPI.Status()
         """Of the first receive, once it is filled."""
         self.posted: Final[deque[InFlight]] = deque()
@@ -132,20 +131,17 @@ class Incoming:
         return buffer[: self.status.Get_count(MPI.BYTE)]
 
     def note(self, piece: NDArray[np.uint8]) -> None:
-        """A message has begun to come.
+        """Take in a message, or its head.
 
         Raises:
-            ProtocolError: it is none, or none for this side.
+            ProtocolError: If it is none for this side.
         """
-        head = codec.read_head(piece.data)
-        if head.kind not in self._receives:
-            raise ProtocolError(f"{head.kind.__name__} is not for this side")
-        message = head.message_in(piece)
-        if message is None:
-            body = self._way.pool.take(head.body_bytes)
-            self.arrived.append(Coming(head, self._way.irecv(body, self._way.tag + 1)))
+        prefix = Prefix.of(piece.data)
+        if prefix.is_whole(len(piece)):
+            self.arrived.append(self._codec.decode(piece, prefix))
         else:
-            self.arrived.append(message)
+            body = self._way.pool.take(prefix.body_bytes)
+            self.arrived.append(Coming(piece, self._way.irecv(body, self._way.tag + 1)))
 
     def take(self) -> Any:
         """The first message, if all of it is here; else None.
@@ -161,7 +157,7 @@ class Incoming:
         if not request.Test():
             return None
         self.arrived.popleft()
-        return first.head.message(body)
+        return self._codec.decode_apart(first.head, body)
 
     def take_back(self) -> list[InFlight]:
         """Nothing more is wanted: cancel what is posted. What has to be seen off then."""

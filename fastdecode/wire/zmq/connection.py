@@ -12,9 +12,8 @@ import numpy as np
 import zmq
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.wire import codec
-from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import Array, Codec, Prefix
 from fastdecode.wire.messages import Message
 from fastdecode.wire.transport import CLOSED, closed_error, timeout_error, unreadable
 from fastdecode.wire.zmq.line import (
@@ -39,7 +38,7 @@ _ITEM_ALIGNMENT: Final = 8
 class _Partial:
     """A long message that is coming in."""
 
-    head: codec.Head
+    head: Array
     body: Array
     num_filled: int = 0
 
@@ -66,7 +65,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
     ) -> None:
         self._line = line
         self.peer: Final = peer
-        self._receives = receives
+        self._codec = Codec(receives)
         self._lock = lock
         self._on_close = on_close
         self._pool = BufferPool()
@@ -112,7 +111,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
     def send(self, message: SendT) -> None:
         if self._closed:
             raise closed_error(self.peer, by_peer=False)
-        frame = codec.encode(message, epoch=self._line.epoch)
+        frame = self._codec.encode(message, self._line.epoch)
         num_bytes = frame.num_bytes
         if num_bytes <= MAX_FRAME_BYTES:
             whole = self._pool.take(num_bytes)
@@ -198,30 +197,26 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             aligned = self._pool.take(len(data))
             aligned[:] = data
             data = aligned
-        head = codec.read_head(data.data)
-        if head.kind not in self._receives:
-            raise ProtocolError(f"{head.kind.__name__} is not for this side")
-        if head.epoch != self._line.epoch:
+        prefix = Prefix.of(data.data)
+        if prefix.epoch != self._line.epoch:
             raise ProtocolError(
-                f"a message of another connection (epoch {head.epoch}, not {self._line.epoch})"
+                f"a message of another connection (epoch {prefix.epoch}, not {self._line.epoch})"
             )
-        message: Any = head.message_in(data)
-        if message is None:
-            self._partial = _Partial(head, self._pool.take(head.body_bytes))
-        return message
+        if prefix.is_whole(len(data)):
+            return self._codec.decode(data, prefix)
+        self._partial = _Partial(data, self._pool.take(prefix.body_bytes))
+        return None
 
     def _read_chunk(self, partial: _Partial, data: Array) -> Message | None:
         end = partial.num_filled + len(data)
         if not len(data) or end > len(partial.body):
-            raise ProtocolError(
-                f"{partial.head.kind.__name__}: a chunk of {len(data)} bytes doesn't fit"
-            )
+            raise ProtocolError(f"a chunk of {len(data)} bytes doesn't fit its message")
         partial.body[partial.num_filled : end] = data
         partial.num_filled = end
         if end < len(partial.body):
             return None
         self._partial = None
-        return partial.head.message(partial.body)
+        return self._codec.decode_apart(partial.head, partial.body)
 
     def _lost(self, lost: LostError) -> WorkerError:
         return WorkerError(f"{self.peer} is lost: {lost}", code=CLOSED)

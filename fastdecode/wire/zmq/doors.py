@@ -10,7 +10,7 @@ from typing import Any, Final
 import zmq
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire import codec
+from fastdecode.wire.codec import Codec, epoch_of
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.zmq.line import MORE_FOLLOWS, RouterLine, Socket
 from fastdecode.wire.zmq.proof import ProvenSession, answer_challenge
@@ -131,12 +131,12 @@ class ProvingDoor(Door):
             self._begun[identity] = host, self._clock()
 
     def _say_what_is_needed(self, identity: bytes, frame: zmq.Frame) -> None:
-        epoch = codec.read_epoch(frame.buffer)
+        epoch = epoch_of(frame.buffer)
         if epoch is not None:
             text = "it takes only peers that prove the key: give both sides the same --key file"
             failed = Failed("", "unauthenticated", text)
             with contextlib.suppress(zmq.ZMQError):
-                super().send(identity, codec.encode(failed, epoch=epoch).head, copy=True)
+                super().send(identity, Codec().encode(failed, epoch).head, copy=True)
 
     def _make_room(self, host: str) -> None:
         """For one more session of a host. The oldest session without a connection makes

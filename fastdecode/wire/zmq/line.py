@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from fastdecode.wire import codec
+from fastdecode.wire.codec import MAX_EPOCH, MAX_HEAD_BYTES
 from fastdecode.wire.zmq.access import ClusterKey, name_key
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 GOODBYE: Final = b""
 ARE_YOU_THERE: Final = b"\0"
 LINGER_MS: Final = 2000
-MAX_FRAME_BYTES: Final = (4 << 20) + codec.MAX_HEAD_BYTES
+MAX_FRAME_BYTES: Final = (4 << 20) + MAX_HEAD_BYTES
 """Of what travels in one piece. More is cut, so that nobody who only connects
 can make us take more memory."""
 HANDSHAKE_MS: Final = 5000
@@ -94,7 +94,7 @@ class DealerLine:
     def __init__(
         self, context: zmq.Context[Socket], address: str, key: ClusterKey | None, silence_s: float
     ) -> None:
-        self.epoch = 1 + secrets.randbelow(codec.MAX_EPOCH)
+        self.epoch = 1 + secrets.randbelow(MAX_EPOCH)
         self._socket = context.socket(zmq.DEALER)
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)

@@ -15,7 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire import codec
+from fastdecode.wire.codec import Codec, Prefix, kind_of
 from fastdecode.wire.instances.messages import InstanceHello
 from fastdecode.wire.kv.chunks import FetchChunk
 from fastdecode.wire.messages import (
@@ -219,14 +219,14 @@ class PeerListener(Generic[SendT, ReceiveT]):
         if line is not None:
             line.arrive(frame)
             return
-        head = self._strangers.head_of(identity, frame)
-        if head is not None and issubclass(head.kind, _GREETINGS):
-            self._greet(identity, frame, head)
+        prefix = self._strangers.prefix_of(identity, frame)
+        if prefix is not None and kind_of(frame.buffer) in _GREETINGS:
+            self._greet(identity, frame, prefix)
 
-    def _greet(self, identity: bytes, frame: zmq.Frame, head: codec.Head) -> None:
+    def _greet(self, identity: bytes, frame: zmq.Frame, prefix: Prefix) -> None:
         """Somebody says who it is. It gets a connection, if there is room for its role."""
         try:
-            role = _role_of(head, frame)
+            role = _role_of(frame)
         except ProtocolError as error:
             self._strangers.refuse(identity, frame, error)
             return
@@ -234,10 +234,10 @@ class PeerListener(Generic[SendT, ReceiveT]):
         if len(taken) >= self._most_peers.get(role, 0):
             whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
             busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
-            self._strangers.answer(identity, "busy", busy, head.epoch)
+            self._strangers.answer(identity, "busy", busy, prefix.epoch)
             return
         send = partial(self._door.send, identity)
-        line = RouterLine(self._socket, send, head.epoch, self._take_in_for)
+        line = RouterLine(self._socket, send, prefix.epoch, self._take_in_for)
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"
         connection = ZmqConnection[SendT, ReceiveT](line, peer, self._hears, self._lock)
@@ -256,13 +256,12 @@ def _polled(index: int, peer: ListenerPeer[SendT, ReceiveT]) -> ReceiveT | None:
         raise PeerLostError(index, error) from None
 
 
-def _role_of(head: codec.Head, frame: zmq.Frame) -> Role:
+def _role_of(frame: zmq.Frame) -> Role:
     """Of the peer whose first message this is. A prompt stage's may be in several frames,
     of which this is the first. Raises ProtocolError: another message can't be read."""
-    if issubclass(head.kind, _OF_PROMPT_STAGES):
+    if kind_of(frame.buffer) in _OF_PROMPT_STAGES:
         return Role.FEEDER
-    greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
-    assert isinstance(greeting, _GREETINGS)
+    greeting = Codec(_GREETINGS).decode(np.frombuffer(frame, np.uint8))
     if isinstance(greeting, InstanceHello):
         return Role.CONTROLLER
     return greeting.role if isinstance(greeting, Hello) else Role.READER

@@ -29,7 +29,8 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Any, Final
 
-from fastdecode.wire import codec
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.codec import Prefix
 
 TAG_BYTES: Final = 16
 _NUMBER_BYTES: Final = 32
@@ -146,6 +147,8 @@ def _tag(key: bytes, number: int, data: Any) -> bytes:
 
 
 def _num_covered(view: memoryview) -> int:
-    head_bytes = codec.read_head_bytes(view)
-    # A piece of an array may begin as a message does, and name a head of no bytes.
-    return max(_BYTES_WITHOUT_HEAD, head_bytes or 0)
+    try:
+        head_bytes = Prefix.of(view).head_bytes
+    except ProtocolError:  # a piece of an array
+        return _BYTES_WITHOUT_HEAD
+    return max(_BYTES_WITHOUT_HEAD, head_bytes)

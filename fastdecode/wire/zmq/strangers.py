@@ -10,7 +10,7 @@ from typing import Final
 import zmq
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire import codec
+from fastdecode.wire.codec import Codec, Prefix, epoch_of
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.zmq.doors import Door
 from fastdecode.wire.zmq.line import Socket
@@ -35,20 +35,21 @@ class Strangers:
         self._socket = socket
         self._door = door
         self._name = name
+        self._codec = Codec()
         self._num_dropped = 0
         self._answers: dict[bytes, tuple[float, int]] = {}  # by identity: since when, how many
 
-    def head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
-        """What one sent, if it is one of our messages."""
+    def prefix_of(self, identity: bytes, frame: zmq.Frame) -> Prefix | None:
+        """Return the prefix of what one sent. None if it is no message of ours."""
         try:
-            return codec.read_head(frame.buffer) if len(frame.buffer) > 1 else None
+            return Prefix.of(frame.buffer) if len(frame.buffer) > 1 else None
         except ProtocolError as error:
             self.refuse(identity, frame, error)
             return None
 
     def refuse(self, identity: bytes, frame: zmq.Frame, error: ProtocolError) -> None:
         """Drop what one sent, and say why if it speaks as we do."""
-        epoch = codec.read_epoch(frame.buffer)
+        epoch = epoch_of(frame.buffer)
         if epoch is not None:
             self.answer(identity, error.code, error.message, epoch)
         self.drop(error.message)
@@ -57,7 +58,7 @@ class Strangers:
         """A few times a second: answers to a peer that doesn't read them stay in memory."""
         if not self._may_answer(identity):
             return
-        head = codec.encode(Failed(self._name, code, message), epoch=epoch).head
+        head = self._codec.encode(Failed(self._name, code, message), epoch).head
         with contextlib.suppress(zmq.ZMQError):
             self._door.send(identity, head, copy=True)
 
