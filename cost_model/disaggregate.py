@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.numbers import LARGEST, at_most
-from cost_model.printing import labelled
-from cost_model.quantities import counted, round_to, seconds_text
+from cost_model.printing import counted, labelled, round_to, seconds_text
 from fastdecode.core.config.options import REQUIRED, check_options, option
 
 MAX_MACHINES = 10_000

@@ -1,9 +1,7 @@
 """From measured points to functions, each with its error.
 
-``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if two straight lines
-say it well, else a monotone piecewise-linear curve. ``fit_decode`` for the R-part: call +
-sequences + cached tokens. Errors are relative: what nine of ten points are off by at most when
-they are left out of the fit, and the spread of the repeats.
+Errors are relative: what nine of ten points are off by at most when they are left out of the fit,
+and the spread of the repeats.
 """
 
 from __future__ import annotations
@@ -26,11 +24,8 @@ ROOFLINE_BONUS = 0.01
 
 @dataclass(frozen=True)
 class Curve:
-    """A time over a size: straight lines between knots, flat before the first,
-    the last slope after the last.
-
-    It never falls: more work never takes less time.
-    """
+    """A time over a size, which never falls: straight lines between knots, flat before the first,
+    the last slope after the last."""
 
     form: Literal["roofline", "piecewise"]
     sizes: tuple[float, ...]
@@ -51,10 +46,13 @@ class Curve:
 
 
 def fit_curve(points: Sequence[Point]) -> Curve:
+    """Fit a roofline if two straight lines predict points well, else straight lines between all."""
     if not points:
         raise ConfigError("nothing to fit: the profile has no points", code="invalid_profile")
-    merged = _by_size(points)
-    sizes, seconds = [size for size, _ in merged], [median for _, median in merged]
+    medians: dict[int, list[float]] = {}
+    for point in sorted(points, key=lambda point: point.size):
+        medians.setdefault(point.size, []).append(point.timing.median_s)
+    sizes, seconds = list(map(float, medians)), [float(np.mean(x)) for x in medians.values()]
     spread = float(np.median([point.timing.spread for point in points]))
     candidates = []
     for form in ("roofline", "piecewise"):
@@ -67,20 +65,8 @@ def fit_curve(points: Sequence[Point]) -> Curve:
         candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
     _, form, error = min(candidates)
     curve = _fit(form, sizes, seconds)
-    return replace(curve, relative_error=max(error, _residual(curve, merged)))
-
-
-def _by_size(points: Sequence[Point]) -> list[tuple[float, float]]:
-    ordered = sorted(points, key=lambda point: point.size)
-    groups = itertools.groupby(ordered, key=lambda point: point.size)
-    return [
-        (float(size), float(np.mean([point.timing.median_s for point in group])))
-        for size, group in groups
-    ]
-
-
-def _residual(curve: Curve, merged: Sequence[tuple[float, float]]) -> float:
-    return _most([abs(curve(size) / seconds - 1.0) for size, seconds in merged])
+    residual = _most([abs(curve(x) / y - 1.0) for x, y in zip(sizes, seconds, strict=True)])
+    return replace(curve, relative_error=max(error, residual))
 
 
 def _most(errors: Sequence[float]) -> float:
@@ -146,8 +132,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
-    """Least squares with no negative coefficient: the best over all subsets of
-    columns; there are two or three."""
+    """Return least squares with no negative coefficient, the best over all subsets of columns."""
     best: tuple[float, np.ndarray] | None = None
     width = columns.shape[1]
     for size in range(1, width + 1):

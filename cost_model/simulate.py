@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_model.printing import picked, table
-from cost_model.quantities import times_text
+from cost_model.printing import picked, table, times_text
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.simulation import SimulationOutcome
 from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
@@ -80,7 +79,6 @@ class TabledTimes(StepTime):
         return self.way_s
 
 
-_PERCENTILES = (50, 90, 99)
 _COLUMNS = "started_s step_s s_part_s r_part_s load_tokens num_running num_tokens"
 
 
@@ -141,9 +139,8 @@ def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    found = np.percentile(values or [0.0], _PERCENTILES).tolist()
-    named = {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)}
-    return {**named, "max": max(values, default=0.0)}
+    p50, p90, p99 = np.percentile(values or [0.0], (50, 90, 99)).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": max(values, default=0.0)}
 
 
 def _typical_and_worst(percentiles: Mapping[str, float]) -> str:

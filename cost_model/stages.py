@@ -3,12 +3,13 @@ measured. What follows can't tell the two apart, except by their ``provenance``.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
@@ -59,16 +60,17 @@ class _Roofline:
     gpu: Gpu
     num_gpus: int
     costs: TokenCosts
-    flops_per_s: float
-    """Peak of all of them."""
-    bytes_per_s: float
-    """Bandwidth of each one's memory."""
 
-    @classmethod
-    def of(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> _Roofline:
-        flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
-        bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
-        return cls(gpu, num_gpus, costs, flops_per_s, bytes_per_s)
+    @cached_property
+    def flops_per_s(self) -> float:
+        """Peak of all of them."""
+        peak = self.gpu.flops_per_s(self.costs.dtype)
+        return self.num_gpus * peak * self.gpu.compute_efficiency.value
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of each one's memory."""
+        return self.gpu.memory_bytes_per_s * self.gpu.memory_efficiency.value
 
     def all_reduce_s(self, batch: float) -> float:
         if self.num_gpus == 1:
@@ -101,8 +103,9 @@ class _Roofline:
         if not self.costs.has_ends:
             return 0.0
         logits_bytes = 8.0 * self.costs.spec.vocab_size * batch
-        num_bytes = (self.costs.head_weight_bytes + logits_bytes) / self.num_gpus
-        compute_s = self.costs.head_flops * batch / self.flops_per_s
+        parameters = self.costs.head_parameters
+        num_bytes = (parameters * self.costs.weights.others + logits_bytes) / self.num_gpus
+        compute_s = 2.0 * parameters * batch / self.flops_per_s
         return max(num_bytes / self.bytes_per_s, compute_s) + self.gpu.layer_overhead_s
 
     def prompt_s(self, tokens: float) -> float:
@@ -147,7 +150,7 @@ class SPartModel(HardwarePart):
     @classmethod
     def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPartModel:
         """A roofline over GPUs of one node that share every layer (tensor parallel)."""
-        roof = _Roofline.of(gpu, num_gpus, costs)
+        roof = _Roofline(gpu, num_gpus, costs)
         return cls(
             name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
             provenance=Provenance.DATASHEET,
@@ -205,7 +208,7 @@ class SPartModel(HardwarePart):
             head_s=lambda batch: max(head(batch), step(batch) - costs.num_layers * layer(batch)),
             prompt_s=prompt,
             usable_memory_bytes=profile.device_memory_bytes * MEASURED_MEMORY_USABLE,
-            kv_read_bytes_per_s=costs.mean_read_bytes(1) / layer(1),
+            kv_read_bytes_per_s=costs.read_bytes(1) / costs.num_layers / layer(1),
             host_link_bytes_per_s=None,
             power_w=None,
             relative_error=step.relative_error,
@@ -379,3 +382,45 @@ class LinkModel(HardwarePart):
             message_s=message_s,
             relative_error=max(curve.relative_error, profile.round_trip.spread),
         )
+
+
+MAX_IO_THREADS: Final = 256
+_LINK_SECURITY: Final = (
+    "CPU time of an I/O thread, q, k, v of 256 rows of an 8B Llama out and o back on loopback "
+    "(benchmarks/link_security.py, EPYC Zen 5)"
+)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How messages travel, and what that costs beside the network: ZeroMQ's I/O threads copy
+    every byte, and with a key encrypt it."""
+
+    name: str
+    thread_bytes_per_s: float
+    """Rate of one I/O thread, both directions together. Infinite if there are none."""
+    work: str
+    source: str
+    num_threads: int = 1
+    """Most I/O threads; never more than R-workers, as each connection has one."""
+
+    @property
+    def is_bounded(self) -> bool:
+        return math.isfinite(self.thread_bytes_per_s)
+
+    def io_s(self, num_bytes: float, sockets: float) -> float:
+        """Return seconds of the I/O threads for these bytes, out and back, of all R-workers."""
+        if not self.is_bounded:
+            return 0.0
+        return num_bytes / (self.thread_bytes_per_s * min(self.num_threads, max(1.0, sockets)))
+
+
+MPI: Final = Transport("mpi", math.inf, "", "MPI's own copies are part of what a NIC's figure says")
+TRANSPORTS: Final = {
+    transport.name: transport
+    for transport in (
+        MPI,
+        Transport("zmq-encrypted", 1.9e9, "encrypt", _LINK_SECURITY),
+        Transport("zmq-authenticated", 6.7e9, "copy", _LINK_SECURITY),
+    )
+}

@@ -66,11 +66,10 @@ class PlannedBatch:
 
 
 def read_plan(path: Path) -> PlannedBatch:
-    """The batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
+    """Read the batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
 
     Raises:
-        ConfigError: If the file is missing, isn't such a plan, or has none because
-            the question was infeasible.
+        ConfigError: If the file isn't such a plan, or its question was infeasible.
     """
     given = Given("plan", str(path))
     tree = read_object(

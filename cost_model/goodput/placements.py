@@ -147,10 +147,6 @@ class InstanceHardware:
         return self.setup.costs.kv_bytes
 
     def system(self, tp: int) -> System:
-        """
-        Raises:
-            ConfigError: If a profile is of other GPUs.
-        """
         if tp not in self._systems:
             self._systems[tp] = replace(self.setup, num_gpus=tp).system()
         return self._systems[tp]

@@ -97,8 +97,8 @@ class Slo:
         """Return TTFT and TPOT at the attainment, each by itself. 0 where there are none."""
         ttfts = [each.ttft_s for each in requests]
         tpots = [each.tpot_s for each in requests if each.tpot_s is not None]
-        return _quantile(ttfts, self.attainment), _quantile(tpots, self.attainment)
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    return float(np.quantile(values, part)) if len(values) else 0.0
+        ttft_s, tpot_s = (
+            float(np.quantile(values, self.attainment)) if values else 0.0
+            for values in (ttfts, tpots)
+        )
+        return ttft_s, tpot_s

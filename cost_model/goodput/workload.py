@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.numbers import number_within, whole_number
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.schedule.simulation.trace import RequestTrace
 
 GENERATOR = "NumPy PCG64"
 """The same seed gives the same numbers on every machine."""
-MAX_SEED = (1 << 63) - 1
+
 MAX_CV = 100.0
 MAX_LOG_SPREAD = 5.0
 MIN_REQUESTS = 300
@@ -37,8 +36,6 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
     Args:
         cv: Coefficient of variation. 1 is Poisson, 0 is a clock, above 1 bursts.
     """
-    number_within("cv", cv, 0, MAX_CV)
-    whole_number("seed", seed, 0, MAX_SEED)
     if cv == 0.0:
         return np.ones(num_gaps)
     shape = 1.0 / (cv * cv)
@@ -106,7 +103,7 @@ def fit_trace(trace: RequestTrace) -> Fit:
             )
     else:
         warnings.append("the requests arrive all at once: give --rate")
-    prompt, output = np.mean(_lengths(trace), axis=0).tolist()
+    prompt, output = np.mean(lengths_of(trace), axis=0).tolist()
     return Fit(num, rate, cv, prompt, output, tuple(warnings))
 
 
@@ -118,11 +115,6 @@ def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
     ours = np.searchsorted(ordered, values, side="right") / len(ordered)
     theirs = np.searchsorted(drawn, values, side="right") / len(drawn)
     return float(np.abs(ours - theirs).max())
-
-
-def resampled(trace: RequestTrace, cv: float, num_requests: int, seed: int) -> Draw:
-    """Draw gaps from the fit, and pairs of lengths from the trace."""
-    return drawn_from(_lengths(trace), cv, num_requests, seed)
 
 
 def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, seed: int) -> Draw:
@@ -138,10 +130,11 @@ def replayed(trace: RequestTrace) -> Draw:
         raise ConfigError(
             Given("replay"), ": the trace's requests arrive all at once; leave it out"
         )
-    return Draw((0.0, *(gaps / gaps.mean()).tolist()), tuple(_lengths(trace)))
+    return Draw((0.0, *(gaps / gaps.mean()).tolist()), tuple(lengths_of(trace)))
 
 
-def _lengths(trace: RequestTrace) -> list[tuple[int, int]]:
+def lengths_of(trace: RequestTrace) -> list[tuple[int, int]]:
+    """Return prompt and output tokens of each request."""
     return [(each.num_prompt_tokens, each.num_output_tokens) for each in trace.requests]
 
 

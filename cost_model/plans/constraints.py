@@ -3,12 +3,13 @@ sockets that satisfy it alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_model.numbers import at_most, smallest, whole
-from cost_model.predict import LaneTimes, System
-from cost_model.quantities import bytes_text, counted, seconds_text
+from cost_model.predict import System
+from cost_model.printing import bytes_text, counted, seconds_text
 
 MAX_SOCKETS = 100_000
 _FLAT = 4
@@ -78,12 +79,6 @@ def constraints(
     return (*rows[:-3], _messages(system, lane_batch, rows, share_s), *rows[-3:])
 
 
-def slow_cycle_s(lane: LaneTimes, lanes: int, headroom: float) -> float:
-    """The cycle if the R-part takes ``headroom`` longer than predicted."""
-    slow_r_s = lane.r_s * headroom
-    return max(lane.cycle_s(lanes), lane.chain_s + slow_r_s, lanes * (lane.r_s + slow_r_s))
-
-
 def _stages(
     system: System, lane_batch: int, promises: Promises, share_s: float
 ) -> tuple[Constraint, ...]:
@@ -93,7 +88,7 @@ def _stages(
     slow = 1.0 + promises.headroom
     balance = sockets_for(lambda p: system.r_s(lane_batch, p) * slow, share_s)
     read_s = load * system.r.read_token_s
-    out, back = system.out_bytes(lane_batch), system.back_bytes(lane_batch)
+    out, back = system.way_bytes(lane_batch)
     s_side_s = system.s_link_s(max(out, back))
     network = None
     if at_most(s_side_s, share_s):
@@ -163,7 +158,6 @@ def _messages(
 
 def _round_trips(system: System, lane_batch: int, promises: Promises, cycle_s: float) -> Constraint:
     """A lane must get through its S-part, out, through the R-part, and back within a cycle."""
-
     lane_over = system.lane_over(lane_batch)
 
     def chain_s(sockets: float) -> float:
@@ -188,25 +182,16 @@ def _room_and_latency(
     copies = ", replicas included" if promises.replicas else ""
     s_bytes = s_memory_bytes(system, lane_batch, lanes)
     limit_s = promises.step_limit_s
-    cycle_limit_s = limit_s / system.costs.num_layers
-
-    lane = system.lane_over(lane_batch)
-
-    def cycle_s(sockets: float) -> float:
-        return slow_cycle_s(lane(sockets), lanes, promises.headroom)
-
-    if limit_s == float("inf"):
+    cycle_s = system.cycle_over(lane_batch, lanes, promises.headroom)
+    if limit_s == math.inf:
         latency = Constraint("latency", 0, "nothing was asked", "")
     else:
         best = seconds_text(system.costs.num_layers * cycle_s(fastest(cycle_s, MAX_SOCKETS)))
-        allowed = (
-            f"may take {seconds_text(limit_s)}"
-            if limit_s > 0
-            else "the prompt alone takes too long"
-        )
+        late = "the prompt alone takes too long"
+        allowed = f"may take {seconds_text(limit_s)}" if limit_s > 0 else late
         latency = Constraint(
             "latency",
-            sockets_for(cycle_s, cycle_limit_s),
+            sockets_for(cycle_s, limit_s / system.costs.num_layers),
             f"a step of {lanes} {'lanes' if lanes > 1 else 'lane'} takes {best} at best; {allowed}",
             "a smaller batch, fewer lanes, a faster GPU",
         )

@@ -8,7 +8,7 @@ import shlex
 from cost_model.plans.report import as_json
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
-from cost_model.quantities import counted, seconds_text
+from cost_model.printing import counted, seconds_text
 from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 # Cores of the S-worker's host: it drives the GPUs, samples, and moves q, k, v and o.

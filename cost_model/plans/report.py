@@ -13,8 +13,18 @@ from cost_model.plans.question import Goal, Setup
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Headline, Job, Sizing, Verdict
 from cost_model.predict import StepPrediction, System
-from cost_model.printing import json_tree, labelled, paragraph, picked, table
-from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
+from cost_model.printing import (
+    bytes_text,
+    counted,
+    json_tree,
+    labelled,
+    paragraph,
+    picked,
+    rate_text,
+    round_to,
+    seconds_text,
+    table,
+)
 from cost_model.stages import Provenance
 from cost_model.workload import TokenCosts, WeightBytes
 

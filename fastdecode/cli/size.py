@@ -16,7 +16,7 @@ from typing import Any
 from cost_model.hardware import Cpu, Hardware, described_cpu, is_described
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.shapes import known_models, read_model
-from cost_model.transport import MAX_IO_THREADS, TRANSPORTS
+from cost_model.stages import MAX_IO_THREADS, TRANSPORTS
 from cost_model.workload import Workload, parse_kv_dtype
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
@@ -191,10 +191,11 @@ def run_size(args: argparse.Namespace) -> int:
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import slowest_stage, stages_json, stages_text
-    from cost_model.plot import check_plot, save_plot
     from cost_model.printing import json_text
 
     if args.plot is not None:
+        from fastdecode.measure.plot import check_plot, save_plot  # here: NumPy is slow to load
+
         check_plot(args.plot)
     parts = read_options(args, Parts)
     hardware = Hardware.load(parts.hardware)
@@ -232,7 +233,7 @@ def run_size(args: argparse.Namespace) -> int:
         print(json_text({**as_json(sizing), **staged}))
     else:
         if num_stages > 1:
-            print(stages_text(whole, num_stages, sizing), end="\n\n")
+            print(*stages_text(whole, num_stages, sizing), sep="\n", end="\n\n")
         print(as_text(sizing, explain=args.explain))
     if args.plot is not None:
         save_plot(sizing, args.plot)

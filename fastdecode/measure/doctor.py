@@ -11,7 +11,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final, Literal
 
-from cost_model.quantities import seconds_text
+from cost_model.printing import seconds_text
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cost_model.quantities import times_text
+from cost_model.printing import times_text
 
 
 @pytest.mark.parametrize(

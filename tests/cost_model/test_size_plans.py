@@ -330,7 +330,7 @@ def test_price_lists_in_json_and_missing_prices(tmp_path: Path) -> None:
         json.dumps({"gpu_per_hour": {"H200": 3.0}, "socket_per_hour": {"EPYC 7452": 0.3}})
     )
     prices = Prices.read(path)
-    assert prices.socket("EPYC 7452") == 0.3
+    assert prices.of("socket", "EPYC 7452") == 0.3
     with pytest.raises(ConfigError, match="gpu_per_hour for 'A10'"):
         size(ask(), Goal(), prices=prices)
     with pytest.raises(ConfigError, match="No such file"):

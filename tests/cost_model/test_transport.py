@@ -13,7 +13,7 @@ from cost_model.plans.question import Goal, Setup
 from cost_model.plans.report import as_text
 from cost_model.plans.size import size
 from cost_model.shapes import model_named
-from cost_model.transport import TRANSPORTS
+from cost_model.stages import TRANSPORTS
 from cost_model.workload import Workload
 from fastdecode.core.dtype import DType
 

@@ -40,16 +40,27 @@ if TYPE_CHECKING:
 class Arrivals:
     """Options of what arrives."""
 
-    rate: float | None = option(None, "requests a second; default: the trace's", metavar="R")
+    rate: float | None = option(
+        None,
+        "requests a second; default: the trace's",
+        low=1e-6,
+        high=1e6,
+        unit="requests a second",
+        metavar="R",
+    )
     trace: Path | None = option(None, "requests, JSON Lines, or a server's log", metavar="FILE")
     replay: bool = switch("the trace's own gaps and order, not drawn ones")
     prompt_len: str | None = option(None, "without a trace: tokens, or lognormal:512,0.8")
     output_len: str | None = option(None, "without a trace: tokens, or lognormal:200,0.8")
     cv: float | None = option(
-        None, "of the gaps; 1 is Poisson; default: the trace's, or 1", metavar="CV"
+        None,
+        "of the gaps; 1 is Poisson; default: the trace's, or 1",
+        low=0,
+        high=100,
+        metavar="CV",
     )
     requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
-    seed: int = option(0, "of what is drawn")
+    seed: int = option(0, "of what is drawn", low=0, high=(1 << 63) - 1)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -230,7 +241,7 @@ def _drawn(asked: Arrivals) -> tuple[Draw, float | None, str]:
 
 
 def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
-    from cost_model.goodput.workload import GENERATOR, fit_trace, replayed, resampled
+    from cost_model.goodput.workload import GENERATOR, drawn_from, fit_trace, lengths_of, replayed
     from cost_model.traces import read_any_trace
 
     if asked.prompt_len is not None or asked.output_len is not None:
@@ -240,8 +251,8 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     fit = fit_trace(read.trace)
     for warning in fit.warnings:
         tell(f"--trace {asked.trace}: {warning}")
-    rate = fit.rate if asked.rate is None else asked.rate
     cv = fit.cv if asked.cv is None else asked.cv
+    rate = replace(asked, rate=fit.rate if asked.rate is None else asked.rate).rate
     described = (
         f"trace ({read.form}): {fit.num_requests} requests, {read.num_left_out} left out, cv "
         f"{fit.cv:.3g}, mean prompt {fit.mean_prompt:.4g} and output {fit.mean_output:.4g} tokens"
@@ -249,7 +260,7 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     if asked.replay:
         return replayed(read.trace), rate, f"{described}; replayed"
     described += f"; resampled with cv {cv:.3g}, {GENERATOR}, seed {asked.seed}"
-    return resampled(read.trace, cv, asked.requests, asked.seed), rate, described
+    return drawn_from(lengths_of(read.trace), cv, asked.requests, asked.seed), rate, described
 
 
 def _prices(text: str | None) -> PlacementPrices:
