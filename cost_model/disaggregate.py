@@ -66,8 +66,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A transfer of K and V. Layers are streamed while later ones run, so only a longer one
-    counts."""
+    """A transfer of K and V, layers of which are streamed while later ones run."""
 
     kv_gb: float = _positive(
         "in place of --overhead: K and V that the largest prompt stage sends", "GB"
@@ -234,8 +233,9 @@ def _split_rows(asked: Disaggregation) -> Iterator[tuple[str, str]]:
     pays = "too long to pay" if ratio is None else f"it pays above {_short(ratio)}"
     yield "Prompt/token", f"{own}; {streaming}: {pays}"
     if asked.memory is not None:
-        prompts, tokens = (_at_least(asked.memory.fewest(tokens=each)) for each in (False, True))
-        yield "Memory", f"prompts need {prompts}, tokens {tokens}"
+        fewest = (asked.memory.fewest(tokens=tokens) for tokens in (False, True))
+        needs = ("more than any machines" if n is None else counted(n, "machine") for n in fewest)
+        yield "Memory", "prompts need {}, tokens {}".format(*needs)
     yield "Verdict", _verdict(asked)
 
 
@@ -263,10 +263,6 @@ def _swap_rows(swap: Swapping) -> Iterator[tuple[str, str]]:
     gain = swap.unswapped_s / swap.swapped_s
     words = f"don't swap: tokens take {_short(1 / gain)} times as long"
     yield "Swap verdict", f"swap: {_short(gain)} times the tokens a second" if swap.pays else words
-
-
-def _at_least(machines: int | None) -> str:
-    return "more than any machines" if machines is None else counted(machines, "machine")
 
 
 def _short(value: float) -> str:

@@ -30,9 +30,8 @@ class SystemTime(StepTime):
     The prompts of the system's workload are counted in, at their average.
 
     Args:
-        sockets: R-workers, one a socket.
-        transfer_bytes_per_s: of the ports through which K and V leave or come;
-            infinite: they stay.
+        sockets: R-workers, one per socket.
+        transfer_bytes_per_s: Rate at which K and V leave or come. Infinite if they stay.
     """
 
     system: System
@@ -76,7 +75,12 @@ class SystemTime(StepTime):
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
         attended = load_tokens
         if self._windows and num_sequences:
-            attended = num_sequences * self._attended(load_tokens / num_sequences)
+            context = load_tokens / num_sequences
+            seen = (
+                count * (context if window is None else min(context, window))
+                for window, count in self._windows.items()
+            )
+            attended = num_sequences * (sum(seen) / self._layers)
         return self._layers * self.system.r.r_s(num_sequences, attended)
 
     def link_s(self, num_tokens: int) -> float:
@@ -102,10 +106,3 @@ class SystemTime(StepTime):
         """How many layers have each window; empty if no layer has one."""
         windows = Counter(each.sliding_window for each in self.system.costs.spec.attention)
         return windows if any(windows) else Counter()
-
-    def _attended(self, context: float) -> float:
-        seen = (
-            count * (context if window is None else min(context, window))
-            for window, count in self._windows.items()
-        )
-        return sum(seen) / self._layers

@@ -162,16 +162,13 @@ class Search:
             lane_batch = -(-asked // lanes)
             yield from (lane_batch,) if measured is None or lane_batch <= measured else ()
             return
-        most = self._largest(lanes, measured or MAX_BATCH // lanes)
+        # Where nothing is promised of a step, room is all that it takes.
+        runs = self._room if self.promises.step_limit_s == math.inf else self.best_sockets
+        most = largest(lambda n: runs(n, lanes) is not None, measured or MAX_BATCH // lanes)
         if measured is not None:
             yield from (1 << i for i in range(most.bit_length()) if 1 << i < most)
         if most:
             yield most
-
-    def _largest(self, lanes: int, most: int) -> int:
-        # Where nothing is promised of a step, room is all that it takes.
-        runs = self._room if self.promises.step_limit_s == math.inf else self.best_sockets
-        return largest(lambda batch: runs(batch, lanes) is not None, most)
 
     def plans(self, tops: dict[int, tuple[float, int]], most_rate: float) -> Iterator[Plan]:
         """For each number of lanes of ``tops``, the smallest batch and the fewest sockets that

@@ -312,7 +312,7 @@ def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
     return tuple(map(on, sorted(counts)))
 
 
-def _what_if(search: Search, plan: Plan, change: str, setup: Setup, lanes: int) -> WhatIf:
+def what_if(search: Search, plan: Plan, change: str, setup: Setup, lanes: int) -> WhatIf:
     """Find the fewest sockets that run the plan's batch at the plan's own pace, and at that of a
     slow R-part."""
     system, goal, lane_batch = setup.system(), search.goal, -(-plan.batch // lanes)
@@ -341,20 +341,20 @@ def _what_ifs(
     search: Search, setup: Setup, plan: Plan, hardware: Hardware | None
 ) -> Iterator[WhatIf]:
     """Change one thing at a time, with the plan's sequences at the plan's pace."""
-    lanes, what_if = plan.lanes, partial(_what_if, search, plan)
+    lanes, ask = plan.lanes, partial(what_if, search, plan)
     # Of a measured R-part nothing is known but in its own KV dtype.
     if not isinstance(setup.cpu, RProfile):
         for kv_dtype in {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4")):
             changed = replace(setup, kv_dtype=kv_dtype)
-            yield what_if(f"KV cache in {kv_dtype}", changed, lanes)
+            yield ask(f"KV cache in {kv_dtype}", changed, lanes)
     if lanes < min(MAX_LANES, plan.batch):
-        yield what_if(f"one lane more ({lanes + 1})", setup, lanes + 1)
+        yield ask(f"one lane more ({lanes + 1})", setup, lanes + 1)
     if lanes > 1:
-        yield what_if(f"one lane fewer ({lanes - 1})", setup, lanes - 1)
+        yield ask(f"one lane fewer ({lanes - 1})", setup, lanes - 1)
     if hardware is not None and isinstance(setup.nic, Nic):
         faster = hardware.faster_nic(setup.nic)
         if faster is not None:
-            yield what_if(f"NIC of {faster.name}", replace(setup, nic=faster), lanes)
+            yield ask(f"NIC of {faster.name}", replace(setup, nic=faster), lanes)
 
 
 def _rivals(setup: Setup, goal: Goal) -> Iterator[WhatIf]:

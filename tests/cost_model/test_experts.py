@@ -144,15 +144,6 @@ def test_two_lanes_on_r_workers(
     assert step.tokens_per_s == pytest.approx(rate, rel=EXACT)
 
 
-def test_lanes_read_experts_again() -> None:
-    """Two lanes of 64 cost a dense model as much as one of 128 reads, plus the
-    weights once more; a model with experts nearly as much, for so many rows."""
-    s = SPartModel.from_gpu(HARDWARE.gpu("H100"), 1, costs("Qwen3 30B-A3B"))
-    assert 2 * s.t_of_b(64) > 1.9 * s.t_of_b(128)
-    few = costs("Qwen3 30B-A3B").layer_read_bytes(0, 1)
-    assert few < 0.1 * costs("Qwen3 30B-A3B").layer_read_bytes(0, 512)
-
-
 def test_weights_as_checkpoints_keep_them() -> None:
     def kept(name: str) -> WeightBytes:
         return WeightBytes.kept(model_named(name), DType.BFLOAT16)

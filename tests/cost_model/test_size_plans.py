@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sizing import HARDWARE
+from sizing import setup as ask
 
-from cost_model.hardware import Hardware
 from cost_model.plans.placement import (
     best_gpu_only,
     best_hybrid,
@@ -23,23 +24,11 @@ from cost_model.plans.placement import (
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.plans.report import as_json, as_text
 from cost_model.plans.size import size
-from cost_model.shapes import KnownModel, known_models, model_named, read_model
+from cost_model.shapes import KnownModel, known_models, read_model
 from cost_model.workload import Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.hybrid.forecast import Layout, paces
-
-HARDWARE = Hardware.load()
-
-
-def ask(
-    model: str = "Llama-2 7B", gpu: str = "A10", cpu: str = "EPYC 7452", nic: str = "100GbE", *,
-    output: int = 1024, prompt: int = 0, **more: Any,
-) -> Setup:  # fmt: skip
-    return Setup(
-        model_named(model), DType.FLOAT16, "float16", HARDWARE.gpu(gpu), HARDWARE.cpu(cpu),
-        HARDWARE.nic(nic), Workload(prompt, output), **more,
-    )  # fmt: skip
 
 
 def test_the_plan_keeps_what_it_says() -> None:

@@ -7,17 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sizing import HARDWARE, setup
 
-from cost_model.hardware import Hardware
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.report import as_text
 from cost_model.plans.size import size
-from cost_model.shapes import model_named
 from cost_model.stages import TRANSPORTS
-from cost_model.workload import Workload
 from fastdecode.core.dtype import DType
 
-HARDWARE = Hardware.load()
 ROUND = {name: replace(TRANSPORTS[name], thread_bytes_per_s=rate)
          for name, rate in (("zmq-encrypted", 1.5e9), ("zmq-authenticated", 6e9))}  # fmt: skip
 TOKEN_BYTES = 32 * (2 * 32 + 2 * 8) * 128 * 2
@@ -25,10 +22,8 @@ TOKEN_BYTES = 32 * (2 * 32 + 2 * 8) * 128 * 2
 
 
 def ask(**more: Any) -> Setup:
-    return Setup(
-        model_named("Llama-3 8B"), DType.BFLOAT16, "bfloat16", HARDWARE.gpu("H200"),
-        HARDWARE.cpu("EPYC 9654"), HARDWARE.nic("400GbE"), Workload(0, 1024), **more,
-    )  # fmt: skip
+    bfloat16 = {"dtype": DType.BFLOAT16, "kv_dtype": "bfloat16"}
+    return replace(setup("Llama-3 8B", "H200", "EPYC 9654", "400GbE"), **bfloat16, **more)
 
 
 @pytest.mark.parametrize(

@@ -5,53 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fastdecode.core.errors import ConfigError
+from cost_model.goodput.slo import RequestTimes, Slo
 from fastdecode.measure.serving.client import Record
 
 CLIENT_LAG_S = 0.010
 """A client that sends later than this measures itself."""
-_UNITS = {"ms": 1e-3, "s": 1.0}
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Limits of a request. None sets none."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Slo:
-        """Read ``ttft=400ms,tpot=40ms``.
-
-        Raises:
-            ConfigError: If the text has another form.
-        """
-        limits: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.partition("=")
-            unit = "ms" if value.endswith("ms") else "s"
-            try:
-                limits[f"{name}_s"] = float(value.removesuffix(unit)) * _UNITS[unit]
-                if name not in ("ttft", "tpot") or not value.endswith(unit):
-                    raise ValueError
-            except ValueError:
-                raise ConfigError(
-                    f"--slo {text}: {part!r} is not like ttft=400ms or tpot=0.04s"
-                ) from None
-        return cls(**limits)
-
-    def is_kept(self, record: Record) -> bool:
-        """Return True if a request was answered within the limits."""
-        if record.error is not None:
-            return False
-        tpot_s = record.tpot_s
-        return (self.ttft_s is None or record.ttft_s <= self.ttft_s) and (
-            self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
-        )
 
 
 def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
@@ -90,7 +50,7 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
     lag = figures["client_lag_s"]
     figures["client_was_the_limit"] = lag is not None and lag["p99"] > CLIENT_LAG_S
     if slo is not None:
-        kept = sum(slo.is_kept(record) for record in records)
+        kept = sum(slo.is_met_by(RequestTimes(0.0, r.ttft_s, r.tpot_s)) for r in done)
         figures["attainment"] = kept / len(records) if records else 0.0
         figures["goodput_per_s"] = kept / duration_s if duration_s else 0.0
     return figures
