@@ -77,7 +77,6 @@ class Streaming:
         check_options(self)
 
     def overhead(self, prompt_time: float) -> float:
-        """Return m."""
         return max(1.0, self.kv_gb * 8 / self.bandwidth_gbps / prompt_time)
 
 
@@ -195,7 +194,6 @@ class Swapping:
 
 
 def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, Any]:
-    """Return the answer with units in the names. None where there is no such number."""
     tree: dict[str, Any] = {"format": "fastdecode.plan.disaggregate", "version": 2}
     if asked is not None:
         memory = asked.memory

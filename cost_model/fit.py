@@ -55,16 +55,16 @@ def fit_curve(points: Sequence[Point]) -> Curve:
     sizes, seconds = list(map(float, medians)), [float(np.mean(x)) for x in medians.values()]
     spread = float(np.median([point.timing.spread for point in points]))
     candidates = []
-    for form in ("roofline", "piecewise"):
+    for form, fit in _FITS.items():
         errors = []
         for i in range(1, len(sizes) - 1):
-            others = _fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])
+            others = fit(sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])
             errors.append(abs(others(sizes[i]) / seconds[i] - 1.0))
         left_out = float(np.mean(errors)) if errors else 0.0
         bonus = ROOFLINE_BONUS if form == "roofline" else 0.0
         candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
     _, form, error = min(candidates)
-    curve = _fit(form, sizes, seconds)
+    curve = _FITS[form](sizes, seconds)
     residual = _most([abs(curve(x) / y - 1.0) for x, y in zip(sizes, seconds, strict=True)])
     return replace(curve, relative_error=max(error, residual))
 
@@ -72,10 +72,6 @@ def fit_curve(points: Sequence[Point]) -> Curve:
 def _most(errors: Sequence[float]) -> float:
     """What nine of ten of them don't exceed."""
     return float(np.quantile(errors, 0.9)) if errors else 0.0
-
-
-def _fit(form: str, sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    return _fit_roofline(sizes, seconds) if form == "roofline" else _fit_piecewise(sizes, seconds)
 
 
 def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
@@ -119,6 +115,9 @@ def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     knee = (floor - fixed) / slope if slope > 0 else float(x[-1])
     knee = max(knee, float(x[0]))
     return Curve("roofline", (knee,), (max(floor, fixed + slope * knee),), slope, 0.0)
+
+
+_FITS = {"roofline": _fit_roofline, "piecewise": _fit_piecewise}
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

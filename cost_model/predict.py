@@ -117,7 +117,6 @@ class System:
         return replace(self, s=s, r=r, link=LinkModel.within_process(), transport=MPI)
 
     def scaled(self, sign: int) -> System:
-        """Return everything slower (+1) or faster (-1) by its own relative error."""
         s, r, link = (part.scaled(sign) for part in (self.s, self.r, self.link))
         return replace(self, s=s, r=r, link=link)
 
@@ -198,7 +197,6 @@ class System:
     def cycle_over(
         self, lane_batch: int, lanes: int, headroom: float = 0.0
     ) -> Callable[[float], float]:
-        """Return ``LaneTimes.cycle_s`` over sockets."""
         lane = self.lane_over(lane_batch)
         return lambda sockets: lane(sockets).cycle_s(lanes, headroom)
 
@@ -229,7 +227,6 @@ class System:
         )
 
     def latency_s(self, step_s: float) -> float:
-        """Return the time of a prompt and a step for each output token."""
         return self.prompt_s + self.workload.output_tokens * step_s
 
     def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:

@@ -30,8 +30,6 @@ _TUNED: Final = re.compile(r"-(instruct|it|chat|hf|base|thinking)(?=-|$)|-\d{4}$
 
 @dataclass(frozen=True)
 class KnownModel:
-    """One of ``models.json``."""
-
     name: str
     id: str | None
     """``org/name`` at Hugging Face. None if it has none."""

@@ -60,8 +60,6 @@ class Table:
 
 @dataclass(frozen=True)
 class TabledTimes(StepTime):
-    """Step times read from tables."""
-
     s_part: Table
     """Over the tokens of a lane's step."""
     r_parts: tuple[Table, ...]
@@ -108,7 +106,6 @@ def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
 
 
 def as_json(outcomes: Mapping[str, SimulationOutcome]) -> dict[str, Any]:
-    """Each mode's summary, and its steps as columns."""
     modes = {}
     for mode, outcome in outcomes.items():
         steps = [picked(step, _COLUMNS) for step in outcome.steps]

@@ -34,6 +34,10 @@ class Provenance(str, Enum):
         return self.value
 
 
+def _mismatch(*words: str | Given) -> ConfigError:
+    return ConfigError(*words, code="profile_mismatch")
+
+
 _Own = TypeVar("_Own", bound="HardwarePart")
 
 
@@ -49,7 +53,6 @@ class HardwarePart:
     """Multiplies every time, to ask what if it is slower or faster than thought."""
 
     def scaled(self: _Own, sign: int) -> _Own:
-        """Slower (+1) or faster (-1) by its own relative error."""
         return replace(self, pace=self.pace * (1.0 + self.relative_error) ** sign)
 
 
@@ -63,13 +66,11 @@ class _Roofline:
 
     @cached_property
     def flops_per_s(self) -> float:
-        """Peak of all of them."""
         peak = self.gpu.flops_per_s(self.costs.dtype)
         return self.num_gpus * peak * self.gpu.compute_efficiency.value
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """Bandwidth of each one's memory."""
         return self.gpu.memory_bytes_per_s * self.gpu.memory_efficiency.value
 
     def all_reduce_s(self, batch: float) -> float:
@@ -140,8 +141,7 @@ class SPartModel(HardwarePart):
     """R-workers attend prompts: their q and o cross the network, too."""
 
     def t_of_b(self, batch: float) -> float:
-        """T(B): seconds of one layer at this batch, with its share of what a
-        step spends outside the layers."""
+        """Return T(B): seconds of one layer, with its share of the rest of a step."""
         return self.pace * (self.layer_s(batch) + self.head_s(batch) / self.num_layers)
 
     def prefill_s(self, prompt_tokens: float) -> float:
@@ -182,19 +182,14 @@ class SPartModel(HardwarePart):
 
         asked = ModelShape.of(costs.spec)
         if profile.shape != asked:
-            raise ConfigError(
+            raise _mismatch(
                 f"the S-part profile was measured for {profile.model} ({profile.shape}), but the "
-                f"model is {costs.spec.name} ({asked}): calibrate with this model",
-                code="profile_mismatch",
+                f"model is {costs.spec.name} ({asked}): calibrate with this model"
             )
         if profile.dtype != costs.dtype.value:
-            raise ConfigError(
-                f"the S-part profile was measured in {profile.dtype}, but the plan asks for "
-                f"{costs.dtype}: use ",
-                Given("dtype", profile.dtype),
-                ", or calibrate again",
-                code="profile_mismatch",
-            )
+            words = f"in {profile.dtype}, but the plan asks for {costs.dtype}: use "
+            use, again = Given("dtype", profile.dtype), ", or calibrate again"
+            raise _mismatch(f"the S-part profile was measured {words}", use, again)
         layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
         head, step = fit_curve(profile.head), fit_curve(profile.step)
         return cls(
@@ -221,8 +216,8 @@ class SPartModel(HardwarePart):
 
 @dataclass(frozen=True)
 class RPartModel(HardwarePart):
-    """The R-part of one layer on one R-worker: one CPU socket of a datasheet,
-    or one measured host. Its pace leaves the read ceiling as it is."""
+    """The R-part of one layer on one R-worker: a CPU socket, or a measured host. Its pace leaves
+    the read ceiling as it is."""
 
     call_s: float
     """Fixed time of one call."""
@@ -245,8 +240,7 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_cpu(cls, cpu: Cpu, costs: TokenCosts, memory_bytes: int | None = None) -> RPartModel:
-        """A roofline over one socket: its memory bandwidth, or its FMA units
-        where many query heads share K and V."""
+        """Return a roofline over a socket: memory, or FMA units if many heads share K and V."""
         read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
         read_token_s = costs.kv_layer_bytes / read_bytes_per_s
         peak = cpu.attention_peak(costs.kv_dtype, costs.group)
@@ -290,21 +284,15 @@ class RPartModel(HardwarePart):
         measured = (profile.num_q_heads, profile.num_kv_heads, profile.head_dim)
         asked = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
         if measured != asked:
-            shapes = "query heads / KV heads of head size"
-            raise ConfigError(
-                f"the R-part profile was measured for {measured[0]}/{measured[1]} of {measured[2]} "
-                f"({shapes}), but {spec.name} has {asked[0]}/{asked[1]} of {asked[2]}: calibrate "
-                "with this model",
-                code="profile_mismatch",
+            ours, theirs = ("{}/{} of {}".format(*heads) for heads in (measured, asked))
+            raise _mismatch(
+                f"the R-part profile was measured for {ours} (query heads / KV heads of head "
+                f"size), but {spec.name} has {theirs}: calibrate with this model"
             )
         if profile.kv_dtype != costs.kv_dtype:
-            raise ConfigError(
-                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan "
-                f"asks for {costs.kv_dtype}: use ",
-                Given("kv_dtype", profile.kv_dtype),
-                ", or calibrate again",
-                code="profile_mismatch",
-            )
+            words = f"a {profile.kv_dtype} KV cache, but the plan asks for {costs.kv_dtype}: use "
+            use, again = Given("kv_dtype", profile.kv_dtype), ", or calibrate again"
+            raise _mismatch(f"the R-part profile was measured with {words}", use, again)
         fit = fit_decode(profile.decode)
         read_token_s = costs.kv_layer_bytes / statistics.median(profile.read_bytes_per_s)
         return cls(
@@ -344,8 +332,7 @@ class LinkModel(HardwarePart):
 
     @classmethod
     def within_process(cls) -> LinkModel:
-        """R-workers are threads of the S-worker's process: what messages cost
-        is in its profile's ``host`` times."""
+        # What messages cost is in the S-part profile's steps.
         source = "R-workers are threads of the S-worker's process"
         far = float("inf")
         return cls("in one process", Provenance.GIVEN, source, far, 0.0, 0.0, relative_error=0.0)
@@ -364,8 +351,6 @@ class LinkModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: NetProfile) -> LinkModel:
-        """Bandwidth from the slope of the transfers, the round trip as measured but for
-        the message's own cost, which is in it."""
         from cost_model.fit import fit_curve
 
         curve = fit_curve(profile.transfer)

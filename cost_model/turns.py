@@ -51,7 +51,6 @@ class TurnTotals:
 
     @property
     def hit_share(self) -> float:
-        """Share of the history that wasn't recomputed."""
         return 1.0 - self.num_recomputed / self.num_history if self.num_history else 1.0
 
 
@@ -180,7 +179,6 @@ class TierSimulator:
             self._move_down(self._by_number[leaving[0]], leaving[1], now_s)
 
     def tokens_of(self, name: str) -> tuple[int, int, int]:
-        """Return a conversation's tokens in the upper tier, in the lower one, and dropped."""
         found = self._conversations[name]
         tiers = self._upper, self._lower
         upper, lower = (self._tokens(found, tier.blocks(found.number)) for tier in tiers)

@@ -30,7 +30,6 @@ KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
 
 
 def parse_kv_dtype(name: str) -> str:
-    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES`` lists."""
     if name.lower() in ("int8", "int4"):
         return name.lower()
     try:

@@ -350,7 +350,6 @@ def _mean(shares: Sequence[float]) -> str:
 
 
 def placement_file(answer: Answer) -> dict[str, Any]:
-    """Return what ``fastdecode launch`` reads."""
     plan = answer.best
     assert plan is not None
     return {

@@ -31,8 +31,6 @@ _NO_PROMPTS = Workload(0, 1)
 
 @dataclass(frozen=True, order=True)
 class Degrees:
-    """Tensor and pipeline parallelism of an instance."""
-
     tp: int
     pp: int
 
@@ -232,6 +230,5 @@ def batch_tokens(times: InstanceTime, mean_prompt: float) -> int:
 
 
 def prompts_of(tokens: int, mean_prompt: float) -> Sequence[int]:
-    """Split a batch of this many tokens into prompts of about this mean length."""
     count = max(1, round(tokens / mean_prompt))
     return [max(1, round(tokens / count))] * count

@@ -91,12 +91,10 @@ class PlacementPlan:
 
     @property
     def share(self) -> float:
-        """Share of the requests that keep the SLO."""
         return self.load.slo.share(self.counted)
 
     @cached_property
     def is_carried(self) -> bool:
-        """True if enough requests keep the SLO, and waits do not grow."""
         return self.load.is_carried(self.run)
 
     @cached_property
@@ -249,7 +247,6 @@ class Search:
         return _SLACK * most
 
     def degrees(self) -> list[Degrees]:
-        """Return instances that hold the model, the smallest first."""
         found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 

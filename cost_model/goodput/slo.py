@@ -81,7 +81,6 @@ class Slo:
         return cls(found.get("ttft", math.inf), found.get("tpot", math.inf), attainment)
 
     def is_met_by(self, request: RequestTimes) -> bool:
-        """True if the request keeps both limits."""
         is_quick = request.tpot_s is None or request.tpot_s <= self.tpot_s
         return is_quick and request.ttft_s <= self.ttft_s
 
@@ -90,7 +89,6 @@ class Slo:
         return sum(map(self.is_met_by, requests)) / len(requests) if requests else 1.0
 
     def is_attained(self, requests: Sequence[RequestTimes], how: Attainment = "both") -> bool:
-        """True if enough requests keep the limits."""
         if how == "both":
             return at_most(self.attainment * len(requests), sum(map(self.is_met_by, requests)))
         ttft_s, tpot_s = self.quantiles(requests)

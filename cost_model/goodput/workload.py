@@ -44,8 +44,6 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Draw:
-    """Requests whose gaps have mean 1."""
-
     gaps: tuple[float, ...]
     """Before each request. Divided by a rate, they are seconds."""
     lengths: tuple[tuple[int, int], ...]
@@ -75,8 +73,6 @@ class Draw:
 
 @dataclass(frozen=True)
 class Fit:
-    """Moments of a trace."""
-
     num_requests: int
     rate: float | None
     """Requests per second. None if all arrive at once."""
@@ -87,7 +83,6 @@ class Fit:
 
 
 def fit_trace(trace: RequestTrace) -> Fit:
-    """Fit arrivals and lengths by their moments."""
     num, warnings = len(trace.requests), []
     gaps = np.diff([request.arrival for request in trace.requests])
     mean_s = float(gaps.mean()) if len(gaps) else 0.0
@@ -108,7 +103,6 @@ def fit_trace(trace: RequestTrace) -> Fit:
 
 
 def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
-    """Return Kolmogorov's and Smirnov's distance between gaps and the gamma fitted to them."""
     drawn = np.sort(np.maximum(unit_gaps(_KS_POINTS, cv, 0), _SHORTEST_GAP))
     ordered = np.sort(np.maximum(gaps, _SHORTEST_GAP))
     values = np.concatenate([ordered, drawn])
@@ -118,13 +112,11 @@ def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
 
 
 def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, seed: int) -> Draw:
-    """Draw gamma gaps and pairs of lengths."""
     picked = _lengths_generator(seed).integers(0, len(pairs), num_requests)
     return _with_gaps(tuple(pairs[index] for index in picked), cv, seed)
 
 
 def replayed(trace: RequestTrace) -> Draw:
-    """Return the trace's own gaps and lengths in its order."""
     gaps = np.diff([request.arrival for request in trace.requests])
     if not len(gaps) or gaps.mean() <= 0:
         raise ConfigError(
@@ -134,7 +126,6 @@ def replayed(trace: RequestTrace) -> Draw:
 
 
 def lengths_of(trace: RequestTrace) -> list[tuple[int, int]]:
-    """Return prompt and output tokens of each request."""
     return [(each.num_prompt_tokens, each.num_output_tokens) for each in trace.requests]
 
 
@@ -164,7 +155,6 @@ class Lengths:
         return cls(parts[0], parts[1] if colon else 0.0)
 
     def draw(self, num: int, generator: np.random.Generator) -> list[int]:
-        """Draw lengths of at least one token."""
         logs = generator.standard_normal(num) * self.log_spread - self.log_spread**2 / 2
         return [max(1, min(1 << 24, round(self.mean * math.exp(each)))) for each in logs]
 

@@ -358,7 +358,6 @@ def _what_ifs(
 
 
 def _rivals(setup: Setup, goal: Goal) -> Iterator[WhatIf]:
-    """What GPUs alone give that FastDecode does not need to run on."""
     if not isinstance(setup.gpu, Gpu) or setup.is_without_gpu:
         return
     yield _gpus_alone(setup.fp8_rival(), goal, f"{setup.gpu.name} alone, FP8 weights and KV")
@@ -425,7 +424,6 @@ def _verdict(sizing: Sizing, fp8: WhatIf | None, prices: Prices | None) -> Verdi
 
 
 def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
-    """Return money for the GPUs and sockets. A missing price is a ConfigError."""
     gpus = setup.num_gpus * _gpu_price(setup, prices)
     return gpus + (sockets * prices.of("socket", _cpu_name(setup)) if sockets else 0.0)
 

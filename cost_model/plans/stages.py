@@ -104,7 +104,6 @@ def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any]
 
 
 def stages_text(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
-    """Yield the lines for people."""
     yield f"{setup.spec.name} in {num_stages} pipeline stages (--pp {num_stages})"
     staged = stages_json(setup, num_stages, sizing)
     if staged is not None:

@@ -7,12 +7,13 @@ import logging
 import threading
 from collections.abc import Callable
 
-from cost_model.goodput.measured import InstanceTotals, StepLog
 from cost_model.goodput.replanning import (
     InstanceProfile,
+    InstanceTotals,
     JudgedRoles,
     RoleQuestion,
     Roles,
+    StepLog,
     TrafficSample,
 )
 from cost_model.goodput.slo import RequestTimes
