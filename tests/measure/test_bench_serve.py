@@ -21,10 +21,9 @@ pytest.importorskip("aiohttp", reason='needs the client: pip install ".[bench]"'
 from cost_model.goodput.slo import Slo
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
-from fastdecode.measure.serving.client import Endpoint, Record
+from fastdecode.measure.serving.client import Endpoint, Record, run_closed
 from fastdecode.measure.serving.load import LoadShape, arriving, closed, traced
-from fastdecode.measure.serving.report import report, told
-from fastdecode.measure.serving.run import find_goodput, run_closed
+from fastdecode.measure.serving.report import find_goodput, report, told
 
 SHAPE = LoadShape(num_requests=4000, prompt_tokens=5, output_tokens=7)
 

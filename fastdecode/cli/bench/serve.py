@@ -204,9 +204,9 @@ def _measured(
 ) -> dict[str, Any]:
     import asyncio
 
+    from fastdecode.measure.serving.client import run_closed, run_open
     from fastdecode.measure.serving.load import closed
-    from fastdecode.measure.serving.report import report
-    from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
+    from fastdecode.measure.serving.report import find_goodput, report
 
     def one_by_one(planned: list[Planned], num_clients: int) -> dict[str, Any]:
         return report(asyncio.run(run_closed(endpoint, model, planned, num_clients)), slo)

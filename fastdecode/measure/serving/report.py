@@ -1,10 +1,10 @@
-"""Figures of a load, from the records of its requests."""
+"""Figures of a load, and the search for the greatest rate that keeps an SLO."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cost_model.goodput.slo import RequestTimes, Slo
@@ -12,6 +12,8 @@ from fastdecode.measure.serving.client import Record
 
 CLIENT_LAG_S = 0.010
 """A client that sends later than this measures itself."""
+_MAX_DOUBLINGS = 12
+_HALVINGS = 5
 
 
 def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
@@ -113,3 +115,51 @@ def told(figures: dict[str, Any]) -> str:
             "rate, or another machine"
         )
     return "\n".join(lines)
+
+
+def find_goodput(
+    measure: Callable[[float], dict[str, Any]],
+    measure_alone: Callable[[], dict[str, Any]],
+    first_rate: float,
+    attainment: float,
+    tell: Callable[[str], None],
+) -> tuple[float, dict[str, Any] | None]:
+    """Find the greatest rate, within 3%, at which ``attainment`` of the requests keep the SLO.
+
+    Args:
+        measure: Returns the figures at a rate.
+        measure_alone: Returns the figures of requests that run one after the other. Called once,
+            if the first rate is too great: if those don't keep the SLO, no rate does, and a
+            search at ever lower ones would take hours.
+
+    Returns:
+        The rate, or 0 if there is none. The figures at it, or those of ``measure_alone`` if not
+        even they keep the SLO.
+    """
+    best, figures = 0.0, None
+    bad: float | None = None
+    rate = first_rate
+    for _ in range(_MAX_DOUBLINGS + _HALVINGS):
+        now = measure(rate)
+        is_good = now["attainment"] >= attainment
+        tell(f"{rate:.3g} requests/s: {now['attainment']:.1%} kept the SLO")
+        if is_good:
+            best, figures = rate, now
+            if now["client_was_the_limit"]:
+                break
+        else:
+            if bad is None and not best:
+                alone = measure_alone()
+                tell(f"one request at a time: {alone['attainment']:.1%} kept the SLO")
+                if alone["attainment"] < attainment:
+                    return 0.0, alone
+            bad = rate
+        if bad is not None and bad - best <= 0.03 * bad:
+            break
+        if bad is None:
+            rate *= 2
+        else:
+            rate = (best + bad) / 2 if best else bad / 2
+            if rate < first_rate / 2**_MAX_DOUBLINGS:
+                break
+    return best, figures
