@@ -77,10 +77,8 @@ def test_a_line_is_its_parts_cheapest_placement(by: str) -> None:
         assert (price(way.job) or 0) < (price(rival.job) or 0), "the fastest is not the cheapest"
 
 
-@pytest.mark.parametrize("text", ["1e6", "1000000", "1e6 "])
+@pytest.mark.parametrize("text", ["1e6", "1000000"])
 def test_requests_in_float_notation(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUESTION, "--gpu", "A10", "--requests", text, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["job"]["hours"] > 0
     assert main([*QUESTION, "--gpu", "A10", "--requests", text]) == 0
     assert "1,000,000 requests: " in capsys.readouterr().out
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from cost_model.hardware import Efficiency, Hardware, parse_toml
-from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
 HARDWARE = Hardware.load()
@@ -196,14 +195,6 @@ def test_unknown_names_suggest_the_nearest() -> None:
         HARDWARE.cpu("EPYC 7425")
     with pytest.raises(ConfigError, match="Known: 10GbE"):
         HARDWARE.nic("carrier pigeon")
-
-
-def test_dtypes_a_gpu_has_not() -> None:
-    with pytest.raises(ConfigError, match="no bfloat16"):
-        HARDWARE.gpu("T4").flops_per_s(DType.BFLOAT16)
-    with pytest.raises(ConfigError, match="float32"):
-        HARDWARE.gpu("A100").flops_per_s(DType.FLOAT32)
-    assert HARDWARE.gpu("T4").flops_per_s(DType.FLOAT16) == 65e12
 
 
 def test_faster_nics_are_of_the_same_kind() -> None:
