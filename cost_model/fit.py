@@ -70,13 +70,13 @@ def fit_curve(points: Sequence[Point]) -> Curve:
 
 
 def _most(errors: Sequence[float]) -> float:
-    """What nine of ten of them don't exceed."""
+    """Return what nine of ten errors don't exceed."""
     return float(np.quantile(errors, 0.9)) if errors else 0.0
 
 
 def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Knots at the points, pooled where the times would fall (isotonic
-    regression of the logarithms)."""
+    """Return knots at the points, pooled where times would fall: isotonic regression of
+    logarithms."""
     levels = np.exp(_isotonic(np.log(seconds)))
     slope = 0.0
     if len(sizes) >= 2:
@@ -86,7 +86,7 @@ def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def _isotonic(values: np.ndarray) -> np.ndarray:
-    """The nearest non-falling sequence (pool adjacent violators)."""
+    """Return the nearest non-falling sequence (pool adjacent violators)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = float(value), 1
@@ -98,9 +98,8 @@ def _isotonic(values: np.ndarray) -> np.ndarray:
 
 
 def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """max(floor, fixed + slope · size): the floor averages the first points,
-    the line fits the others; every split is tried and the best kept. Relative
-    least squares: each point counts by its own size."""
+    """Fit max(floor, fixed + slope · size), by relative least squares. Of all splits of the points
+    between floor and line, the best is kept."""
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     best: tuple[float, float, float, float] | None = None
     for split in range(len(x) + 1):
@@ -121,7 +120,7 @@ _FITS = {"roofline": _fit_roofline, "piecewise": _fit_piecewise}
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(fixed, slope) of the relative least-squares line, neither of them negative."""
+    """Return (fixed, slope) of the relative least-squares line, neither of them negative."""
     if len(x) == 0:
         return 0.0, 0.0
     if len(x) == 1 or x[0] == x[-1]:

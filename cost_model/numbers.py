@@ -54,7 +54,7 @@ def count(
 
 
 def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool = False) -> float:
-    """A number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
+    """Return a number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
     value: Any = fields.get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and (0 < value < LARGEST or (may_be_0 and value == 0)):

@@ -162,8 +162,8 @@ class System:
         return self.r.r_s(sequences, sequences * self.attended_tokens)
 
     def messages_s(self, lane_batch: int, sockets: float) -> float:
-        """The S-worker's thread, for one lane and layer: R-workers without a
-        sequence of the lane get no message."""
+        """Return the time of the S-worker's thread for one lane and layer. R-workers without a
+        sequence get no message."""
         return self.link.pace * self.link.message_s * min(sockets, lane_batch)
 
     def way_s(self, num_bytes: float, sockets: float) -> float:
@@ -178,7 +178,7 @@ class System:
         return self.lane_over(lane_batch)(sockets)
 
     def lane_over(self, lane_batch: int) -> Callable[[float], LaneTimes]:
-        """``lane`` over sockets: what does not depend on them is computed once."""
+        """Return ``lane`` over sockets: what does not depend on them is computed once."""
         s_s, (out, back) = self.s_s(lane_batch), self.way_bytes(lane_batch)
 
         def on(sockets: float) -> LaneTimes:
@@ -238,8 +238,8 @@ class System:
         return min((latency_s - self.prompt_s) / self.workload.output_tokens, limit_s)
 
     def load_limit_tokens(self, lane_batch: int, sockets: int) -> int:
-        """W_lim of the scheduler: the most cached tokens of a lane whose R-part
-        takes no longer than its S-part."""
+        """Return W_lim of the scheduler: the most cached tokens of a lane whose R-part hides its
+        S-part."""
         sequences = max(1.0, lane_batch / sockets)
         room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
         return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0

@@ -15,11 +15,8 @@ WIDTH = 110
 
 
 def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[str]:
-    """``  Verdict      offload: ...``: a label, then its text, wrapped and indented under it.
-
-    Args:
-        rows: label and text; an empty label continues the one above.
-    """
+    """Return lines of labels and their texts, wrapped and indented. An empty label continues the
+    one above."""
     indent = " " * (label_width + 3)
     lines: list[str] = []
     for label, text in rows:
@@ -29,7 +26,7 @@ def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[
 
 
 def paragraph(text: str, *, indent: int = 0, bullet: str = "") -> list[str]:
-    """One paragraph, wrapped; ``bullet`` stands before its first line."""
+    """Return one paragraph, wrapped. ``bullet`` stands before its first line."""
     rest = " " * (indent + len(bullet))
     first = " " * indent + bullet
     return _wrapped(text, first, rest)
@@ -48,10 +45,10 @@ def table(
     left: Sequence[int] = (0,),
     indent: int = 2,
 ) -> list[str]:
-    """Columns as wide as their widest cell. A short row ends early.
+    """Return columns as wide as their widest cell. A short row ends early.
 
     Args:
-        left: columns that start at the left; all others end at the right.
+        left: Columns that start at the left. All others end at the right.
     """
     every = [list(header), *map(list, rows)]
     every = [[*row, *[""] * (len(header) - len(row))] for row in every]
@@ -71,13 +68,12 @@ def json_text(answer: Any) -> str:
 
 
 def picked(value: Any, names: str) -> dict[str, Any]:
-    """These fields and properties of ``value``; ``names`` are separated by spaces."""
+    """Return these fields and properties of ``value``. ``names`` are separated by spaces."""
     return {name: getattr(value, name) for name in names.split()}
 
 
 def json_tree(value: Any) -> Any:
-    """Dataclasses as objects, enums as their values; an infinite or
-    undefined number is null, which JSON has no word for."""
+    """Return dataclasses as objects, enums as values, and infinite or undefined numbers as null."""
     if is_dataclass(value) and not isinstance(value, type):
         return json_tree(asdict(value))
     if isinstance(value, Mapping):
@@ -92,13 +88,13 @@ def json_tree(value: Any) -> Any:
 
 
 def seconds_text(seconds: float) -> str:
-    """0.00123 → ``1.23 ms``."""
+    """Return ``1.23 ms`` for 0.00123."""
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
 
 
 def times_text(times: Sequence[float | None], separator: str = "/") -> str:
-    """Seconds in one unit: ``12/15.3/98 ms``; from 1 s on ``0.8/1.2/3.4 s``.
-    None: there is none, ``-``."""
+    """Return seconds in one unit: ``12/15.3/98 ms``, from 1 s on ``0.8/1.2/3.4 s``. None is
+    ``-``."""
     longest = max((each for each in times if each is not None), default=0.0)
     size, unit = (1.0, "s") if longest >= 1.0 else (1e-3, "ms")
     shown = ("-" if each is None else f"{round_to(each / size, 3):g}" for each in times)
@@ -106,17 +102,17 @@ def times_text(times: Sequence[float | None], separator: str = "/") -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """1.2e9 → ``1.2 GB``."""
+    """Return ``1.2 GB`` for 1.2e9."""
     return _scaled(num_bytes, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "B")))
 
 
 def rate_text(per_s: float) -> str:
-    """8123.4 → ``8,120``; three digits are more than any prediction has."""
+    """Return ``8,120`` for 8123.4: three digits are more than any prediction has."""
     return f"{round_to(per_s, 3):,.0f}" if per_s >= 100 else f"{round_to(per_s, 3):g}"
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 socket``, ``1,200 sockets``."""
+    """Return ``1 socket`` or ``1,200 sockets``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

@@ -81,7 +81,7 @@ _COLUMNS = "started_s step_s s_part_s r_part_s load_tokens num_running num_token
 
 
 def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
-    """What a run gave. Seconds of virtual time; shares of its whole length; tokens of load."""
+    """Return seconds of virtual time, shares of its whole length, and tokens of load."""
     steps, total_s = outcome.steps, max(outcome.total_s, 1e-12)
     num_output_tokens = sum(served.traced.num_output_tokens for served in outcome.served)
     loads = [step.load_tokens for step in steps]

@@ -149,7 +149,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPartModel:
-        """A roofline over GPUs of one node that share every layer (tensor parallel)."""
+        """Return a roofline over GPUs of one node that share every layer (tensor parallel)."""
         roof = _Roofline(gpu, num_gpus, costs)
         return cls(
             name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
@@ -173,7 +173,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
-        """Curves through what was measured.
+        """Return curves through what was measured.
 
         Raises:
             ConfigError: If the profile is of another model shape or dtype.
@@ -263,7 +263,7 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def of_device(cls, s: SPartModel, costs: TokenCosts) -> RPartModel:
-        """The GPUs attend by themselves, to KV in the memory that the weights leave."""
+        """Return GPUs that attend by themselves, to KV in the memory that the weights leave."""
         token_s = costs.kv_layer_bytes / s.kv_read_bytes_per_s
         room = s.usable_memory_bytes - costs.weight_bytes
         return cls(

@@ -45,7 +45,7 @@ class SystemTime(StepTime):
         return self._layers * self._lane(num_decoding).s_s + self._prompts_s(prompts)
 
     def _prompts_s(self, prompts: Prompts) -> float:
-        """What they add to a step, which reads the weights anyway."""
+        """Return what prompts add to a step, which reads the weights anyway."""
         s = self.system.s
         own_s = sum(s.prefill_s(before + new) - s.prefill_s(before) for before, new in prompts)
         return own_s + self._way_s(sum(new for _, new in prompts))
@@ -58,7 +58,8 @@ class SystemTime(StepTime):
         return self._layers * (out_s + system.way_s(num_tokens * costs.back_bytes, self.sockets))
 
     def _prompts_alone_s(self, prompts: Prompts) -> float:
-        """A step of prompts alone reads the weights, too, and sends K and V to the R-workers."""
+        """Return a step of prompts alone. It reads the weights, and sends K and V to the
+        R-workers."""
         s, costs = self.system.s, self.system.costs
         total, prompts_s = sum(new for _, new in prompts), self._prompts_s(prompts)
         if s.provenance is Provenance.MEASURED:

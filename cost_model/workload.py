@@ -109,7 +109,7 @@ class Workload:
         )
 
     def attended_tokens(self, spec: ModelSpec) -> float:
-        """Keys that a running sequence sees a layer, averaged over sequences and layers."""
+        """Return keys that a running sequence sees, averaged over sequences and layers."""
         kinds = Counter(attention.sliding_window for attention in spec.attention)
         total = sum(count * self.mean_attended_tokens(window) for window, count in kinds.items())
         return total / len(spec.attention)
@@ -131,7 +131,7 @@ class WeightBytes:
 
     @classmethod
     def kept(cls, spec: ModelSpec, dtype: DType) -> WeightBytes:
-        """As the checkpoint holds them; what isn't quantised in ``dtype``."""
+        """Return bytes as the checkpoint holds weights, in ``dtype`` where it isn't quantised."""
         quantisation, plain = spec.quantisation, float(dtype.size_bytes)
         if quantisation is None:
             return cls.decoded(dtype)

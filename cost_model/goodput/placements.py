@@ -159,7 +159,7 @@ class InstanceHardware:
         return self._free_bytes(degrees) > 0
 
     def _free_bytes(self, degrees: Degrees) -> float:
-        """Memory of a stage's GPUs beside its weights and its smallest batch of prompts."""
+        """Return memory of a stage's GPUs beside its weights and its smallest batch of prompts."""
         costs = self.setup.costs
         layers = math.ceil(costs.num_layers / degrees.pp)
         weights = layers * costs.layer_weight_bytes
@@ -176,7 +176,7 @@ class InstanceHardware:
         return PrefillSpec(times, batch_tokens(times, self.mean_prompt), buffer_tokens)
 
     def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
-        """Each stage has its part of the sockets. K and V cross this many ports."""
+        """Return times of an instance whose stages share the sockets evenly."""
         system, stage_sockets, lanes = self.system(degrees.tp), sockets / degrees.pp, MAX_LANES
         ports = num_ports * system.link.bytes_per_s / system.link.pace
         if not sockets:

@@ -233,7 +233,7 @@ class Search:
         return Simulated(lambda r, num: simulate(r, prefill * num, decode * num), most)
 
     def _max_decoding(self, spec: DecodeSpec) -> float:
-        """Requests per second of the largest batch that keeps the TPOT at mean contexts."""
+        """Return requests per second of the largest batch that keeps the TPOT at mean contexts."""
         draw, tpot_s = self.load.draw, self.load.slo.tpot_s
         context = round(draw.mean_prompt + draw.mean_output / 2)
         room = max(1, spec.capacity_tokens // round(draw.mean_prompt + draw.mean_output))

@@ -131,7 +131,7 @@ def arrange(
 
 
 def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
-    """GPUs that share every layer, stages, and systems."""
+    """Yield GPUs that share every layer, stages, and systems."""
     spec = setup.spec
     for tp in (1, *([] if setup.is_without_gpu else split_counts(spec, 1))):
         if gpus % tp:

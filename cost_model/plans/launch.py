@@ -46,7 +46,7 @@ def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
 
 
 def _generate(sizing: Sizing, plan: Plan, model: str) -> tuple[str, ...]:
-    """The S-worker's command; INPUT and OUTPUT are the script's."""
+    """Return the S-worker's command. INPUT and OUTPUT are the script's."""
     setup = sizing.setup
     options = {
         "--model": model,
@@ -106,7 +106,7 @@ OUTPUT=$2
 
 
 def _sbatch(sizing: Sizing, plan: Plan, model: str) -> str:
-    """A heterogeneous job: one node with GPUs, and the R-workers' nodes, whole."""
+    """Return a heterogeneous job: one node with GPUs, and the R-workers' nodes, whole."""
     return f"""#!/bin/bash
 {_summary(sizing, plan)}
 # Usage: sbatch job.sbatch IN.jsonl OUT.jsonl

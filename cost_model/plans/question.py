@@ -93,8 +93,8 @@ class Setup:
         return TokenCosts(self.spec, self.dtype, self.kv_dtype, kept, self.has_ends)
 
     def fp8_rival(self) -> Setup:
-        """The same GPUs with weights and KV cache in FP8, as engines that keep all on the GPU
-        serve it; those without FP8 units compute in 16 bits."""
+        """Return the same GPUs with weights and KV in FP8, as engines without offload serve them.
+        GPUs without FP8 units compute in 16 bits."""
         gpu = self.gpu
         if isinstance(gpu, Gpu) and gpu.fp8_flops_per_s is not None:
             fp8 = gpu.fp8_flops_per_s

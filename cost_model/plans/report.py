@@ -173,7 +173,7 @@ def _answer(sizing: Sizing) -> str:
 
 
 def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
-    """Lines about the headline's own placement."""
+    """Yield lines about the headline's own placement."""
     goal, served, queue_s = sizing.goal, sizing.served, 0.0
     if served is not None:
         queue_s = served.queue_s
@@ -363,7 +363,7 @@ def inputs_of(sizing: Sizing) -> Iterator[Input]:
 
 
 def about_weights(setup: Setup) -> str:
-    """The dtype of weights in memory, and what they take on disk if that is less."""
+    """Return the dtype of weights in memory, and what they take on disk if that is less."""
     quantisation = setup.spec.quantisation
     if quantisation is None:
         return str(setup.dtype)

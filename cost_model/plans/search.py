@@ -139,7 +139,7 @@ class Search:
         return self.batch(lane_batch, lanes) / (self.system.costs.num_layers * cycle_s)
 
     def tops(self) -> dict[int, tuple[float, int]]:
-        """By number of lanes: the most tokens a second, and a lane's batch that gives them."""
+        """Return the most tokens per second and its batch of a lane, by number of lanes."""
         found = {}
         for lanes in self.num_lanes:
             rates = ((self.rate(batch, lanes), -batch) for batch in self._lane_batches(lanes))
@@ -149,8 +149,8 @@ class Search:
         return found
 
     def _lane_batches(self, lanes: int) -> Iterator[int]:
-        """Candidates for the most tokens a second. By a datasheet, the largest that can run
-        gives it; what was measured may have its best anywhere."""
+        """Yield candidates for the most tokens per second. By a datasheet, the largest that can run
+        gives it; a profile may have its best anywhere."""
         measured, asked = self.system.s.max_batch, self.goal.batch
         if asked is not None:
             if measured is not None and -(-asked // max(self.num_lanes)) > measured:
@@ -171,8 +171,8 @@ class Search:
             yield most
 
     def plans(self, tops: dict[int, tuple[float, int]], most_rate: float) -> Iterator[Plan]:
-        """For each number of lanes of ``tops``, the smallest batch and the fewest sockets that
-        give nearly ``most_rate``."""
+        """Yield the smallest batch and the fewest sockets that give nearly ``most_rate``, for each
+        number of lanes."""
         gain = self.goal.gain
         wanted, first = most_rate / (1.0 + gain), most_rate / (1.0 + gain / 2)
         for lanes, (top, lane_batch) in tops.items():
@@ -214,7 +214,7 @@ class Search:
         return constraints(self.system, lane_batch, lanes, promises, cycle_s)
 
     def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
-        """``working``: sockets, spare ones not counted."""
+        """Return a plan. ``working``: sockets without spare ones."""
         system, goal = self.system, self.goal
         sockets, batch = working + goal.survive, self.batch(lane_batch, lanes)
         return Plan(
@@ -234,8 +234,8 @@ class Search:
         )
 
     def best(self) -> tuple[Plan | None, float]:
-        """The plan, and the most tokens a second that any batch on any allowed number of
-        sockets gives; None and 0: nothing keeps the promises."""
+        """Return the plan, and the most tokens per second of any batch on any allowed number of
+        sockets. None and 0 if nothing keeps the promises."""
         tops = self.tops()
         if not tops:
             return None, 0.0
@@ -255,8 +255,8 @@ def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
 
 
 def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str, Plan | None]:
-    """Where nothing keeps the promises: the constraints in the way, what would, and the nearest
-    plan that can run."""
+    """Return the constraints in the way where nothing keeps the promises, what would help, and the
+    nearest plan that can run."""
     goal, system = search.goal, search.system
     batch = 1 if goal.batch is None else goal.batch
     rows: list[tuple[Constraint, ...]] = []
@@ -303,7 +303,7 @@ def _capped(row: Constraint, goal: Goal) -> Constraint:
 
 
 def _shortest_step(search: Search) -> str:
-    """The latency that nothing keeps, and the one that can be kept."""
+    """Return the latency that can be kept."""
     system, headroom = search.system, search.promises.headroom
     lanes = search.goal.lanes or 1
     lane_batch = -(-(search.goal.batch or 1) // lanes)

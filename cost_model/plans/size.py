@@ -202,8 +202,8 @@ class Sizing:
         return self.preferred(found)
 
     def preferred(self, found: Iterable[Headline]) -> Headline | None:
-        """Among placements within 2 % of the most tokens/s, choose the fewest sockets, then the
-        fewest seconds a token; the other way round if the sockets are at hand."""
+        """Choose among placements within 2 % of the most tokens/s: the fewest sockets, then the
+        fewest seconds a token. If sockets are at hand, the other way round."""
         is_owned, found = self.goal.max_sockets is not None, tuple(found)
         most = max((each.tokens_per_s for each in found), default=0.0) / _NEARLY
         near = (x for x in found if x.tokens_per_s >= most)

@@ -35,10 +35,10 @@ class StageShare:
 
 
 def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Sizing:
-    """The plan of the stage that sets the pace of all.
+    """Plan the stage that sets the pace of all.
 
     Args:
-        plan: answers the question about one stage.
+        plan: Answers the question about one stage.
     """
     first, *others = layers_of_stages(setup.spec, num_stages)
     asked = _stage_goal(goal, num_stages)
