@@ -238,8 +238,8 @@ class System:
         return min((latency_s - self.prompt_s) / self.workload.output_tokens, limit_s)
 
     def load_limit_tokens(self, lane_batch: int, sockets: int) -> int:
-        """Return W_lim of the scheduler: the most cached tokens of a lane whose R-part hides its
-        S-part."""
+        """Return W_lim of the scheduler: the most cached tokens of a lane whose S-part hides its
+        R-part."""
         sequences = max(1.0, lane_batch / sockets)
         room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
         return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0
