@@ -43,7 +43,7 @@ class Efficiency:
             raise ConfigError(f"an efficiency lies between 0 and 1, got {self.value}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU. Peaks are dense."""
 
@@ -97,7 +97,7 @@ class SocketAsGpu(Gpu):
         return bf16 or self.fp16_flops_per_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cpu:
     """One CPU socket with its memory."""
 
@@ -177,7 +177,7 @@ class Cpu:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Nic:
     name: str
     source: str

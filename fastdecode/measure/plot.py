@@ -216,17 +216,11 @@ def plot_run(source: Path, target: Path) -> None:
 class TraceSeries:
     """Values of a trace in equal parts of its time. The trace is read twice, and not kept.
 
-    Args:
-        num_bins: Number of parts.
-
     Attributes:
         seconds: Middle of each part.
         waited: Share of each part in which the S-worker waited for R-workers.
         attended: Share of each part in which an R-worker computed, on average.
         levels: Mean of each counter in each part.
-
-    Raises:
-        ConfigError: If the file can't be read, or has no spans.
     """
 
     def __init__(self, source: Path, num_bins: int = NUM_BINS) -> None:
