@@ -117,7 +117,7 @@ class System:
         return replace(self, s=s, r=r, link=LinkModel.within_process(), transport=MPI)
 
     def scaled(self, sign: int) -> System:
-        s, r, link = (part.scaled(sign) for part in (self.s, self.r, self.link))
+        s, r, link = self.s.scaled(sign), self.r.scaled(sign), self.link.scaled(sign)
         return replace(self, s=s, r=r, link=link)
 
     @cached_property

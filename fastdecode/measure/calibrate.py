@@ -28,8 +28,6 @@ STEP_CONTEXT_TOKENS = 48
 
 @dataclass(frozen=True)
 class SEffort:
-    """How much to measure."""
-
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (16, 64, 256, 1024)
     repeats: int = 9

@@ -50,8 +50,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a bad path before anything is computed.
-
+    """
     Raises:
         ConfigError: If the file's name has no known ending.
         MissingExtraError: If matplotlib isn't installed.
@@ -62,13 +61,12 @@ def check_plot(path: Path) -> None:
         import matplotlib  # noqa: F401
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path, option: str = "plot") -> None:
     try:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise ConfigError(
-            Given("plot", str(path)), f": can't write there: {error.strerror}"
-        ) from None
+    except (OSError, ValueError) as error:
+        why = explained(error) if isinstance(error, OSError) else error
+        raise ConfigError(Given(option, str(path)), f": can't write there: {why}") from None
 
 
 def save_plot(sizing: Sizing, path: Path) -> None:
@@ -206,11 +204,7 @@ def plot_run(source: Path, target: Path) -> None:
     for each in axes:
         each.legend(loc="best")
         each.grid(alpha=0.3)
-    try:
-        figure.savefig(target)
-    except (OSError, ValueError) as error:
-        why = explained(error) if isinstance(error, OSError) else error
-        raise ConfigError(f"can't write {target}: {why}") from None
+    _save(figure, target, "output")
 
 
 class TraceSeries:
@@ -265,11 +259,7 @@ class TraceSeries:
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a trace's events. A run that was killed may have left the last line incomplete.
-
-    Raises:
-        ConfigError: If the file can't be read, or isn't a trace.
-    """
+    """Yield a trace's events. A run that was killed may have left the last line incomplete."""
     try:
         with path.open("rb") as file:
             if file.read(2) != b"[\n":

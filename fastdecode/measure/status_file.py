@@ -95,8 +95,6 @@ class StatusFile:
 
     Args:
         path: The file. None writes nothing.
-        command: Command of ``fastdecode`` that runs.
-        watched: Source of the status.
         tell: Prints a failure.
     """
 

@@ -97,8 +97,6 @@ def time_prompt(
 ) -> float:
     """Return the seconds from submitting a prompt of random tokens to its first token.
 
-    The engine is empty before and after.
-
     Raises:
         CapacityError: If the R-workers can't hold the prompt.
     """
@@ -122,7 +120,6 @@ def _step(engine: Engine) -> None:
 def _requests(
     running: RunningEngine, num: int, prompt_len: int, max_tokens: int, seed: int
 ) -> list[Request]:
-    """Return requests of random tokens."""
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     prompts = [rng.integers(0, running.spec.vocab_size, prompt_len).tolist() for _ in range(num)]

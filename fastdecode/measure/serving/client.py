@@ -64,8 +64,6 @@ class Endpoint:
 
     Args:
         url: http://HOST:PORT, perhaps with a path before /v1.
-        key: Sent with every request.
-        timeout_s: Longest time for an answer.
 
     Raises:
         ConfigError: If ``url`` is not such an address.
@@ -231,7 +229,6 @@ class Endpoint:
 
 
 def _take(said: Any, record: Record, now_s: float) -> None:
-    """Raises ValueError, LookupError, TypeError: If it isn't an event of OpenAI's."""
     if not isinstance(said, dict):
         raise ValueError("an event is no JSON object")
     if "error" in said:
@@ -244,7 +241,6 @@ def _take(said: Any, record: Record, now_s: float) -> None:
 
 
 async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Return the body, or as much of it."""
     body = b""
     async for piece in answer.content.iter_any():
         body += piece

@@ -63,16 +63,9 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-
-    def percentile(percent: float) -> float:
-        return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-    return {
-        "mean": sum(ordered) / len(ordered),
-        "p50": percentile(50),
-        "p90": percentile(90),
-        "p99": percentile(99),
-    }
+    ranks = {f"p{p}": max(0, math.ceil(len(ordered) * p / 100) - 1) for p in (50, 90, 99)}
+    found = {name: ordered[rank] for name, rank in ranks.items()}
+    return {"mean": sum(ordered) / len(ordered), **found}
 
 
 def told(figures: dict[str, Any]) -> str:
