@@ -254,7 +254,8 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
     system = setup.system()
     search = Search(system, goal, goal.promises(system))
     plan, most = search.best()
-    feasible, in_the_way, nearest = plan is not None, (), ""
+    in_the_way: tuple[Constraint, ...] = ()
+    feasible, nearest = plan is not None, ""
     if plan is None:
         in_the_way, nearest, plan = diagnose(setup, search)
     gain = 0.10 if setup.is_without_gpu else 0.0
@@ -305,10 +306,13 @@ def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
     counts = {own, 2 * own, max(1, own // 2), max(1, own * 3 // 4)}
     counts |= {1 << i for i in range((2 * own).bit_length())}
     on = cache(partial(plan.on, system))
+
+    def differs(limit: str, count: int) -> bool:
+        return on(count).limit != limit
+
     for low, high in itertools.pairwise(sorted(counts)):
-        limit = on(low).limit
-        if on(high).limit != limit:
-            counts.add(smallest(lambda n, limit=limit: on(n).limit != limit, high, above=low))
+        if differs(on(low).limit, high):
+            counts.add(smallest(partial(differs, on(low).limit), high, above=low))
     return tuple(map(on, sorted(counts)))
 
 

@@ -46,13 +46,13 @@ def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Si
     if others:
         largest = stage_spec(setup.spec, max(others, key=len))
         questions.append(replace(setup, spec=largest, has_ends=False))
-    slowest, *others = sorted(
+    slowest, *rest = sorted(
         (plan(each, asked) for each in questions),
         key=lambda each: each.most_tokens_per_s if each.feasible else -1.0,
     )
     chosen = slowest.plan
-    if others and slowest.feasible and chosen is not None:
-        (quicker,) = others
+    if rest and slowest.feasible and chosen is not None:
+        (quicker,) = rest
         if not s_worker_fits(quicker.system, chosen.lane_batch, chosen.lanes):
             return quicker
     return slowest
@@ -78,7 +78,7 @@ def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageSh
     """Return each stage's share. ``setup`` is the whole model's, ``sizing`` one stage's."""
     spec, costs = setup.spec, setup.costs
     ends = spec.num_embedding_parameters + spec.num_head_parameters
-    sockets, shares = sizing.plan and sizing.plan.sockets, []
+    sockets, shares = None if sizing.plan is None else sizing.plan.sockets, []
     for number, layers in enumerate(layers_of_stages(spec, num_stages)):
         num_bytes = sum(costs.layer_read_bytes(layer, math.inf) for layer in layers)
         num_bytes += 0 if number else ends * costs.weights.others
