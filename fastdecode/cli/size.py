@@ -308,6 +308,8 @@ def read_setup(
         ConfigError: If an option makes no sense.
     """
     spec = read_model(args.model)
+    cpu: Cpu | RProfile
+    gpu: Gpu | SProfile
     if is_described(parts.cpu):
         cpu = described_cpu(parts.cpu, hardware)
     else:
@@ -318,8 +320,8 @@ def read_setup(
         gpu = _without_gpu(cpu, options)
     else:
         gpu = _profile(parts.gpu, "gpu", SProfile, "s") or hardware.gpu(parts.gpu)
-    is_of_profile = args.dtype == "auto" and isinstance(gpu, SProfile)
-    dtype = spec.choose_dtype(gpu.dtype if is_of_profile else args.dtype)
+    asked = gpu.dtype if args.dtype == "auto" and isinstance(gpu, SProfile) else args.dtype
+    dtype = spec.choose_dtype(asked)
     kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
     return Setup(
         spec=spec,
