@@ -205,15 +205,14 @@ def run_size(args: argparse.Namespace) -> int:
             f"--emit writes an mpirun line, which --transport {parts.transport} does not use. "
             "Remove one of them"
         )
-    workload = _workload(args)
     if parts.own or "all" in (parts.gpu, parts.cpu):
-        return _print_choices(args, parts, hardware, workload, prices)
+        return _print_choices(args, parts, hardware, prices)
     if args.sort is not None:
         raise ConfigError(
             f"--sort {args.sort} orders a table, and this is one plan. Add --gpu all, --cpu all or "
             "--own, or remove it"
         )
-    whole, goal = read_setup(args, parts, hardware, workload), read_options(args, Goal)
+    whole, goal = read_setup(args, parts, hardware, _workload(args)), read_options(args, Goal)
     num_stages = parts.pp
     for name in ("emit", "plot", "prices", "requests", "users"):
         if num_stages > 1 and getattr(args, name) is not None:
@@ -239,11 +238,7 @@ def run_size(args: argparse.Namespace) -> int:
 
 
 def _print_choices(
-    args: argparse.Namespace,
-    parts: Parts,
-    hardware: Hardware,
-    workload: Workload,
-    prices: Prices | None,
+    args: argparse.Namespace, parts: Parts, hardware: Hardware, prices: Prices | None
 ) -> int:
     """Print one table instead of one plan. Returns the exit code."""
     from cost_model.plans.choices import arrange, check_sort, choices_text, choose, sort_choices
@@ -259,7 +254,7 @@ def _print_choices(
         raise ConfigError(f"--pp {parts.pp} is for one plan, and this is a table. Remove it")
     by = args.sort or "tokens"
     check_sort(by, prices)
-    goal = read_options(args, Goal)
+    goal, workload = read_options(args, Goal), _workload(args)
 
     def plan(setup: Setup, asked: Goal) -> Any:
         return size(setup, asked, hardware)

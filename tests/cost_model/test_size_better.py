@@ -43,7 +43,7 @@ goals = st.builds(
 
 
 def _more(part: str, *names: str, shorter: bool = False) -> Callable[[Setup, float], Setup]:
-    """Return a change of fields of a part: so many times as much, or a part of it."""
+    """Return a change that multiplies fields of a part by a factor, or divides them."""
 
     def change(setup: Setup, factor: float) -> Setup:
         old, by = getattr(setup, part), 1 / factor if shorter else factor
