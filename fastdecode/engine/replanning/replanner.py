@@ -174,7 +174,6 @@ class Replanner:
 
 
 def totals_of(stats: EngineStats, token_bytes: int) -> InstanceTotals:
-    """Of one instance. ``token_bytes``: K and V of a token, all layers."""
     return InstanceTotals(
         stats.num_steps,
         stats.num_output_tokens,
