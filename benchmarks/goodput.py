@@ -48,8 +48,13 @@ from end_to_end import VOCAB
 from provenance import keep, provenance
 from r_worker_processes import add_model_options, model_or_random, pinned_instances
 
-from cost_model.goodput.measured import LinearTimes, StepLog
-from cost_model.goodput.replanning import InstanceProfile, Roles, simulation_of
+from cost_model.goodput.replanning import (
+    InstanceProfile,
+    LinearTimes,
+    Roles,
+    StepLog,
+    simulation_of,
+)
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Draw, Lengths, drawn

@@ -45,7 +45,6 @@ class Load:
         return self.draw.at(rate, max(self.min_requests, min(MAX_REQUESTS, wanted)))
 
     def is_carried(self, run: GoodputRun) -> bool:
-        """True if enough requests keep the SLO, and waits do not grow."""
         counted = run.counted(self.residence_s)
         return self.slo.is_attained(counted, self.how) and run.is_sustained
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cost_model.quantities import seconds_text
+from cost_model.printing import seconds_text
 from fastdecode.cli.options import (
     add_log_level_option,
     add_options,

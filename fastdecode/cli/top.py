@@ -183,7 +183,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 def run_plot(args: argparse.Namespace) -> int:
     """Draw. Return the exit code."""
-    from fastdecode.measure.run_plot import plot_run
+    from fastdecode.measure.plot import plot_run
 
     target = args.output or args.source.with_name(args.source.name + ".svg")
     check_writable(target, "picture")

@@ -173,6 +173,7 @@ def test_emits_what_launch_starts(
         (["--gpu", "A10", "--rate", "1", "--replay"], "--replay needs a --trace"),
         (["--gpu", "A10", "--rate", "1", "--prices", "gpu=1"], "--prices gpu=1: give both"),
         (["--gpu", "A10", "--rate", "1", "--cv", "-1"], "--cv -1.0 is not a number from 0"),
+        (["--gpu", "A10", "--rate", "1", "--seed", "-1"], "--seed -1 is not a whole number from 0"),
         (["--gpu", "A10", "--rate", "1", "--nodes", "0"], "--nodes 0 is not a whole number"),
         (["--gpu", "A10", "--rate", "1", "--max-sockets", "0"], "--max-sockets 0 is not"),
         (["--gpu", "A10", "--rate", "1", "--requests", "0"], "--requests 0 is not"),

@@ -14,7 +14,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
-from fastdecode.measure.run_plot import TraceSeries
+from fastdecode.measure.plot import TraceSeries
 from fastdecode.server.serving import ActivityLines
 from fastdecode.wire.instances.messages import StatusReport
 

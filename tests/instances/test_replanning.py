@@ -217,8 +217,7 @@ def test_a_planner_ends_with_its_controller() -> None:
 
 
 def question() -> RoleQuestion:
-    from cost_model.goodput.measured import LinearTimes
-    from cost_model.goodput.replanning import InstanceProfile, TrafficSample
+    from cost_model.goodput.replanning import InstanceProfile, LinearTimes, TrafficSample
     from cost_model.goodput.slo import Slo
 
     alike = InstanceProfile(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4, 1e-6), 512, 10_000, 64)
