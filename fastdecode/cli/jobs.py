@@ -44,7 +44,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.options import REQUIRED, declared, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import STANDARD, check_paths, check_readable, check_writable, write_json
-from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.host.processes import interrupt
 from fastdecode.core.model.checkpoint import check_model
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Bar, Progress

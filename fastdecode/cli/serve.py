@@ -39,7 +39,7 @@ from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.files import check_writable
-from fastdecode.core.host.interrupts import Interrupted, interrupt
+from fastdecode.core.host.processes import Interrupted, interrupt
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes

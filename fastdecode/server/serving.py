@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, RequestError
-from fastdecode.core.host.child_process import python_command
+from fastdecode.core.host.processes import python_command
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server.link import (

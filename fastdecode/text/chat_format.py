@@ -33,25 +33,13 @@ REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
 class ChatOptions:
     """What a user may choose about how chats are written, and answers read."""
 
-    chat_template: str | None = option(
-        None, "use this template, not the model's own", metavar="FILE"
-    )
+    chat_template: str | None = option(None, "use this template instead", metavar="FILE")
     chat_template_content_format: str = option(
-        AUTO,
-        "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
-        "auto: the one that the template reads",
-        choices=CONTENT_FORMATS,
+        AUTO, "form of a message's content; auto: what the template reads", choices=CONTENT_FORMATS
     )
-    tool_parser: str = option(
-        AUTO,
-        "format of the model's tool calls; auto: the one in its chat template",
-        choices=TOOL_PARSERS,
-    )
+    tool_parser: str = option(AUTO, "format of calls; auto: the template's", choices=TOOL_PARSERS)
     reasoning_parser: str = option(
-        AUTO,
-        "marks of the model's reasoning, which answers have apart as reasoning_content; auto: "
-        "those in its chat template",
-        choices=REASONING_PARSERS,
+        AUTO, "marks of reasoning_content; auto: the template's", choices=REASONING_PARSERS
     )
 
 

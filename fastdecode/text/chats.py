@@ -225,8 +225,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _content(content: object, style: MessageStyle, role: str) -> object:
-    """Return a content as the template takes it. Refusals are texts; other parts without text
-    stay as they are."""
+    """Return a content as the template takes it. A refusal is a text."""
     if isinstance(content, str):
         return _as_parts(content) if role in style.parts else content
     if not isinstance(content, Sequence):

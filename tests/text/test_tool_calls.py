@@ -27,13 +27,12 @@ from fastdecode.text.chat_format import (
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammars import GrammarMasks, check_structured
-from fastdecode.text.lark import calls_rules
+from fastdecode.text.lark import calls_rules, followable, types_of
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
 )
-from fastdecode.text.schemas import followable, types_of
 from fastdecode.text.tools import TOOL_FORMATS, Tools, tool_format
 
 PARAMETERS = {
