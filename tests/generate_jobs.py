@@ -16,8 +16,7 @@ LENGTHS = tuple(1 + 5 * i for i in range(8))
 
 
 def write_requests(path: Path, max_tokens: int, lengths: Sequence[int] = LENGTHS) -> None:
-    """One request for each length of a prompt, greedy. The first is done long
-    before the others."""
+    """One request for each length of a prompt, greedy. The first is done long before the others."""
     lines = [
         {
             "id": i,

@@ -194,7 +194,7 @@ class BatchJob:
             progress.update(
                 done=len(self._done), num_failed=self._result.num_failed,
                 num_tokens=llm.stats.num_output_tokens - tokens_before, workers=now.workers,
-                num_running=now.num_running,
+                num_running=min(now.num_running, len(self._open)),
             )  # fmt: skip
 
         with contextlib.suppress(StopNow):

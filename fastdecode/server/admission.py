@@ -72,7 +72,9 @@ class QueueAdmission:
 
     def _retry_after_s(self, excess: int, excess_tokens: int, now: float) -> int:
         """Return the seconds until the excess has drained, at the rate of ``WINDOW_S``."""
-        started = [each for each in self._started if now - each[0] <= WINDOW_S]
+        started = self._started
+        while started and now - started[0][0] > WINDOW_S:
+            started.popleft()
         if not started:
             return _UNKNOWN_RETRY_S
         elapsed_s = max(1.0, now - started[0][0])

@@ -51,6 +51,7 @@ _MOST_AT_ONCE: Final = 1 << 20
 
 
 class Opening(Message, frozen=True, tag=201):
+    is_long = True
     model: str
     """Directory, as given."""
     options: Mapping[str, Any]
@@ -76,6 +77,7 @@ class Listening(Message, frozen=True, tag=202):
 
 
 class Unfit(Message, frozen=True, tag=203):
+    is_long = True
     message: str
 
 
@@ -85,6 +87,7 @@ class Ready(Message, frozen=True, tag=204):
 
 
 class Keys(Message, frozen=True, tag=205):
+    is_long = True
     keys: tuple[str, ...]
 
 
@@ -106,20 +109,9 @@ class StatusAck(Message, frozen=True, tag=209):
 
 
 ServerMessage: TypeAlias = (
-    Opening
-    | Listening
-    | Unfit
-    | Ready
-    | Submit
-    | Cancel
-    | Deltas
-    | StatusReport
-    | Keys
-    | Drain
-    | CutOff
-    | Drained
-    | StatusAck
-)
+    Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys | Drain
+    | CutOff | Drained | StatusAck
+)  # fmt: skip
 
 
 class Packing:

@@ -292,9 +292,9 @@ def epoch_of(data: bytes | memoryview) -> int | None:
 
 
 def _readable(said: Any) -> Any:
-    """Return the same builtins with surrogates as escapes: nothing else that UTF-8 hasn't."""
+    """Return the same builtins with ``?`` for each lone surrogate, which UTF-8 hasn't."""
     if isinstance(said, str):
-        return said.encode("utf-8", "backslashreplace").decode()
+        return said.encode("utf-8", "replace").decode()
     if isinstance(said, dict):
         return {_readable(key): _readable(value) for key, value in said.items()}
     return [_readable(each) for each in said] if isinstance(said, (list, tuple)) else said
@@ -328,15 +328,15 @@ class Codec:
         """
         arrays = self._arrays = []
         try:
-            said = self._encode(message)
-        except UnicodeEncodeError:  # half a pair of surrogates, in a text of a client
-            arrays.clear()
-            said = msgspec.msgpack.encode(
-                _readable(msgspec.to_builtins(message, enc_hook=self._place))
-            )
+            try:
+                said = self._encode(message)
+            except UnicodeEncodeError:  # a lone surrogate, in an error about a client's text
+                arrays.clear()
+                plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=self._place)
+                said = self._encode(_readable(plain))
         except ProtocolError as error:
             raise _refusal(message, str(error)) from None
-        except (OverflowError, TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
             raise _refusal(message, f"can't be sent: {error}") from None
         finally:
             self._arrays = []

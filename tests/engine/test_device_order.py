@@ -336,8 +336,7 @@ def test_whoever_begins_anew_is_held_anew() -> None:
 
 @dataclass
 class HeldRun(Run):
-    """Every second row's prompt comes in chunks; then it decodes, as the others
-    do."""
+    """Every second row's prompt comes in chunks; then it decodes, as the others do."""
 
     num_steps: int = 4
     num_held: int = 256

@@ -60,8 +60,7 @@ def tokens_of(outputs: list[RequestOutput]) -> Said:
 
 
 def script(llm: LLM, cache: CacheUse = ANYBODY) -> Said:
-    """Requests that begin alike, the same again, and turns that go on from
-    their answers."""
+    """Requests that begin alike, the same again, and turns that go on from their answers."""
     (common,) = prompts((COMMON,), seed=3)
     asked = [common + own for own in prompts(OWN, seed=4)]
     first = llm.generate([*asked, asked[2]], [*[GREEDY] * len(asked), DRAWN], cache=cache)

@@ -51,8 +51,7 @@ def test_roles_flip_under_load(model: str, one: LLM) -> None:
 
 
 class Planned:
-    """In the place of ``Planner``: keeps the question, and gives the answer that a
-    test wants."""
+    """In the place of ``Planner``: keeps the question, and gives the answer that a test wants."""
 
     def __init__(self, best: Roles, gain: float) -> None:
         self.asked: list[RoleQuestion] = []

@@ -109,8 +109,7 @@ def test_prompts_and_tokens_never_share_a_step(
 
 
 def fork(num_lanes: int, blocks: tuple[int, ...], num_forks: int, **more: object) -> ApartHarness:
-    """A prompt whose answers are many, in lanes of which that of prompts is the
-    quickest."""
+    """A prompt whose answers are many, in lanes of which that of prompts is the quickest."""
     chosen = replace(options("greedy", num_lanes, **more), num_prompt_lanes=1)
     scheduler = make_scheduler(chosen, blocks, BLOCK_SIZE)
     harness = ApartHarness(

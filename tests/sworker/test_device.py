@@ -204,8 +204,7 @@ def test_large_uploads_leave_from_pinned_memory() -> None:
 
 
 def test_an_error_is_cleared_whatever_torch_binds() -> None:
-    """torch binds cudaGetLastError in some versions only; else the loaded
-    runtimes are asked."""
+    """torch binds cudaGetLastError in some versions only; else the loaded runtimes are asked."""
     bound, unbound, library = Cudart(), SimpleNamespace(), Cudart()
     bound.pending = library.pending = 2
     clear_cuda_error(bound, [library])

@@ -181,8 +181,7 @@ def test_whatever_lanes_do_however_late(
 def recorded(
     mistake: Callable[[Lanes], None] = lambda lanes: None, gpu: Any = None, most_tokens: int = 40
 ) -> Lanes:
-    """Lanes in turns, and then one that wasn't foreseen, and one that has
-    nothing yet."""
+    """Lanes in turns, and then one that wasn't foreseen, and one that has nothing yet."""
     gpu = gpu or RecordedGpu()
     with gpu:
         lanes = Lanes(5, gpu=gpu, most_tokens=most_tokens)

@@ -268,7 +268,7 @@ def test_what_a_tag_covers(key: ClusterKey) -> None:
 
 def test_a_tag_covers_the_first_bytes_of_an_array_that_looks_like_a_head(key: ClusterKey) -> None:
     data = bytearray(Codec().encode(attend(3, step=1), 5).head)
-    head_bytes_at = 4 + 2 + 1 + 1 + 4  # magic, version, opcode, 0, epoch
+    head_bytes_at = 3 + 1 + 4  # magic, version, epoch
     data[head_bytes_at : head_bytes_at + 4] = bytes(4)
     near, far = two_ends(key)
     tag = near.tag(data)

@@ -128,8 +128,7 @@ def _with_text_ends(spec: ModelSpec, reader: ConfigReader, generation: ConfigRea
 
 
 def find_row(reader: ConfigReader) -> tuple[Row, str]:
-    """The row and the architecture that ``architectures`` names, or else
-    ``model_type``."""
+    """Return the row and architecture of ``architectures``, or else of ``model_type``."""
     architectures = reader.strings("architectures")
     model_type = reader.string("model_type", default="") if reader.fields.get("model_type") else ""
     fitting = [row for row in ROWS if architectures and architectures[0] in row.architectures]
@@ -196,8 +195,7 @@ def _rotates_local_unless_all_full(
 
 
 def _rotates_some(reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds) -> tuple[bool, ...]:
-    """``no_rope_layers`` has a 1 for each layer that turns; without it, all do
-    but every fourth."""
+    """Layers with a 1 in ``no_rope_layers`` turn. Without it, all do but every fourth."""
     every = reader.integer("no_rope_layer_interval", high=MAX_LAYERS, default=4)
     turns = reader.integers("no_rope_layers", high=1) or tuple(
         int((layer + 1) % every != 0) for layer in range(spec.num_layers)

@@ -120,7 +120,12 @@ class Guard:
             self._check(scope)
             await self._routes(scope, receive, send)
         except (HttpRefusal, FastDecodeError) as error:
-            await refusal(scope, refused(error))(scope, receive, send)
+            shown = refused(error)
+            if shown.code == "engine_failed":
+                logger.error(
+                    "%r failed: %s (%s)", scope["path"][:100], type(error).__name__, error.code
+                )
+            await refusal(scope, shown)(scope, receive, send)
         except ClientDisconnect:
             pass  # there is no answer
         except Exception:
@@ -142,7 +147,7 @@ class Guard:
         else:
             self._check_site(headers)
         if not scope["path"].isprintable():
-            # The routes' patterns ignore a newline at the end.
+            # The log would show it otherwise than it is.
             raise HttpRefusal(404, "there is nothing at this path", "not_found")
 
     def _check_site(self, headers: list[tuple[bytes, bytes]]) -> None:
