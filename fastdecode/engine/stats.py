@@ -24,11 +24,11 @@ class AttachedCounts:
     """What R-workers had kept of a run that was cut off."""
 
     num_sequences: int = 0
-    """Unfinished ones that are known."""
+    """Unfinished sequences of the run."""
     num_tokens: int = 0
-    """Of them, prompts and what was drawn."""
+    """Their tokens, of prompts and answers."""
     num_held_sequences: int = 0
-    """Of which something was kept."""
+    """Sequences with kept tokens."""
     num_held_tokens: int = 0
 
 

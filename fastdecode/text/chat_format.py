@@ -35,7 +35,7 @@ class ChatOptions:
 
     chat_template: str | None = option(None, "use this template instead", metavar="FILE")
     chat_template_content_format: str = option(
-        AUTO, "form of a message's content; auto: what the template reads", choices=CONTENT_FORMATS
+        AUTO, "content: a string, or parts; auto: what the template reads", choices=CONTENT_FORMATS
     )
     tool_parser: str = option(AUTO, "format of calls; auto: the template's", choices=TOOL_PARSERS)
     reasoning_parser: str = option(
