@@ -10,8 +10,7 @@ from dataclasses import asdict, is_dataclass
 from enum import Enum
 from typing import Any
 
-WIDTH = 110
-"""Columns of a terminal that lines are wrapped to."""
+WIDTH = 110  # columns of a terminal that lines are wrapped to
 
 
 def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[str]:

@@ -16,8 +16,7 @@ from cost_model.goodput.workload import MIN_REQUESTS, Draw
 from cost_model.numbers import smallest
 from fastdecode.core.errors import ConfigError
 
-PRECISION = 0.02
-"""Relative precision of a rate."""
+PRECISION = 0.02  # relative precision of a rate
 MAX_REQUESTS = 6000
 RESIDENCES = 2.5
 """Shortest run, in times that a request decodes at the SLO's pace. Before that, batches grow."""

@@ -95,11 +95,13 @@ class Setup:
     def fp8_rival(self) -> Setup:
         """Return the same GPUs with weights and KV in FP8, as engines without offload serve them.
         GPUs without FP8 units compute in 16 bits."""
-        gpu = self.gpu
+        gpu, cpu = self.gpu, self.cpu
+        if isinstance(cpu, RProfile):
+            cpu = replace(cpu, kv_dtype=FP8)  # it fits the plan, which needs no R-part
         if isinstance(gpu, Gpu) and gpu.fp8_flops_per_s is not None:
             fp8 = gpu.fp8_flops_per_s
             gpu = replace(gpu, fp16_flops_per_s=fp8, bf16_flops_per_s=fp8)
-        return replace(self, gpu=gpu, kv_dtype=FP8, is_fp8=True)
+        return replace(self, gpu=gpu, cpu=cpu, kv_dtype=FP8, is_fp8=True)
 
     def system(self) -> System:
         """Raises ConfigError where a profile doesn't fit the model."""

@@ -226,9 +226,10 @@ def run_merge(args: argparse.Namespace) -> int:
     with Bar(sys.stderr, "merging") as bar:
         found = merge(args.outputs, args.output, bar.update, partial=args.partial)
     missing = f", {found.num_missing} lines are missing" if found.num_missing else ""
+    missing += f", {found.missing_shards} shard(s) are missing" if found.missing_shards else ""
     failed = f", {found.num_failed} of them with an error" if found.num_failed else ""
     tell(f"fastdecode merge: {found.num_answers} answers are in {args.output}{failed}{missing}")
-    return EXIT_SOME_FAILED if found.num_failed or found.num_missing else 0
+    return EXIT_SOME_FAILED if found.num_failed or missing else 0
 
 
 def _prepare(args: argparse.Namespace) -> EngineConfig:

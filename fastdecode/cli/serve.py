@@ -57,8 +57,7 @@ COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
 EXIT_HTTP_LOST = 5
-ENDS_WITHIN_S = 60.0
-"""Longest time for the step in flight once all requests are answered."""
+ENDS_WITHIN_S = 60.0  # longest time for the step in flight once all requests are answered
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:

@@ -136,6 +136,8 @@ def test_shards_together_answer_each_line_once(
     found = merge([job.output for job in reversed(jobs)], merged)
     num_lines = len(list(filter(None, lines)))
     assert (found.num_answers, found.num_failed, found.num_missing) == (num_lines, 0, 0)
+    first = merge([jobs[0].output], tmp_path / "first.jsonl", partial=True)
+    assert (first.num_missing, first.missing_shards) == (0, 2)
     merge([whole.output], tmp_path / "whole.jsonl")
     assert _contents(merged) == _contents(tmp_path / "whole.jsonl")
     ids = [_id(json.loads(line)) for line in filter(None, lines)]
