@@ -32,8 +32,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile, read_profile
 from fastdecode.core.os_errors import explained
 
-LONG_OUTPUT = 8192
-"""Output tokens from which ``--seq-len`` may be meant as a context."""
+LONG_OUTPUT = 8192  # output tokens from which ``--seq-len`` may be meant as a context
 
 
 def _tokens(text: str) -> int:

@@ -46,8 +46,7 @@ from fastdecode.wire.traits import Message
 
 Array: TypeAlias = NDArray[Any]
 
-ALIGNMENT: Final = 64
-"""A cache line, and the widest vector."""
+ALIGNMENT: Final = 64  # a cache line, and the widest vector
 MAX_HEAD_BYTES: Final = 1 << 18
 MAX_BODY_BYTES: Final = 1 << 30
 MAX_EPOCH: Final = (1 << 32) - 1
@@ -69,9 +68,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     for kind in get_args(union)
 }
 """All messages of the protocol, by their numbers."""
-# Layers of a step have the same shapes, and so have most steps: what was worked out once is
-# looked up. Bounded, since a peer chooses the words.
-_CACHED: Final = 1024
+_CACHED: Final = 1024  # shapes that are kept, since most steps have the same; a peer chooses them
 
 assert sys.byteorder == "little", "arrays travel as they lie in memory, little-endian"
 
@@ -86,8 +83,7 @@ class Prefix(NamedTuple):
 
     epoch: int
     """Number of the connection, for transports that need it."""
-    head_bytes: int
-    """The prefix included."""
+    head_bytes: int  # with the prefix
     body_bytes: int
 
     @classmethod
@@ -126,7 +122,8 @@ class Prefix(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of head and body in one piece."""
-        return aligned(self.head_bytes) + self.body_bytes if self.body_bytes else self.head_bytes
+        body_at = (self.head_bytes + ALIGNMENT - 1) & -ALIGNMENT  # aligned, without the call
+        return body_at + self.body_bytes if self.body_bytes else self.head_bytes
 
     def is_whole(self, num_bytes: int) -> bool:
         """Return True if a piece of ``num_bytes`` is the whole message, False if it is the head.
@@ -134,12 +131,13 @@ class Prefix(NamedTuple):
         Raises:
             ProtocolError: If it is neither.
         """
-        if num_bytes not in (self.num_bytes, self.head_bytes):
+        whole = self.num_bytes
+        if num_bytes not in (whole, self.head_bytes):
             raise ProtocolError(
                 f"{num_bytes} bytes came, where a head of {self.head_bytes} and a body of "
                 f"{self.body_bytes} were announced"
             )
-        return num_bytes == self.num_bytes
+        return num_bytes == whole
 
 
 class Frame(NamedTuple):
@@ -152,7 +150,8 @@ class Frame(NamedTuple):
     @property
     def body_at(self) -> int:
         """Where the body starts in one piece."""
-        return aligned(len(self.head)) if self.body_bytes else len(self.head)
+        num_bytes = len(self.head)
+        return (num_bytes + ALIGNMENT - 1) & -ALIGNMENT if self.body_bytes else num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +191,7 @@ class Frame(NamedTuple):
                     out[at:end] = array.data.cast("B")
                 except TypeError:  # it isn't contiguous; asking beforehand takes time, too
                     out[at:end] = np.ascontiguousarray(array).data.cast("B")
-            at = aligned(end)
+            at = (end + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def _address(array: Array) -> int:
@@ -340,19 +339,20 @@ class Codec:
             raise _refusal(message, f"can't be sent: {error}") from None
         finally:
             self._arrays = []
-        if len(said) > _LONG_BYTES and message.is_long:
+        num_said = len(said)
+        if num_said > _LONG_BYTES and message.is_long:
             arrays.append(np.frombuffer(said, np.uint8))
-            said = b""
+            said, num_said = b"", 0
         body_bytes = 0
         for array in arrays:
-            body_bytes = aligned(body_bytes) + array.nbytes
-        if len(said) + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
+            body_bytes = ((body_bytes + ALIGNMENT - 1) & -ALIGNMENT) + array.nbytes
+        if num_said + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
             raise _refusal(
                 message,
-                f"{len(said)} bytes of fields and {body_bytes} of arrays exceed the "
+                f"{num_said} bytes of fields and {body_bytes} of arrays exceed the "
                 f"{MAX_HEAD_BYTES} and {MAX_BODY_BYTES} of a message",
             )
-        return Frame(_PREFIX.pack(_MAGIC, epoch, len(said), body_bytes) + said, arrays, body_bytes)
+        return Frame(_PREFIX.pack(_MAGIC, epoch, num_said, body_bytes) + said, arrays, body_bytes)
 
     def decode(self, piece: Array, prefix: Prefix | None = None) -> Message:
         """Decode a message in one piece, uint8 [num_bytes]. Its arrays are views of ``piece``.
@@ -406,12 +406,12 @@ class Codec:
 
     def _place(self, value: Any) -> Any:
         """Return what stands for an array or an error in msgpack; msgspec's hook."""
-        if isinstance(value, FastDecodeError):
-            kinds = [kind.__name__ for kind in type(value).__mro__ if kind.__name__ in _ERRORS]
-            return kinds[0], value.message, value.code
         try:
             dims: tuple[int, ...] = value.shape
         except AttributeError:
+            if isinstance(value, FastDecodeError):
+                kinds = [kind.__name__ for kind in type(value).__mro__ if kind.__name__ in _ERRORS]
+                return kinds[0], value.message, value.code
             raise TypeError(f"{type(value).__name__} has no place in a message") from None
         if not dims:
             return value.item()  # a number of NumPy's

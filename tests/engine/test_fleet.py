@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from stream_suite import hello_for
+from values import replace
 
 from fastdecode import LLM
 from fastdecode.core.dtype import DType

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from values import replace
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
