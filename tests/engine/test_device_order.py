@@ -285,8 +285,7 @@ def test_tokens_may_come_at_any_moment(looks: int) -> None:
         assert run.run().gpu.checker.races == []
 
 
-CHUNKS = (8, 8, 4)
-"""Of a prompt of 20 tokens."""
+CHUNKS = (8, 8, 4)  # a prompt of 20 tokens
 
 
 def held_prompts(num_tokens: int, num_layers: int = 2) -> DevicePrefill:
@@ -388,7 +387,7 @@ def test_places_are_nobody_elses_until_their_steps_are_over() -> None:
     assert span.begin.num_queries.tolist() == [8]
     assert run_chunk(held, three) is None
     last = [run_chunk(held, one) for _ in CHUNKS[1:]][-1]
-    assert held.num_held == 40  # its last step goes on
+    assert held.num_held == 40  # its last step continues
     del last, steps
     assert held.num_held == 20
     four, begun = sequence(4), None

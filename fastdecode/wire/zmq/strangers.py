@@ -40,7 +40,7 @@ class Strangers:
         self._answers: dict[bytes, tuple[float, int]] = {}  # by identity: since when, how many
 
     def prefix_of(self, identity: bytes, frame: zmq.Frame) -> Prefix | None:
-        """Return the prefix of what one sent. None if it is no message of ours."""
+        """Return the prefix of a message, or None if another program sent these bytes."""
         try:
             return Prefix.of(frame.buffer) if len(frame.buffer) > 1 else None
         except ProtocolError as error:
