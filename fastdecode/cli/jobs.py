@@ -113,8 +113,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_run_batch(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answer every line of a file, OpenAI batch lines or those of `generate`. Answers are "
-        "appended as they finish. Whatever ends the job, the same command with --resume goes on "
-        "where it stopped."
+        "appended as they finish. Whatever ends the job, the same command with --resume "
+        "continues it."
     )
     parser.set_defaults(run=run_run_batch)
     add_model(parser)

@@ -213,4 +213,4 @@ class WorkerError(FastDecodeError):
 
 def assert_never(value: NoReturn) -> NoReturn:
     """End a ``match`` with the case that no value reaches, as the type checker knows."""
-    raise AssertionError(f"{value!r} is a case that nobody thought of")
+    raise AssertionError(f"{value!r} is an unexpected case")

@@ -143,7 +143,7 @@ class KVSource:
 
     def __post_init__(self) -> None:
         if not self.address.isprintable():
-            raise ValueError(f"{self.address!r:.80} is no address")
+            raise ValueError(f"{self.address!r:.80} is not an address")
 
 
 def num_offered(sources: tuple[KVSource, ...]) -> int:

@@ -152,7 +152,7 @@ def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str) or not 0 < len(text) <= MAX_CHARS:
         raise refuse(f".{name} must be a text of 1 to {MAX_CHARS} characters")
     if not is_unicode(text):
-        raise refuse(f".{name} has a lone surrogate, which is no character")
+        raise refuse(f".{name} has a lone surrogate: leave it out")
 
 
 def _choices(choices: object) -> tuple[str, ...]:

@@ -11,12 +11,7 @@ from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.order import ReaderTurns
 from fastdecode.conversations.turns import Turn, as_turn_error
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
-from fastdecode.core.errors import (
-    ConfigError,
-    FastDecodeError,
-    duplicate_id,
-    without_frames,
-)
+from fastdecode.core.errors import ConfigError, FastDecodeError, duplicate_id, without_frames
 from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.service import EngineService
@@ -79,9 +74,8 @@ class RequestStream:
     def read(
         self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None
     ) -> Iterator[tuple[Delta, RequestOutput | None]]:
-        """Deltas of all requests until they are over, or until the engine broke
-        down; with a request's last one, what all of them come to. Requests that
-        are cancelled come to nothing.
+        """Yield deltas until all requests are over or the engine breaks down, and the output with
+        a request's last one. Cancelled requests have no output.
 
         Raises:
             FastDecodeError: the service takes no requests.
@@ -121,8 +115,7 @@ class RequestStream:
             self._submit(batch)
 
     def _next(self, arriving: Iterator[Arriving]) -> Arriving | None:
-        """A request that can be run now; None: none can, for the time being or
-        for good."""
+        """Return a request that can be run now, or None."""
         due = self._talk.due
         arrived: Arriving | None = due.popleft() if due else None
         while arrived is None and not self._is_drained and self._talk.num_waiting < MOST_WAITING:
@@ -143,7 +136,11 @@ class RequestStream:
                 self._refuse(self._folds.pop(request.request_id), error)
 
     def _checked(self, arrived: Arriving) -> Request | None:
-        """None: it was refused."""
+        """Return a valid request, or None if it is refused."""
+        asked: object = arrived
+        if not isinstance(asked, (PromptRequest, Turn)):
+            kind = type(asked).__name__
+            raise ConfigError(f"requests must be PromptRequest objects, not {kind}: make them so")
         request_id = arrived.request_id
         prompt: str | None = None
         token_ids: tuple[int, ...] = ()

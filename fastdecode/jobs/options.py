@@ -30,7 +30,7 @@ class JobOptions(ChatOptions, JobFiles):
         ConfigError: If an option has no valid value.
     """
 
-    resume: bool = switch("go on with the run that began the output, if any", is_alternative=True)
+    resume: bool = switch("continue the run that began the output, if any", is_alternative=True)
     overwrite: bool = switch("throw an existing output away", is_alternative=True)
     retry_errors: bool = switch("with --resume: also run again what had failed")
     on_error: str = option(

@@ -271,4 +271,4 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"can't read {path}: {explained(error)}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no trace ({error}): give a file of --trace") from None
+        raise ConfigError(f"{path} is not a trace ({error}): give a file of --trace") from None

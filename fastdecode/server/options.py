@@ -191,7 +191,7 @@ def _read(path: Path, *, is_secret: bool) -> Iterator[tuple[int, str]]:
         try:
             line = raw.decode().strip()
         except UnicodeDecodeError:
-            raise refuse("it is no text (UTF-8)", number) from None
+            raise refuse("it is not text (UTF-8)", number) from None
         if line and not line.startswith("#"):
             yield number, line
 

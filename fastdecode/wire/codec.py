@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack for what is said, raw bytes for arrays.
+"""Messages to bytes and back: msgpack for fields, raw bytes for arrays.
 
 A message travels as a **head** and a **body**::
 
@@ -6,7 +6,7 @@ A message travels as a **head** and a **body**::
     prefix | magic 3s, version u8 | epoch u32 | bytes of msgpack u32 | bytes of the body u64 |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
-Everything is little-endian. In msgpack an array is its **words**, bytes: dtype u8, number of dims
+Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
 u8, dims u32 each. So a transport may send arrays from where they lie, and receive a body into
 memory that it already has: ``Prefix`` says how much to expect. In one piece, the body starts at
 the first multiple of 64 behind the head. Where a head would be too long (``Message.is_long``), the
@@ -81,8 +81,7 @@ def aligned(num_bytes: int) -> int:
 class Prefix(NamedTuple):
     """What the first bytes of a message say."""
 
-    epoch: int
-    """Number of the connection, for transports that need it."""
+    epoch: int  # number of the connection, for transports that need it
     head_bytes: int  # with the prefix
     body_bytes: int
 
@@ -95,7 +94,7 @@ class Prefix(NamedTuple):
                 (code ``protocol_version``) If the peer speaks another version.
         """
         try:
-            magic, epoch, num_said, body_bytes = _PREFIX.unpack_from(data)
+            magic, epoch, fields_bytes, body_bytes = _PREFIX.unpack_from(data)
         except PackError:
             raise ProtocolError(
                 f"{len(data)} bytes are too few for a message: is another program using this port?"
@@ -111,7 +110,7 @@ class Prefix(NamedTuple):
                 f"a message starts with {magic!r}, not {_MAGIC!r}: is another program using this "
                 "port?"
             )
-        head_bytes = _PREFIX.size + num_said
+        head_bytes = _PREFIX.size + fields_bytes
         if head_bytes > MAX_HEAD_BYTES or body_bytes > max_body_bytes:
             raise ProtocolError(
                 f"a head of {head_bytes} bytes and a body of {body_bytes}, where "
@@ -189,7 +188,7 @@ class Frame(NamedTuple):
             if end > at:
                 try:
                     out[at:end] = array.data.cast("B")
-                except TypeError:  # it isn't contiguous; asking beforehand takes time, too
+                except TypeError:  # it isn't contiguous, and a check takes time
                     out[at:end] = np.ascontiguousarray(array).data.cast("B")
             at = (end + ALIGNMENT - 1) & -ALIGNMENT
 
@@ -199,8 +198,8 @@ def _address(array: Array) -> int:
     return address
 
 
-class _Words(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
-    """The words of an array, by its dtype and dims."""
+class _ArrayHeaders(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
+    """The header of an array, by its dtype and dims."""
 
     def __missing__(self, key: tuple[np.dtype[Any], tuple[int, ...]]) -> bytes:
         dtype, dims = key
@@ -208,45 +207,43 @@ class _Words(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
             raise ProtocolError(f"an array of {dtype} {list(dims)} can't be sent")
         if len(self) >= _CACHED:
             self.clear()
-        words = Packer(f"<BB{len(dims)}I").pack(_CODES[dtype], len(dims), *dims)
-        self[key] = words
-        return words
+        header = Packer(f"<BB{len(dims)}I").pack(_CODES[dtype], len(dims), *dims)
+        self[key] = header
+        return header
 
 
-class _Place(NamedTuple):
-    """An array that words tell of."""
+class _ArrayHeader(NamedTuple):
+    """What the header of an array says."""
 
     dims: tuple[int, ...]
     dtype: np.dtype[Any]
     num_bytes: int
-    step: int
-    """Bytes up to the next one."""
-    fits: list[Any]
-    """Fields' types that it is known to fit."""
+    step: int  # bytes up to the next one
+    fits: list[Any]  # types of fields that it is known to fit
 
 
-class _Places(dict[bytes, _Place]):
-    """What words say. Raises ValueError: If they say nothing that can be."""
+class _ParsedHeaders(dict[bytes, _ArrayHeader]):
+    """Parsed headers of arrays. Raises ValueError: If a header is invalid."""
 
-    def __missing__(self, words: bytes) -> _Place:
-        if type(words) is not bytes or len(words) < 2 or len(words) != 2 + 4 * words[1]:
-            raise ValueError("the words of an array are damaged")
-        code, num_dims = words[0], words[1]
+    def __missing__(self, header: bytes) -> _ArrayHeader:
+        if type(header) is not bytes or len(header) < 2 or len(header) != 2 + 4 * header[1]:
+            raise ValueError("the header of an array is damaged")
+        code, num_dims = header[0], header[1]
         if code >= len(_DTYPES) or not 1 <= num_dims <= _MAX_DIMS:
             raise ValueError(f"no array has dtype {code} and {num_dims} dims")
-        dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(words, 2)
+        dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(header, 2)
         # An array without elements, too: NumPy refuses it for its other dims.
         if prod([size or 1 for size in dims], start=dtype.itemsize) > MAX_BODY_BYTES:
             raise ValueError(f"an array of {dtype} {list(dims)} exceeds {MAX_BODY_BYTES} bytes")
         if len(self) >= _CACHED:
             self.clear()
         num_bytes = prod(dims, start=dtype.itemsize)
-        place = self[words] = _Place(dims, dtype, num_bytes, aligned(num_bytes), [])
-        return place
+        array = self[header] = _ArrayHeader(dims, dtype, num_bytes, aligned(num_bytes), [])
+        return array
 
 
-_WORDS: Final = _Words()
-_PLACES: Final = _Places()
+_HEADERS: Final = _ArrayHeaders()
+_PARSED: Final = _ParsedHeaders()
 _NOTHING: Final[Array] = np.zeros(0, np.uint8)
 
 
@@ -254,18 +251,18 @@ def _refusal(message: Message, reason: str) -> ProtocolError:
     return ProtocolError(f"{type(message).__name__}: {reason}")
 
 
-def _check_type(hint: Any, place: _Place) -> None:
-    """Raise ValueError if ``ndarray[tuple[int, ...], dtype[X]]`` is no array like this one."""
+def _check_type(hint: Any, array: _ArrayHeader) -> None:
+    """Raise ValueError if ``ndarray[tuple[int, ...], dtype[X]]`` does not describe this array."""
     shape, element = get_args(hint)
     (scalars,) = get_args(element)
     kinds = {np.dtype(scalar) for scalar in get_args(scalars) or (scalars,)}
-    if place.dtype not in kinds or len(place.dims) != len(get_args(shape)):
+    if array.dtype not in kinds or len(array.dims) != len(get_args(shape)):
         names = " or ".join(sorted(map(str, kinds)))
         raise ValueError(
-            f"an array of {place.dtype} {list(place.dims)} stands where {names} of "
+            f"an array of {array.dtype} {list(array.dims)} stands where {names} of "
             f"{len(get_args(shape))} dims belongs"
         )
-    place.fits.append(hint)
+    array.fits.append(hint)
 
 
 def kind_of(head: memoryview) -> type[Message] | None:
@@ -274,9 +271,9 @@ def kind_of(head: memoryview) -> type[Message] | None:
     return _kind_of(head[_PREFIX.size :])
 
 
-def _kind_of(said: memoryview) -> type[Message] | None:
+def _kind_of(fields: memoryview) -> type[Message] | None:
     # msgpack: an array of up to 15 items, or of more; then the tag, up to 127 or above.
-    start = bytes(said[:5])
+    start = bytes(fields[:5])
     at = 3 if start[:1] == b"\xdc" else 1
     tag = start[at + 1 : at + 2] if start[at : at + 1] == b"\xcc" else start[at : at + 1]
     return KINDS.get(tag[0]) if tag else None
@@ -290,13 +287,13 @@ def epoch_of(data: bytes | memoryview) -> int | None:
     return int(epoch) if magic[:3] == _NAME else None
 
 
-def _readable(said: Any) -> Any:
+def _readable(fields: Any) -> Any:
     """Return the same builtins with ``?`` for each lone surrogate, which UTF-8 hasn't."""
-    if isinstance(said, str):
-        return said.encode("utf-8", "replace").decode()
-    if isinstance(said, dict):
-        return {_readable(key): _readable(value) for key, value in said.items()}
-    return [_readable(each) for each in said] if isinstance(said, (list, tuple)) else said
+    if isinstance(fields, str):
+        return fields.encode("utf-8", "replace").decode()
+    if isinstance(fields, dict):
+        return {_readable(key): _readable(value) for key, value in fields.items()}
+    return [_readable(each) for each in fields] if isinstance(fields, (list, tuple)) else fields
 
 
 class Codec:
@@ -309,14 +306,14 @@ class Codec:
 
     def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
         self._receives = frozenset(receives)
-        # A peer that may send nothing is held to a message without a number, which nobody sends.
+        # A peer that may send nothing is held to a message without a number.
         union: Any = Union[tuple(self._receives) or (Message,)]  # noqa: UP007  (known at run time)
         self._arrays: list[Array] = []
         self._body: Array = _NOTHING
         self._at = self._end = 0
-        self._encode = msgspec.msgpack.Encoder(enc_hook=self._place).encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_value).encode
         self._decode: Callable[[Any], Message]
-        self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._take).decode
+        self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._decode_value).decode
 
     def encode(self, message: Message, epoch: int = 0) -> Frame:
         """Encode one message. Arrays are referred to, not copied.
@@ -328,31 +325,34 @@ class Codec:
         arrays = self._arrays = []
         try:
             try:
-                said = self._encode(message)
+                fields = self._encode(message)
             except UnicodeEncodeError:  # a lone surrogate, in an error about a client's text
                 arrays.clear()
-                plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=self._place)
-                said = self._encode(_readable(plain))
+                plain = msgspec.to_builtins(
+                    message, builtin_types=(bytes,), enc_hook=self._encode_value
+                )
+                fields = self._encode(_readable(plain))
         except ProtocolError as error:
             raise _refusal(message, str(error)) from None
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
             raise _refusal(message, f"can't be sent: {error}") from None
         finally:
             self._arrays = []
-        num_said = len(said)
-        if num_said > _LONG_BYTES and message.is_long:
-            arrays.append(np.frombuffer(said, np.uint8))
-            said, num_said = b"", 0
+        fields_bytes = len(fields)
+        if fields_bytes > _LONG_BYTES and message.is_long:
+            arrays.append(np.frombuffer(fields, np.uint8))
+            fields, fields_bytes = b"", 0
         body_bytes = 0
         for array in arrays:
             body_bytes = ((body_bytes + ALIGNMENT - 1) & -ALIGNMENT) + array.nbytes
-        if num_said + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
+        if fields_bytes + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
             raise _refusal(
                 message,
-                f"{num_said} bytes of fields and {body_bytes} of arrays exceed the "
+                f"{fields_bytes} bytes of fields and {body_bytes} of arrays exceed the "
                 f"{MAX_HEAD_BYTES} and {MAX_BODY_BYTES} of a message",
             )
-        return Frame(_PREFIX.pack(_MAGIC, epoch, num_said, body_bytes) + said, arrays, body_bytes)
+        head = _PREFIX.pack(_MAGIC, epoch, fields_bytes, body_bytes) + fields
+        return Frame(head, arrays, body_bytes)
 
     def decode(self, piece: Array, prefix: Prefix | None = None) -> Message:
         """Decode a message in one piece, uint8 [num_bytes]. Its arrays are views of ``piece``.
@@ -361,32 +361,32 @@ class Codec:
             prefix: Of the piece, if it was read and ``is_whole``.
 
         Raises:
-            ProtocolError: If it is no message that this side receives.
+            ProtocolError: If this side does not receive such a message.
         """
         if prefix is None:
             prefix = Prefix.of(piece.data)
             if not prefix.is_whole(len(piece)):
                 raise ProtocolError(f"a body of {prefix.body_bytes} bytes is missing")
         start = prefix.num_bytes - prefix.body_bytes
-        return self._made(piece.data[_PREFIX.size : prefix.head_bytes], piece, start)
+        return self._decoded(piece.data[_PREFIX.size : prefix.head_bytes], piece, start)
 
     def decode_apart(self, head: Array, body: Array) -> Message:
         """Decode a message whose body came apart. Its arrays are views of ``body``.
 
         Raises:
-            ProtocolError: If it is no message that this side receives.
+            ProtocolError: If this side does not receive such a message.
         """
-        return self._made(head.data[_PREFIX.size :], body, 0)
+        return self._decoded(head.data[_PREFIX.size :], body, 0)
 
-    def _made(self, said: memoryview, body: Array, start: int) -> Message:
-        is_long = not said
+    def _decoded(self, fields: memoryview, body: Array, start: int) -> Message:
+        is_long = not fields
         if is_long:
-            said, start = body.data[start:], len(body)
+            fields, start = body.data[start:], len(body)
         self._body, self._at, self._end = body, start, len(body)
         try:
-            message = self._decode(said)
+            message = self._decode(fields)
         except (msgspec.MsgspecError, FastDecodeError, UnicodeError, RecursionError) as error:
-            raise ProtocolError(self._reason(said, error)) from None
+            raise ProtocolError(self._reason(fields, error)) from None
         finally:
             self._body = _NOTHING
         if is_long and not message.is_long:
@@ -395,16 +395,16 @@ class Codec:
             raise _refusal(message, f"its body has {self._end - self._at} bytes too many")
         return message
 
-    def _reason(self, said: memoryview, error: Exception) -> str:
-        """Return why what came is no message for this side."""
-        kind = _kind_of(said)
+    def _reason(self, fields: memoryview, error: Exception) -> str:
+        """Return why this side refuses what came."""
+        kind = _kind_of(fields)
         if kind is None:
-            return f"what came is no message: {error}"
+            return f"an unknown message came: {error}"
         if kind not in self._receives:
             return f"{kind.__name__} is not for this side"
         return f"{kind.__name__}: {error}"
 
-    def _place(self, value: Any) -> Any:
+    def _encode_value(self, value: Any) -> Any:
         """Return what stands for an array or an error in msgpack; msgspec's hook."""
         try:
             dims: tuple[int, ...] = value.shape
@@ -416,20 +416,20 @@ class Codec:
         if not dims:
             return value.item()  # a number of NumPy's
         self._arrays.append(value)
-        return _WORDS[value.dtype, dims]
+        return _HEADERS[value.dtype, dims]
 
-    def _take(self, hint: Any, words: Any) -> Any:
+    def _decode_value(self, hint: Any, header: Any) -> Any:
         """Return the next array of the body, or an error; msgspec's hook."""
         if hint is FastDecodeError:
-            name, message, code = words
+            name, message, code = header
             if type(message) is not str or type(code) is not str or name not in _ERRORS:
-                raise ValueError("what should be an error is none")
+                raise ValueError("an error is damaged")
             return _ERRORS[name](message, code=code)
-        place = _PLACES[words]
-        if hint not in place.fits:
-            _check_type(hint, place)
+        array = _PARSED[header]
+        if hint not in array.fits:
+            _check_type(hint, array)
         at = self._at
-        if at + place.num_bytes > self._end:
+        if at + array.num_bytes > self._end:
             raise ValueError("its arrays go beyond its body")
-        self._at = at + place.step
-        return np.ndarray(place.dims, place.dtype, self._body, at)
+        self._at = at + array.step
+        return np.ndarray(array.dims, array.dtype, self._body, at)

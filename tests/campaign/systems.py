@@ -31,13 +31,7 @@ from jobs import LIMIT_S, R_WORKER, SHAPE, SILENCE_S, Rack
 from mpi_launch import FASTDECODE, mpirun
 from random_llama import llama_config, write_checkpoint
 from server_process import Server, serving
-from system_talks import (
-    NUM_CONVERSATIONS,
-    LocalTalks,
-    ServedTalks,
-    Talks,
-    Turns,
-)
+from system_talks import NUM_CONVERSATIONS, LocalTalks, ServedTalks, Talks, Turns
 
 from fastdecode import LLM
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout

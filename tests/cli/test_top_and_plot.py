@@ -218,7 +218,7 @@ def test_a_picture_of_a_trace(
     picture = tmp_path / "trace.svg"
     assert main(["plot", str(run / "trace.json"), "--output", str(picture)]) == 0
     assert picture.read_text().startswith("<?xml") and "R-workers compute" in picture.read_text()
-    for bad, why in (("{}", "is no trace"), ("[\n", "has no spans")):
+    for bad, why in (("{}", "is not a trace"), ("[\n", "has no spans")):
         (tmp_path / "other.json").write_text(bad)
         assert main(["plot", str(tmp_path / "other.json")]) == 2
         assert why in capsys.readouterr().err

@@ -183,6 +183,12 @@ def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -
     assert [o.request_id for o in llm.stream(arrivals())] == ["short", "long"]
 
 
+def test_a_request_of_another_kind_is_refused(llm: LLM) -> None:
+    requests: Any = [{"prompt": "a"}]
+    with pytest.raises(ConfigError, match="PromptRequest objects, not dict"):
+        list(llm.stream(requests))
+
+
 def test_bad_options_are_named() -> None:
     with pytest.raises(ConfigError, match="r_workers"):
         LLM("model", r_workers=0)

@@ -153,7 +153,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b"first-key-0001\n# ours\nshort\n", "line 3: the key is too short: give 8 characters"),
-        (b"first-key-0001\n\xff\xfe\n", "line 2: it is no text"),
+        (b"first-key-0001\n\xff\xfe\n", "line 2: it is not text"),
         (b"first-key-0001 second-key-002\n", "line 1: the key has a space"),
     ],
 )
