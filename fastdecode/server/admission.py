@@ -6,10 +6,8 @@ import math
 from collections import deque
 from collections.abc import Hashable
 
-WINDOW_S = 60.0
-"""Window, in seconds, for measuring how fast the queue drains."""
-MOST_STARTED = 1 << 16
-"""More are not counted, only the latest."""
+WINDOW_S = 60.0  # window, in seconds, for measuring how fast the queue drains
+MOST_STARTED = 1 << 16  # more are not counted, only the latest
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 _UNKNOWN_RETRY_S = 5
 

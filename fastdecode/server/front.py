@@ -27,8 +27,7 @@ from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
 _TOKENS_UNTIL_READY: Final = 1 << 40
-SILENCE_S: Final = 20.0
-"""The engine's process reports twice a second, while it runs at all."""
+SILENCE_S: Final = 20.0  # the engine's process reports twice a second, while it runs at all
 _SLOWER: Final = 10
 """A step that takes this many times as long as the longest one lately is a stall."""
 
@@ -37,14 +36,11 @@ _SLOWER: Final = 10
 class Outlook:
     """What the HTTP process knows of the engine."""
 
-    is_ready: bool = False
-    """Requests were welcome once."""
+    is_ready: bool = False  # requests were welcome once
     is_draining: bool = False
-    is_lost: bool = False
-    """The engine's process has ended."""
+    is_lost: bool = False  # the engine's process has ended
     seen: StatusReport | None = None
-    seen_s: float = 0.0
-    """When that arrived."""
+    seen_s: float = 0.0  # when that arrived
 
     def trouble(self, waiting_since_s: float | None, now_s: float, stall_s: float) -> str | None:
         """Return why no token could come out, or None if one could.
@@ -111,8 +107,7 @@ class Front:
     run_id: str = field(default_factory=partial(secrets.token_hex, 8))
     """In the ids of all answers, which differ from those of every other server."""
     began_s: float = field(default_factory=time.monotonic)
-    num_exchanges: int = 0
-    """Generations that are being answered."""
+    num_exchanges: int = 0  # generations that are being answered
     num_cut: int = 0
 
     def __post_init__(self) -> None:

@@ -58,8 +58,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-_LAST_ANSWERS_S = 1.0
-"""Time for the last errors to reach clients, which may not read."""
+_LAST_ANSWERS_S = 1.0  # time for the last errors to reach clients, which may not read
 _QUEUED_CAPACITIES = 4
 _MOST_TIMEOUT_MS = (1 << 31) - 1
 SPARE_FILES = 128

@@ -45,27 +45,21 @@ from fastdecode.wire.instances.messages import Submit as Submit
 from fastdecode.wire.traits import Message
 
 MAX_MESSAGE_BYTES: Final = 512 << 20
-_LENGTH: Final = struct.Struct("!i")
-"""Stands before each message."""
+_LENGTH: Final = struct.Struct("!i")  # stands before each message
 _MOST_AT_ONCE: Final = 1 << 20
 
 
 class Opening(Message, frozen=True, tag=201):
     is_long = True
-    model: str
-    """Directory, as given."""
-    options: Mapping[str, Any]
-    """``ServeOptions``."""
-    sampling: Mapping[str, Any]
-    """Sampling parameters of requests that don't set them."""
+    model: str  # directory, as given
+    options: Mapping[str, Any]  # ``ServeOptions``
+    sampling: Mapping[str, Any]  # sampling parameters of requests that don't set them
     max_model_len: int
     vocab_size: int
     expected_output_tokens: int
     """Tokens that are expected of a request that doesn't set max_tokens."""
-    keys: tuple[str, ...]
-    """SHA-256, in hex."""
-    keeping: Mapping[str, Any] = field(default_factory=dict)
-    """``Keeping``, of conversations."""
+    keys: tuple[str, ...]  # SHA-256, in hex
+    keeping: Mapping[str, Any] = field(default_factory=dict)  # ``Keeping``, of conversations
     no_reuse: str = ""
     """Why no turn of a conversation reuses KV. Empty if they do."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -82,8 +76,7 @@ class Unfit(Message, frozen=True, tag=203):
 
 
 class Ready(Message, frozen=True, tag=204):
-    kv_tokens: int
-    """Tokens that the KV caches hold together."""
+    kv_tokens: int  # tokens that the KV caches hold together
 
 
 class Keys(Message, frozen=True, tag=205):
@@ -100,8 +93,7 @@ class CutOff(Message, frozen=True, tag=207):
 
 
 class Drained(Message, frozen=True, tag=208):
-    num_cut: int
-    """Requests that ended with an error meanwhile."""
+    num_cut: int  # requests that ended with an error meanwhile
 
 
 class StatusAck(Message, frozen=True, tag=209):

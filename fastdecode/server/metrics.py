@@ -70,11 +70,9 @@ TOTALS: Final[Mapping[str, tuple[str, str]]] = {
 }  # fmt: skip
 """Counters of the engine: what they say, and where they are in its status report."""
 LATELY_S: Final = 60.0
-MOST_VALUES: Final = 20_000
-"""Values of the last minute; of more, the latest count."""
+MOST_VALUES: Final = 20_000  # values of the last minute; of more, the latest count
 SAMPLE_EVERY_S: Final = 2.0
-MOST_SAMPLES: Final = 300
-"""Ten minutes."""
+MOST_SAMPLES: Final = 300  # ten minutes
 
 Values: TypeAlias = "float | Mapping[Any, float]"
 """A number, or several by the value of a label or the values of several."""

@@ -128,8 +128,7 @@ class Bridge(threading.Thread):
         self._server = EngineServer(service, limits, figures, channel.wake)
         self.silence_s = silence_s
         self.is_silent = False
-        self.report = StatusReport()
-        """The engine's latest."""
+        self.report = StatusReport()  # the engine's latest
         self._owes_answer = False
         self._was_heard = False  # since the last look
         self._waited_s = 0.0
@@ -139,8 +138,7 @@ class Bridge(threading.Thread):
         self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
         """Set when it has no open request any more, and takes none."""
-        self.num_cut = 0
-        """Requests that it had to end."""
+        self.num_cut = 0  # requests that it had to end
 
     def run(self) -> None:
         """However this ends, the HTTP process counts as gone: requests would wait without end."""

@@ -35,8 +35,7 @@ from fastdecode.server.http.preparing import (
     read_body,
 )
 
-PING_S = 15.0
-"""A silent stream sends a comment this often, or proxies would take it for dead."""
+PING_S = 15.0  # a silent stream sends a comment this often, or proxies would take it for dead
 _DRAIN_RETRY_S = 5
 MOST_WORDS_AT_ONCE = 4000
 """More tokens, each with its alternatives, are written beside the event loop."""

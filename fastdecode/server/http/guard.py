@@ -27,8 +27,7 @@ OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js", "/icon
 METRICS_PATHS = frozenset({"/metrics", "/status.json", "/history.json"})
 """Nor do these, if the server's options say so."""
 NOT_ADMITTED = (401, 403)
-_SHOWN = 64
-"""Letters of a path that the request log shows."""
+_SHOWN = 64  # letters of a path that the request log shows
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
 _NO_KEY = "this server needs an API key, and got none: send it as Authorization: Bearer KEY"

@@ -36,11 +36,9 @@ from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, unavai
 from fastdecode.server.options import ServeOptions
 
 QUEUE_TIMEOUT: Final = "queue_timeout"
-MOST_SEQUENCES: Final = 2048
-"""Most sequences that one HTTP request may ask for."""
+MOST_SEQUENCES: Final = 2048  # most sequences that one HTTP request may ask for
 ORDINARY_BYTES_PER_TOKEN: Final = 16
-MAX_DEPTH: Final = 64
-"""Deepest nesting of a body's JSON."""
+MAX_DEPTH: Final = 64  # deepest nesting of a body's JSON
 SMALL_BYTES: Final = 16 << 10
 """Smaller bodies are parsed on the event loop: to hand them to a thread takes longer."""
 
