@@ -1,30 +1,26 @@
 """The rate that instances carry within an SLO: simulated beforehand, and measured.
 
     python benchmarks/goodput.py --out benchmarks/results/goodput.json
-    python benchmarks/goodput.py --quick --requests 150 --out goodput.json  # some 10 minutes
+    python benchmarks/goodput.py --quick --requests 150 --out goodput.json  # 10 minutes
 
-A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``). Instances
-are processes at addresses, each on a core of its own; the controller is this
-process, on whichever core is free, or on theirs (``controller``: the part of a core that it
-took). The ways: one instance for both phases, two of them, and a prefill beside a
-decode instance; each with short and with longer prompts.
+A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``). Instances are processes at
+addresses, each on a core of its own; the controller is this process, on whichever core is free, or
+on theirs (``controller``: the part of a core that it took). The ways: one instance for both phases,
+two of them, and a prefill beside a decode instance; each with short and with longer prompts.
 
-Instances are **observed** first: other requests than those that count run at about
-``OBSERVED_AT`` of what is carried. The simulator is given lines fitted to the instances'
-own totals, as ``--replan-slo`` does it (``cost_model/goodput/replanning``), but to the CPU
-time of each instance's process in place of the time of its steps: an instance has a core,
-which also sends and receives KV between steps. The controller and the clients (this
+Instances are **observed** first: other requests than those that count run at about ``OBSERVED_AT``
+of what is carried. The simulator is given lines fitted to the instances' own totals, as
+``--replan-slo`` does it (``cost_model/goodput/replanning``), but to the CPU time of each instance's
+process, which also sends and receives KV between steps. The controller and the clients (this
 process) take the cores that no instance has, and then an equal part of each instance's
-(``SharedCores``). What that carries within the SLO is **predicted**. **measured**: the
-same requests, sent at those moments, and the same bisection over rates. ``error``:
-predicted over measured, less 1. ``seen``: TTFT and TPOT at the quantile of the SLO,
-simulated and measured, at the last rate that was carried. The SLO of a workload is so
-many times (``--slack``) what a request by itself takes by the first way's times, and the
-same for all ways.
+(``SharedCores``). What that carries within the SLO is **predicted**. **measured**: the same
+requests, sent at those moments, and the same bisection over rates. ``error``: predicted over
+measured - 1. ``seen``: simulated and measured TTFT and TPOT at the SLO's quantile, at the last rate
+that was carried. A workload's SLO is ``--slack`` times what a lone request takes by the first way.
 
 ``--quick`` runs each row at two rates in place of a bisection: so far below and above the
-prediction that both tell whether the measured rate is within ``--tolerance`` of it.
-Exit code 1: fewer than ``--least`` rows are.
+prediction that both tell whether the measured rate is within ``--tolerance`` of it. Exit code 1:
+fewer than ``--least`` rows are.
 """
 
 from __future__ import annotations
@@ -48,8 +44,13 @@ from end_to_end import VOCAB
 from provenance import keep, provenance
 from r_worker_processes import add_model_options, model_or_random, pinned_instances
 
-from cost_model.goodput.measured import LinearTimes, StepLog
-from cost_model.goodput.replanning import InstanceProfile, Roles, simulation_of
+from cost_model.goodput.replanning import (
+    InstanceProfile,
+    LinearTimes,
+    Roles,
+    StepLog,
+    simulation_of,
+)
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Draw, Lengths, drawn

@@ -44,10 +44,9 @@ import server_process
 from scripted_serving import IS_WORDY as WORDY
 from server_process import FASTDECODE, Server, scripted_server, serving
 
-from fastdecode.measure.serving.client import Endpoint
+from fastdecode.measure.serving.client import Endpoint, run_closed
 from fastdecode.measure.serving.load import FIRST_TOKEN, LoadShape, arriving, closed
 from fastdecode.measure.serving.report import report
-from fastdecode.measure.serving.run import run_closed
 
 Ran: TypeAlias = "tuple[float, dict[str, float]]"
 """Output tokens a second, and µs of CPU a token by process."""

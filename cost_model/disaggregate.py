@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.numbers import LARGEST, at_most
-from cost_model.printing import labelled
-from cost_model.quantities import counted, round_to, seconds_text
+from cost_model.printing import counted, labelled, round_to, seconds_text
 from fastdecode.core.config.options import REQUIRED, check_options, option
 
 MAX_MACHINES = 10_000
@@ -67,8 +66,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A transfer of K and V. Layers are streamed while later ones run, so only a longer one
-    counts."""
+    """A transfer of K and V, layers of which are streamed while later ones run."""
 
     kv_gb: float = _positive(
         "in place of --overhead: K and V that the largest prompt stage sends", "GB"
@@ -79,7 +77,6 @@ class Streaming:
         check_options(self)
 
     def overhead(self, prompt_time: float) -> float:
-        """Return m."""
         return max(1.0, self.kv_gb * 8 / self.bandwidth_gbps / prompt_time)
 
 
@@ -197,7 +194,6 @@ class Swapping:
 
 
 def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, Any]:
-    """Return the answer with units in the names. None where there is no such number."""
     tree: dict[str, Any] = {"format": "fastdecode.plan.disaggregate", "version": 2}
     if asked is not None:
         memory = asked.memory
@@ -235,8 +231,9 @@ def _split_rows(asked: Disaggregation) -> Iterator[tuple[str, str]]:
     pays = "too long to pay" if ratio is None else f"it pays above {_short(ratio)}"
     yield "Prompt/token", f"{own}; {streaming}: {pays}"
     if asked.memory is not None:
-        prompts, tokens = (_at_least(asked.memory.fewest(tokens=each)) for each in (False, True))
-        yield "Memory", f"prompts need {prompts}, tokens {tokens}"
+        fewest = (asked.memory.fewest(tokens=tokens) for tokens in (False, True))
+        needs = ("more than any machines" if n is None else counted(n, "machine") for n in fewest)
+        yield "Memory", "prompts need {}, tokens {}".format(*needs)
     yield "Verdict", _verdict(asked)
 
 
@@ -264,10 +261,6 @@ def _swap_rows(swap: Swapping) -> Iterator[tuple[str, str]]:
     gain = swap.unswapped_s / swap.swapped_s
     words = f"don't swap: tokens take {_short(1 / gain)} times as long"
     yield "Swap verdict", f"swap: {_short(gain)} times the tokens a second" if swap.pays else words
-
-
-def _at_least(machines: int | None) -> str:
-    return "more than any machines" if machines is None else counted(machines, "machine")
 
 
 def _short(value: float) -> str:

@@ -1,9 +1,7 @@
 """From measured points to functions, each with its error.
 
-``fit_curve`` for times over one size (T(B), prefill, transfers): a roofline if two straight lines
-say it well, else a monotone piecewise-linear curve. ``fit_decode`` for the R-part: call +
-sequences + cached tokens. Errors are relative: what nine of ten points are off by at most when
-they are left out of the fit, and the spread of the repeats.
+Errors are relative: what nine of ten points are off by at most when they are left out of the fit,
+and the spread of the repeats.
 """
 
 from __future__ import annotations
@@ -26,11 +24,8 @@ ROOFLINE_BONUS = 0.01
 
 @dataclass(frozen=True)
 class Curve:
-    """A time over a size: straight lines between knots, flat before the first,
-    the last slope after the last.
-
-    It never falls: more work never takes less time.
-    """
+    """A time over a size, which never falls: straight lines between knots, flat before the first,
+    the last slope after the last."""
 
     form: Literal["roofline", "piecewise"]
     sizes: tuple[float, ...]
@@ -51,50 +46,37 @@ class Curve:
 
 
 def fit_curve(points: Sequence[Point]) -> Curve:
+    """Fit a roofline if two straight lines predict points well, else straight lines between all."""
     if not points:
         raise ConfigError("nothing to fit: the profile has no points", code="invalid_profile")
-    merged = _by_size(points)
-    sizes, seconds = [size for size, _ in merged], [median for _, median in merged]
+    medians: dict[int, list[float]] = {}
+    for point in sorted(points, key=lambda point: point.size):
+        medians.setdefault(point.size, []).append(point.timing.median_s)
+    sizes, seconds = list(map(float, medians)), [float(np.mean(x)) for x in medians.values()]
     spread = float(np.median([point.timing.spread for point in points]))
     candidates = []
-    for form in ("roofline", "piecewise"):
+    for form, fit in _FITS.items():
         errors = []
         for i in range(1, len(sizes) - 1):
-            others = _fit(form, sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])
+            others = fit(sizes[:i] + sizes[i + 1 :], seconds[:i] + seconds[i + 1 :])
             errors.append(abs(others(sizes[i]) / seconds[i] - 1.0))
         left_out = float(np.mean(errors)) if errors else 0.0
         bonus = ROOFLINE_BONUS if form == "roofline" else 0.0
         candidates.append((left_out - bonus, form, math.hypot(_most(errors), spread)))
     _, form, error = min(candidates)
-    curve = _fit(form, sizes, seconds)
-    return replace(curve, relative_error=max(error, _residual(curve, merged)))
-
-
-def _by_size(points: Sequence[Point]) -> list[tuple[float, float]]:
-    ordered = sorted(points, key=lambda point: point.size)
-    groups = itertools.groupby(ordered, key=lambda point: point.size)
-    return [
-        (float(size), float(np.mean([point.timing.median_s for point in group])))
-        for size, group in groups
-    ]
-
-
-def _residual(curve: Curve, merged: Sequence[tuple[float, float]]) -> float:
-    return _most([abs(curve(size) / seconds - 1.0) for size, seconds in merged])
+    curve = _FITS[form](sizes, seconds)
+    residual = _most([abs(curve(x) / y - 1.0) for x, y in zip(sizes, seconds, strict=True)])
+    return replace(curve, relative_error=max(error, residual))
 
 
 def _most(errors: Sequence[float]) -> float:
-    """What nine of ten of them don't exceed."""
+    """Return what nine of ten errors don't exceed."""
     return float(np.quantile(errors, 0.9)) if errors else 0.0
 
 
-def _fit(form: str, sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    return _fit_roofline(sizes, seconds) if form == "roofline" else _fit_piecewise(sizes, seconds)
-
-
 def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Knots at the points, pooled where the times would fall (isotonic
-    regression of the logarithms)."""
+    """Return knots at the points, pooled where times would fall: isotonic regression of
+    logarithms."""
     levels = np.exp(_isotonic(np.log(seconds)))
     slope = 0.0
     if len(sizes) >= 2:
@@ -104,7 +86,7 @@ def _fit_piecewise(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def _isotonic(values: np.ndarray) -> np.ndarray:
-    """The nearest non-falling sequence (pool adjacent violators)."""
+    """Return the nearest non-falling sequence (pool adjacent violators)."""
     pools: list[tuple[float, int]] = []
     for value in values:
         mean, count = float(value), 1
@@ -116,9 +98,8 @@ def _isotonic(values: np.ndarray) -> np.ndarray:
 
 
 def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """max(floor, fixed + slope · size): the floor averages the first points,
-    the line fits the others; every split is tried and the best kept. Relative
-    least squares: each point counts by its own size."""
+    """Fit max(floor, fixed + slope · size), by relative least squares. Of all splits of the points
+    between floor and line, the best is kept."""
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     best: tuple[float, float, float, float] | None = None
     for split in range(len(x) + 1):
@@ -135,8 +116,11 @@ def _fit_roofline(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
     return Curve("roofline", (knee,), (max(floor, fixed + slope * knee),), slope, 0.0)
 
 
+_FITS = {"roofline": _fit_roofline, "piecewise": _fit_piecewise}
+
+
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(fixed, slope) of the relative least-squares line, neither of them negative."""
+    """Return (fixed, slope) of the relative least-squares line, neither of them negative."""
     if len(x) == 0:
         return 0.0, 0.0
     if len(x) == 1 or x[0] == x[-1]:
@@ -146,8 +130,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
-    """Least squares with no negative coefficient: the best over all subsets of
-    columns; there are two or three."""
+    """Return least squares with no negative coefficient, the best over all subsets of columns."""
     best: tuple[float, np.ndarray] | None = None
     width = columns.shape[1]
     for size in range(1, width + 1):

@@ -6,12 +6,12 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
@@ -22,11 +22,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MIB = 1 << 20
-GIB = 1 << 30
 MAX_BYTES = 1 << 20
 
-_Kind = TypeVar("_Kind")
+
+def _within(least: float, most: float) -> Any:
+    """Return a field with limits far beyond any part that is sold, in units of the file."""
+    return field(metadata={"limits": (least, most)})
 
 
 @dataclass(frozen=True)
@@ -42,33 +43,33 @@ class Efficiency:
             raise ConfigError(f"an efficiency lies between 0 and 1, got {self.value}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One GPU. Peaks are dense."""
 
     name: str
     source: str
-    fp16_flops_per_s: float
-    bf16_flops_per_s: float | None
+    fp16_flops_per_s: float = _within(1e9, 1e19)
+    bf16_flops_per_s: float | None = _within(1e9, 1e19)
     """None if the GPU has no bfloat16 units."""
-    fp8_flops_per_s: float | None
+    fp8_flops_per_s: float | None = _within(1e9, 1e19)
     """None if the GPU has no FP8 units."""
     memory_bytes: int
-    memory_bytes_per_s: float
-    pcie_bytes_per_s: float
+    memory_bytes_per_s: float = _within(1e6, 1e16)
+    pcie_bytes_per_s: float = _within(1e6, 1e16)
     """To the host, one direction."""
-    peer_bytes_per_s: float
+    peer_bytes_per_s: float = _within(1e6, 1e16)
     """To the other GPUs of its node, one direction."""
-    power_w: float | None
+    power_w: float | None = _within(0.1, 1e6)
     compute_efficiency: Efficiency
     memory_efficiency: Efficiency
     link_efficiency: Efficiency
     memory_usable: Efficiency
-    layer_overhead_s: float
+    layer_overhead_s: float = _within(1e-9, 1.0)
     """Launches of one layer's kernels, as far as they can't be hidden."""
-    all_reduce_s: float
+    all_reduce_s: float = _within(1e-9, 1.0)
     """Latency of one all-reduce among the GPUs of a node."""
-    relative_error: float
+    relative_error: float = _within(1e-3, 10.0)
 
     def flops_per_s(self, dtype: DType) -> float:
         """Return the dense matrix peak in ``dtype``."""
@@ -81,11 +82,7 @@ class Gpu:
             raise ConfigError(
                 f"dtype=bfloat16: {self.name} has no bfloat16 units; use --dtype float16"
             )
-        return (
-            self.bf16_flops_per_s
-            if dtype is DType.BFLOAT16 and self.bf16_flops_per_s
-            else self.fp16_flops_per_s
-        )
+        return (dtype is DType.BFLOAT16 and self.bf16_flops_per_s) or self.fp16_flops_per_s
 
     @property
     def usable_memory_bytes(self) -> float:
@@ -100,34 +97,34 @@ class SocketAsGpu(Gpu):
         return bf16 or self.fp16_flops_per_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cpu:
     """One CPU socket with its memory."""
 
     name: str
     source: str
-    cores: int
-    base_ghz: float
+    cores: int = _within(1, 65536)
+    base_ghz: float = _within(0.1, 100.0)
     isa: str
     """Instruction set of the attention kernels: avx2, avx512 or neon."""
-    fp32_flops_per_cycle: int
-    bf16_flops_per_cycle: float | None
+    fp32_flops_per_cycle: int = _within(1, 65536)
+    bf16_flops_per_cycle: float | None = _within(1, 65536)
     """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
-    memory_channels: int
-    transfers_per_s: float
+    memory_channels: int = _within(1, 1024)
+    transfers_per_s: float = _within(1e6, 1e12)
     """Transfers of one channel of 8 bytes."""
     memory_bytes: int
     memory_source: str
-    sockets_per_host: int
-    power_w: float | None
+    sockets_per_host: int = _within(1, 1024)
+    power_w: float | None = _within(0.1, 1e6)
     read_efficiency: Efficiency
     attention_efficiency: Efficiency
     compute_efficiency: Efficiency
     matrix_efficiency: Efficiency
     memory_usable: Efficiency
-    call_s: float
+    call_s: float = _within(1e-9, 1.0)
     """What one ``Attend`` costs beside the bytes: receive, look up, start the threads, answer."""
-    relative_error: float
+    relative_error: float = _within(1e-3, 10.0)
 
     kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By KV dtype: parts of the FMA peak, by query heads a KV head, and their ``source``."""
@@ -180,19 +177,19 @@ class Cpu:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Nic:
     name: str
     source: str
-    line_bits_per_s: float
+    line_bits_per_s: float = _within(1e6, 1e15)
     """Each way, both at once."""
-    round_trip_s: float
+    round_trip_s: float = _within(1e-9, 10.0)
     round_trip_source: str
-    message_s: float
+    message_s: float = _within(1e-9, 1.0)
     """What one message out and its answer cost the S-worker's thread, the bytes aside."""
     message_source: str
     line_efficiency: Efficiency
-    relative_error: float
+    relative_error: float = _within(1e-3, 10.0)
 
     @property
     def bytes_per_s(self) -> float:
@@ -213,15 +210,14 @@ class Hardware:
 
     @classmethod
     def load(cls, more: Path | None = None) -> Hardware:
-        """The file that comes with the package.
+        """Read the file that comes with the package.
 
         Args:
-            more: a user's file, whose parts are added. A part of a known name changes the
-                fields that it has; ``like`` names a part that it is but for its own fields.
+            more: A user's file, whose parts are added. A part of a known name changes the
+                fields that it has. ``like`` names the part that has all others.
 
         Raises:
-            ConfigError: If the user's file can't be read, or a field is missing, unknown or
-                makes no sense; names it.
+            ConfigError: If the user's file can't be read, or a field makes no sense.
         """
         shipped = resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")
         hardware = cls(parse_toml(shipped))
@@ -239,7 +235,7 @@ class Hardware:
             for name, row in rows.items():
                 try:
                     tables[kind][name] = self._row(kind, name, row)
-                    self._part(kind, name, tables[kind][name])
+                    self.part(kind, name, tables[kind][name])
                 except ConfigError as error:
                     raise refuse(f"[{kind}.{name}]: {error.message}") from None
         return Hardware(tables)
@@ -271,7 +267,6 @@ class Hardware:
         return self._parts("nic")
 
     def gpu(self, name: str) -> Gpu:
-        """Look a GPU up. The error for an unknown name has the nearest ones."""
         return self.gpus[self._find("gpu", name)]
 
     def printed_gpu(self, name: str) -> Gpu | None:
@@ -288,10 +283,6 @@ class Hardware:
     def cpu(self, name: str) -> Cpu:
         return self.cpus[self._find("cpu", name)]
 
-    def own_cpu(self, name: str, row: Mapping[str, Any]) -> Cpu:
-        cpu: Cpu = self._part("cpu", name, row)
-        return cpu
-
     def nic(self, name: str) -> Nic:
         return self.nics[self._find("nic", name)]
 
@@ -307,10 +298,10 @@ class Hardware:
 
     def _parts(self, kind: str) -> dict[str, Any]:
         rows = self._tables[kind].items()
-        return {name: self._part(kind, name, row) for name, row in rows}
+        return {name: self.part(kind, name, row) for name, row in rows}
 
-    def _part(self, kind: str, name: str, row: Mapping[str, Any]) -> Any:
-        part = _KINDS[kind](name, {**self._tables[f"{kind}_defaults"], **row})
+    def part(self, kind: str, name: str, row: Mapping[str, Any]) -> Any:
+        part = _read(kind, name, {**self._tables[f"{kind}_defaults"], **row})
         if kind == "cpu" and "compute_efficiency" not in row:
             return replace(part, kernels=self._tables["attention"].get(part.isa, {}))
         return part
@@ -374,42 +365,10 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", _NOISE.sub("", name.lower()))
 
 
-def _efficiency(row: Mapping[str, Any], name: str) -> Efficiency:
-    return Efficiency(_number(row, name), str(row[f"{name}_source"]))
-
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "all_reduce_s": (1e-9, 1.0),
-    "base_ghz": (0.1, 100.0),
-    "bf16_flops_per_cycle": (1, 65536),
-    "bf16_flops_per_s": (1e9, 1e19),
-    "call_s": (1e-9, 1.0),
-    "cores": (1, 65536),
-    "fp16_flops_per_s": (1e9, 1e19),
-    "fp32_flops_per_cycle": (1, 65536),
-    "fp8_flops_per_s": (1e9, 1e19),
-    "layer_overhead_s": (1e-9, 1.0),
-    "line_bits_per_s": (1e6, 1e15),
-    "memory_bytes_per_s": (1e6, 1e16),
-    "memory_channels": (1, 1024),
-    "memory_gib": (1, 65536),
-    "memory_mib": (1, 1 << 26),
-    "message_s": (1e-9, 1.0),
-    "pcie_bytes_per_s": (1e6, 1e16),
-    "peer_bytes_per_s": (1e6, 1e16),
-    "power_w": (0.1, 1e6),
-    "relative_error": (1e-3, 10.0),
-    "round_trip_s": (1e-9, 10.0),
-    "sockets_per_host": (1, 1024),
-    "transfers_per_s": (1e6, 1e12),
-}
-"""Least and most of each field, units as in the file; far beyond any part that is sold."""
-_PART = (0.001, 0.999)
-
-
-def _number(row: Mapping[str, Any], name: str, *, is_whole: bool = False) -> float:
-    value = row[name]
-    least, most = _RANGES.get(name, _PART)
+def _number(
+    row: Mapping[str, Any], name: str, limits: tuple[float, float], *, is_whole: bool = False
+) -> float:
+    value, (least, most) = row[name], limits
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = is_number and least <= value <= most
     if not fits or (is_whole and value != int(value)):
@@ -420,48 +379,38 @@ def _number(row: Mapping[str, Any], name: str, *, is_whole: bool = False) -> flo
     return float(value)
 
 
-def _optional(row: Mapping[str, Any], name: str) -> float | None:
-    return _number(row, name) if name in row else None
+def _read_field(field: Field[Any], row: Mapping[str, Any]) -> Any:
+    name, limits = field.name, field.metadata.get("limits", (0.001, 0.999))
+    match field.type:
+        case "str":
+            return str(row[name])
+        case "int":
+            return int(_number(row, name, limits, is_whole=True))
+        case "float | None" if name not in row:
+            return None
+        case "Efficiency":
+            return Efficiency(_number(row, name, limits), str(row[f"{name}_source"]))
+    return _number(row, name, limits)
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
-    "str": lambda row, name: str(row[name]),
-    "int": lambda row, name: int(_number(row, name, is_whole=True)),
-    "float": _number,
-    "float | None": _optional,
-    "Efficiency": _efficiency,
-}
-
-
-def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **sizes: int) -> _Kind:
-    """A row of the file: all fields of ``kind`` but its name.
-
-    Args:
-        sizes: which field of the file says ``memory_bytes``, and its unit in bytes.
-    """
-    every = fields(kind)  # type: ignore[arg-type]
-    every = tuple(each for each in every if each.default_factory is MISSING)
-    needed = {each.name for each in every if "None" not in str(each.type)} - {"memory_bytes"}
-    missing = sorted((needed | set(sizes)) - {"name", *row})
+def _read(kind: str, name: str, row: Mapping[str, Any]) -> Any:
+    """Return a part from a row of the file, which has all fields but its name."""
+    of_kind = [each for each in fields(_KINDS[kind]) if each.default_factory is MISSING]
+    needed = {each.name for each in of_kind if "None" not in str(each.type)}
+    size, unit, most = _MEMORY.get(kind, ("", 0, 0))
+    missing = sorted((needed - {"memory_bytes"} | {size} - {""}) - {"name", *row})
     if missing:
         raise ConfigError(f'{missing[0]} is missing; or say which part it is like: like = "NAME"')
-    given = {
-        field.name: _READERS[str(field.type)](row, field.name)
-        for field in every
-        if field.name not in ("name", "memory_bytes")
-    }
-    for size, unit in sizes.items():
-        given["memory_bytes"] = _READERS["int"](row, size) * unit
-    return kind(name=name, **given)
+    read = [each for each in of_kind if each.name not in ("name", "memory_bytes")]
+    given = {each.name: _read_field(each, row) for each in read}
+    if size:
+        given["memory_bytes"] = int(_number(row, size, (1, most), is_whole=True)) * unit
+    return _KINDS[kind](name=name, **given)
 
 
-_KINDS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
-    "gpu": lambda name, row: _read(Gpu, name, row, memory_mib=MIB),
-    "cpu": lambda name, row: _read(Cpu, name, row, memory_gib=GIB),
-    "nic": lambda name, row: _read(Nic, name, row),
-}
-
-
+_KINDS: dict[str, type[Any]] = {"gpu": Gpu, "cpu": Cpu, "nic": Nic}
+_MEMORY = {"gpu": ("memory_mib", 1 << 20, 1 << 26), "cpu": ("memory_gib", 1 << 30, 65536)}
+"""Field of the file that says ``memory_bytes``, its unit in bytes, and its most."""
 _WORDS = {
     "channels": r"(?P<memory_channels>\d+) ?(?:x|ch|channels?(?: of)?) ?(?:[a-z0-9]*ddr\dx?[ -]?)?"
     r"(?P<transfers_per_s>\d{4,5})(?: ?mt/s)?",
@@ -527,6 +476,7 @@ def described_cpu(text: str, hardware: Hardware) -> Cpu:
         **_ISAS[isa],
     }
     try:
-        return hardware.own_cpu(text, row)
+        cpu: Cpu = hardware.part("cpu", text, row)
+        return cpu
     except ConfigError as error:
         raise ConfigError(Given("cpu", text), f": {error.message}") from None

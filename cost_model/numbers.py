@@ -1,5 +1,5 @@
-"""Numbers: whole but for rounding, within limits, and as fields of JSON objects that people or
-other programs wrote. An error names the value and where it was given."""
+"""Numbers: whole but for rounding, searched for, and as fields of JSON objects. An error names the
+value and where it was given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.errors import ConfigError
 
 LARGEST = 1e15
 MAX_TOKENS = 1 << 24
@@ -44,20 +44,6 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
     return smallest(lambda number: not holds(number), min(high, most + 1), above=low) - 1
 
 
-def number_within(name: str, value: float, low: float, high: float, what: str = "number") -> float:
-    """Check a number against its bounds. ``what``: a noun with its unit."""
-    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(Given(name, value), f" is not a {what} from {low:g} to {high:g}")
-    return value
-
-
-def whole_number(name: str, value: int, low: int, high: int) -> int:
-    """Check a whole number against its bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(Given(name, value), f" is not a whole number from {low} to {high}")
-    return value
-
-
 def count(
     fields: Mapping[str, Any], name: str, where: str, low: int = 1, most: int = MAX_TOKENS
 ) -> int:
@@ -68,7 +54,7 @@ def count(
 
 
 def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool = False) -> float:
-    """A number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
+    """Return a number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
     value: Any = fields.get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and (0 < value < LARGEST or (may_be_0 and value == 0)):

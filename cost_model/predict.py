@@ -11,12 +11,12 @@ every running sequence one token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cost_model.stages import LinkModel, RPartModel, SPartModel
-from cost_model.transport import MPI, Transport
+from cost_model.stages import MPI, LinkModel, RPartModel, SPartModel, Transport
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.schedule.times import cycle_s
 
@@ -51,12 +51,15 @@ class LaneTimes:
     def chain_s(self) -> float:
         return self.s_s + self.trip_s + self.r_s
 
-    def cycle_s(self, lanes: int) -> float:
-        """All lanes pass one layer once in this time."""
-        return cycle_s(lanes, self.s_s, self.r_s, self.trip_s, self.link_s)
+    def cycle_s(self, lanes: int, headroom: float = 0.0) -> float:
+        """Return the time in which all lanes pass one layer, if the R-part takes ``headroom``
+        longer than predicted."""
+        slow_r_s = self.r_s * headroom
+        expected_s = cycle_s(lanes, self.s_s, self.r_s, self.trip_s, self.link_s)
+        return max(expected_s, self.chain_s + slow_r_s, lanes * (self.r_s + slow_r_s))
 
     def limit(self, lanes: int) -> str:
-        """What sets the cycle; of two that are equal, the first of these."""
+        """Return what sets the cycle. Of two that are equal, the first of these."""
         bounds = {
             "S-part": lanes * self.s_s,
             "R-part": lanes * self.r_s,
@@ -108,14 +111,12 @@ class System:
         return self.workload.attended_tokens(self.costs.spec)
 
     def on_device(self) -> System:
-        """The GPUs alone: the R-part is theirs, too, and nothing leaves them. One lane: they
-        can't do two things at once."""
+        """Return the GPUs alone: the R-part is theirs, too. One lane: they can't do two things at
+        once."""
         r, s = RPartModel.of_device(self.s, self.costs), replace(self.s, host_link_bytes_per_s=None)
         return replace(self, s=s, r=r, link=LinkModel.within_process(), transport=MPI)
 
     def scaled(self, sign: int) -> System:
-        """Everything slower (+1) or faster (-1) by its own relative error, to
-        bound a prediction."""
         s, r, link = self.s.scaled(sign), self.r.scaled(sign), self.link.scaled(sign)
         return replace(self, s=s, r=r, link=link)
 
@@ -127,66 +128,58 @@ class System:
         return whole_s - self.s.prefill_s(workload.cached_prompt_tokens)
 
     def s_s(self, lane_batch: int) -> float:
-        """T(B) of one lane, and its share of the prompts of sequences that
-        start: each step, one of ``output`` ends."""
+        """Return T(B) of one lane, with the prompts of sequences that start: each step, one of
+        ``output`` ends."""
         starts = lane_batch / self.workload.output_tokens
         prefill_s = starts * self.prompt_s / self.costs.num_layers
         return self.s.t_of_b(lane_batch) + prefill_s
 
-    def prompt_tokens(self, lane_batch: int) -> float:
-        """Prompt tokens that a lane computes in a step, of its starting sequences."""
-        computed = self.workload.prompt_tokens - self.workload.cached_prompt_tokens
-        return lane_batch / self.workload.output_tokens * computed
-
-    def out_bytes(self, lane_batch: int) -> float:
-        """q, k, v of one lane and layer, and k, v of its starting prompts; q
-        too, where R-workers attend them."""
-        of_prompts = self.costs.out_bytes if self.s.prompts_on_r else self.costs.prompt_out_bytes
-        return lane_batch * self.costs.out_bytes + self.prompt_tokens(lane_batch) * of_prompts
-
-    def back_bytes(self, lane_batch: int) -> float:
-        """o of one lane and layer, and of its starting prompts where R-workers attend them."""
-        of_prompts = self.costs.back_bytes if self.s.prompts_on_r else 0
-        return lane_batch * self.costs.back_bytes + self.prompt_tokens(lane_batch) * of_prompts
+    def way_bytes(self, lane_batch: int) -> tuple[float, float]:
+        """Return bytes of one lane and layer: q, k, v out and o back, and those of its starting
+        prompts. Their q and o stay on the S-worker unless R-workers attend them."""
+        costs, workload = self.costs, self.workload
+        computed = workload.prompt_tokens - workload.cached_prompt_tokens
+        prompt_tokens = lane_batch / workload.output_tokens * computed
+        out, back = costs.prompt_out_bytes, 0
+        if self.s.prompts_on_r:
+            out, back = costs.out_bytes, costs.back_bytes
+        return (
+            lane_batch * costs.out_bytes + prompt_tokens * out,
+            lane_batch * costs.back_bytes + prompt_tokens * back,
+        )
 
     def s_link_s(self, num_bytes: float) -> float:
-        """Seconds one way through the S-worker's ports, or its PCIe links where
-        those are narrower."""
+        """Return seconds one way through the S-worker's ports, or its narrower PCIe links."""
         network_s = self.link.transfer_s(num_bytes) / self.num_nics
         if self.s.host_link_bytes_per_s is None:
             return network_s
         return max(network_s, num_bytes / self.s.host_link_bytes_per_s)
 
-    def r_link_s(self, num_bytes: float, sockets: float) -> float:
-        """Seconds one way through the ports of the R-workers' hosts, each of
-        which carries its share."""
-        hosts = max(1.0, sockets / self.r.sockets_per_host)
-        return self.link.transfer_s(num_bytes) / hosts
-
     def r_s(self, lane_batch: int, sockets: float) -> float:
-        """The R-part of one lane and layer. A sequence lives on one R-worker,
-        so more sockets than sequences idle."""
+        """Return the R-part of one lane and layer. A sequence lives on one R-worker, so more
+        sockets than sequences idle."""
         sequences = max(1.0, lane_batch / sockets)
         return self.r.r_s(sequences, sequences * self.attended_tokens)
 
     def messages_s(self, lane_batch: int, sockets: float) -> float:
-        """The S-worker's thread, for one lane and layer: R-workers without a
-        sequence of the lane get no message."""
+        """Return the time of the S-worker's thread for one lane and layer. R-workers without a
+        sequence get no message."""
         return self.link.pace * self.link.message_s * min(sockets, lane_batch)
 
     def way_s(self, num_bytes: float, sockets: float) -> float:
-        """Seconds one way between the S-worker and all R-workers: as long as the
-        slowest of ports, PCIe and I/O threads needs, which work side by side."""
-        links_s = max(self.s_link_s(num_bytes), self.r_link_s(num_bytes, sockets))
-        return max(links_s, self.transport.io_s(num_bytes, sockets))
+        """Return seconds one way between the S-worker and all R-workers: of the slowest of ports,
+        PCIe and I/O threads, which work side by side."""
+        r_hosts = max(1.0, sockets / self.r.sockets_per_host)
+        r_links_s = self.link.transfer_s(num_bytes) / r_hosts
+        io_s = self.transport.io_s(num_bytes, sockets)
+        return max(self.s_link_s(num_bytes), r_links_s, io_s)
 
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
         return self.lane_over(lane_batch)(sockets)
 
     def lane_over(self, lane_batch: int) -> Callable[[float], LaneTimes]:
-        """``lane`` over sockets: what does not depend on them is computed once."""
-        s_s = self.s_s(lane_batch)
-        out, back = self.out_bytes(lane_batch), self.back_bytes(lane_batch)
+        """Return ``lane`` over sockets: what does not depend on them is computed once."""
+        s_s, (out, back) = self.s_s(lane_batch), self.way_bytes(lane_batch)
 
         def on(sockets: float) -> LaneTimes:
             return LaneTimes(
@@ -200,6 +193,12 @@ class System:
             )
 
         return on
+
+    def cycle_over(
+        self, lane_batch: int, lanes: int, headroom: float = 0.0
+    ) -> Callable[[float], float]:
+        lane = self.lane_over(lane_batch)
+        return lambda sockets: lane(sockets).cycle_s(lanes, headroom)
 
     def predict(
         self, lane_batch: int, lanes: int, sockets: int, batch: int | None = None
@@ -228,22 +227,19 @@ class System:
         )
 
     def latency_s(self, step_s: float) -> float:
-        """Return the time of a prompt and a step for each output token."""
         return self.prompt_s + self.workload.output_tokens * step_s
 
     def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:
-        """The longest step that keeps both promises; not positive if the prompt
-        alone breaks the first."""
-        limits = [float("inf")]
-        if latency_s is not None:
-            limits.append((latency_s - self.prompt_s) / self.workload.output_tokens)
-        if tpot_s is not None:
-            limits.append(tpot_s)
-        return min(limits)
+        """Return the longest step that keeps both promises. Not positive if the prompt alone
+        breaks the first."""
+        limit_s = math.inf if tpot_s is None else tpot_s
+        if latency_s is None:
+            return limit_s
+        return min((latency_s - self.prompt_s) / self.workload.output_tokens, limit_s)
 
     def load_limit_tokens(self, lane_batch: int, sockets: int) -> int:
-        """W_lim of the scheduler: the most cached tokens of a lane whose R-part
-        takes no longer than its S-part."""
+        """Return W_lim of the scheduler: the most cached tokens of a lane whose S-part hides its
+        R-part."""
         sequences = max(1.0, lane_batch / sockets)
         room_s = self.s_s(lane_batch) / self.r.pace - self.r.call_s - self.r.sequence_s * sequences
         return max(0, int(sockets * room_s / self.r.token_s)) if self.r.token_s > 0 else 0

@@ -6,6 +6,7 @@ GPT-3 was never released: its shapes (arXiv 2005.14165, table 2.1) are written a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -29,8 +30,6 @@ _TUNED: Final = re.compile(r"-(instruct|it|chat|hf|base|thinking)(?=-|$)|-\d{4}$
 
 @dataclass(frozen=True)
 class KnownModel:
-    """One of ``models.json``."""
-
     name: str
     id: str | None
     """``org/name`` at Hugging Face. None if it has none."""
@@ -43,18 +42,22 @@ class KnownModel:
 
 
 @cache
-def known_models() -> Mapping[str, KnownModel]:
+def _tables() -> Mapping[str, Any]:
     text = resources.files("cost_model").joinpath("models.json").read_text("utf-8")
-    tree = json.loads(text)
+    tables: Mapping[str, Any] = json.loads(text)
+    return tables
+
+
+@cache
+def known_models() -> Mapping[str, KnownModel]:
     models: dict[str, KnownModel] = {}
-    for row in tree["models"]:
-        config = {**tree["bases"].get(row.get("base"), {}), **row["config"]}
+    for row in _tables()["models"]:
+        config = {**_tables()["bases"].get(row.get("base"), {}), **row["config"]}
         models[row["name"]] = KnownModel(row["name"], row.get("id"), row["parameters"], config)
     return models
 
 
 def model_named(name: str) -> ModelSpec:
-    """The spec of a known model."""
     models = known_models().values()
     spellings = {each: model.name for model in models for each in model.spellings}
     tuned = {_untuned(each): own for each, own in spellings.items()}
@@ -69,11 +72,12 @@ def model_named(name: str) -> ModelSpec:
 
 
 def _refuse(name: str) -> None:
-    """Raises ConfigError if FastDecode does not implement the model of this name, with the
-    reason."""
-    text = resources.files("cost_model").joinpath("models.json").read_text("utf-8")
+    """
+    Raises:
+        ConfigError: If FastDecode does not implement the model of this name.
+    """
     own = name.rpartition("/")[2].lower().replace(" ", "-")
-    for pattern, architecture in reversed(json.loads(text)["refused"].items()):
+    for pattern, architecture in reversed(_tables()["refused"].items()):
         if re.match(pattern, own):
             (row,) = (each for each in REFUSED if architecture in each.architectures)
             raise ConfigError(
@@ -85,15 +89,13 @@ def _refuse(name: str) -> None:
 
 
 def _untuned(name: str) -> str:
-    """Strip what says how a release was trained, which does not change its shape:
-    ``Qwen/Qwen2.5-7B-Instruct`` is ``qwen2.5-7b``."""
-    own = name.rpartition("/")[2].lower().replace(" ", "-")
-    return _TUNED.sub("", own)
+    """Strip how a release was trained: ``Qwen/Qwen2.5-7B-Instruct`` is ``qwen2.5-7b``."""
+    return _TUNED.sub("", name.rpartition("/")[2].lower().replace(" ", "-"))
 
 
 def read_model(model: str) -> ModelSpec:
-    """The spec of a model directory, a ``config.json``, a known name, or a name in
-    the local Hugging Face cache, whichever ``model`` is first.
+    """Return the spec of a model directory, a ``config.json``, a known name, or a name in the
+    local Hugging Face cache, whichever ``model`` is first.
 
     Raises:
         ConfigError: If it isn't one of these, or the file can't be read.
@@ -110,22 +112,14 @@ def read_model(model: str) -> ModelSpec:
         try:
             return model_named(model)
         except ConfigError:
-            cached = _find_cached(model)
-            if cached is None:
+            with contextlib.suppress(CheckpointError):
+                path = find_model(model) / "config.json"
+            if not path.is_file():
                 raise
-            path = cached
     beside = path.with_name("hf_quant_config.json")
     told = _read(model, beside) if path.name == "config.json" and beside.is_file() else None
     name = path.parent.name or model
     return read_model_spec(_read(model, path), name=name, hf_quant_config=told)
-
-
-def _find_cached(model: str) -> Path | None:
-    try:
-        path = find_model(model) / "config.json"
-    except CheckpointError:
-        return None
-    return path if path.is_file() else None
 
 
 def _read(model: str, path: Path) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_model.printing import picked, table
-from cost_model.quantities import times_text
+from cost_model.printing import picked, table, times_text
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.simulation import SimulationOutcome
 from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
@@ -61,8 +60,6 @@ class Table:
 
 @dataclass(frozen=True)
 class TabledTimes(StepTime):
-    """Step times read from tables."""
-
     s_part: Table
     """Over the tokens of a lane's step."""
     r_parts: tuple[Table, ...]
@@ -80,12 +77,11 @@ class TabledTimes(StepTime):
         return self.way_s
 
 
-_PERCENTILES = (50, 90, 99)
 _COLUMNS = "started_s step_s s_part_s r_part_s load_tokens num_running num_tokens"
 
 
 def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
-    """What a run gave. Seconds of virtual time; shares of its whole length; tokens of load."""
+    """Return seconds of virtual time, shares of its whole length, and tokens of load."""
     steps, total_s = outcome.steps, max(outcome.total_s, 1e-12)
     num_output_tokens = sum(served.traced.num_output_tokens for served in outcome.served)
     loads = [step.load_tokens for step in steps]
@@ -110,7 +106,6 @@ def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
 
 
 def as_json(outcomes: Mapping[str, SimulationOutcome]) -> dict[str, Any]:
-    """Each mode's summary, and its steps as columns."""
     modes = {}
     for mode, outcome in outcomes.items():
         steps = [picked(step, _COLUMNS) for step in outcome.steps]
@@ -141,9 +136,8 @@ def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    found = np.percentile(values or [0.0], _PERCENTILES).tolist()
-    named = {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)}
-    return {**named, "max": max(values, default=0.0)}
+    p50, p90, p99 = np.percentile(values or [0.0], (50, 90, 99)).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99, "max": max(values, default=0.0)}
 
 
 def _typical_and_worst(percentiles: Mapping[str, float]) -> str:

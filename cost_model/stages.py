@@ -3,12 +3,13 @@ measured. What follows can't tell the two apart, except by their ``provenance``.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
@@ -33,6 +34,10 @@ class Provenance(str, Enum):
         return self.value
 
 
+def _mismatch(*words: str | Given) -> ConfigError:
+    return ConfigError(*words, code="profile_mismatch")
+
+
 _Own = TypeVar("_Own", bound="HardwarePart")
 
 
@@ -48,7 +53,6 @@ class HardwarePart:
     """Multiplies every time, to ask what if it is slower or faster than thought."""
 
     def scaled(self: _Own, sign: int) -> _Own:
-        """Slower (+1) or faster (-1) by its own relative error."""
         return replace(self, pace=self.pace * (1.0 + self.relative_error) ** sign)
 
 
@@ -59,16 +63,15 @@ class _Roofline:
     gpu: Gpu
     num_gpus: int
     costs: TokenCosts
-    flops_per_s: float
-    """Peak of all of them."""
-    bytes_per_s: float
-    """Bandwidth of each one's memory."""
 
-    @classmethod
-    def of(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> _Roofline:
-        flops_per_s = num_gpus * gpu.flops_per_s(costs.dtype) * gpu.compute_efficiency.value
-        bytes_per_s = gpu.memory_bytes_per_s * gpu.memory_efficiency.value
-        return cls(gpu, num_gpus, costs, flops_per_s, bytes_per_s)
+    @cached_property
+    def flops_per_s(self) -> float:
+        peak = self.gpu.flops_per_s(self.costs.dtype)
+        return self.num_gpus * peak * self.gpu.compute_efficiency.value
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        return self.gpu.memory_bytes_per_s * self.gpu.memory_efficiency.value
 
     def all_reduce_s(self, batch: float) -> float:
         if self.num_gpus == 1:
@@ -101,8 +104,9 @@ class _Roofline:
         if not self.costs.has_ends:
             return 0.0
         logits_bytes = 8.0 * self.costs.spec.vocab_size * batch
-        num_bytes = (self.costs.head_weight_bytes + logits_bytes) / self.num_gpus
-        compute_s = self.costs.head_flops * batch / self.flops_per_s
+        parameters = self.costs.head_parameters
+        num_bytes = (parameters * self.costs.weights.others + logits_bytes) / self.num_gpus
+        compute_s = 2.0 * parameters * batch / self.flops_per_s
         return max(num_bytes / self.bytes_per_s, compute_s) + self.gpu.layer_overhead_s
 
     def prompt_s(self, tokens: float) -> float:
@@ -137,8 +141,7 @@ class SPartModel(HardwarePart):
     """R-workers attend prompts: their q and o cross the network, too."""
 
     def t_of_b(self, batch: float) -> float:
-        """T(B): seconds of one layer at this batch, with its share of what a
-        step spends outside the layers."""
+        """Return T(B): seconds of one layer, with its share of the rest of a step."""
         return self.pace * (self.layer_s(batch) + self.head_s(batch) / self.num_layers)
 
     def prefill_s(self, prompt_tokens: float) -> float:
@@ -146,8 +149,8 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPartModel:
-        """A roofline over GPUs of one node that share every layer (tensor parallel)."""
-        roof = _Roofline.of(gpu, num_gpus, costs)
+        """Return a roofline over GPUs of one node that share every layer (tensor parallel)."""
+        roof = _Roofline(gpu, num_gpus, costs)
         return cls(
             name=gpu.name if num_gpus == 1 else f"{num_gpus} x {gpu.name}",
             provenance=Provenance.DATASHEET,
@@ -170,7 +173,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
-        """Curves through what was measured.
+        """Return curves through what was measured.
 
         Raises:
             ConfigError: If the profile is of another model shape or dtype.
@@ -179,19 +182,14 @@ class SPartModel(HardwarePart):
 
         asked = ModelShape.of(costs.spec)
         if profile.shape != asked:
-            raise ConfigError(
+            raise _mismatch(
                 f"the S-part profile was measured for {profile.model} ({profile.shape}), but the "
-                f"model is {costs.spec.name} ({asked}): calibrate with this model",
-                code="profile_mismatch",
+                f"model is {costs.spec.name} ({asked}): calibrate with this model"
             )
         if profile.dtype != costs.dtype.value:
-            raise ConfigError(
-                f"the S-part profile was measured in {profile.dtype}, but the plan asks for "
-                f"{costs.dtype}: use ",
-                Given("dtype", profile.dtype),
-                ", or calibrate again",
-                code="profile_mismatch",
-            )
+            words = f"in {profile.dtype}, but the plan asks for {costs.dtype}: use "
+            use, again = Given("dtype", profile.dtype), ", or calibrate again"
+            raise _mismatch(f"the S-part profile was measured {words}", use, again)
         layer, prompt = fit_curve(profile.layer), fit_curve(profile.prefill)
         head, step = fit_curve(profile.head), fit_curve(profile.step)
         return cls(
@@ -205,7 +203,7 @@ class SPartModel(HardwarePart):
             head_s=lambda batch: max(head(batch), step(batch) - costs.num_layers * layer(batch)),
             prompt_s=prompt,
             usable_memory_bytes=profile.device_memory_bytes * MEASURED_MEMORY_USABLE,
-            kv_read_bytes_per_s=costs.mean_read_bytes(1) / layer(1),
+            kv_read_bytes_per_s=costs.read_bytes(1) / costs.num_layers / layer(1),
             host_link_bytes_per_s=None,
             power_w=None,
             relative_error=step.relative_error,
@@ -218,8 +216,8 @@ class SPartModel(HardwarePart):
 
 @dataclass(frozen=True)
 class RPartModel(HardwarePart):
-    """The R-part of one layer on one R-worker: one CPU socket of a datasheet,
-    or one measured host. Its pace leaves the read ceiling as it is."""
+    """The R-part of one layer on one R-worker: a CPU socket, or a measured host. Its pace leaves
+    the read ceiling as it is."""
 
     call_s: float
     """Fixed time of one call."""
@@ -242,8 +240,7 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_cpu(cls, cpu: Cpu, costs: TokenCosts, memory_bytes: int | None = None) -> RPartModel:
-        """A roofline over one socket: its memory bandwidth, or its FMA units
-        where many query heads share K and V."""
+        """Return a roofline over a socket: memory, or FMA units if many heads share K and V."""
         read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
         read_token_s = costs.kv_layer_bytes / read_bytes_per_s
         peak = cpu.attention_peak(costs.kv_dtype, costs.group)
@@ -266,7 +263,7 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def of_device(cls, s: SPartModel, costs: TokenCosts) -> RPartModel:
-        """The GPUs attend by themselves, to KV in the memory that the weights leave."""
+        """Return GPUs that attend by themselves, to KV in the memory that the weights leave."""
         token_s = costs.kv_layer_bytes / s.kv_read_bytes_per_s
         room = s.usable_memory_bytes - costs.weight_bytes
         return cls(
@@ -287,21 +284,15 @@ class RPartModel(HardwarePart):
         measured = (profile.num_q_heads, profile.num_kv_heads, profile.head_dim)
         asked = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
         if measured != asked:
-            shapes = "query heads / KV heads of head size"
-            raise ConfigError(
-                f"the R-part profile was measured for {measured[0]}/{measured[1]} of {measured[2]} "
-                f"({shapes}), but {spec.name} has {asked[0]}/{asked[1]} of {asked[2]}: calibrate "
-                "with this model",
-                code="profile_mismatch",
+            ours, theirs = ("{}/{} of {}".format(*heads) for heads in (measured, asked))
+            raise _mismatch(
+                f"the R-part profile was measured for {ours} (query heads / KV heads of head "
+                f"size), but {spec.name} has {theirs}: calibrate with this model"
             )
         if profile.kv_dtype != costs.kv_dtype:
-            raise ConfigError(
-                f"the R-part profile was measured with a {profile.kv_dtype} KV cache, but the plan "
-                f"asks for {costs.kv_dtype}: use ",
-                Given("kv_dtype", profile.kv_dtype),
-                ", or calibrate again",
-                code="profile_mismatch",
-            )
+            words = f"a {profile.kv_dtype} KV cache, but the plan asks for {costs.kv_dtype}: use "
+            use, again = Given("kv_dtype", profile.kv_dtype), ", or calibrate again"
+            raise _mismatch(f"the R-part profile was measured with {words}", use, again)
         fit = fit_decode(profile.decode)
         read_token_s = costs.kv_layer_bytes / statistics.median(profile.read_bytes_per_s)
         return cls(
@@ -341,8 +332,7 @@ class LinkModel(HardwarePart):
 
     @classmethod
     def within_process(cls) -> LinkModel:
-        """R-workers are threads of the S-worker's process: what messages cost
-        is in its profile's ``host`` times."""
+        # What messages cost is in the S-part profile's steps.
         source = "R-workers are threads of the S-worker's process"
         far = float("inf")
         return cls("in one process", Provenance.GIVEN, source, far, 0.0, 0.0, relative_error=0.0)
@@ -361,8 +351,6 @@ class LinkModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: NetProfile) -> LinkModel:
-        """Bandwidth from the slope of the transfers, the round trip as measured but for
-        the message's own cost, which is in it."""
         from cost_model.fit import fit_curve
 
         curve = fit_curve(profile.transfer)
@@ -379,3 +367,45 @@ class LinkModel(HardwarePart):
             message_s=message_s,
             relative_error=max(curve.relative_error, profile.round_trip.spread),
         )
+
+
+MAX_IO_THREADS: Final = 256
+_LINK_SECURITY: Final = (
+    "CPU time of an I/O thread, q, k, v of 256 rows of an 8B Llama out and o back on loopback "
+    "(EPYC Zen 5)"
+)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How messages travel, and what that costs beside the network: ZeroMQ's I/O threads copy
+    every byte, and with a key encrypt it."""
+
+    name: str
+    thread_bytes_per_s: float
+    """Rate of one I/O thread, both directions together. Infinite if there are none."""
+    work: str
+    source: str
+    num_threads: int = 1
+    """Most I/O threads; never more than R-workers, as each connection has one."""
+
+    @property
+    def is_bounded(self) -> bool:
+        return math.isfinite(self.thread_bytes_per_s)
+
+    def io_s(self, num_bytes: float, sockets: float) -> float:
+        """Return seconds of the I/O threads for these bytes, out and back, of all R-workers."""
+        if not self.is_bounded:
+            return 0.0
+        return num_bytes / (self.thread_bytes_per_s * min(self.num_threads, max(1.0, sockets)))
+
+
+MPI: Final = Transport("mpi", math.inf, "", "MPI's own copies are part of what a NIC's figure says")
+TRANSPORTS: Final = {
+    transport.name: transport
+    for transport in (
+        MPI,
+        Transport("zmq-encrypted", 1.9e9, "encrypt", _LINK_SECURITY),
+        Transport("zmq-plain", 7.0e9, "copy", _LINK_SECURITY),
+    )
+}

@@ -40,8 +40,7 @@ class Quantity:
 
 
 def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
-    """Seconds of a step, tokens/s, and the S-part's and the busiest R-worker's
-    seconds within a step."""
+    """Return seconds of a step, tokens/s, and a step's seconds of S-part and busiest R-worker."""
     # Outputs that are spread evenly over 1 .. 2C-1 tokens have the mean context
     # C; without prompts nothing starts.
     workload = Workload(0, max(1, 2 * steady.context_tokens - 1))
@@ -66,11 +65,10 @@ class PlannedBatch:
 
 
 def read_plan(path: Path) -> PlannedBatch:
-    """The batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
+    """Read the batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
 
     Raises:
-        ConfigError: If the file is missing, isn't such a plan, or has none because
-            the question was infeasible.
+        ConfigError: If the file isn't such a plan, or its question was infeasible.
     """
     given = Given("plan", str(path))
     tree = read_object(

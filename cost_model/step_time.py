@@ -30,9 +30,8 @@ class SystemTime(StepTime):
     The prompts of the system's workload are counted in, at their average.
 
     Args:
-        sockets: R-workers, one a socket.
-        transfer_bytes_per_s: of the ports through which K and V leave or come;
-            infinite: they stay.
+        sockets: R-workers, one per socket.
+        transfer_bytes_per_s: Rate at which K and V leave or come. Infinite if they stay.
     """
 
     system: System
@@ -46,7 +45,7 @@ class SystemTime(StepTime):
         return self._layers * self._lane(num_decoding).s_s + self._prompts_s(prompts)
 
     def _prompts_s(self, prompts: Prompts) -> float:
-        """What they add to a step, which reads the weights anyway."""
+        """Return what prompts add to a step, which reads the weights anyway."""
         s = self.system.s
         own_s = sum(s.prefill_s(before + new) - s.prefill_s(before) for before, new in prompts)
         return own_s + self._way_s(sum(new for _, new in prompts))
@@ -59,7 +58,8 @@ class SystemTime(StepTime):
         return self._layers * (out_s + system.way_s(num_tokens * costs.back_bytes, self.sockets))
 
     def _prompts_alone_s(self, prompts: Prompts) -> float:
-        """A step of prompts alone reads the weights, too, and sends K and V to the R-workers."""
+        """Return a step of prompts alone. It reads the weights, and sends K and V to the
+        R-workers."""
         s, costs = self.system.s, self.system.costs
         total, prompts_s = sum(new for _, new in prompts), self._prompts_s(prompts)
         if s.provenance is Provenance.MEASURED:
@@ -76,7 +76,12 @@ class SystemTime(StepTime):
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
         attended = load_tokens
         if self._windows and num_sequences:
-            attended = num_sequences * self._attended(load_tokens / num_sequences)
+            context = load_tokens / num_sequences
+            seen = (
+                count * (context if window is None else min(context, window))
+                for window, count in self._windows.items()
+            )
+            attended = num_sequences * (sum(seen) / self._layers)
         return self._layers * self.system.r.r_s(num_sequences, attended)
 
     def link_s(self, num_tokens: int) -> float:
@@ -102,10 +107,3 @@ class SystemTime(StepTime):
         """How many layers have each window; empty if no layer has one."""
         windows = Counter(each.sliding_window for each in self.system.costs.spec.attention)
         return windows if any(windows) else Counter()
-
-    def _attended(self, context: float) -> float:
-        seen = (
-            count * (context if window is None else min(context, window))
-            for window, count in self._windows.items()
-        )
-        return sum(seen) / self._layers

@@ -45,7 +45,8 @@ def parse_trace(lines: Iterable[bytes], name: str) -> RequestTrace:
 
 def _own(lines: Iterable[Located], name: str) -> RequestTrace:
     units: set[ArrivalUnit] = set()
-    requests = [_own_request(fields, where, units) for where, fields in records(lines, _FIELDS)]
+    found = ((known_fields(line, where, _FIELDS), where) for where, line in lines)
+    requests = [_own_request(fields, where, units) for fields, where in found]
     if not requests:
         raise ConfigError(f"{name} holds no requests")
     if len(units) > 1:
@@ -79,13 +80,6 @@ def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str)
         raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
 
 
-def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, line in lines:
-        fields = json_object(line, where)
-        check_known(fields, known, where)
-        yield where, fields
-
-
 def bounded(lines: Iterable[bytes], name: str) -> Iterator[Located]:
     """Yield lines that aren't blank, and where each is.
 
@@ -100,6 +94,12 @@ def bounded(lines: Iterable[bytes], name: str) -> Iterator[Located]:
             )
         if line.strip():
             yield where, line
+
+
+def known_fields(line: bytes, where: str, known: Sequence[str]) -> dict[str, Any]:
+    fields = json_object(line, where)
+    check_known(fields, known, where)
+    return fields
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
@@ -124,8 +124,7 @@ def read_any_trace(path: Path) -> ReadTrace:
     """Read a file of own lines, or a server's log.
 
     Raises:
-        ConfigError: If it can't be read, is neither, or a line is broken; names the line and the
-            field.
+        ConfigError: If it can't be read, is neither, or a line is broken.
     """
     return read_file(path, _read, f"--trace {path}")
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from cost_model.numbers import count, number
 from cost_model.printing import table
-from cost_model.traces import bounded, read_file, records
+from cost_model.traces import bounded, known_fields, read_file
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import TierPolicy, is_short
 
-Row: TypeAlias = "list[Any]"
 _FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")
 
 
@@ -52,7 +51,6 @@ class TurnTotals:
 
     @property
     def hit_share(self) -> float:
-        """Share of the history that wasn't recomputed."""
         return 1.0 - self.num_recomputed / self.num_history if self.num_history else 1.0
 
 
@@ -139,24 +137,24 @@ class TierSimulator:
         self._cost = cost
         self._conversations: dict[str, _Conversation] = {}
         self._by_number: list[_Conversation] = []
-        self.rows: list[Row] = []
+        self.rows: list[list[Any]] = []
         """``[t,"run",id,restored,recomputed,prompt,output]``,
         ``[t,"swap_out",id,n]``, ``[t,"drop",id,n]``, in tokens."""
         self.totals = TurnTotals()
 
     def run(self, turn: TracedTurn) -> None:
-        found, now_s = self._conversations.get(turn.conversation), turn.arrival_s
-        if found is None:
-            found = _Conversation(turn.conversation, len(self._by_number))
-            self._conversations[turn.conversation] = found
-            self._by_number.append(found)
+        now_s, conversations = turn.arrival_s, self._conversations
+        new = _Conversation(turn.conversation, len(conversations))
+        found = conversations.setdefault(turn.conversation, new)
+        if found is new:
+            self._by_number.append(new)
         before, totals = found.num_tokens, self.totals
         upper, lower = (tier.blocks(found.number) for tier in (self._upper, self._lower))
         restored = self._tokens(found, lower)
-        missing = sorted({*range(self._blocks(before))}.difference(upper, lower))
+        missing = sorted({*range(-(-before // self._size))}.difference(upper, lower))
         recomputed = self._tokens(found, missing)
         found.num_tokens += turn.num_prompt_tokens + turn.num_output_tokens
-        num_blocks = self._blocks(found.num_tokens)
+        num_blocks = -(-found.num_tokens // self._size)
         if num_blocks > self._slots:
             raise ConfigError(
                 f"conversation {found.name!r} has {found.num_tokens} tokens, more than the "
@@ -181,7 +179,6 @@ class TierSimulator:
             self._move_down(self._by_number[leaving[0]], leaving[1], now_s)
 
     def tokens_of(self, name: str) -> tuple[int, int, int]:
-        """Return a conversation's tokens in the upper tier, in the lower one, and dropped."""
         found = self._conversations[name]
         tiers = self._upper, self._lower
         upper, lower = (self._tokens(found, tier.blocks(found.number)) for tier in tiers)
@@ -212,9 +209,6 @@ class TierSimulator:
         # Whole seconds have no point in JSON.
         self.rows.append([int(now_s) if now_s == int(now_s) else now_s, what, name, *counts])
 
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._size)
-
     def _tokens(self, found: _Conversation, blocks: list[int]) -> int:
         # The last block of a conversation may not be full.
         if not blocks:
@@ -230,7 +224,7 @@ def read_turns(path: Path) -> list[TracedTurn]:
 
 
 def parse_turns(lines: Iterable[bytes], name: str) -> list[TracedTurn]:
-    turns = [_turn(fields, where) for where, fields in records(bounded(lines, name), _FIELDS)]
+    turns = [_turn(known_fields(line, at, _FIELDS), at) for at, line in bounded(lines, name)]
     if not turns:
         raise ConfigError(f"{name} holds no turns")
     return sorted(turns, key=lambda turn: turn.arrival_s)

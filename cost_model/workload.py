@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,7 +30,6 @@ KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
 
 
 def parse_kv_dtype(name: str) -> str:
-    """``"fp16"``, ``"bfloat16"``, ``"int8"`` … → the name that ``KV_DTYPES`` lists."""
     if name.lower() in ("int8", "int4"):
         return name.lower()
     try:
@@ -92,8 +92,8 @@ class Workload:
         return self.prompt_tokens + (self.output_tokens + self.start_interval_steps) / 2
 
     def mean_attended_tokens(self, sliding_window: int | None) -> float:
-        """Keys that a running sequence's query sees in a layer with this
-        window, averaged in the same way."""
+        """Return the keys that a running sequence's query sees in a layer with this window,
+        averaged in the same way."""
         mean = self.mean_context_tokens
         if sliding_window is None or self.peak_context_tokens <= sliding_window:
             return mean
@@ -109,11 +109,10 @@ class Workload:
         )
 
     def attended_tokens(self, spec: ModelSpec) -> float:
-        """Keys that a running sequence sees a layer, averaged over sequences and layers."""
-        windows = [attention.sliding_window for attention in spec.attention]
-        kinds = {window: windows.count(window) for window in windows}
+        """Return keys that a running sequence sees, averaged over sequences and layers."""
+        kinds = Counter(attention.sliding_window for attention in spec.attention)
         total = sum(count * self.mean_attended_tokens(window) for window, count in kinds.items())
-        return total / len(windows)
+        return total / len(spec.attention)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class WeightBytes:
 
     @classmethod
     def kept(cls, spec: ModelSpec, dtype: DType) -> WeightBytes:
-        """As the checkpoint holds them; what isn't quantised in ``dtype``."""
+        """Return bytes as the checkpoint holds weights, in ``dtype`` where it isn't quantised."""
         quantisation, plain = spec.quantisation, float(dtype.size_bytes)
         if quantisation is None:
             return cls.decoded(dtype)
@@ -167,19 +166,12 @@ class TokenCosts:
         layers = range(self.num_layers)
         others = self.spec.num_parameters - sum(map(self.spec.layer_parameters, layers))
         others *= self.has_ends
-        return self._all_layers_bytes + others * self.weights.others
+        return self.read_bytes(math.inf) + others * self.weights.others
 
     @cached_property
     def layer_weight_bytes(self) -> float:
         """Mean of all layers, with every expert."""
-        return self._all_layers_bytes / self.num_layers
-
-    @cached_property
-    def _all_layers_bytes(self) -> float:
-        return sum(count * self.layer_bytes(layer) for layer, count in self.layer_kinds)
-
-    def layer_bytes(self, layer: int) -> float:
-        return self.layer_read_bytes(layer, math.inf)
+        return self.read_bytes(math.inf) / self.num_layers
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:
         """Return the weights that a step of this many rows reads in one layer, with the experts
@@ -200,17 +192,16 @@ class TokenCosts:
             parts[spec.has_experts(layer)] = (others * weights.layers, expert * weights.experts)
         return parts
 
-    def mean_read_bytes(self, batch: float) -> float:
-        kinds = self.layer_kinds
-        total = sum(count * self.layer_read_bytes(layer, batch) for layer, count in kinds)
-        return total / self.spec.num_layers
+    def read_bytes(self, batch: float) -> float:
+        """Return the weights that a step of this many rows reads in all layers."""
+        return sum(count * self.layer_read_bytes(each, batch) for each, count in self.layer_kinds)
 
     def layer_flops(self, layer: int) -> float:
         return 2.0 * self.spec.active_layer_parameters(layer)
 
     def layer_activation_bytes(self, layer: int) -> float:
-        """What one token's activations move through the GPU's memory in one
-        layer: each is written and read once."""
+        """Return what one token's activations move through the GPU's memory: each is written and
+        read once."""
         spec = self.spec
         elements = 6 * spec.hidden_size + sum(spec.qkv_sizes) + spec.qkv_sizes[0]
         return 2.0 * (elements + self._mlp_elements(layer)) * self.dtype.size_bytes
@@ -235,18 +226,9 @@ class TokenCosts:
         """Weights of the logits, whether or not they are the token embedding's."""
         return self.spec.vocab_size * self.spec.embedding_size * self.has_ends
 
-    @property
-    def head_weight_bytes(self) -> float:
-        return self.head_parameters * self.weights.others
-
-    @property
-    def head_flops(self) -> float:
-        return 2.0 * self.head_parameters
-
     @cached_property
     def peak_activation_bytes(self) -> float:
-        """GPU memory that one token of a step needs at most: its widest layer,
-        or its logits in fp32 and their copy."""
+        """GPU memory of one token: its widest layer, or its logits in fp32 and their copy."""
         spec = self.spec
         mlp = max(self._mlp_elements(layer) for layer, _ in self.layer_kinds)
         widest = 4 * spec.hidden_size + 2 * sum(spec.qkv_sizes) + mlp
@@ -259,8 +241,7 @@ class TokenCosts:
 
     @cached_property
     def prompt_out_bytes(self) -> int:
-        """k and v of one prompt token and layer, on the wire, where its
-        attention is computed on the S-worker."""
+        """k and v of a prompt token and layer, on the wire, if the S-worker attends."""
         return (self.spec.qkv_sizes[1] + self.spec.qkv_sizes[2]) * self.dtype.size_bytes
 
     @cached_property

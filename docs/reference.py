@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core import errors
 from fastdecode.core.config.engine import GROUPS
 from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, refused_pairs

@@ -19,9 +19,8 @@ from typing import Final
 from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
-from fastdecode.core.host.child_process import python_command
 from fastdecode.core.host.cpus import usable_cpus
-from fastdecode.core.host.parents import end_with
+from fastdecode.core.host.processes import end_with, python_command
 from fastdecode.core.spec import AttentionSpec
 from rworker.instructions import Prepare
 

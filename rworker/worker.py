@@ -11,8 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import FastDecodeError, WorkerError
-from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
 from fastdecode.core.host.facts import this_host
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect

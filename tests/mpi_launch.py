@@ -46,26 +46,12 @@ class Outcome:
     """Processes that were left behind, and had to be killed."""
 
 
-def mpirun() -> str:
-    return str(Path(sys.executable).with_name("mpirun"))
-
-
-def open_mpi_options(btl: str = "self,sm") -> list[str]:
-    """Open MPI as the README starts it, on loopback."""
-    options = [
-        "--with-ft",
-        "ulfm",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "--mca",
-        "pml",
-        "ob1",
-        "--mca",
-        "btl",
-        btl,
-    ]
-    return [*options, "--mca", "btl_tcp_if_include", "lo"] if "tcp" in btl else options
+def mpirun(num_ranks: int, *, btl: str = "self,sm", with_ft: bool = True) -> list[str]:
+    """Return the beginning of a job's command: Open MPI as the README starts it, on loopback."""
+    words = [str(Path(sys.executable).with_name("mpirun")), *["--with-ft", "ulfm"] * with_ft]
+    words += ["--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", btl]
+    words += ["--mca", "btl_tcp_if_include", "lo"] * ("tcp" in btl)
+    return [*words, "-n", str(num_ranks)]
 
 
 @contextlib.contextmanager

@@ -47,8 +47,7 @@ class RouterOracle:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], int]:
-        """Tokens after the prompt, EOS ignored, and how many of them precede the
-        first near-tie."""
+        """Tokens after the prompt, EOS ignored, and how many of them precede the first near-tie."""
         tokens = list(prompt)
         logits: Tensor = torch.empty(0)
         for _ in range(num_tokens):

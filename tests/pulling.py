@@ -1,5 +1,4 @@
-"""R-workers that offer sequences and fetch them, one message at a time, in the
-hands of a test."""
+"""R-workers that offer sequences and fetch them, one message at a time, in the hands of a test."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ class Host:
         return self.books.store.pool.num_available
 
     def turn(self) -> bool:
-        """Deal with one message, or with what is behind; whether there was
-        something."""
+        """Deal with one message, or with what is behind; whether there was something."""
         try:
             peer, message = self.hub.receive_any(0)
         except PeerLostError as error:
@@ -146,8 +144,7 @@ class Host:
         self.tell(CloseSequence(sequence))
 
     def fill(self, sequence: int, num_tokens: int, seed: int, first_token: int = 0) -> None:
-        """A sequence whose tokens are known by ``seed``; or some of its tokens
-        and heads."""
+        """A sequence whose tokens are known by ``seed``; or some of its tokens and heads."""
         self.open(sequence, num_tokens)
         self.tell(expectation({sequence: num_tokens}))
         kv, width = self.kv, layout_of(self.kv)

@@ -25,8 +25,7 @@ class Store:
         self.open, self.fork, self.extend = self._store.open, self._store.fork, self._store.extend
 
     def append(self, sequence_id: int, first: int, contexts: list[int]) -> None:
-        """``contexts``: of each new token, from ``first`` on, what tells all
-        tokens up to it."""
+        """``contexts``: of each new token, from ``first`` on, what tells all tokens up to it."""
         counts = np.array([[len(contexts)], [first]], np.int32)
         appended = self._store.append(np.array([sequence_id]), *counts)
         for source, target in zip(appended.copy_sources, appended.copy_targets, strict=True):
@@ -81,8 +80,7 @@ class Store:
     def end_move(
         self, keys: tuple[bytes, ...], blocks: np.ndarray, *, is_fetch: bool, failed: set[bytes]
     ) -> set[bytes]:
-        """They have arrived, but for some. Which have failed in the end: the
-        disk may lack them."""
+        """They have arrived, but for some. Which have failed in the end: the disk may lack them."""
         failed = {key for key in keys if key in failed or (is_fetch and key not in self._disk)}
         for key, block in zip(keys, blocks.tolist(), strict=True):
             if is_fetch:
@@ -98,8 +96,7 @@ class Store:
         return failed
 
     def awaits(self, sequence_id: int) -> bool:
-        """Whether any block of a sequence is coming, or was to be copied into
-        one of its."""
+        """Whether any block of a sequence is coming, or was to be copied into one of its."""
         row = self._store.tables.row(sequence_id)
         coming = self._coming.union(target for _, target, _ in self._late)
         return not coming.isdisjoint(self._store.tables.of_row(row).tolist())

@@ -18,7 +18,7 @@ from typing import Any
 
 from fastdecode.cli.options import add_options, given
 from fastdecode.cli.serve import exit_code
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
@@ -28,9 +28,8 @@ from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
-from fastdecode.server.keys import key_hashes
 from fastdecode.server.link import Opening, Ready
-from fastdecode.server.options import ServeOptions
+from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.serving import Bridge, HttpProcess, Serving
 
 VOCAB = 1536

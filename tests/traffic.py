@@ -66,8 +66,7 @@ class Moves:
         self.under_way.append((order, blocks))
 
     def next(self, stores: Seq[Store]) -> Fetching | Moved | None:
-        """What is longest on its way arrives, or comes half of the way; None:
-        nothing is."""
+        """Let the oldest message arrive, or come half of the way, if there is one."""
         if not self.under_way:
             return None
         order, blocks = self.under_way[0]

@@ -22,9 +22,7 @@ from cost_model.goodput.search import (
 )
 from cost_model.goodput.simulator import simulate
 from cost_model.goodput.slo import Slo
-from cost_model.numbers import number_within
-from cost_model.printing import picked
-from cost_model.quantities import counted, round_to, seconds_text
+from cost_model.printing import counted, picked, round_to, seconds_text
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 from fastdecode.core.errors import ConfigError
 
@@ -55,9 +53,6 @@ class Question:
     @property
     def num_gpus(self) -> int:
         return self.hardware.cluster.num_gpus
-
-    def __post_init__(self) -> None:
-        number_within("rate", self.rate, 1e-6, 1e6, "number of requests a second")
 
 
 @dataclass(frozen=True)
@@ -355,7 +350,6 @@ def _mean(shares: Sequence[float]) -> str:
 
 
 def placement_file(answer: Answer) -> dict[str, Any]:
-    """Return what ``fastdecode launch`` reads."""
     plan = answer.best
     assert plan is not None
     return {

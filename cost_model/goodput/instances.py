@@ -70,7 +70,6 @@ class PrefillInstance:
         self._ask()
 
     def _ask(self) -> None:
-        """Start a batch when the first stage is free."""
         if not self._is_asked and self._queue:
             self._is_asked = True
             self._clock.at(max(self._clock.now, self._free_at[0]), self._start)
@@ -161,7 +160,6 @@ class DecodeInstance:
 
     @property
     def step_ends_s(self) -> float:
-        """End of the running step. Now if there is none."""
         if self._ends_s is None:
             return self._clock.now
         last = min(self._running_step(self._ends_s), len(self._ends_s) - 1)

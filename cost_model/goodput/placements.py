@@ -31,8 +31,6 @@ _NO_PROMPTS = Workload(0, 1)
 
 @dataclass(frozen=True, order=True)
 class Degrees:
-    """Tensor and pipeline parallelism of an instance."""
-
     tp: int
     pp: int
 
@@ -147,10 +145,6 @@ class InstanceHardware:
         return self.setup.costs.kv_bytes
 
     def system(self, tp: int) -> System:
-        """
-        Raises:
-            ConfigError: If a profile is of other GPUs.
-        """
         if tp not in self._systems:
             self._systems[tp] = replace(self.setup, num_gpus=tp).system()
         return self._systems[tp]
@@ -165,7 +159,7 @@ class InstanceHardware:
         return self._free_bytes(degrees) > 0
 
     def _free_bytes(self, degrees: Degrees) -> float:
-        """Memory of a stage's GPUs beside its weights and its smallest batch of prompts."""
+        """Return memory of a stage's GPUs beside its weights and its smallest batch of prompts."""
         costs = self.setup.costs
         layers = math.ceil(costs.num_layers / degrees.pp)
         weights = layers * costs.layer_weight_bytes
@@ -182,7 +176,7 @@ class InstanceHardware:
         return PrefillSpec(times, batch_tokens(times, self.mean_prompt), buffer_tokens)
 
     def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
-        """Each stage has its part of the sockets. K and V cross this many ports."""
+        """Return times of an instance whose stages share the sockets evenly."""
         system, stage_sockets, lanes = self.system(degrees.tp), sockets / degrees.pp, MAX_LANES
         ports = num_ports * system.link.bytes_per_s / system.link.pace
         if not sockets:
@@ -236,6 +230,5 @@ def batch_tokens(times: InstanceTime, mean_prompt: float) -> int:
 
 
 def prompts_of(tokens: int, mean_prompt: float) -> Sequence[int]:
-    """Split a batch of this many tokens into prompts of about this mean length."""
     count = max(1, round(tokens / mean_prompt))
     return [max(1, round(tokens / count))] * count

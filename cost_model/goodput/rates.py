@@ -16,8 +16,7 @@ from cost_model.goodput.workload import MIN_REQUESTS, Draw
 from cost_model.numbers import smallest
 from fastdecode.core.errors import ConfigError
 
-PRECISION = 0.02
-"""Relative precision of a rate."""
+PRECISION = 0.02  # relative precision of a rate
 MAX_REQUESTS = 6000
 RESIDENCES = 2.5
 """Shortest run, in times that a request decodes at the SLO's pace. Before that, batches grow."""
@@ -45,7 +44,6 @@ class Load:
         return self.draw.at(rate, max(self.min_requests, min(MAX_REQUESTS, wanted)))
 
     def is_carried(self, run: GoodputRun) -> bool:
-        """True if enough requests keep the SLO, and waits do not grow."""
         counted = run.counted(self.residence_s)
         return self.slo.is_attained(counted, self.how) and run.is_sustained
 

@@ -1,4 +1,5 @@
-"""Roles of running instances that are alike: what each choice carries, by simulation.
+"""Running instances that are alike: step times fitted to what they did, and what each choice of
+their roles carries, by simulation.
 
 A process of its own answers ``RoleQuestion`` as JSON, at the lowest priority (``main``).
 """
@@ -9,20 +10,22 @@ import json
 import math
 import os
 import sys
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TextIO
 
 import numpy as np
 
+from cost_model.fit import non_negative
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
-from cost_model.goodput.measured import LinearTimes
 from cost_model.goodput.rates import PRECISION, Load, greatest_rate
 from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Draw, drawn_from
 from cost_model.numbers import whole
 from fastdecode.schedule.simulation.instance_time import InstanceTime
+from fastdecode.schedule.times import Prompts, StepTime
 
 HEADROOM = 1.2
 """Goodput above this many times the arriving rate counts for nothing."""
@@ -33,12 +36,98 @@ _MAX_TRIED = 16
 _REQUESTS = 400
 _MAX_REQUESTS = 4000
 _NICEST = 19
+_MAX_ROWS = 2000
+_MIN_ROWS = 20
+_MIN_S = 1e-3
+"""Seconds of steps between two looks. Less is noise."""
+
+
+@dataclass(frozen=True)
+class InstanceTotals:
+    """Totals of one instance since its start."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    """Sampled tokens, one for each sequence of a step."""
+    load: float = 0.0
+    """Cached tokens of all running sequences, summed over steps."""
+    prompt_tokens: float = 0.0
+    seconds: float = 0.0
+    """Time of all steps."""
+    fetched_tokens: float = 0.0
+    fetching_s: float = 0.0
+    """Time in which tokens were being fetched."""
+
+    def since(self, before: InstanceTotals) -> InstanceTotals:
+        names = [field.name for field in fields(self)]
+        return InstanceTotals(*(getattr(self, name) - getattr(before, name) for name in names))
+
+
+@dataclass(frozen=True)
+class LinearTimes(StepTime):
+    """Straight lines of an instance as a whole. The link's time is part of its steps."""
+
+    step_s: float
+    """Time of any step."""
+    token_s: float
+    """Added for each sequence that samples a token."""
+    cached_s: float
+    """Added for each attended token."""
+    prompt_s: float
+    """Added for each token of a prompt."""
+    fetched_s: float = 0.0
+    """Time to fetch K and V of a token from another instance. 0 if none were fetched."""
+
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        # Prompts alone sample a token each.
+        num_sampled, run = num_decoding or len(prompts), sum(new for _, new in prompts)
+        return self.step_s + self.token_s * num_sampled + self.prompt_s * run
+
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        return self.cached_s * load_tokens
+
+    def transfer_s(self, num_tokens: float) -> float:
+        return self.fetched_s * num_tokens
+
+
+class StepLog:
+    """The latest differences between totals of instances."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, InstanceTotals] = {}
+        self._rows: deque[InstanceTotals] = deque(maxlen=_MAX_ROWS)
+
+    def look(self, name: str, totals: InstanceTotals) -> None:
+        """Add an instance's current totals. They fall if another process took its place."""
+        before = self._last.get(name)
+        self._last[name] = totals
+        if before is None or totals.steps < before.steps:
+            return
+        row = totals.since(before)
+        if row.steps > 0 and row.seconds >= _MIN_S:
+            self._rows.append(row)
+
+    def measured(self) -> LinearTimes | None:
+        """Fit step times. None if too little has run, or no prompts, or no decoding."""
+        rows = list(self._rows)
+        has_both = sum(row.tokens for row in rows) and sum(row.prompt_tokens for row in rows)
+        if len(rows) < _MIN_ROWS or not has_both:
+            return None
+        table = np.array([[row.steps, row.tokens, row.load, row.prompt_tokens] for row in rows])
+        seconds = np.array([row.seconds for row in rows])
+        found = non_negative(table / seconds[:, None], np.ones(len(rows)))
+        # What took long by chance counted too little there: again, by what it should have taken.
+        weights = 1 / np.sqrt(np.maximum(table @ np.array(found), _MIN_S))
+        found = non_negative(table * weights[:, None], seconds * weights)
+        fetched = sum(row.fetched_tokens for row in rows)
+        fetching_s = sum(row.fetching_s for row in rows)
+        step_s, token_s, cached_s, prompt_s = found
+        fetched_s = fetching_s / fetched if fetched > 0 else 0.0
+        return LinearTimes(step_s, token_s, cached_s, prompt_s, fetched_s)
 
 
 @dataclass(frozen=True, order=True)
 class Roles:
-    """Numbers of instances by role."""
-
     prefill: int
     decode: int
     both: int = 0
@@ -52,7 +141,6 @@ class Roles:
         return self.prefill, self.decode, self.both
 
     def flips_to(self, other: Roles) -> int:
-        """Return the number of instances that change their role on the way to ``other``."""
         return sum(max(0, b - a) for a, b in zip(self.counts, other.counts, strict=True))
 
     def __str__(self) -> str:
@@ -62,8 +150,6 @@ class Roles:
 
 @dataclass(frozen=True)
 class InstanceProfile:
-    """What all instances have in common."""
-
     times: LinearTimes
     batch_tokens: int
     """Prompt tokens that an instance runs at once."""
@@ -73,8 +159,6 @@ class InstanceProfile:
 
 @dataclass(frozen=True)
 class TrafficSample:
-    """Traffic to choose roles for."""
-
     rate: float
     cv: float
     lengths: tuple[tuple[int, int], ...]
@@ -148,7 +232,7 @@ class Judge:
         return self._found[key]
 
     def _may_exceed(self, roles: Roles, goodput: float) -> bool:
-        """True unless one run, a tenth of what finding a goodput takes, rules it out."""
+        # One run is a tenth of what finding a goodput takes.
         if not goodput:
             return True
         load = self._load(SEEDS[0])
@@ -228,6 +312,5 @@ def judged_from_json(text: str) -> JudgedRoles:
 
 
 def main(questions: TextIO = sys.stdin, answers: TextIO = sys.stdout) -> None:
-    """Answer one question."""
     os.nice(_NICEST)
     print(to_json(question_from_json(questions.read()).answer()), file=answers, flush=True)

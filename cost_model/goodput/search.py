@@ -91,12 +91,10 @@ class PlacementPlan:
 
     @property
     def share(self) -> float:
-        """Share of the requests that keep the SLO."""
         return self.load.slo.share(self.counted)
 
     @cached_property
     def is_carried(self) -> bool:
-        """True if enough requests keep the SLO, and waits do not grow."""
         return self.load.is_carried(self.run)
 
     @cached_property
@@ -235,7 +233,7 @@ class Search:
         return Simulated(lambda r, num: simulate(r, prefill * num, decode * num), most)
 
     def _max_decoding(self, spec: DecodeSpec) -> float:
-        """Requests per second of the largest batch that keeps the TPOT at mean contexts."""
+        """Return requests per second of the largest batch that keeps the TPOT at mean contexts."""
         draw, tpot_s = self.load.draw, self.load.slo.tpot_s
         context = round(draw.mean_prompt + draw.mean_output / 2)
         room = max(1, spec.capacity_tokens // round(draw.mean_prompt + draw.mean_output))
@@ -249,7 +247,6 @@ class Search:
         return _SLACK * most
 
     def degrees(self) -> list[Degrees]:
-        """Return instances that hold the model, the smallest first."""
         found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 

@@ -187,9 +187,6 @@ def simulate(
 
     Args:
         requests: Seconds of arrival, prompt and output tokens, by arrival.
-
-    Raises:
-        CapacityError: If a request fits on no decode instance.
     """
     cluster = _Cluster(prefill, decode)
     for number, (arrived_s, prompt, output) in enumerate(requests):

@@ -48,7 +48,7 @@ class Slo:
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
-            if not (math.isfinite(value) and value > 0):
+            if not value > 0:
                 raise ConfigError(Given("slo"), f" {name} must be a time above 0, got {value!r} s")
         if not 0 < self.attainment <= 1:
             raise ConfigError(
@@ -56,11 +56,14 @@ class Slo:
             )
 
     @classmethod
-    def parse(cls, text: str, attainment: float, option: str = "slo") -> Slo:
+    def parse(
+        cls, text: str, attainment: float = 0.9, option: str = "slo", *, needs_both: bool = True
+    ) -> Slo:
         """Read ``ttft=400ms,tpot=40ms``, or one of ``PRESETS``. Times have units.
 
         Args:
             option: The parameter that the text was given as, for errors.
+            needs_both: False takes one limit alone.
         """
         found: dict[str, float] = {}
         for part in PRESETS.get(text, text).split(","):
@@ -73,12 +76,11 @@ class Slo:
                     f"us. Or name one of {', '.join(PRESETS)}",
                 )
             found[name] = float(match[1]) * _SECONDS[match[2]]
-        if len(found) < 2:
+        if len(found) < 2 and needs_both:
             raise ConfigError(Given(option, text), ": give both, like ttft=400ms,tpot=40ms")
-        return cls(found["ttft"], found["tpot"], attainment)
+        return cls(found.get("ttft", math.inf), found.get("tpot", math.inf), attainment)
 
     def is_met_by(self, request: RequestTimes) -> bool:
-        """True if the request keeps both limits."""
         is_quick = request.tpot_s is None or request.tpot_s <= self.tpot_s
         return is_quick and request.ttft_s <= self.ttft_s
 
@@ -87,7 +89,6 @@ class Slo:
         return sum(map(self.is_met_by, requests)) / len(requests) if requests else 1.0
 
     def is_attained(self, requests: Sequence[RequestTimes], how: Attainment = "both") -> bool:
-        """True if enough requests keep the limits."""
         if how == "both":
             return at_most(self.attainment * len(requests), sum(map(self.is_met_by, requests)))
         ttft_s, tpot_s = self.quantiles(requests)
@@ -97,8 +98,8 @@ class Slo:
         """Return TTFT and TPOT at the attainment, each by itself. 0 where there are none."""
         ttfts = [each.ttft_s for each in requests]
         tpots = [each.tpot_s for each in requests if each.tpot_s is not None]
-        return _quantile(ttfts, self.attainment), _quantile(tpots, self.attainment)
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    return float(np.quantile(values, part)) if len(values) else 0.0
+        ttft_s, tpot_s = (
+            float(np.quantile(values, self.attainment)) if values else 0.0
+            for values in (ttfts, tpots)
+        )
+        return ttft_s, tpot_s

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.numbers import number_within, whole_number
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.schedule.simulation.trace import RequestTrace
 
 GENERATOR = "NumPy PCG64"
 """The same seed gives the same numbers on every machine."""
-MAX_SEED = (1 << 63) - 1
+
 MAX_CV = 100.0
 MAX_LOG_SPREAD = 5.0
 MIN_REQUESTS = 300
@@ -37,8 +36,6 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
     Args:
         cv: Coefficient of variation. 1 is Poisson, 0 is a clock, above 1 bursts.
     """
-    number_within("cv", cv, 0, MAX_CV)
-    whole_number("seed", seed, 0, MAX_SEED)
     if cv == 0.0:
         return np.ones(num_gaps)
     shape = 1.0 / (cv * cv)
@@ -47,8 +44,6 @@ def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Draw:
-    """Requests whose gaps have mean 1."""
-
     gaps: tuple[float, ...]
     """Before each request. Divided by a rate, they are seconds."""
     lengths: tuple[tuple[int, int], ...]
@@ -78,8 +73,6 @@ class Draw:
 
 @dataclass(frozen=True)
 class Fit:
-    """Moments of a trace."""
-
     num_requests: int
     rate: float | None
     """Requests per second. None if all arrive at once."""
@@ -90,7 +83,6 @@ class Fit:
 
 
 def fit_trace(trace: RequestTrace) -> Fit:
-    """Fit arrivals and lengths by their moments."""
     num, warnings = len(trace.requests), []
     gaps = np.diff([request.arrival for request in trace.requests])
     mean_s = float(gaps.mean()) if len(gaps) else 0.0
@@ -106,12 +98,11 @@ def fit_trace(trace: RequestTrace) -> Fit:
             )
     else:
         warnings.append("the requests arrive all at once: give --rate")
-    prompt, output = np.mean(_lengths(trace), axis=0).tolist()
+    prompt, output = np.mean(lengths_of(trace), axis=0).tolist()
     return Fit(num, rate, cv, prompt, output, tuple(warnings))
 
 
 def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
-    """Return Kolmogorov's and Smirnov's distance between gaps and the gamma fitted to them."""
     drawn = np.sort(np.maximum(unit_gaps(_KS_POINTS, cv, 0), _SHORTEST_GAP))
     ordered = np.sort(np.maximum(gaps, _SHORTEST_GAP))
     values = np.concatenate([ordered, drawn])
@@ -120,28 +111,21 @@ def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
     return float(np.abs(ours - theirs).max())
 
 
-def resampled(trace: RequestTrace, cv: float, num_requests: int, seed: int) -> Draw:
-    """Draw gaps from the fit, and pairs of lengths from the trace."""
-    return drawn_from(_lengths(trace), cv, num_requests, seed)
-
-
 def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, seed: int) -> Draw:
-    """Draw gamma gaps and pairs of lengths."""
     picked = _lengths_generator(seed).integers(0, len(pairs), num_requests)
     return _with_gaps(tuple(pairs[index] for index in picked), cv, seed)
 
 
 def replayed(trace: RequestTrace) -> Draw:
-    """Return the trace's own gaps and lengths in its order."""
     gaps = np.diff([request.arrival for request in trace.requests])
     if not len(gaps) or gaps.mean() <= 0:
         raise ConfigError(
             Given("replay"), ": the trace's requests arrive all at once; leave it out"
         )
-    return Draw((0.0, *(gaps / gaps.mean()).tolist()), tuple(_lengths(trace)))
+    return Draw((0.0, *(gaps / gaps.mean()).tolist()), tuple(lengths_of(trace)))
 
 
-def _lengths(trace: RequestTrace) -> list[tuple[int, int]]:
+def lengths_of(trace: RequestTrace) -> list[tuple[int, int]]:
     return [(each.num_prompt_tokens, each.num_output_tokens) for each in trace.requests]
 
 
@@ -171,7 +155,6 @@ class Lengths:
         return cls(parts[0], parts[1] if colon else 0.0)
 
     def draw(self, num: int, generator: np.random.Generator) -> list[int]:
-        """Draw lengths of at least one token."""
         logs = generator.standard_normal(num) * self.log_spread - self.log_spread**2 / 2
         return [max(1, min(1 << 24, round(self.mean * math.exp(each)))) for each in logs]
 

@@ -10,8 +10,7 @@ from cost_model.plans.constraints import MAX_SOCKETS
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.size import Headline, Job, Sizing, job
 from cost_model.plans.stages import PlanOf, slowest_stage
-from cost_model.printing import labelled, table
-from cost_model.quantities import counted, rate_text, round_to, seconds_text
+from cost_model.printing import counted, labelled, rate_text, round_to, seconds_text, table
 from fastdecode.core.errors import ConfigError, Given
 
 MILLION = 1e6
@@ -90,14 +89,11 @@ def choose(
             left_out[name] = error.message
             continue
         best = _best(name, sizing, prices, by)
-        found += best
-        if not best:
-            left_out[name] = _why_not(sizing)
+        if isinstance(best, str):
+            left_out[name] = best
+        else:
+            found.append(best)
     return Choices(found, left_out)
-
-
-def _why_not(sizing: Sizing) -> str:
-    return f"{', '.join(row.name for row in sizing.in_the_way)}. Nearest: {sizing.nearest}"
 
 
 def arrange(
@@ -117,7 +113,8 @@ def arrange(
     if setup.is_without_gpu:  # between which the sockets are shared out evenly
         workers = [n for n in range(1, goal.max_sockets + 1) if goal.max_sockets % n == 0]
     for tp, num_stages, copies in (way for n in workers for way in _arrangements(setup, n)):
-        name, sockets = _arranged(tp, num_stages, copies), goal.max_sockets // copies
+        name, sockets = counted(copies, "system"), goal.max_sockets // copies
+        name += f", tp {tp}" * (tp > 1) + f", pp {num_stages}" * (num_stages > 1)
         if setup.is_without_gpu:
             sockets -= num_stages  # those of the S-workers
         elif sockets < num_stages:
@@ -126,14 +123,15 @@ def arrange(
         asked = replace(goal, max_sockets=max(sockets, num_stages))
         sizing = slowest_stage(replace(setup, num_gpus=tp), asked, num_stages, plan)
         best = _best(name, sizing, prices, by, copies, num_stages, sockets // num_stages)
-        found += best
-        if not best:
-            left_out[name] = ("of each stage: " if num_stages > 1 else "") + _why_not(sizing)
+        if isinstance(best, str):
+            left_out[name] = ("of each stage: " if num_stages > 1 else "") + best
+        else:
+            found.append(best)
     return Choices(found, left_out)
 
 
 def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
-    """GPUs that share every layer, stages, and systems."""
+    """Yield GPUs that share every layer, stages, and systems."""
     spec = setup.spec
     for tp in (1, *([] if setup.is_without_gpu else split_counts(spec, 1))):
         if gpus % tp:
@@ -143,16 +141,11 @@ def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
                 yield tp, num_stages, gpus // tp // num_stages
 
 
-def _arranged(tp: int, num_stages: int, copies: int) -> str:
-    degrees = (f"tp {tp}" if tp > 1 else "", f"pp {num_stages}" if num_stages > 1 else "")
-    degree = ", ".join(filter(None, degrees))
-    return f"{counted(copies, 'system')}{f', {degree}' if degree else ''}"
-
-
 def _best(
     name: str, sizing: Sizing, prices: Prices | None, by: str,
     copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
-) -> list[Choice]:  # fmt: skip
+) -> Choice | str:  # fmt: skip
+    """Return the best placement, or why there is none."""
     found = []
     placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
     if by == "tokens" and placed:
@@ -163,7 +156,8 @@ def _best(
         except ConfigError:
             cost = job(sizing, headline, num_stages * MILLION, None)  # its price isn't given
         found.append(Choice(name, headline, copies, num_stages, cost, sizing.setup.is_without_gpu))
-    return sort_choices(found, by)[:1]
+    why = f"{', '.join(row.name for row in sizing.in_the_way)}. Nearest: {sizing.nearest}"
+    return next(iter(sort_choices(found, by)), why)
 
 
 def check_sort(by: str, prices: Prices | None) -> None:

@@ -3,12 +3,13 @@ sockets that satisfy it alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_model.numbers import at_most, smallest, whole
-from cost_model.predict import LaneTimes, System
-from cost_model.quantities import bytes_text, counted, seconds_text
+from cost_model.predict import System
+from cost_model.printing import bytes_text, counted, seconds_text
 
 MAX_SOCKETS = 100_000
 _FLAT = 4
@@ -39,20 +40,20 @@ class Promises:
 
 
 def s_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
-    """GPU memory: weights, one lane's activations and every lane's staging of
-    q, k, v, o; all GPUs together."""
+    """Return memory of all GPUs: weights, one lane's activations, every lane's staging of q, k, v,
+    o."""
     costs = system.costs
     staging = lanes * lane_batch * (costs.out_bytes + costs.back_bytes)
     return costs.weight_bytes + lane_batch * costs.peak_activation_bytes + staging
 
 
 def r_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
-    """KV cache on all R-workers. Room for a sequence's end is set aside when it starts."""
+    """Return the KV cache of all R-workers, with room for each sequence's end."""
     return lane_batch * lanes * system.workload.peak_context_tokens * system.costs.kv_bytes
 
 
 def sockets_with_room(system: System, lane_batch: int, lanes: int, replicas: int) -> int:
-    """The fewest that hold the KV cache and its replicas, which are on other R-workers."""
+    """Return the fewest sockets that hold the KV cache and its replicas, which are on others."""
     kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + replicas)
     return max(whole(kv_bytes / system.r.capacity_bytes), 2 * replicas)
 
@@ -64,11 +65,8 @@ def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
 def constraints(
     system: System, lane_batch: int, lanes: int, promises: Promises, cycle_s: float
 ) -> tuple[Constraint, ...]:
-    """What it takes that ``lanes`` lanes pass a layer every ``cycle_s``, that every promise is
-    kept and that everything fits.
-
-    Each resource serves the lanes in turn, so each stage of a lane has ``cycle_s / lanes``.
-    """
+    """Return what it takes that ``lanes`` lanes pass a layer every ``cycle_s``, that every promise
+    is kept and that everything fits. Each resource serves the lanes in turn."""
     share_s = cycle_s / lanes
     rows = (
         *_stages(system, lane_batch, promises, share_s),
@@ -78,22 +76,16 @@ def constraints(
     return (*rows[:-3], _messages(system, lane_batch, rows, share_s), *rows[-3:])
 
 
-def slow_cycle_s(lane: LaneTimes, lanes: int, headroom: float) -> float:
-    """The cycle if the R-part takes ``headroom`` longer than predicted."""
-    slow_r_s = lane.r_s * headroom
-    return max(lane.cycle_s(lanes), lane.chain_s + slow_r_s, lanes * (lane.r_s + slow_r_s))
-
-
 def _stages(
     system: System, lane_batch: int, promises: Promises, share_s: float
 ) -> tuple[Constraint, ...]:
-    """The stages whose time depends on the number of sockets, each within ``share_s``."""
+    """Return stages whose time depends on the number of sockets, each within ``share_s``."""
     load = lane_batch * system.attended_tokens
     token_s, share = system.r.pace * system.r.token_s, seconds_text(share_s)
     slow = 1.0 + promises.headroom
     balance = sockets_for(lambda p: system.r_s(lane_batch, p) * slow, share_s)
     read_s = load * system.r.read_token_s
-    out, back = system.out_bytes(lane_batch), system.back_bytes(lane_batch)
+    out, back = system.way_bytes(lane_batch)
     s_side_s = system.s_link_s(max(out, back))
     network = None
     if at_most(s_side_s, share_s):
@@ -125,7 +117,8 @@ def _stages(
 
 
 def _io_threads(system: System, lane_batch: int, share_s: float) -> tuple[Constraint, ...]:
-    """Over ZeroMQ. Connections are dealt out to I/O threads: one R-worker has one of them."""
+    """Return the constraint of ZeroMQ's I/O threads, of which each R-worker's connection has
+    one."""
     transport = system.transport
     if not transport.is_bounded:
         return ()
@@ -147,8 +140,7 @@ def _io_threads(system: System, lane_batch: int, share_s: float) -> tuple[Constr
 def _messages(
     system: System, lane_batch: int, others: tuple[Constraint, ...], share_s: float
 ) -> Constraint:
-    """More sockets, more messages: what the other constraints ask for must not
-    keep the S-worker's thread too busy."""
+    """Check that messages to the sockets that others ask for leave the S-worker's thread time."""
     sockets = max(1, *(row.min_sockets or 0 for row in others))
     messages_s = system.messages_s(lane_batch, sockets)
     return Constraint(
@@ -162,8 +154,7 @@ def _messages(
 
 
 def _round_trips(system: System, lane_batch: int, promises: Promises, cycle_s: float) -> Constraint:
-    """A lane must get through its S-part, out, through the R-part, and back within a cycle."""
-
+    """Check that a lane gets through S-part, network and R-part within a cycle."""
     lane_over = system.lane_over(lane_batch)
 
     def chain_s(sockets: float) -> float:
@@ -188,25 +179,16 @@ def _room_and_latency(
     copies = ", replicas included" if promises.replicas else ""
     s_bytes = s_memory_bytes(system, lane_batch, lanes)
     limit_s = promises.step_limit_s
-    cycle_limit_s = limit_s / system.costs.num_layers
-
-    lane = system.lane_over(lane_batch)
-
-    def cycle_s(sockets: float) -> float:
-        return slow_cycle_s(lane(sockets), lanes, promises.headroom)
-
-    if limit_s == float("inf"):
+    cycle_s = system.cycle_over(lane_batch, lanes, promises.headroom)
+    if limit_s == math.inf:
         latency = Constraint("latency", 0, "nothing was asked", "")
     else:
         best = seconds_text(system.costs.num_layers * cycle_s(fastest(cycle_s, MAX_SOCKETS)))
-        allowed = (
-            f"may take {seconds_text(limit_s)}"
-            if limit_s > 0
-            else "the prompt alone takes too long"
-        )
+        late = "the prompt alone takes too long"
+        allowed = f"may take {seconds_text(limit_s)}" if limit_s > 0 else late
         latency = Constraint(
             "latency",
-            sockets_for(cycle_s, cycle_limit_s),
+            sockets_for(cycle_s, limit_s / system.costs.num_layers),
             f"a step of {lanes} {'lanes' if lanes > 1 else 'lane'} takes {best} at best; {allowed}",
             "a smaller batch, fewer lanes, a faster GPU",
         )
@@ -231,7 +213,7 @@ def _room_and_latency(
 
 
 def sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None:
-    """The fewest sockets with ``seconds(sockets) <= limit_s``; None if there are none."""
+    """Return the fewest sockets with ``seconds(sockets) <= limit_s``. None if there are none."""
     if limit_s <= 0:
         return None
     most = fastest(seconds, MAX_SOCKETS)
@@ -241,9 +223,8 @@ def sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None
 
 
 def fastest(seconds: Callable[[float], float], most: int) -> int:
-    """The fewest of up to ``most`` sockets with the fewest seconds. ``seconds`` may first be
-    flat (sockets of one host share its port), then falls (work is shared out), then perhaps
-    rises (messages add up)."""
+    """Return the fewest of up to ``most`` sockets with the fewest seconds. ``seconds`` may be flat
+    (one host's port), then fall (shared work), then rise (messages)."""
     first = min(most, _FLAT)
 
     def rises(sockets: int) -> bool:

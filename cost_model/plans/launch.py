@@ -8,7 +8,7 @@ import shlex
 from cost_model.plans.report import as_json
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
-from cost_model.quantities import counted, seconds_text
+from cost_model.printing import counted, seconds_text
 from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 # Cores of the S-worker's host: it drives the GPUs, samples, and moves q, k, v and o.
@@ -17,49 +17,36 @@ S_HOST = "s0"
 
 
 def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
-    """File name → text: run.sh for mpirun and job.sbatch for Slurm; hostfile and rankfile, the
-    same placement for other launch lines; and the plan itself as plan.json. Hosts are called s0,
-    r0, r1, …: put the true names in their place.
+    """Return file name → text: run.sh for mpirun, job.sbatch for Slurm, hostfile and rankfile with
+    the same placement for other launch lines, and the plan itself.
 
     Args:
-        model: the model's directory, as ``fastdecode generate --model`` takes it.
+        model: The model's directory, as ``fastdecode generate --model`` takes it.
     """
-    assert sizing.plan is not None
-    hosts, num_gpus = _r_hosts(sizing.plan), sizing.setup.num_gpus
+    plan, num_gpus = sizing.plan, sizing.setup.num_gpus
+    assert plan is not None
+    full, rest = divmod(plan.sockets, plan.sockets_per_host)
+    counts = [plan.sockets_per_host] * full + ([rest] if rest else [])
+    hosts = tuple(JobHost(f"r{i}", count) for i, count in enumerate(counts))
+    lines = [f"# Put your hosts' names in place of {S_HOST}, r0, r1, ...; {S_HOST} has the GPU."]
+    lines += [f"{S_HOST} slots={num_gpus}"]
+    lines += [f"{host.name} slots={host.num_r_workers}" for host in hosts]
+    # One R-worker a socket, on all of its cores: its threads and its memory stay on one NUMA node.
+    share = max(1, S_WORKER_CORES // num_gpus)
+    slots = [(S_HOST, f"0:{gpu * share}-{(gpu + 1) * share - 1}") for gpu in range(num_gpus)]
+    slots += [(host.name, f"{socket}:*") for host in hosts for socket in range(host.num_r_workers)]
+    ranks = (f"rank {rank}={host} slot={slot}\n" for rank, (host, slot) in enumerate(slots))
     return {
-        "hostfile": _hostfile(hosts, num_gpus),
-        "rankfile": _rankfile(hosts, num_gpus),
-        "run.sh": _run_script(sizing, sizing.plan, model, hosts),
-        "job.sbatch": _sbatch(sizing, sizing.plan, model),
+        "hostfile": "\n".join(lines) + "\n",
+        "rankfile": "".join(ranks),
+        "run.sh": _run_script(sizing, plan, model, hosts),
+        "job.sbatch": _sbatch(sizing, plan, model),
         "plan.json": json.dumps(as_json(sizing), indent=2) + "\n",
     }
 
 
-def _r_hosts(plan: Plan) -> tuple[JobHost, ...]:
-    """Hosts of R-workers, one for each socket, as full as they go."""
-    full, rest = divmod(plan.sockets, plan.sockets_per_host)
-    counts = [plan.sockets_per_host] * full + ([rest] if rest else [])
-    return tuple(JobHost(f"r{i}", count) for i, count in enumerate(counts))
-
-
-def _hostfile(hosts: tuple[JobHost, ...], num_gpus: int) -> str:
-    lines = [f"# Put your hosts' names in place of {S_HOST}, r0, r1, ...; {S_HOST} has the GPU."]
-    lines += [f"{S_HOST} slots={num_gpus}"]
-    lines += [f"{host.name} slots={host.num_r_workers}" for host in hosts]
-    return "\n".join(lines) + "\n"
-
-
-def _rankfile(hosts: tuple[JobHost, ...], num_gpus: int) -> str:
-    """One R-worker a socket, on all of its cores: its threads and its memory
-    stay on one NUMA node."""
-    share = max(1, S_WORKER_CORES // num_gpus)
-    slots = [(S_HOST, f"0:{gpu * share}-{(gpu + 1) * share - 1}") for gpu in range(num_gpus)]
-    slots += [(host.name, f"{socket}:*") for host in hosts for socket in range(host.num_r_workers)]
-    return "".join(f"rank {rank}={host} slot={slot}\n" for rank, (host, slot) in enumerate(slots))
-
-
 def _generate(sizing: Sizing, plan: Plan, model: str) -> tuple[str, ...]:
-    """The S-worker's command; INPUT and OUTPUT are the script's."""
+    """Return the S-worker's command. INPUT and OUTPUT are the script's."""
     setup = sizing.setup
     options = {
         "--model": model,
@@ -119,7 +106,7 @@ OUTPUT=$2
 
 
 def _sbatch(sizing: Sizing, plan: Plan, model: str) -> str:
-    """A heterogeneous job: one node with GPUs, and the R-workers' nodes, whole."""
+    """Return a heterogeneous job: one node with GPUs, and the R-workers' nodes, whole."""
     return f"""#!/bin/bash
 {_summary(sizing, plan)}
 # Usage: sbatch job.sbatch IN.jsonl OUT.jsonl

@@ -7,13 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
 from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
-from cost_model.stages import LinkModel, RPartModel, SPartModel
-from cost_model.transport import MPI, Transport
+from cost_model.stages import MPI, LinkModel, RPartModel, SPartModel, Transport
 from cost_model.workload import FP8, TokenCosts, WeightBytes, Workload
 from fastdecode.core.config.options import check_options, duration, option
 from fastdecode.core.dtype import DType
@@ -87,10 +86,6 @@ class Setup:
         return "S-worker's CPU" if self.is_without_gpu else "GPU"
 
     @property
-    def dram_bytes(self) -> int | None:
-        return None if self.dram_gb is None else int(self.dram_gb * 1e9)
-
-    @property
     def costs(self) -> TokenCosts:
         kept = WeightBytes.kept(self.spec, self.dtype) if self.keeps_quantised else None
         if self.is_fp8:
@@ -98,28 +93,29 @@ class Setup:
         return TokenCosts(self.spec, self.dtype, self.kv_dtype, kept, self.has_ends)
 
     def fp8_rival(self) -> Setup:
-        """The same GPUs with weights and KV cache in FP8, as engines that keep all on the GPU
-        serve it; those without FP8 units compute in 16 bits."""
-        gpu = self.gpu
+        """Return the same GPUs with weights and KV in FP8, as engines without offload serve them.
+        GPUs without FP8 units compute in 16 bits."""
+        gpu, cpu = self.gpu, self.cpu
+        if isinstance(cpu, RProfile):
+            cpu = replace(cpu, kv_dtype=FP8)  # it fits the plan, which needs no R-part
         if isinstance(gpu, Gpu) and gpu.fp8_flops_per_s is not None:
             fp8 = gpu.fp8_flops_per_s
             gpu = replace(gpu, fp16_flops_per_s=fp8, bf16_flops_per_s=fp8)
-        return replace(self, gpu=gpu, kv_dtype=FP8, is_fp8=True)
+        return replace(self, gpu=gpu, cpu=cpu, kv_dtype=FP8, is_fp8=True)
 
     def system(self) -> System:
         """Raises ConfigError where a profile doesn't fit the model."""
         costs = self.costs
         gpu, cpu, nic = self.gpu, self.cpu, self.nic
-        s = (
-            SPartModel.from_gpu(gpu, self.num_gpus, costs)
-            if isinstance(gpu, Gpu)
-            else SPartModel.from_profile(gpu, costs)
-        )
-        r = (
-            RPartModel.from_cpu(cpu, costs, self.dram_bytes)
-            if isinstance(cpu, Cpu)
-            else RPartModel.from_profile(cpu, costs)
-        )
+        if isinstance(gpu, Gpu):
+            s = SPartModel.from_gpu(gpu, self.num_gpus, costs)
+        else:
+            s = SPartModel.from_profile(gpu, costs)
+        if isinstance(cpu, Cpu):
+            dram_bytes = None if self.dram_gb is None else int(self.dram_gb * 1e9)
+            r = RPartModel.from_cpu(cpu, costs, dram_bytes)
+        else:
+            r = RPartModel.from_profile(cpu, costs)
         return System(
             s=s.without_gpu(r, costs) if self.is_without_gpu else s,
             r=r,
@@ -224,11 +220,17 @@ class Prices:
     gpu_per_hour: Mapping[str, float]
     socket_per_hour: Mapping[str, float]
 
-    def gpu(self, name: str) -> float:
-        return _price(self.gpu_per_hour, name, "gpu_per_hour")
-
-    def socket(self, name: str) -> float:
-        return _price(self.socket_per_hour, name, "socket_per_hour")
+    def of(self, kind: Literal["gpu", "socket"], name: str) -> float:
+        """
+        Raises:
+            ConfigError: If there is no such price.
+        """
+        table: Mapping[str, float] = getattr(self, f"{kind}_per_hour")
+        price = table.get(name, table.get("default"))
+        if price is None:
+            words = f' has no {kind}_per_hour for {name!r} and no "default"'
+            raise ConfigError(Given("prices"), words)
+        return float(price)
 
     @classmethod
     def read(cls, path: Path) -> Prices:
@@ -246,32 +248,22 @@ class Prices:
             refuse=lambda why: refuse(f" (TOML, or JSON by its suffix): {why}"),
             parse=json.loads if path.suffix == ".json" else parse_toml,
         )
-        if set(tree) - {"currency", "gpu_per_hour", "socket_per_hour"}:
+        names = ("gpu_per_hour", "socket_per_hour")
+        if set(tree) - {"currency", *names}:
             raise refuse(' may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
         currency = tree.get("currency", "USD")
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:
             raise refuse(': "currency" must be a short string')
-        tables = []
-        for name in ("gpu_per_hour", "socket_per_hour"):
+        for name in names:
             table = tree.get(name)
             if not isinstance(table, dict) or not table:
                 words = 'must be a table of prices by hardware name, or "default"'
                 raise refuse(f': "{name}" {words}')
             for key, value in table.items():
-                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if not is_number or not 0 < value < 1e6:
-                    raise refuse(
-                        f": {name}.{key} = {value!r} is not a price an hour above 0 and below 1e6"
-                    )
-            tables.append({str(key): float(value) for key, value in table.items()})
-        return cls(currency, *tables)
-
-
-def _price(table: Mapping[str, float], name: str, kind: str) -> float:
-    price = table.get(name, table.get("default"))
-    if price is None:
-        raise ConfigError(Given("prices"), f' has no {kind} for {name!r} and no "default"')
-    return price
+                if type(value) not in (int, float) or not 0 < value < 1e6:
+                    words = f"{value!r} is not a price an hour above 0 and below 1e6"
+                    raise refuse(f": {name}.{key} = {words}")
+        return cls(currency, tree[names[0]], tree[names[1]])
 
 
 def split_counts(spec: ModelSpec, more_than: int) -> list[int]:

@@ -11,10 +11,20 @@ from cost_model.hardware import Cpu, Efficiency, Gpu, Nic
 from cost_model.plans.placement import GpuOnly, Hybrid
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.search import Plan
-from cost_model.plans.size import Headline, Job, Sizing, Verdict
+from cost_model.plans.size import Headline, Sizing, Verdict
 from cost_model.predict import StepPrediction, System
-from cost_model.printing import json_tree, labelled, paragraph, picked, table
-from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
+from cost_model.printing import (
+    bytes_text,
+    counted,
+    json_tree,
+    labelled,
+    paragraph,
+    picked,
+    rate_text,
+    round_to,
+    seconds_text,
+    table,
+)
 from cost_model.stages import Provenance
 from cost_model.workload import TokenCosts, WeightBytes
 
@@ -30,9 +40,23 @@ _PLAN = (
 )
 
 
+_RULES = (
+    "A step takes layers x max(lanes x S, lanes x messages, lanes x I/O, lanes x out, lanes x R, "
+    "lanes x back, S + messages + out + R + back + latency): each resource serves the lanes in "
+    "turn, and no lane overtakes itself.",
+    "The batch is the smallest, and the sockets are the fewest, that give all but {gain:.0%} of "
+    "the tokens/s that any batch gives; more sequences at once are taken if they save a fifth of "
+    "the sockets.",
+    "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
+    "The range in brackets has every input better, or worse, than thought by its own relative "
+    "error at once.",
+    "The GPU alone is taken at its best: attention at full bandwidth, no memory lost to paging.",
+)
+
+
 def as_text(sizing: Sizing, *, explain: bool = False) -> str:
-    """The whole answer. ``explain`` adds the numbers behind every constraint
-    and the source of every input."""
+    """Return the answer for people. ``explain`` adds the numbers behind every constraint and the
+    source of every input."""
     parts = [_question(sizing), _answer(sizing)]
     if sizing.plan is not None:
         headline = sizing.headline
@@ -41,14 +65,16 @@ def as_text(sizing: Sizing, *, explain: bool = False) -> str:
         parts += [_constraints(sizing.plan, explain), _over_sockets(sizing), _what_ifs(sizing)]
     parts.append(_inputs(sizing, explain))
     if explain:
-        parts.append(_rules(sizing))
+        rules = (rule.format(gain=sizing.goal.gain) for rule in _RULES)
+        lines = [line for rule in rules for line in paragraph(rule, indent=2, bullet="- ")]
+        parts.append("\n".join(["Rules", *lines]))
     return "\n\n".join(parts)
 
 
 def as_json(sizing: Sizing) -> dict[str, Any]:
-    """The same, for machines: units in the names, null where there is none."""
+    """Return the answer for machines: units in the names, null where there is none."""
     setup, goal, plan, system = sizing.setup, sizing.goal, sizing.plan, sizing.system
-    quantisation, lane_batch = setup.spec.quantisation, 1 if plan is None else plan.lane_batch
+    quantisation = setup.spec.quantisation
     question = {
         "model": setup.spec.name,
         **picked(setup, "dtype kv_dtype keeps_quantised num_gpus num_nics"),
@@ -67,7 +93,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "plan": plan and {**picked(plan, _PLAN), "binding": plan.binding.name},
         "kv_placement": sizing.placement,
         "nearest": sizing.nearest or None,
-        "inputs": inputs_of(setup, goal, system, lane_batch),
+        "inputs": tuple(inputs_of(sizing)),
     }
     printed: dict[str, Any] = json_tree(tree)
     return printed
@@ -112,44 +138,43 @@ def _answer(sizing: Sizing) -> str:
             for row in sizing.in_the_way
         ]
         rows.append(("Nearest", sizing.nearest))
-    headline = sizing.headline
+    headline, where, gpu = sizing.headline, None, sizing.setup.s_part_word
     if headline is not None:
-        rows.append(("Headline", _headline(sizing, headline)))
+        where, sockets = headline.kv_placement, counted(headline.sockets, "socket")
+        words = {
+            "gpu": f"the {gpu} alone",
+            "r": f"KV caches on R-workers, {sockets}",
+            "hybrid": f"KV caches on both sides, {sockets} beside the {gpu}",
+        }[where]
+        rows.append(("Headline", f"{rate_text(headline.tokens_per_s)} tokens/s: {words}"))
         rows += _details(sizing, headline)
-    where = None if headline is None else headline.kv_placement
     if sizing.plan is not None and where != "r":
         label = "R-workers" if sizing.feasible else "It would be"
         rows.append((label, f"{_pace(sizing.plan.expected)}: {_plan(sizing.plan)}"))
-    if sizing.gpu_only is None:
-        alone = "can't run this: no room for one sequence beside the weights, or not fast enough"
-        rows.append((_alone(sizing), alone))
+    alone, both = sizing.gpu_only, sizing.hybrid
+    label = "CPU alone" if sizing.setup.is_without_gpu else "GPU alone"
+    if alone is None:
+        cannot = "can't run this: no room for one sequence beside the weights, or not fast enough"
+        rows.append((label, cannot))
     elif where != "gpu":
-        gpu = sizing.gpu_only
-        rows.append((_alone(sizing), f"{_pace(gpu)}, {_gpu_only(sizing, gpu)}"))
-    if sizing.hybrid is not None and where != "hybrid":
-        rows.append(("Both sides", _hybrid(sizing, sizing.hybrid)))
+        rows.append((label, f"{_pace(alone)}, {_gpu_only(sizing, alone)}"))
+    if both is not None and where != "hybrid":
+        sockets = counted(both.sockets, "socket")
+        nothing = f"(--kv-placement hybrid), R-workers add nothing to the {gpu} alone"
+        words = f"with {sockets} {nothing}"
+        if both.away:
+            words = (
+                f"{rate_text(both.tokens_per_s)} tokens/s with {sockets}: {_sides(sizing, both)}"
+            )
+        rows.append(("Both sides", words))
     if sizing.verdict is not None:
         rows.append(("Verdict", _verdict(sizing, sizing.verdict)))
     return "\n".join(labelled(rows))
 
 
-def _alone(sizing: Sizing) -> str:
-    return "CPU alone" if sizing.setup.is_without_gpu else "GPU alone"
-
-
-def _headline(sizing: Sizing, headline: Headline) -> str:
-    gpu, sockets = sizing.setup.s_part_word, counted(headline.sockets, "socket")
-    where = {
-        "gpu": f"the {gpu} alone",
-        "r": f"KV caches on R-workers, {sockets}",
-        "hybrid": f"KV caches on both sides, {sockets} beside the {gpu}",
-    }[headline.kv_placement]
-    return f"{rate_text(headline.tokens_per_s)} tokens/s: {where}"
-
-
 def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
-    """Lines about the headline's own placement."""
-    served, queue_s = sizing.served, 0.0
+    """Yield lines about the headline's own placement."""
+    goal, served, queue_s = sizing.goal, sizing.served, 0.0
     if served is not None:
         queue_s = served.queue_s
         users = counted(served.users, "user") + (" who asks" if served.users == 1 else " who ask")
@@ -160,8 +185,14 @@ def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
             f"{users} again {pause}: {rate_text(served.requests_per_s)} requests/s, "
             f"{counted(served.running, 'sequence')} in flight{queue}",
         )
-    if sizing.job is not None:
-        yield ("Job", _job(sizing, sizing.job))
+    job = sizing.job
+    if job is not None:
+        words = f"{counted(goal.requests or 0, 'request')}: {round_to(job.hours, 3):,g} hours"
+        if job.kwh is not None:
+            words += f", {round_to(job.kwh, 3):,g} kWh at rated power"
+        if job.money is not None and sizing.cost is not None:
+            words += f", {round_to(job.money, 3):,g} {sizing.cost.currency}"
+        yield ("Job", words)
     plan, alone, both = sizing.plan, sizing.gpu_only, sizing.hybrid
     placement = headline.kv_placement
     if placement == "r" and plan is not None:
@@ -221,25 +252,6 @@ def _sides(sizing: Sizing, both: Hybrid) -> str:
         f"{seconds_text(both.home_tpot_s)} a token, and {both.away:,} on R-workers, "
         f"{seconds_text(both.away_tpot_s)} a token ({both.layout}, --kv-placement hybrid)"
     )
-
-
-def _job(sizing: Sizing, job: Job) -> str:
-    money = ""
-    if job.money is not None and sizing.cost is not None:
-        money = f", {round_to(job.money, 3):,g} {sizing.cost.currency}"
-    energy = "" if job.kwh is None else f", {round_to(job.kwh, 3):,g} kWh at rated power"
-    requests = counted(sizing.goal.requests or 0, "request")
-    return f"{requests}: {round_to(job.hours, 3):,g} hours{energy}{money}"
-
-
-def _hybrid(sizing: Sizing, both: Hybrid) -> str:
-    if not both.away:
-        return (
-            f"with {counted(both.sockets, 'socket')} (--kv-placement hybrid), R-workers add "
-            f"nothing to the {sizing.setup.s_part_word} alone"
-        )
-    sockets = counted(both.sockets, "socket")
-    return f"{rate_text(both.tokens_per_s)} tokens/s with {sockets}: {_sides(sizing, both)}"
 
 
 def _verdict(sizing: Sizing, verdict: Verdict) -> str:
@@ -317,34 +329,11 @@ def _what_ifs(sizing: Sizing) -> str:
 
 
 def _inputs(sizing: Sizing, explain: bool) -> str:
-    lane_batch = 1 if sizing.plan is None else sizing.plan.lane_batch
-    inputs = inputs_of(sizing.setup, sizing.goal, sizing.system, lane_batch)
     lines = ["Inputs" if explain else "Inputs (--explain shows every source)"]
-    for row in inputs:
+    for row in inputs_of(sizing):
         lines.append(f"  {row.name:<14} {row.value:<38} {row.provenance}")
         if explain and row.source:
             lines += paragraph(row.source, indent=6)
-    return "\n".join(lines)
-
-
-def _rules(sizing: Sizing) -> str:
-    goal = sizing.goal
-    rules = (
-        "A step takes layers x max(lanes x S, lanes x messages, lanes x I/O, lanes x out, lanes "
-        "x R, lanes x back, S + messages + out + R + back + latency): each resource serves the "
-        "lanes in turn, and no lane overtakes itself.",
-        f"The batch is the smallest, and the sockets are the fewest, that give all but "
-        f"{goal.gain:.0%} of the tokens/s that any batch gives; more sequences at once are taken "
-        "if they save a fifth of the sockets.",
-        "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
-        "The range in brackets has every input better, or worse, than thought by its own relative "
-        "error at once.",
-        "The GPU alone is taken at its best: attention at full bandwidth, no memory lost to "
-        "paging.",
-    )
-    lines = ["Rules"]
-    for rule in rules:
-        lines += paragraph(rule, indent=2, bullet="- ")
     return "\n".join(lines)
 
 
@@ -359,19 +348,14 @@ class Input:
     source: str
 
 
-def inputs_of(setup: Setup, goal: Goal, system: System, lane_batch: int) -> tuple[Input, ...]:
-    """Everything that the plan depends on. T(B) is given at ``lane_batch``."""
-    return (
-        *_model_inputs(setup, system, lane_batch),
-        *_gpu_inputs(setup, system, lane_batch),
-        *_cpu_inputs(setup, system),
-        *_network_inputs(setup, system),
-        *_transport_inputs(system),
-        *_goal_inputs(goal),
-    )
-
-
-def _goal_inputs(goal: Goal) -> Iterator[Input]:
+def inputs_of(sizing: Sizing) -> Iterator[Input]:
+    """Yield everything that the plan depends on. T(B) is given at its batch of a lane."""
+    setup, goal, system = sizing.setup, sizing.goal, sizing.system
+    lane_batch = 1 if sizing.plan is None else sizing.plan.lane_batch
+    yield from _model_inputs(setup, system, lane_batch)
+    yield from _gpu_inputs(setup, system, lane_batch)
+    yield from _cpu_inputs(setup, system)
+    yield from _network_inputs(setup, system)
     headroom = _DEFAULT if goal.headroom == Goal().headroom else _GIVEN
     yield Input("headroom", f"{goal.headroom:.0%} on the R-part", headroom, "")
     gain = _DEFAULT if goal.min_gain is None else _GIVEN
@@ -379,7 +363,7 @@ def _goal_inputs(goal: Goal) -> Iterator[Input]:
 
 
 def about_weights(setup: Setup) -> str:
-    """The dtype of weights in memory, and what they take on disk if that is less."""
+    """Return the dtype of weights in memory, and what they take on disk if that is less."""
     quantisation = setup.spec.quantisation
     if quantisation is None:
         return str(setup.dtype)
@@ -460,25 +444,21 @@ def _cpu_inputs(setup: Setup, system: System) -> Iterator[Input]:
     yield Input("R-worker DRAM", memory, provenance, source)
 
 
-def _transport_inputs(system: System) -> Iterator[Input]:
-    transport = system.transport
+def _network_inputs(setup: Setup, system: System) -> Iterator[Input]:
+    link, nic, transport = system.link, setup.nic, system.transport
+    ports = f"{setup.num_nics} x " if setup.num_nics > 1 else ""
+    trip, message = seconds_text(link.round_trip_s), seconds_text(link.message_s)
+    if isinstance(nic, Nic):
+        line, line_s = nic.line_efficiency, bytes_text(nic.line_bits_per_s / 8)
+        rate = f"{ports}{line.value:.0%} of {line_s}/s each way"
+        yield Input("network", rate, link.provenance, f"{nic.source}; {line.source}")
+        yield Input("round trip", trip, _DEFAULT, nic.round_trip_source)
+        yield Input("message", f"{message} an R-worker", _DEFAULT, nic.message_source)
+    else:
+        rate = f"{ports}{bytes_text(link.bytes_per_s)}/s each way"
+        for name, value in (("network", rate), ("round trip", trip), ("message", message)):
+            yield Input(name, value, link.provenance, link.source)
     if transport.is_bounded:
         rate = f"{bytes_text(transport.thread_bytes_per_s)}/s a thread"
         value = f"{transport.name}, {rate}, {transport.num_threads} at most"
         yield Input("I/O threads", value, Provenance.MEASURED, transport.source)
-
-
-def _network_inputs(setup: Setup, system: System) -> Iterator[Input]:
-    link, nic = system.link, setup.nic
-    ports = f"{setup.num_nics} x " if setup.num_nics > 1 else ""
-    trip, message = seconds_text(link.round_trip_s), seconds_text(link.message_s)
-    if not isinstance(nic, Nic):
-        rate = f"{ports}{bytes_text(link.bytes_per_s)}/s each way"
-        for name, value in (("network", rate), ("round trip", trip), ("message", message)):
-            yield Input(name, value, link.provenance, link.source)
-        return
-    line, line_s = nic.line_efficiency, bytes_text(nic.line_bits_per_s / 8)
-    rate = f"{ports}{line.value:.0%} of {line_s}/s each way"
-    yield Input("network", rate, link.provenance, f"{nic.source}; {line.source}")
-    yield Input("round trip", trip, _DEFAULT, nic.round_trip_source)
-    yield Input("message", f"{message} an R-worker", _DEFAULT, nic.message_source)

@@ -22,14 +22,13 @@ from cost_model.plans.constraints import (
     r_memory_bytes,
     s_memory_bytes,
     s_worker_fits,
-    slow_cycle_s,
     sockets_for,
     sockets_with_room,
 )
 from cost_model.plans.placement import best_gpu_only
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
-from cost_model.quantities import counted, rate_text, seconds_text
+from cost_model.printing import counted, rate_text, seconds_text
 from fastdecode.core.errors import ConfigError, Given
 
 _NEAR_FEWEST = 1.25
@@ -121,18 +120,10 @@ class Search:
         room = self._room(lane_batch, lanes)
         if room is None:
             return None
-
-        lane = system.lane_over(lane_batch)
-
-        def cycle_s(sockets: float) -> float:
-            return lane(sockets).cycle_s(lanes)
-
-        def slow_s(sockets: float) -> float:
-            return slow_cycle_s(lane(sockets), lanes, promises.headroom)
-
-        best = max(room, fastest(cycle_s, self.most_sockets))
+        best = max(room, fastest(system.cycle_over(lane_batch, lanes), self.most_sockets))
+        slow_s = system.cycle_over(lane_batch, lanes, promises.headroom)
         limit_s = promises.step_limit_s / system.costs.num_layers
-        if limit_s != float("inf") and not at_most(slow_s(best), limit_s):
+        if limit_s != math.inf and not at_most(slow_s(best), limit_s):
             best = max(best, sockets_for(slow_s, limit_s) or MAX_SOCKETS + 1)
             if best > self.most_sockets or not at_most(slow_s(best), limit_s):
                 return None
@@ -148,7 +139,7 @@ class Search:
         return self.batch(lane_batch, lanes) / (self.system.costs.num_layers * cycle_s)
 
     def tops(self) -> dict[int, tuple[float, int]]:
-        """By number of lanes: the most tokens a second, and a lane's batch that gives them."""
+        """Return the most tokens per second and its batch of a lane, by number of lanes."""
         found = {}
         for lanes in self.num_lanes:
             rates = ((self.rate(batch, lanes), -batch) for batch in self._lane_batches(lanes))
@@ -158,8 +149,8 @@ class Search:
         return found
 
     def _lane_batches(self, lanes: int) -> Iterator[int]:
-        """Candidates for the most tokens a second. By a datasheet, the largest that can run
-        gives it; what was measured may have its best anywhere."""
+        """Yield candidates for the most tokens per second. By a datasheet, the largest that can run
+        gives it; a profile may have its best anywhere."""
         measured, asked = self.system.s.max_batch, self.goal.batch
         if asked is not None:
             if measured is not None and -(-asked // max(self.num_lanes)) > measured:
@@ -171,35 +162,29 @@ class Search:
             lane_batch = -(-asked // lanes)
             yield from (lane_batch,) if measured is None or lane_batch <= measured else ()
             return
-        most = self._largest(lanes, measured or MAX_BATCH // lanes)
+        # Where nothing is promised of a step, room is all that it takes.
+        runs = self._room if self.promises.step_limit_s == math.inf else self.best_sockets
+        most = largest(lambda n: runs(n, lanes) is not None, measured or MAX_BATCH // lanes)
         if measured is not None:
             yield from (1 << i for i in range(most.bit_length()) if 1 << i < most)
         if most:
             yield most
 
-    def _largest(self, lanes: int, most: int) -> int:
-        # Where nothing is promised of a step, room is all that it takes.
-        is_free = self.promises.step_limit_s == float("inf")
-        runs = self._room if is_free else self.best_sockets
-        return largest(lambda batch: runs(batch, lanes) is not None, most)
-
     def plans(self, tops: dict[int, tuple[float, int]], most_rate: float) -> Iterator[Plan]:
-        """For each number of lanes of ``tops``, the smallest batch and the fewest sockets that
-        give nearly ``most_rate``."""
+        """Yield the smallest batch and the fewest sockets that give nearly ``most_rate``, for each
+        number of lanes."""
         gain = self.goal.gain
         wanted, first = most_rate / (1.0 + gain), most_rate / (1.0 + gain / 2)
         for lanes, (top, lane_batch) in tops.items():
             if top < wanted * (1.0 - 1e-9):
                 continue
-            # A batch somewhat larger than needed first: with it the fewest sockets are found.
-            nearly = min(first, top)
             if self.goal.batch is None:
-
-                def is_enough(batch: int, lanes: int = lanes, rate: float = nearly) -> bool:
-                    return self.rate(batch, lanes) >= rate
-
-                lane_batch = smallest(is_enough, lane_batch)
+                # A batch somewhat larger than needed first: with it the fewest sockets are found.
+                lane_batch = self._smallest(lane_batch, lanes, min(first, top))
             yield self._fewest(lane_batch, lanes, wanted)
+
+    def _smallest(self, known: int, lanes: int, rate: float) -> int:
+        return smallest(lambda batch: self.rate(batch, lanes) >= rate, known)
 
     def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:
         for promises in (self.promises, replace(self.promises, headroom=0.0)):
@@ -225,12 +210,11 @@ class Search:
     def rows(
         self, lane_batch: int, lanes: int, rate: float, promises: Promises
     ) -> tuple[Constraint, ...]:
-        """Return what this rate asks for."""
         cycle_s = self.batch(lane_batch, lanes) / (self.system.costs.num_layers * rate)
         return constraints(self.system, lane_batch, lanes, promises, cycle_s)
 
     def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
-        """``working``: sockets, spare ones not counted."""
+        """Return a plan. ``working``: sockets without spare ones."""
         system, goal = self.system, self.goal
         sockets, batch = working + goal.survive, self.batch(lane_batch, lanes)
         return Plan(
@@ -250,8 +234,8 @@ class Search:
         )
 
     def best(self) -> tuple[Plan | None, float]:
-        """The plan, and the most tokens a second that any batch on any allowed number of
-        sockets gives; None and 0: nothing keeps the promises."""
+        """Return the plan, and the most tokens per second of any batch on any allowed number of
+        sockets. None and 0 if nothing keeps the promises."""
         tops = self.tops()
         if not tops:
             return None, 0.0
@@ -271,15 +255,20 @@ def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
 
 
 def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str, Plan | None]:
-    """Where nothing keeps the promises: the constraints in the way, what would, and the nearest
-    plan that can run."""
+    """Return the constraints in the way where nothing keeps the promises, what would help, and the
+    nearest plan that can run."""
     goal, system = search.goal, search.system
     batch = 1 if goal.batch is None else goal.batch
     rows: list[tuple[Constraint, ...]] = []
     for lanes in search.num_lanes:
-        lane_batch = -(-batch // lanes)
-        free = constraints(system, lane_batch, lanes, search.promises, float("inf"))
-        capped = (_capped(_of_cpu(row) if setup.is_without_gpu else row, goal) for row in free)
+        free = constraints(system, -(-batch // lanes), lanes, search.promises, math.inf)
+        if setup.is_without_gpu:
+            advice = (row.mend.replace("more GPUs", "more memory") for row in free)
+            free = tuple(
+                replace(row, mend=mend.replace("GPU", "CPU"))
+                for row, mend in zip(free, advice, strict=True)
+            )
+        capped = (_capped(row, goal) for row in free)
         rows.append(tuple(row for row in capped if row.min_sockets is None))
     in_the_way = min((row for row in rows if row), key=len, default=())
     if not s_worker_fits(system, 1, 1):
@@ -293,51 +282,35 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
                 f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
             )
             return in_the_way, nearest, plan
-    relaxed = Promises(float("inf"), goal.headroom, goal.replicas)
-    plan, _ = replace(search, promises=relaxed, goal=replace(goal, batch=None)).best()
-    if plan is None:
-        return in_the_way, _enough_sockets(search), None
-    return in_the_way, _shortest_step(replace(search, promises=relaxed)), None
+    relaxed = replace(search, promises=replace(search.promises, step_limit_s=math.inf))
+    plan, _ = replace(relaxed, goal=replace(goal, batch=None)).best()
+    if plan is not None:
+        return in_the_way, _shortest_step(relaxed), None
+    needed = sockets_of(constraints(system, 1, 1, search.promises, math.inf))
+    if needed is None:
+        return in_the_way, "more memory on the R-workers: not even one sequence has room", None
+    room = f"{counted(needed + goal.survive, 'socket')}: one sequence has room there"
+    return in_the_way, room, None
 
 
 def _capped(row: Constraint, goal: Goal) -> Constraint:
     """Turn a need beyond the sockets at hand into one that nothing satisfies."""
-    if (
-        goal.max_sockets is None
-        or row.min_sockets is None
-        or row.min_sockets + goal.survive <= goal.max_sockets
-    ):
+    needed, most = (row.min_sockets or 0) + goal.survive, goal.max_sockets
+    if most is None or row.min_sockets is None or needed <= most:
         return row
-    detail = (
-        f"{row.min_sockets + goal.survive} sockets needed, {goal.max_sockets} at hand; {row.detail}"
-    )
+    detail = f"{needed} sockets needed, {most} at hand; {row.detail}"
     return replace(row, min_sockets=None, detail=detail)
 
 
-def _enough_sockets(search: Search) -> str:
-    free = replace(search, goal=replace(search.goal, max_sockets=None))
-    rows = constraints(search.system, 1, 1, free.promises, float("inf"))
-    needed = sockets_of(rows)
-    if needed is None:
-        return "more memory on the R-workers: not even one sequence has room"
-    return f"{counted(needed + search.goal.survive, 'socket')}: one sequence has room there"
-
-
 def _shortest_step(search: Search) -> str:
-    """The latency that nothing keeps, and the one that can be kept."""
+    """Return the latency that can be kept."""
     system, headroom = search.system, search.promises.headroom
-    lane_batch = 1 if search.goal.batch is None else search.goal.batch
     lanes = search.goal.lanes or 1
-    lane_batch = -(-lane_batch // lanes)
-
-    lane = system.lane_over(lane_batch)
-
-    def cycle_s(sockets: float) -> float:
-        return slow_cycle_s(lane(sockets), lanes, headroom)
-
+    lane_batch = -(-(search.goal.batch or 1) // lanes)
+    cycle_s = system.cycle_over(lane_batch, lanes, headroom)
     sockets = fastest(cycle_s, search.most_sockets)
     step_s = system.costs.num_layers * cycle_s(sockets)
-    gpu, alone = best_gpu_only(system, float("inf"), 1), ""
+    gpu, alone = best_gpu_only(system, math.inf, 1), ""
     if gpu is not None:
         alone = f"; of 1 sequence without R-workers {seconds_text(gpu.tpot_s)}"
     return (
@@ -346,11 +319,6 @@ def _shortest_step(search: Search) -> str:
         f"{counted(search.batch(lane_batch, lanes), 'sequence')} on {counted(sockets, 'socket')}"
         f"{alone}: ask for no less"
     )
-
-
-def _of_cpu(row: Constraint) -> Constraint:
-    """Where the S-worker runs on a socket, advise no GPU."""
-    return replace(row, mend=row.mend.replace("more GPUs", "more memory").replace("GPU", "CPU"))
 
 
 def _enough_gpus(setup: Setup) -> str:

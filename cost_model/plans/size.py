@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
+from typing import TypeAlias
 
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.numbers import at_most, smallest, whole
@@ -20,7 +21,6 @@ from cost_model.plans.constraints import (
     Constraint,
     fastest,
     s_worker_fits,
-    slow_cycle_s,
     sockets_for,
     sockets_with_room,
 )
@@ -37,9 +37,10 @@ from cost_model.plans.placement import (
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose
 from cost_model.predict import MAX_LANES, StepPrediction, System
-from cost_model.quantities import counted, rate_text
+from cost_model.printing import counted, rate_text
 from fastdecode.core.measurement import RProfile
 
+_Placed: TypeAlias = StepPrediction | Hybrid | GpuOnly
 # Without prices: no market sells a server socket with its memory for less than
 # this part of a datacentre GPU.
 CHEAPEST_SOCKET = 0.05
@@ -54,10 +55,10 @@ class WhatIf:
     """The plan's sequences at the plan's pace, with one thing changed."""
 
     change: str
-    sockets: int | None
+    sockets: int | None = None
     """None if no number of sockets keeps the plan's pace."""
-    tokens_per_s: float | None
-    tpot_s: float | None
+    tokens_per_s: float | None = None
+    tpot_s: float | None = None
     note: str = ""
 
 
@@ -101,10 +102,6 @@ class Pace:
 
     tokens_per_s: float
     tpot_s: float
-
-    @classmethod
-    def of(cls, placed: StepPrediction | Hybrid | GpuOnly) -> Pace:
-        return cls(placed.tokens_per_s, placed.tpot_s)
 
 
 @dataclass(frozen=True)
@@ -179,18 +176,17 @@ class Sizing:
         alone, plan, both = self.gpu_only, self.plan, self.hybrid
         if alone is not None:
             paces = (alone, gpu_only_on(fast, alone.batch), gpu_only_on(slow, alone.batch))
-            found.append(self._headline("gpu", 0, alone.batch, *map(Pace.of, paces)))
+            found.append(self._headline("gpu", 0, alone.batch, *paces))
         if plan is not None and self.feasible:
-            steps = map(Pace.of, (plan.expected, plan.fast, plan.slow))
+            steps = (plan.expected, plan.fast, plan.slow)
             found.append(self._headline("r", plan.sockets, plan.batch, *steps))
         if both is not None and both.away:
-            sides = map(Pace.of, (both, hybrid_on(fast, both), hybrid_on(slow, both)))
+            sides = (both, hybrid_on(fast, both), hybrid_on(slow, both))
             found.append(self._headline("hybrid", both.sockets, both.batch, *sides))
         return tuple(found)
 
-    def _headline(
-        self, where: str, sockets: int, batch: int, pace: Pace, fast: Pace, slow: Pace
-    ) -> Headline:
+    def _headline(self, where: str, sockets: int, batch: int, *placed: _Placed) -> Headline:
+        pace, fast, slow = (Pace(each.tokens_per_s, each.tpot_s) for each in placed)
         ttft_s = self.system.prompt_s + 1.5 * pace.tpot_s
         latency_s = self.system.latency_s(pace.tpot_s)
         return Headline(
@@ -206,8 +202,8 @@ class Sizing:
         return self.preferred(found)
 
     def preferred(self, found: Iterable[Headline]) -> Headline | None:
-        """Among placements within 2 % of the most tokens/s, choose the fewest sockets, then the
-        fewest seconds a token; the other way round if the sockets are at hand."""
+        """Choose among placements within 2 % of the most tokens/s: the fewest sockets, then the
+        fewest seconds a token. If sockets are at hand, the other way round."""
         is_owned, found = self.goal.max_sockets is not None, tuple(found)
         most = max((each.tokens_per_s for each in found), default=0.0) / _NEARLY
         near = (x for x in found if x.tokens_per_s >= most)
@@ -258,13 +254,18 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
     system = setup.system()
     search = Search(system, goal, goal.promises(system))
     plan, most = search.best()
-    feasible = plan is not None
     in_the_way: tuple[Constraint, ...] = ()
-    nearest = ""
+    feasible, nearest = plan is not None, ""
     if plan is None:
         in_the_way, nearest, plan = diagnose(setup, search)
     gain = 0.10 if setup.is_without_gpu else 0.0
-    gpu_only = best_gpu_only(system, search.promises.step_limit_s, goal.batch, gain)
+    limit_s, both = search.promises.step_limit_s, None
+    gpu_only = best_gpu_only(system, limit_s, goal.batch, gain)
+    if plan is not None and gpu_only is not None and not setup.is_without_gpu:
+        sockets, part = plan.sockets, MOST_OF_GAIN
+        if goal.max_sockets is not None:
+            sockets, part = search.most_sockets, 1.0 / (1.0 + goal.gain)
+        both = best_hybrid(system, gpu_only, sockets, limit_s, most_sequences=goal.batch, part=part)
     sizing = Sizing(
         setup=setup,
         goal=goal,
@@ -274,7 +275,7 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
         in_the_way=in_the_way,
         nearest=nearest,
         gpu_only=gpu_only,
-        hybrid=_both_sides(setup, search, plan, gpu_only),
+        hybrid=both,
         most_tokens_per_s=most,
     )
     if plan is not None:
@@ -287,24 +288,15 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
         )
     headline = sizing.headline
     if headline is not None and prices is not None:
-        sizing = replace(sizing, cost=_cost(setup, headline, gpu_only, prices))
+        per_hour, alone = _per_hour(setup, headline.sockets, prices), None
+        if gpu_only is not None:
+            alone = _per_hour(setup, 0, prices) / (gpu_only.tokens_per_s * 3600) * 1e6
+        a_million = per_hour / (headline.tokens_per_s * 3600) * 1e6
+        sizing = replace(sizing, cost=Cost(prices.currency, per_hour, a_million, alone))
     if headline is not None and goal.requests is not None:
         num_tokens = goal.requests * setup.workload.output_tokens
         sizing = replace(sizing, job=job(sizing, headline, num_tokens, prices))
     return sizing
-
-
-def _both_sides(
-    setup: Setup, search: Search, plan: Plan | None, alone: GpuOnly | None
-) -> Hybrid | None:
-    """With the plan's sockets, or with all that there are."""
-    if plan is None or alone is None or setup.is_without_gpu:
-        return None
-    goal, limit_s = search.goal, search.promises.step_limit_s
-    sockets, part = plan.sockets, MOST_OF_GAIN
-    if goal.max_sockets is not None:
-        sockets, part = search.most_sockets, 1.0 / (1.0 + goal.gain)
-    return best_hybrid(search.system, alone, sockets, limit_s, most_sequences=goal.batch, part=part)
 
 
 def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
@@ -324,71 +316,52 @@ def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
     return tuple(map(on, sorted(counts)))
 
 
-@dataclass(frozen=True)
-class PlanPace:
-    """What a what-if must keep: the plan's own pace, and that of a slow R-part."""
-
-    plan: Plan
-    goal: Goal
-    cycle_s: float
-    slow_cycle_s: float
-
-    @classmethod
-    def of(cls, search: Search, plan: Plan) -> PlanPace:
-        lane = search.system.lane(plan.lane_batch, plan.sockets - plan.spare_sockets)
-        cycle_s, goal = lane.cycle_s(plan.lanes), search.goal
-        slow_s = slow_cycle_s(lane, plan.lanes, goal.headroom)
-        return cls(plan, goal, cycle_s, max(cycle_s, slow_s))
-
-    def what_if(self, change: str, setup: Setup, lanes: int) -> WhatIf:
-        """Find the fewest sockets that run the plan's batch as fast as the plan does."""
-        system, plan, goal = setup.system(), self.plan, self.goal
-        lane_batch = -(-plan.batch // lanes)
-        if not s_worker_fits(system, lane_batch, lanes):
-            return WhatIf(change, None, None, None, "not met: S-worker memory")
-        lane = system.lane_over(lane_batch)
-        needs = (
-            sockets_with_room(system, lane_batch, lanes, goal.replicas),
-            sockets_for(lambda p: lane(p).cycle_s(lanes), self.cycle_s),
-            sockets_for(lambda p: slow_cycle_s(lane(p), lanes, goal.headroom), self.slow_cycle_s),
-        )
-        working = max(count or MAX_SOCKETS for count in needs)
-        if not at_most(lane(working).cycle_s(lanes), self.cycle_s):
-            best = fastest(lambda p: lane(p).cycle_s(lanes), MAX_SOCKETS)
-            return WhatIf(change, None, None, None, f"not met: {lane(best).limit(lanes)}")
-        sockets = working + goal.survive
-        if goal.max_sockets is not None and sockets > goal.max_sockets:
-            return WhatIf(change, None, None, None, f"not met: it needs {sockets:,} sockets")
-        step = system.predict(lane_batch, lanes, sockets, plan.batch)
-        return WhatIf(change, sockets, step.tokens_per_s, step.tpot_s)
+def what_if(search: Search, plan: Plan, change: str, setup: Setup, lanes: int) -> WhatIf:
+    """Find the fewest sockets that run the plan's batch at the plan's own pace, and at that of a
+    slow R-part."""
+    system, goal, lane_batch = setup.system(), search.goal, -(-plan.batch // lanes)
+    own = search.system.lane(plan.lane_batch, plan.sockets - plan.spare_sockets)
+    own_s, slow_s = own.cycle_s(plan.lanes), own.cycle_s(plan.lanes, goal.headroom)
+    if not s_worker_fits(system, lane_batch, lanes):
+        return WhatIf(change, note="not met: S-worker memory")
+    cycle_s = system.cycle_over(lane_batch, lanes)
+    needs = (
+        sockets_with_room(system, lane_batch, lanes, goal.replicas),
+        sockets_for(cycle_s, own_s),
+        sockets_for(system.cycle_over(lane_batch, lanes, goal.headroom), max(own_s, slow_s)),
+    )
+    working = max(count or MAX_SOCKETS for count in needs)
+    if not at_most(cycle_s(working), own_s):
+        best = system.lane(lane_batch, fastest(cycle_s, MAX_SOCKETS))
+        return WhatIf(change, note=f"not met: {best.limit(lanes)}")
+    sockets = working + goal.survive
+    if goal.max_sockets is not None and sockets > goal.max_sockets:
+        return WhatIf(change, note=f"not met: it needs {sockets:,} sockets")
+    step = system.predict(lane_batch, lanes, sockets, plan.batch)
+    return WhatIf(change, sockets, step.tokens_per_s, step.tpot_s)
 
 
 def _what_ifs(
     search: Search, setup: Setup, plan: Plan, hardware: Hardware | None
 ) -> Iterator[WhatIf]:
     """Change one thing at a time, with the plan's sequences at the plan's pace."""
-    lanes, pace = plan.lanes, PlanPace.of(search, plan)
+    lanes, ask = plan.lanes, partial(what_if, search, plan)
     # Of a measured R-part nothing is known but in its own KV dtype.
-    smaller = (
-        ()
-        if isinstance(setup.cpu, RProfile)
-        else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
-    )
-    for kv_dtype in smaller:
-        changed = replace(setup, kv_dtype=kv_dtype)
-        yield pace.what_if(f"KV cache in {kv_dtype}", changed, lanes)
+    if not isinstance(setup.cpu, RProfile):
+        for kv_dtype in {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4")):
+            changed = replace(setup, kv_dtype=kv_dtype)
+            yield ask(f"KV cache in {kv_dtype}", changed, lanes)
     if lanes < min(MAX_LANES, plan.batch):
-        yield pace.what_if(f"one lane more ({lanes + 1})", setup, lanes + 1)
+        yield ask(f"one lane more ({lanes + 1})", setup, lanes + 1)
     if lanes > 1:
-        yield pace.what_if(f"one lane fewer ({lanes - 1})", setup, lanes - 1)
+        yield ask(f"one lane fewer ({lanes - 1})", setup, lanes - 1)
     if hardware is not None and isinstance(setup.nic, Nic):
         faster = hardware.faster_nic(setup.nic)
         if faster is not None:
-            yield pace.what_if(f"NIC of {faster.name}", replace(setup, nic=faster), lanes)
+            yield ask(f"NIC of {faster.name}", replace(setup, nic=faster), lanes)
 
 
 def _rivals(setup: Setup, goal: Goal) -> Iterator[WhatIf]:
-    """What GPUs alone give that FastDecode does not need to run on."""
     if not isinstance(setup.gpu, Gpu) or setup.is_without_gpu:
         return
     yield _gpus_alone(setup.fp8_rival(), goal, f"{setup.gpu.name} alone, FP8 weights and KV")
@@ -404,7 +377,7 @@ def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     alone = best_gpu_only(system, step_limit_s, goal.batch)
     change = f"{setup.num_gpus} x {how}"
     if alone is None:
-        return WhatIf(change, None, None, None, "too small or too slow")
+        return WhatIf(change, note="too small or too slow")
     return WhatIf(change, 0, alone.tokens_per_s, alone.tpot_s, counted(alone.batch, "sequence"))
 
 
@@ -435,7 +408,7 @@ def _verdict(sizing: Sizing, fp8: WhatIf | None, prices: Prices | None) -> Verdi
         together = rate_text((1 + sockets) * gpu_only.tokens_per_s)
         reason += f"; {counted(1 + sockets, 'such socket')}, each alone, give {together}"
     elif prices is not None:
-        socket_share = prices.socket(_cpu_name(setup)) / _gpu_price(setup, prices)
+        socket_share = prices.of("socket", _cpu_name(setup)) / _gpu_price(setup, prices)
         is_worth_it = socket_share < break_even
         reason += (
             f"; a socket costs {socket_share:.2g} of a {gpu}, and may cost "
@@ -454,18 +427,9 @@ def _verdict(sizing: Sizing, fp8: WhatIf | None, prices: Prices | None) -> Verdi
     return Verdict(is_worth_it, gain, break_even, reason, fp8 if is_rival else None)
 
 
-def _cost(setup: Setup, headline: Headline, gpu_only: GpuOnly | None, prices: Prices) -> Cost:
-    per_hour, alone = _per_hour(setup, headline.sockets, prices), None
-    if gpu_only is not None:
-        alone = _per_hour(setup, 0, prices) / (gpu_only.tokens_per_s * 3600) * 1e6
-    a_million = per_hour / (headline.tokens_per_s * 3600) * 1e6
-    return Cost(prices.currency, per_hour, a_million, alone)
-
-
 def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
-    """Return money for the GPUs and sockets. A missing price is a ConfigError."""
     gpus = setup.num_gpus * _gpu_price(setup, prices)
-    return gpus + (sockets * prices.socket(_cpu_name(setup)) if sockets else 0.0)
+    return gpus + (sockets * prices.of("socket", _cpu_name(setup)) if sockets else 0.0)
 
 
 def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
@@ -484,9 +448,9 @@ def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | 
 
 def _gpu_price(setup: Setup, prices: Prices) -> float:
     if setup.is_without_gpu:
-        return prices.socket(_cpu_name(setup))
+        return prices.of("socket", _cpu_name(setup))
     gpu = setup.gpu
-    return prices.gpu(gpu.name if isinstance(gpu, Gpu) else gpu.machine.device)
+    return prices.of("gpu", gpu.name if isinstance(gpu, Gpu) else gpu.machine.device)
 
 
 def _cpu_name(setup: Setup) -> str:

@@ -7,14 +7,15 @@ Hidden states between stages, a small part of what goes to R-workers, are left o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from cost_model.plans.constraints import s_worker_fits
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import Sizing
-from cost_model.quantities import bytes_text, counted, rate_text, seconds_text
+from cost_model.printing import bytes_text, counted, rate_text, seconds_text
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.stages import layers_of_stages, stage_spec
 
@@ -33,21 +34,11 @@ class StageShare:
     """R-workers, one per socket. None if there is no plan."""
 
 
-@dataclass(frozen=True)
-class StagedPlan:
-    stages: tuple[StageShare, ...]
-    batch: int
-    lanes: int
-    sockets: int
-    tokens_per_s: float
-    tpot_s: float
-
-
 def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Sizing:
-    """The plan of the stage that sets the pace of all.
+    """Plan the stage that sets the pace of all.
 
     Args:
-        plan: answers the question about one stage.
+        plan: Answers the question about one stage.
     """
     first, *others = layers_of_stages(setup.spec, num_stages)
     asked = _stage_goal(goal, num_stages)
@@ -55,36 +46,31 @@ def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Si
     if others:
         largest = stage_spec(setup.spec, max(others, key=len))
         questions.append(replace(setup, spec=largest, has_ends=False))
-    answers = sorted((plan(each, asked) for each in questions), key=_pace)
-    slowest, quickest = answers[0], answers[-1]
+    slowest, *rest = sorted(
+        (plan(each, asked) for each in questions),
+        key=lambda each: each.most_tokens_per_s if each.feasible else -1.0,
+    )
     chosen = slowest.plan
-    if slowest.feasible and chosen is not None:
-        fits = s_worker_fits(quickest.system, chosen.lane_batch, chosen.lanes)
-        return slowest if fits else quickest
+    if rest and slowest.feasible and chosen is not None:
+        (quicker,) = rest
+        if not s_worker_fits(quicker.system, chosen.lane_batch, chosen.lanes):
+            return quicker
     return slowest
-
-
-def _pace(sizing: Sizing) -> float:
-    return sizing.most_tokens_per_s if sizing.feasible else -1.0
 
 
 def _stage_goal(goal: Goal, num_stages: int) -> Goal:
     for name in ("lanes", "batch", "max_sockets"):
         count = getattr(goal, name)
         if count is not None and count < num_stages:
-            raise ConfigError(
-                Given(name, count),
-                f": each of the {num_stages} stages of ",
-                Given("pp"),
-                " has one",
-            )
+            each = f": each of the {num_stages} stages of "
+            raise ConfigError(Given(name, count), each, Given("pp"), " has one")
     return replace(
         goal,
-        latency_s=None if goal.latency_s is None else goal.latency_s / num_stages,
-        tpot_s=None if goal.tpot_s is None else goal.tpot_s / num_stages,
-        batch=None if goal.batch is None else goal.batch // num_stages,
-        lanes=None if goal.lanes is None else goal.lanes // num_stages,
-        max_sockets=None if goal.max_sockets is None else goal.max_sockets // num_stages,
+        latency_s=goal.latency_s and goal.latency_s / num_stages,
+        tpot_s=goal.tpot_s and goal.tpot_s / num_stages,
+        batch=goal.batch and goal.batch // num_stages,
+        lanes=goal.lanes and goal.lanes // num_stages,
+        max_sockets=goal.max_sockets and goal.max_sockets // num_stages,
     )
 
 
@@ -92,50 +78,39 @@ def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageSh
     """Return each stage's share. ``setup`` is the whole model's, ``sizing`` one stage's."""
     spec, costs = setup.spec, setup.costs
     ends = spec.num_embedding_parameters + spec.num_head_parameters
-    shares = []
+    sockets, shares = None if sizing.plan is None else sizing.plan.sockets, []
     for number, layers in enumerate(layers_of_stages(spec, num_stages)):
-        num_bytes = sum(costs.layer_bytes(layer) for layer in layers)
+        num_bytes = sum(costs.layer_read_bytes(layer, math.inf) for layer in layers)
         num_bytes += 0 if number else ends * costs.weights.others
-        shares.append(
-            StageShare(
-                number,
-                layers.start,
-                len(layers),
-                int(num_bytes / setup.num_gpus),
-                setup.num_gpus,
-                None if sizing.plan is None else sizing.plan.sockets,
-            )
-        )
+        each_bytes, gpus = int(num_bytes / setup.num_gpus), setup.num_gpus
+        share = StageShare(number, layers.start, len(layers), each_bytes, gpus, sockets)
+        shares.append(share)
     return tuple(shares)
 
 
-def staged_plan(setup: Setup, num_stages: int, sizing: Sizing) -> StagedPlan | None:
+def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
     """Return all stages together. None if one of them has no plan."""
     plan = sizing.plan
     if plan is None:
         return None
-    return StagedPlan(
-        stage_shares(setup, num_stages, sizing),
-        batch=plan.batch * num_stages,
-        lanes=plan.lanes * num_stages,
-        sockets=plan.sockets * num_stages,
-        tokens_per_s=plan.expected.tokens_per_s,
-        tpot_s=plan.expected.tpot_s * num_stages,
-    )
+    return {
+        "stages": stage_shares(setup, num_stages, sizing),
+        "batch": plan.batch * num_stages,
+        "lanes": plan.lanes * num_stages,
+        "sockets": plan.sockets * num_stages,
+        "tokens_per_s": plan.expected.tokens_per_s,
+        "tpot_s": plan.expected.tpot_s * num_stages,
+    }
 
 
-def stages_text(setup: Setup, num_stages: int, sizing: Sizing) -> str:
-    return "\n".join(_lines(setup, num_stages, sizing))
-
-
-def _lines(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
+def stages_text(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
     yield f"{setup.spec.name} in {num_stages} pipeline stages (--pp {num_stages})"
-    staged = staged_plan(setup, num_stages, sizing)
+    staged = stages_json(setup, num_stages, sizing)
     if staged is not None:
         yield (
-            f"  Together     {counted(staged.sockets, 'socket')}, {staged.batch:,} sequences at "
-            f"once in {counted(staged.lanes, 'lane')}; {rate_text(staged.tokens_per_s)} tokens/s, "
-            f"{seconds_text(staged.tpot_s)} a token"
+            f"  Together     {counted(staged['sockets'], 'socket')}, {staged['batch']:,} sequences "
+            f"at once in {counted(staged['lanes'], 'lane')}; {rate_text(staged['tokens_per_s'])} "
+            f"tokens/s, {seconds_text(staged['tpot_s'])} a token"
         )
     for share in stage_shares(setup, num_stages, sizing):
         last = share.first_layer + share.num_layers - 1
@@ -148,8 +123,3 @@ def _lines(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
             f"{bytes_text(share.weight_bytes)} {gpus}{r_workers}"
         )
     yield "Below, the plan of the slowest stage, as of a model of its own"
-
-
-def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
-    staged = staged_plan(setup, num_stages, sizing)
-    return None if staged is None else asdict(staged)

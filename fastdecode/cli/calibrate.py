@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cost_model.quantities import seconds_text
+from cost_model.printing import seconds_text
 from fastdecode.cli.options import (
     add_log_level_option,
     add_options,
@@ -205,9 +205,9 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     lines = [
         f"R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
         f"read ceiling of {ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
-        f"{seconds_text(fit.call_s)} a call; fit error {fit.relative_error:.1%}"
+        f"{seconds_text(fit.call_s)} a call; fit error {fit.relative_error:.1%}",
+        *_attention_rate(profile, fit.token_s),
     ]
-    lines += _attention_rate(profile, fit.token_s)
     return _finish(asked.out, profile, doubts(profile, bytes_per_s=rate), lines, "cpu")
 
 

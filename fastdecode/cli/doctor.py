@@ -18,7 +18,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from msgspec import Struct, structs
 
 from fastdecode.cli.options import (
     add_exit_code_option,
@@ -44,8 +46,7 @@ T = TypeVar("T")
 _LEVELS = ("PASS", "WARN", "FAIL")
 _LITTLE_DISK_GB = 0.5
 _REACH_TIMEOUT_S: Final = 5.0
-_TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"
-"""Open MPI's variable for the network that it uses."""
+_TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"  # Open MPI's variable for its network
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def run_doctor(args: argparse.Namespace) -> int:
                 print(f"      -> {found.mend}", flush=True)
     if options.json:
         facts = {"s_worker": here, "r_workers": workers, "neighbours": neighbours}
-        print(json.dumps({"findings": findings, **facts}, indent=2, default=asdict))
+        print(json.dumps({"findings": findings, **facts}, indent=2, default=_fields))
     else:
         counts = [(sum(x.level == level for x in findings), level) for level in _LEVELS]
         print(", ".join(f"{count} {level}" for count, level in counts))
@@ -170,6 +171,10 @@ def _examine(
         yield _conversations(options.conversations)
     if options.cache_disk is not None:
         yield _cache_disk(options.cache_disk)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return structs.asdict(value) if isinstance(value, Struct) else asdict(value)
 
 
 def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:

@@ -28,7 +28,7 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.config.options import option
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_writable
-from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.host.processes import interrupt
 from fastdecode.jobs.stopping import stop_signals
 
 if TYPE_CHECKING:

@@ -38,13 +38,13 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.reuse import why_no_kv
+from fastdecode.conversations.conversations import Keeping
+from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.options import REQUIRED, declared, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import STANDARD, check_paths, check_readable, check_writable, write_json
-from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.host.processes import interrupt
 from fastdecode.core.model.checkpoint import check_model
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Bar, Progress
@@ -113,8 +113,8 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_run_batch(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answer every line of a file, OpenAI batch lines or those of `generate`. Answers are "
-        "appended as they finish. Whatever ends the job, the same command with --resume goes on "
-        "where it stopped."
+        "appended as they finish. Whatever ends the job, the same command with --resume "
+        "continues it."
     )
     parser.set_defaults(run=run_run_batch)
     add_model(parser)
@@ -149,7 +149,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
     if not config.instances.addresses:
         check_model(args.model)
-    if args.conversations is not None and (why := why_no_kv(config)):
+    if args.conversations is not None and (why := why_no_reuse(config)):
         tell(f"warning: every turn computes its whole conversation again: {why}")
     options = JobOptions(
         input=args.input, output=args.output, on_error="skip",
@@ -226,9 +226,10 @@ def run_merge(args: argparse.Namespace) -> int:
     with Bar(sys.stderr, "merging") as bar:
         found = merge(args.outputs, args.output, bar.update, partial=args.partial)
     missing = f", {found.num_missing} lines are missing" if found.num_missing else ""
+    missing += f", {found.missing_shards} shard(s) are missing" if found.missing_shards else ""
     failed = f", {found.num_failed} of them with an error" if found.num_failed else ""
     tell(f"fastdecode merge: {found.num_answers} answers are in {args.output}{failed}{missing}")
-    return EXIT_SOME_FAILED if found.num_failed or found.num_missing else 0
+    return EXIT_SOME_FAILED if found.num_failed or missing else 0
 
 
 def _prepare(args: argparse.Namespace) -> EngineConfig:

@@ -30,8 +30,7 @@ from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import joining, launcher, leaving
 
-_NEW_OBJECTS: Final = 10_000
-"""Between two garbage collections."""
+_NEW_OBJECTS: Final = 10_000  # between two garbage collections
 
 
 class Command(NamedTuple):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 EXIT_UNEXPECTED = 1
-EXIT_INFEASIBLE = 1
-"""A question has an answer: what was asked for is impossible."""
+EXIT_INFEASIBLE = 1  # A question has an answer: what was asked for is impossible
 EXIT_SOME_FAILED = 3
 EXIT_WORKERS_LOST = 4
 _METAVARS = {"GB": "GB", "s": "S"}

@@ -20,8 +20,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpi.launcher import repeats_other_rank
 
 ALL = "all"
-_LIKENESS = 0.66
-"""Likeness of an unknown option to the one that was meant."""
+_LIKENESS = 0.66  # likeness of an unknown option to the one that was meant
 
 
 class RareHelp(str):

@@ -19,7 +19,7 @@ from fastdecode.cli.options import add_options, read_options
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
-from fastdecode.core.host.parents import end_with
+from fastdecode.core.host.processes import end_with
 from fastdecode.wire.mpi import joining
 from fastdecode.wire.mpi.roles import InstanceRanks
 

@@ -34,16 +34,15 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.reuse import why_none
+from fastdecode.conversations.conversations import Keeping
+from fastdecode.conversations.turns import why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.files import check_writable
-from fastdecode.core.host.interrupts import Interrupted, interrupt
+from fastdecode.core.host.processes import Interrupted, interrupt
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.stopping import stop_signals
-from fastdecode.server.keys import key_hashes
-from fastdecode.server.options import ServeOptions
+from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
 EXIT_HTTP_LOST = 5
-ENDS_WITHIN_S = 60.0
-"""Longest time for the step in flight once all requests are answered."""
+ENDS_WITHIN_S = 60.0  # longest time for the step in flight once all requests are answered
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -230,7 +228,7 @@ def _serve(
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.link import Keys, Ready
-    from fastdecode.server.serving import ActivityLines, Bridge, Serving
+    from fastdecode.server.serving import Bridge, Serving
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
     bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
@@ -255,11 +253,8 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    lines = ActivityLines(lambda: llm.snapshot().engine, lambda: llm.stats.num_output_tokens, say)
     with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
-        return Serving(llm.service, bridge, signals, reload, say, lines).run(
-            options.drain_timeout_s
-        )
+        return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:
@@ -287,7 +282,7 @@ def _opening(
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
         keeping=asdict(read_options(args, Keeping)),
-        no_reuse=why_none(config),
+        no_reuse=why_no_reuse(config),
         model_defaults=model_defaults(args),
     )
 

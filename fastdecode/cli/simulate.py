@@ -128,9 +128,9 @@ def run_simulate(args: argparse.Namespace) -> int:
     workers = read_options(args, Workers)
     if args.instant:
         return _run_turns(args, workers)
-    from cost_model.plot import check_plot, plot_run
     from cost_model.simulate import Table, TabledTimes, as_json, as_text
     from cost_model.traces import read_trace
+    from fastdecode.measure.plot import check_plot, plot_simulation
     from fastdecode.schedule.modes import make_scheduler
     from fastdecode.schedule.simulation.resources import Rounds
     from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
@@ -158,7 +158,7 @@ def run_simulate(args: argparse.Namespace) -> int:
             num_lanes=options.num_lanes,
         ).run()
     if args.plot is not None:
-        plot_run(outcomes, args.plot)
+        plot_simulation(outcomes, args.plot)
     print(json.dumps(as_json(outcomes)) if args.json else as_text(outcomes))
     return 0
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cost_model.hardware import Cpu, Hardware, described_cpu, is_described
+from cost_model.hardware import Cpu, Gpu, Hardware, described_cpu, is_described
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.shapes import known_models, read_model
-from cost_model.transport import MAX_IO_THREADS, TRANSPORTS
+from cost_model.stages import MAX_IO_THREADS, TRANSPORTS
 from cost_model.workload import Workload, parse_kv_dtype
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
@@ -32,8 +32,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile, read_profile
 from fastdecode.core.os_errors import explained
 
-LONG_OUTPUT = 8192
-"""Output tokens from which ``--seq-len`` may be meant as a context."""
+LONG_OUTPUT = 8192  # output tokens from which ``--seq-len`` may be meant as a context
 
 
 def _tokens(text: str) -> int:
@@ -187,10 +186,11 @@ def run_size(args: argparse.Namespace) -> int:
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import slowest_stage, stages_json, stages_text
-    from cost_model.plot import check_plot, save_plot
     from cost_model.printing import json_text
 
     if args.plot is not None:
+        from fastdecode.measure.plot import check_plot, save_plot  # here: NumPy is slow to load
+
         check_plot(args.plot)
     parts = read_options(args, Parts)
     hardware = Hardware.load(parts.hardware)
@@ -200,12 +200,6 @@ def run_size(args: argparse.Namespace) -> int:
             f"--emit writes an mpirun line, which --transport {parts.transport} does not use. "
             "Remove one of them"
         )
-    if args.seq_len is not None and args.seq_len >= LONG_OUTPUT:
-        tell(
-            f"fastdecode size: --seq-len {args.seq_len} means {args.seq_len:,} output tokens "
-            "without a prompt. For a context of that length, give the prompt apart: --prompt-len "
-            f"{args.seq_len - 512} --output-len 512"
-        )
     if parts.own or "all" in (parts.gpu, parts.cpu):
         return _print_choices(args, parts, hardware, prices)
     if args.sort is not None:
@@ -213,7 +207,8 @@ def run_size(args: argparse.Namespace) -> int:
             f"--sort {args.sort} orders a table, and this is one plan. Add --gpu all, --cpu all or "
             "--own, or remove it"
         )
-    whole, goal, num_stages = read_setup(args, parts, hardware), read_options(args, Goal), parts.pp
+    whole, goal = read_setup(args, parts, hardware, _workload(args)), read_options(args, Goal)
+    num_stages = parts.pp
     for name in ("emit", "plot", "prices", "requests", "users"):
         if num_stages > 1 and getattr(args, name) is not None:
             raise ConfigError(
@@ -228,7 +223,7 @@ def run_size(args: argparse.Namespace) -> int:
         print(json_text({**as_json(sizing), **staged}))
     else:
         if num_stages > 1:
-            print(stages_text(whole, num_stages, sizing), end="\n\n")
+            print(*stages_text(whole, num_stages, sizing), sep="\n", end="\n\n")
         print(as_text(sizing, explain=args.explain))
     if args.plot is not None:
         save_plot(sizing, args.plot)
@@ -254,14 +249,14 @@ def _print_choices(
         raise ConfigError(f"--pp {parts.pp} is for one plan, and this is a table. Remove it")
     by = args.sort or "tokens"
     check_sort(by, prices)
-    goal = read_options(args, Goal)
+    goal, workload = read_options(args, Goal), _workload(args)
 
     def plan(setup: Setup, asked: Goal) -> Any:
         return size(setup, asked, hardware)
 
     if parts.own:
         gpus = args.num_gpus if parts.gpu == "none" else 1  # which refuses more of them
-        setup = read_setup(args, parts, hardware, num_gpus=gpus)
+        setup = read_setup(args, parts, hardware, workload, gpus)
         ways = arrange(setup, args.num_gpus, goal, plan, prices, by)
         sockets = f"{args.max_sockets} x {parts.cpu}"
         what = f"{args.num_gpus} x {parts.gpu} and {sockets}"
@@ -273,7 +268,7 @@ def _print_choices(
 
         def setup_of(name: str) -> Setup:
             named = replace(parts, gpu=name) if kind == "gpu" else replace(parts, cpu=name)
-            return read_setup(args, named, hardware)
+            return read_setup(args, named, hardware, workload)
 
         setups = ((name, setup_of(name)) for name in names)
         ways = choose(setups, goal, plan, prices, by)
@@ -291,40 +286,32 @@ def read_setup(
     args: argparse.Namespace,
     parts: Parts,
     hardware: Hardware,
-    workload: Workload | None = None,
+    workload: Workload,
     num_gpus: int | None = None,
 ) -> Setup:
-    """Return the model, the hardware and the workload that the options name.
+    """Return the model and the hardware that the options name, with a workload.
 
     Args:
-        workload: The workload. None if the options give it.
         num_gpus: In place of the option.
 
     Raises:
         ConfigError: If an option makes no sense.
     """
-    spec, cpu = read_model(args.model), _cpu(parts.cpu, hardware)
+    spec = read_model(args.model)
+    cpu: Cpu | RProfile
+    gpu: Gpu | SProfile
+    if is_described(parts.cpu):
+        cpu = described_cpu(parts.cpu, hardware)
+    else:
+        cpu = _profile(parts.cpu, "cpu", RProfile, "r") or hardware.cpu(parts.cpu)
     options = given(args, Setup)
     options["num_gpus"] = num_gpus or args.num_gpus
-    workload = workload or _workload(args)
-    dram_gb = options["dram_gb"]
-    if parts.gpu != "none":
-        gpu = _profile(parts.gpu, "gpu", SProfile, "s") or hardware.gpu(parts.gpu)
-    elif not isinstance(cpu, Cpu):
-        raise ConfigError(
-            "--gpu none with a measured --cpu: a socket's matrix products are in another profile. "
-            "Measure them with: fastdecode calibrate s --device cpu --out s.json, and give --gpu "
-            "s.json"
-        )
-    elif options["num_gpus"] != 1:
-        words = ": there is no GPU with --gpu none. Remove one of them"
-        raise ConfigError(Given("num_gpus", options["num_gpus"]), words)
+    if parts.gpu == "none":
+        gpu = _without_gpu(cpu, options)
     else:
-        gpu = cpu.as_gpu(None if dram_gb is None else int(dram_gb * 1e9))
-    dtype = args.dtype
-    if dtype == "auto" and isinstance(gpu, SProfile):
-        dtype = gpu.dtype
-    dtype = spec.choose_dtype(dtype)
+        gpu = _profile(parts.gpu, "gpu", SProfile, "s") or hardware.gpu(parts.gpu)
+    asked = gpu.dtype if args.dtype == "auto" and isinstance(gpu, SProfile) else args.dtype
+    dtype = spec.choose_dtype(asked)
     kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
     return Setup(
         spec=spec,
@@ -341,6 +328,20 @@ def read_setup(
     )
 
 
+def _without_gpu(cpu: Cpu | RProfile, options: dict[str, Any]) -> Gpu:
+    if not isinstance(cpu, Cpu):
+        raise ConfigError(
+            "--gpu none with a measured --cpu: a socket's matrix products are in another profile. "
+            "Measure them with: fastdecode calibrate s --device cpu --out s.json, and give --gpu "
+            "s.json"
+        )
+    num_gpus, dram_gb = options["num_gpus"], options["dram_gb"]
+    if num_gpus != 1:
+        words = ": there is no GPU with --gpu none. Remove one of them"
+        raise ConfigError(Given("num_gpus", num_gpus), words)
+    return cpu.as_gpu(None if dram_gb is None else int(dram_gb * 1e9))
+
+
 def _workload(args: argparse.Namespace) -> Workload:
     lengths = (args.prompt_len or 0, args.output_len)
     if args.seq_len is not None:
@@ -351,16 +352,15 @@ def _workload(args: argparse.Namespace) -> Workload:
         raise ConfigError(
             "how long are the sequences? Give --seq-len, or --prompt-len and --output-len"
         )
+    if args.seq_len is not None and args.seq_len >= LONG_OUTPUT:
+        tell(
+            f"fastdecode size: --seq-len {args.seq_len} means {args.seq_len:,} output tokens "
+            "without a prompt. For a context of that length, give the prompt apart: --prompt-len "
+            f"{args.seq_len - 512} --output-len 512"
+        )
     args.flags["prompt_tokens"] = "--prompt-len"
     args.flags["output_tokens"] = "--output-len" if args.seq_len is None else "--seq-len"
     return Workload(*lengths, args.start_interval_steps, args.prefix_hit)
-
-
-def _cpu(name: str, hardware: Hardware) -> Cpu | RProfile:
-    if is_described(name):
-        return described_cpu(name, hardware)
-    profile: RProfile | None = _profile(name, "cpu", RProfile, "r")
-    return profile or hardware.cpu(name)
 
 
 def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:

@@ -28,12 +28,10 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_writable
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.words import printable
-from fastdecode.server.keys import first_key
 
 MAX_STATUS_BYTES = 8 << 20
 ANSWERS_WITHIN_S = 5.0
-_WIDE: Final = 1 << 16
-"""Columns of an output other than a terminal."""
+_WIDE: Final = 1 << 16  # columns of an output other than a terminal
 Look: TypeAlias = Callable[[], dict[str, Any]]
 """Reads the status. Raises ConfigError: If there is none."""
 
@@ -138,6 +136,8 @@ def _looker(place: str, key_file: Path | None) -> Look:
             raise ConfigError(f"{place} is no address: {error}") from None
         if is_with_key:
             raise ConfigError("the address has a name or key before @: use --api-key-file FILE")
+        from fastdecode.server.options import first_key  # slow to import
+
         key = None if key_file is None else first_key(key_file)
         return lambda: _checked(_fetch(place, key), place)
     return lambda: _checked(_read(Path(place)), place)
@@ -183,7 +183,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 def run_plot(args: argparse.Namespace) -> int:
     """Draw. Return the exit code."""
-    from fastdecode.measure.run_plot import plot_run
+    from fastdecode.measure.plot import plot_run
 
     target = args.output or args.source.with_name(args.source.name + ".svg")
     check_writable(target, "picture")

@@ -20,8 +20,7 @@ _SERVER_NAMES: Final = {
 _DONE_ANYWAY: Final = ("enable_auto_tool_choice", "disable_log_requests")
 """Switches of vLLM's server that ask for what happens here without them."""
 _SWITCHES: Final = ("enable_prefix_caching", "enforce_eager", *_DONE_ANYWAY)
-_BY_VALUE: Final = ("dtype", "load_format")
-"""Options of the same name whose values may be vLLM's."""
+_BY_VALUE: Final = ("dtype", "load_format")  # options whose values may be vLLM's
 
 
 def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:

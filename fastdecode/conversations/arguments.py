@@ -9,7 +9,7 @@ from datetime import datetime
 from secrets import token_hex
 from typing import Any, TypeAlias
 
-from fastdecode.conversations.turns import ChatTurn, Turn, check_id
+from fastdecode.conversations.turns import check_id
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
@@ -83,22 +83,6 @@ def chat_prompts(
         except RequestError as error:
             refused[place] = RequestOutput(str(place), None, (), error=error)
     return prompts, refused
-
-
-def chat_turns(
-    ids: Sequence[str],
-    chats: Sequence[Sequence[Message]],
-    params: Sequence[SamplingParams],
-    codec: TextCodec,
-    template: ChatTemplate,
-    how: Rendering,
-    cache: CacheUse,
-) -> list[Turn]:
-    """Return new messages as turns of these conversations."""
-    return [
-        Turn(str(place), whose, ChatTurn(tuple(new), codec, template, how), its, cache)
-        for place, (whose, new, its) in enumerate(zip(ids, chats, params, strict=True))
-    ]
 
 
 def parsed(

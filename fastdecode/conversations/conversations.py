@@ -3,53 +3,72 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
-from hashlib import blake2b
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
-from fastdecode.conversations.history import History, HistoryStep
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.conversations.store import FILE, ConversationStore, Kept, identity_of
+from fastdecode.conversations.turns import History, HistoryStep, digest_of
+from fastdecode.core.config.options import check_options, option
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
+from fastdecode.core.os_errors import explained
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ConversationLimits:
-    """Limits of how many conversations are kept, and for how long."""
+class Keeping:
+    """How conversations are kept, and for how long."""
 
-    most: int = 10_000
-    """Beyond it, those that were idle for longest are over."""
-    ttl_s: float | None = None
-    """A conversation that was idle this long is over. None if none is."""
+    conversations: str | None = option(
+        None,
+        "directory that keeps conversations for the next process; default: they end with this "
+        "process",
+        metavar="DIR",
+        common=True,
+    )
+    conversation_ttl_s: float | None = option(
+        None,
+        "end a conversation that was idle this long; default: never",
+        low=1e-3,
+        high=1e9,
+        unit="s",
+        metavar="S",
+    )
+    max_conversations: int = option(
+        10_000, "most conversations; beyond it the longest idle ones end", low=1, high=1 << 40
+    )
 
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.conversations == "":
+            raise ConfigError(Given("conversations"), " is empty: give a directory")
 
-@dataclass(frozen=True)
-class Kept:
-    """A conversation between two turns."""
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Keeping:
+        """Take the options of conversations out of ``options``."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: options.pop(name) for name in names if name in options})
 
-    history: History
-    active_s: float
-    """End of its last turn, in seconds since 1970."""
-    salt: str = ""
-    """Salt of its last turn's KV blocks, if that ran in this process."""
-
-
-class TurnStore(Protocol):
-    """Keeps conversations beyond the process."""
-
-    def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
-        """Return conversations by their ids, and the digests of ids that are over."""
-
-    def append(
-        self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
-    ) -> None: ...
-    def forget(self, conversation_ids: Sequence[str]) -> None: ...
-    def close(self) -> None: ...
+    def open(self, model: Path) -> Conversations:
+        """Raises: ConfigError: If the directory can't be used, or another process uses it."""
+        if self.conversations is None:
+            return Conversations(self)
+        directory = Path(self.conversations)
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            os.listdir(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"can't keep conversations in {directory}: {explained(error)}"
+            ) from None
+        return Conversations(self, ConversationStore(directory / FILE, identity_of(model)))
 
 
 class Conversations:
@@ -57,6 +76,7 @@ class Conversations:
     the one before it has ended.
 
     Args:
+        limits: How many are kept, and for how long.
         store: Keeps them beyond the process.
         clock: Seconds since 1970.
         now: Date for the templates of a conversation that begins.
@@ -64,20 +84,20 @@ class Conversations:
 
     def __init__(
         self,
-        limits: ConversationLimits | None = None,
-        store: TurnStore | None = None,
+        limits: Keeping | None = None,
+        store: ConversationStore | None = None,
         clock: Callable[[], float] = time.time,
         now: Callable[[], datetime] = lambda: datetime.now().replace(microsecond=0),
     ) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        self._limits = limits or ConversationLimits()
+        self._limits = limits or Keeping()
         self._store = store
         self._clock = clock
+        self._now = now
+        self._lock = threading.Lock()
         # Those idle for longest come first.
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._over: set[bytes] = set()
-        self._talking: set[str] = set()
+        self._running: set[str] = set()
         self.on_over: Callable[[Sequence[int], str], None] = lambda token_ids, salt: None
         """Called with the tokens and the salt of each conversation that is over. Must not block."""
         self._unrecorded: list[str] = []
@@ -102,22 +122,21 @@ class Conversations:
                     "conversation_id",
                     code="conversation_expired",
                 )
-            self._talking.add(conversation_id)
+            self._running.add(conversation_id)
             kept = self._kept.get(conversation_id)
         return History(self._now()) if kept is None else kept.history
 
+    def leave(self, conversation_id: str) -> None:
+        """End a turn that failed: the conversation is as it was before."""
+        with self._lock:
+            self._running.discard(conversation_id)
+
     def end(
-        self,
-        conversation_id: str,
-        name: str,
-        history: History,
-        step: HistoryStep | None = None,
-        salt: str = "",
+        self, conversation_id: str, name: str, history: History, step: HistoryStep, salt: str = ""
     ) -> None:
-        """End a turn.
+        """End a turn that has added ``step`` to ``history``.
 
         Args:
-            step: What it has added. None if it failed: then the conversation is as it was.
             salt: Salt of its KV blocks.
 
         Raises:
@@ -125,9 +144,7 @@ class Conversations:
                 as it was.
         """
         with self._lock:
-            self._talking.discard(conversation_id)
-            if step is None:
-                return
+            self._running.discard(conversation_id)
             if digest_of(conversation_id) in self._over:
                 self.on_over(history.then(step).token_ids, salt)
                 return
@@ -138,25 +155,25 @@ class Conversations:
             self._kept.move_to_end(conversation_id)
             self._expire()
 
-    def forget(self, conversation_id: str) -> None:
-        """End a conversation and remove its content. A new id stays new."""
-        if self.forget_known(conversation_id):
-            return
-        with self._lock:
-            is_over = digest_of(conversation_id) in self._over
-        if not is_over:
-            logger.warning("conversation %r is unknown: nothing is forgotten", conversation_id)
+    def forget(self, conversation_id: str) -> bool:
+        """End a conversation whose first turn has begun, and remove its content.
 
-    def forget_known(self, conversation_id: str) -> bool:
-        """End a conversation whose first turn has begun. Returns: True if there is one."""
+        Returns: True if there is one. A new id stays new.
+        """
         with self._lock:
             self._expire()
             is_known = conversation_id in self._kept or (
-                conversation_id in self._talking and digest_of(conversation_id) not in self._over
+                conversation_id in self._running and digest_of(conversation_id) not in self._over
             )
             if is_known:
                 self._end_for_good([conversation_id])
             return is_known
+
+    def close(self) -> None:
+        """Close the store. Safe to call twice."""
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
 
     def _end_for_good(self, conversation_ids: Sequence[str]) -> None:
         for conversation_id in conversation_ids:
@@ -167,22 +184,16 @@ class Conversations:
         if self._store is not None:
             self._store.forget(conversation_ids)
 
-    def close(self) -> None:
-        """Close the store. Safe to call twice."""
-        with self._lock:
-            if self._store is not None:
-                self._store.close()
-
     def _expire(self) -> None:
         """End conversations that were idle for too long, or are too many."""
-        ttl_s, now_s = self._limits.ttl_s, self._clock()
-        excess = len(self._kept) - self._limits.most
+        ttl_s, now_s = self._limits.conversation_ttl_s, self._clock()
+        excess = len(self._kept) - self._limits.max_conversations
         over: list[str] = []
         for conversation_id, kept in self._kept.items():
             is_stale = ttl_s is not None and now_s - kept.active_s > ttl_s
             if not is_stale and len(over) >= excess:
                 break
-            if conversation_id not in self._talking:
+            if conversation_id not in self._running:
                 over.append(conversation_id)
         if not over and not self._unrecorded:
             return
@@ -193,8 +204,3 @@ class Conversations:
         except FastDecodeError as error:
             self._unrecorded += over
             logger.warning("conversations that are over are still kept: %s", error)
-
-
-def digest_of(conversation_id: str) -> bytes:
-    """Return what is kept of an id once its conversation is over."""
-    return blake2b(conversation_id.encode(errors="surrogatepass"), digest_size=16).digest()

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastdecode.conversations import database
-from fastdecode.conversations.conversations import Kept, digest_of
-from fastdecode.conversations.history import History, HistoryStep, Spelled
+from fastdecode.conversations.turns import History, HistoryStep, Spelled, digest_of
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.core.os_errors import explained
@@ -42,6 +41,17 @@ _TURNS: Final = "SELECT * FROM turns ORDER BY number"
 _UNREADABLE: Final = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A conversation between two turns."""
+
+    history: History
+    active_s: float
+    """End of its last turn, in seconds since 1970."""
+    salt: str = ""
+    """Salt of its last turn's KV blocks, if that ran in this process."""
+
+
 def identity_of(model: Path) -> bytes:
     """Return 32 bytes that change with the meaning of tokens.
 
@@ -57,7 +67,7 @@ def identity_of(model: Path) -> bytes:
 
 
 class ConversationStore:
-    """A ``TurnStore`` in a file. Close it.
+    """Conversations in a file. Close it.
 
     Args:
         path: The file. It is created if it is missing.
@@ -87,16 +97,22 @@ class ConversationStore:
         with _refusing(path):
             self._database = database.Database(path, _KIND, _SCHEMA)
             try:
-                self._check_model(identity)
-                over = self._database.execute("SELECT digest FROM over")
-                self._over = {digest for (digest,) in over}
-                rows = self._database.execute(_TURNS)
-                self._kept, names, dropped = _replay(rows, counts)
+                execute = self._database.execute
+                found = execute("SELECT identity FROM model").fetchone()
+                if found is None:
+                    execute("INSERT INTO model VALUES (?)", identity)
+                elif found != (identity,):
+                    raise ConfigError(
+                        f"{path} holds conversations with another model or tokenizer: use that "
+                        "one, or name another place for them"
+                    )
+                self._over = {digest for (digest,) in execute("SELECT digest FROM over")}
+                self._kept, names, dropped = _replay(execute(_TURNS), counts)
                 self.names = set(names)
                 """Names of the turns that the file had."""
                 with self._database.transaction():
                     for number in dropped:
-                        self._database.execute("DELETE FROM turns WHERE number = ?", number)
+                        execute("DELETE FROM turns WHERE number = ?", number)
                 if dropped:
                     self._database.checkpoint()
             except BaseException:
@@ -104,7 +120,8 @@ class ConversationStore:
                 raise
 
     def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
-        """Return what the file had when it was opened. Call once."""
+        """Return what the file had when it was opened: conversations by their ids, and the
+        digests of ids that are over. Call once."""
         found, self._kept = self._kept, {}
         return found, self._over
 
@@ -167,16 +184,6 @@ class ConversationStore:
             raise FastDecodeError("the conversations were closed", code="closed")
         with _explaining(self._path), self._database.transaction():
             yield
-
-    def _check_model(self, identity: bytes) -> None:
-        found = self._database.execute("SELECT identity FROM model").fetchone()
-        if found is None:
-            self._database.execute("INSERT INTO model VALUES (?)", identity)
-        elif found != (identity,):
-            raise ConfigError(
-                f"{self._path} holds conversations with another model or tokenizer: use that one, "
-                "or name another place for them"
-            )
 
 
 def _replay(

@@ -8,12 +8,15 @@ is reused up to the first difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Final, Protocol
+from dataclasses import dataclass, field
+from datetime import datetime
+from hashlib import blake2b
+from typing import Final, TypeAlias
 
-from fastdecode.conversations.history import History, HistoryStep, Spelled
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.sequence import (
     SHARED,
@@ -28,6 +31,65 @@ from fastdecode.text.chats import Message, Rendering
 from fastdecode.text.codec import TextCodec
 
 MAX_ID_CHARS = 1024
+PREVIOUS_FAILED: Final = "previous_turn_failed"
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """Length and digest of the text that a chat's tokens spell."""
+
+    num_chars: int
+    digest: bytes
+    end: str = ""
+    """The special token that the model ended with, which the text lacks."""
+
+    @classmethod
+    def of(cls, text: str, end: str = "") -> Spelled:
+        return cls(len(text), digest_of(text), end)
+
+    def rest_of(self, text: str) -> str | None:
+        """Return what follows in ``text`` after all that the tokens spell. None if it begins
+        otherwise."""
+        said, rest = text[: self.num_chars], text[self.num_chars :]
+        if len(said) < self.num_chars or digest_of(said) != self.digest:
+            return None
+        return rest[len(self.end) :] if rest.startswith(self.end) else None
+
+
+@dataclass(frozen=True)
+class HistoryStep:
+    """Addition of one turn."""
+
+    num_kept: int
+    """Leading tokens of the history before it that stay."""
+    token_ids: tuple[int, ...]
+    """Tokens after them: the rest of the prompt, and what was drawn."""
+    messages: tuple[Message, ...] = ()
+    """New messages of a chat, and the answer."""
+    spelled: Spelled | None = None
+    """Text of all of a chat's tokens. None if it isn't known."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A conversation after a turn: its tokens, as they were run and drawn. It is never changed."""
+
+    begun: datetime
+    """Date for the chat template in all of its turns."""
+    token_ids: Sequence[int] = field(default_factory=lambda: array("i"))
+    messages: tuple[Message, ...] = ()
+    spelled: Spelled | None = None
+
+    def then(self, step: HistoryStep) -> History:
+        """Return the history with one more turn."""
+        token_ids = array("i", self.token_ids[: step.num_kept])
+        token_ids.extend(step.token_ids)
+        return History(self.begun, token_ids, self.messages + step.messages, step.spelled)
+
+
+def digest_of(text: str) -> bytes:
+    """Return 16 bytes of a text, or of the id of a conversation that is over."""
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -44,11 +106,8 @@ class TurnPrompt:
     """The prompt, or the chat as its template writes it. None if token ids were given."""
 
 
-class Prompter(Protocol):
-    """Makes a turn's prompt."""
-
-    def __call__(self, history: History) -> TurnPrompt:
-        """Raises: RequestError: If there is no such turn after this history."""
+Prompter: TypeAlias = Callable[[History], TurnPrompt]
+"""Makes a turn's prompt. It raises RequestError if there is no such turn after a history."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +146,7 @@ class Turn:
             )
 
 
-def told_of_turn(error: FastDecodeError) -> FastDecodeError:
+def as_turn_error(error: FastDecodeError) -> FastDecodeError:
     """Return an error of a turn's request, as one of its conversation."""
     if error.code != "prompt_too_long":
         return error
@@ -136,9 +195,6 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
             code="invalid_conversation",
         )
     return check_id(conversation_id)
-
-
-PREVIOUS_FAILED: Final = "previous_turn_failed"
 
 
 def after_a_failed_turn() -> RequestError:
@@ -223,3 +279,21 @@ def _mixed(begun: str, wanted: str) -> RequestError:
         f"the conversation began as {begun}: go on with {wanted}, or under another conversation_id",
         code="invalid_conversation",
     )
+
+
+def why_no_reuse(config: EngineConfig) -> str:
+    """Return why no turn reuses KV of earlier turns, and what to do. "" if turns reuse it."""
+    if config.cache.prefix_cache == "off":
+        return "prefix_cache is off. To reuse KV, remove prefix_cache=off"
+    return ""
+
+
+def no_reuse_warning(why: str, cache: CacheUse = SHARED) -> str:
+    """Return the warning of a turn with this ``cache``, where ``why`` is ``why_no_reuse``.
+
+    Returns: "" if it reuses KV.
+    """
+    if not why and cache.is_off:
+        why = "this request's cache is off. To reuse KV, leave cache out"
+    turn = "conversation_id is given, but this turn computes the whole conversation again"
+    return f"{turn}, and so will the next: {why}" if why else ""

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.model.block_keys import MAX_SALT_CHARS
+from fastdecode.core.words import is_unicode
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,10 @@ class CacheUse:
     full. None: it isn't."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARS:
-            raise RequestError(
-                Given("cache_salt"),
-                f": must be a string of at most {MAX_SALT_CHARS} characters",
-                code="invalid_cache",
-            )
+        salt: object = self.salt
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS or not is_unicode(salt):
+            why = f": must be a string of at most {MAX_SALT_CHARS} characters, no lone surrogates"
+            raise RequestError(Given("cache_salt"), why, code="invalid_cache")
 
     @classmethod
     def of(cls, cache: object, salt: object) -> CacheUse:

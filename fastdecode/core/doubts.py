@@ -1,5 +1,4 @@
-"""What is odd about a profile: it was measured on a busy machine, or says what
-can't be."""
+"""Doubts about a profile: it was measured on a busy machine, or is impossible."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from fastdecode.core.install import pip_command
 
@@ -209,3 +209,8 @@ class WorkerError(FastDecodeError):
 
     default_code = "worker_failed"
     exit_code = 4
+
+
+def assert_never(value: NoReturn) -> NoReturn:
+    """End a ``match`` with the case that no value reaches, as the type checker knows."""
+    raise AssertionError(f"{value!r} is an unexpected case")

@@ -131,7 +131,7 @@ class KVSource:
     line: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     """Of the connection to it, for transports over which two between the same
     two R-workers couldn't be told apart."""
-    ticket: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    ticket: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     """The right to read them; nobody else has it."""
     first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
@@ -143,7 +143,7 @@ class KVSource:
 
     def __post_init__(self) -> None:
         if not self.address.isprintable():
-            raise ValueError(f"{self.address!r:.80} is no address")
+            raise ValueError(f"{self.address!r:.80} is not an address")
 
 
 def num_offered(sources: tuple[KVSource, ...]) -> int:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
-from typing import Protocol
 
 
-class Installed(Protocol):
-    """``importlib.metadata.Distribution``, as far as it is asked."""
-
-    def read_text(self, filename: str) -> str | None: ...
-
-
-def pip_command(extra: str, installed: Installed | None = None) -> str:
-    """What brings an extra's packages: into a checkout that is installed as
-    such, or beside the package.
+def pip_command(extra: str, installed: metadata.Distribution | None = None) -> str:
+    """Return the command that installs an extra, for a checkout or for a package.
 
     Args:
-        installed: None: what this Python has.
+        installed: How FastDecode was installed. By default, as this Python has it.
     """
     if installed is None:
         try:
@@ -32,8 +24,8 @@ def _of_checkout(extra: str) -> str:
     return f"pip install -e '.[{extra}]'"
 
 
-def _is_editable(installed: Installed) -> bool:
-    """As pip notes it (PEP 610)."""
+def _is_editable(installed: metadata.Distribution) -> bool:
+    """Return whether pip installed a checkout (PEP 610)."""
     try:
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
         return bool(origin.get("dir_info", {}).get("editable", False))

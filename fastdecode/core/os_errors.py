@@ -6,29 +6,26 @@ import errno
 import os
 import socket
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
-_MENDS: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        errno.ENOENT: "check the path",
-        errno.ENOTDIR: "check the path",
-        errno.EISDIR: "name a file in it",
-        errno.EACCES: "choose a path that you may use, or change its permissions",
-        errno.EPERM: "choose a path that you may use, or change its permissions",
-        errno.EROFS: "choose a path on another file system",
-        errno.ENOSPC: "make room, or choose another disk",
-        errno.EDQUOT: "make room, or choose another disk",
-        errno.ENAMETOOLONG: "choose a shorter name",
-        errno.EMFILE: "raise the limit (ulimit -n)",
-        errno.EIO: "choose another disk",
-        errno.EADDRINUSE: "choose another address, or end the program that uses it",
-        errno.EADDRNOTAVAIL: "name an address of this host",
-        errno.ECONNREFUSED: "check the address, and that something listens there",
-        errno.EHOSTUNREACH: "check the address and the network",
-        errno.ENETUNREACH: "check the address and the network",
-    }
-)
+_MENDS: Final[Mapping[int, str]] = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "name a file in it",
+    errno.EACCES: "choose a path that you may use, or change its permissions",
+    errno.EPERM: "choose a path that you may use, or change its permissions",
+    errno.EROFS: "choose a path on another file system",
+    errno.ENOSPC: "make room, or choose another disk",
+    errno.EDQUOT: "make room, or choose another disk",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit (ulimit -n)",
+    errno.EIO: "choose another disk",
+    errno.EADDRINUSE: "choose another address, or end the program that uses it",
+    errno.EADDRNOTAVAIL: "name an address of this host",
+    errno.ECONNREFUSED: "check the address, and that something listens there",
+    errno.EHOSTUNREACH: "check the address and the network",
+    errno.ENETUNREACH: "check the address and the network",
+}
 _UNKNOWN_HOST: Final = "check the host's name, or give its IP address"
 
 

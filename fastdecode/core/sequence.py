@@ -20,6 +20,7 @@ from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import KVSource, Residence, SequenceId
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.core.vllm_names import supported_sampling
+from fastdecode.core.words import is_unicode
 
 LogitsProcessor: TypeAlias = Callable[..., Any]
 """``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids,
@@ -97,6 +98,8 @@ def _bad_words(words: object) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARS:
             raise _refuse("bad_words", word, rule)
+        if not is_unicode(word):
+            raise _refuse("bad_words", word, "text without a lone surrogate")
     return tuple(words)
 
 
@@ -335,6 +338,8 @@ class SamplingParams(metaclass=_TakesOtherNames):
         for string in strings:
             if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_CHARS:
                 raise _refuse("stop", string, rule)
+            if not is_unicode(string):
+                raise _refuse("stop", string, "text without a lone surrogate")
         return tuple(strings)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from fastdecode.core.errors import Given, RequestError
+from fastdecode.core.words import is_unicode
 
 MAX_CHARS = 1 << 20
 """Of a schema, an expression, a grammar, or all choices together."""
@@ -90,8 +91,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs | None:
-        """Of an object of the fields, as a body or a line gives it. Raises
-        RequestError."""
+        """Read the fields of a body or a line. Raises: RequestError."""
         if given is None or isinstance(given, StructuredOutputs):
             return given
         if not isinstance(given, Mapping):
@@ -151,10 +151,8 @@ def _check_text(name: str, text: object) -> None:
         return
     if not isinstance(text, str) or not 0 < len(text) <= MAX_CHARS:
         raise refuse(f".{name} must be a text of 1 to {MAX_CHARS} characters")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise refuse(f".{name} has a lone surrogate, which is no character") from None
+    if not is_unicode(text):
+        raise refuse(f".{name} has a lone surrogate: leave it out")
 
 
 def _choices(choices: object) -> tuple[str, ...]:

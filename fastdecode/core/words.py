@@ -9,11 +9,15 @@ from msgspec.structs import force_setattr
 
 
 def printable(text: str) -> str:
-    """The same, with what would move a cursor, colour a terminal or begin a
-    line of its own spelt out."""
+    """Return a text with escapes for what moves a cursor, colours or begins a line."""
     if text.isprintable():
         return text
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
+def is_unicode(text: str) -> bool:
+    """Return False if a text has a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    return text.isascii() or not any("\ud800" <= x <= "\udfff" for x in text)
 
 
 def make_printable(record: Any, max_chars: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import warnings
 import weakref
@@ -23,15 +24,19 @@ from fastdecode.conversations.arguments import (
     as_ids,
     as_params,
     chat_prompts,
-    chat_turns,
     check_cache,
     one_of,
     parsed,
 )
-from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.reuse import why_none, why_none_of
-from fastdecode.conversations.turns import PromptTurn, Turn, check_id
+from fastdecode.conversations.conversations import Conversations, Keeping
+from fastdecode.conversations.turns import (
+    ChatTurn,
+    PromptTurn,
+    Turn,
+    check_id,
+    no_reuse_warning,
+    why_no_reuse,
+)
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
@@ -92,6 +97,7 @@ OPTION_NAMES = frozenset(
     + [field.name for field in fields(Keeping)]
 )
 """Of ``LLM``."""
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -351,7 +357,11 @@ class LLM:
             ]
             if ids is not None:
                 self._warn_of_turns(cache)
-                turns = chat_turns(ids, chats, every, self.codec, template, how, cache)
+                prompters = [ChatTurn(tuple(new), self.codec, template, how) for new in chats]
+                turns = [
+                    Turn(str(place), *each, cache)
+                    for place, each in enumerate(zip(ids, prompters, every, strict=True))
+                ]
                 answered = self._run_all(turns, every, progress)
                 return [
                     parsed(output, answer, self.codec)
@@ -389,11 +399,13 @@ class LLM:
         return every
 
     def forget(self, conversation_id: str) -> None:
-        """End a conversation: nothing of it is kept, and a turn that names it is
-        an error. Those of its KV blocks that are no other's are given up before
-        the engine's next step. Of an id that nobody has used nothing is forgotten:
-        that is warned of."""
-        self.conversations.forget(check_id(conversation_id))
+        """End a conversation and remove its content. Later turns of it are an error.
+
+        KV blocks that no other conversation shares are freed before the engine's next step. An id
+        that no turn has used stays new, and is warned of.
+        """
+        if not self.conversations.forget(check_id(conversation_id)):
+            logger.warning("conversation %r isn't open: nothing is forgotten", conversation_id)
 
     def stream(
         self,
@@ -438,7 +450,7 @@ class LLM:
 
     def _warn_of_turns(self, cache: CacheUse) -> None:
         """Where conversation_id saves nothing; called by what the user has called."""
-        why = why_none_of(cache, why_none(self.config))
+        why = no_reuse_warning(why_no_reuse(self.config), cache)
         if why:
             warnings.warn(why, stacklevel=3)
 

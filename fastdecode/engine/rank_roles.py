@@ -46,13 +46,8 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
             _mirror_leader(config)
         elif role is RankRole.STAGE:
             _serve_stage(config)
-    if _has_r_ranks(config):
+    if launcher.launched_size() is not None and not config.cluster.r_worker_addresses:
         _serve_if_r_worker(config)
-
-
-def _has_r_ranks(config: EngineConfig) -> bool:
-    """Whether R-workers are ranks of this process's job."""
-    return launcher.launched_size() is not None and not config.cluster.r_worker_addresses
 
 
 def _serve_if_r_worker(config: EngineConfig) -> None:

@@ -8,15 +8,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.open_turns import Talk
-from fastdecode.conversations.turns import Turn, told_of_turn
+from fastdecode.conversations.order import ReaderTurns
+from fastdecode.conversations.turns import Turn, as_turn_error
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, OutputFold
-from fastdecode.core.errors import (
-    ConfigError,
-    FastDecodeError,
-    duplicate_id,
-    without_frames,
-)
+from fastdecode.core.errors import ConfigError, FastDecodeError, duplicate_id, without_frames
 from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.service import EngineService
@@ -48,7 +43,7 @@ class RequestStream:
         service: EngineService[Any],
         checker: RequestChecker,
         most_sequences: int,
-        talk: Talk,
+        talk: ReaderTurns,
         *,
         every_step: bool,
     ) -> None:
@@ -79,16 +74,15 @@ class RequestStream:
     def read(
         self, requests: Iterable[Arriving], on_tick: Callable[[], None] | None
     ) -> Iterator[tuple[Delta, RequestOutput | None]]:
-        """Deltas of all requests until they are over, or until the engine broke
-        down; with a request's last one, what all of them come to. Requests that
-        are cancelled come to nothing.
+        """Yield deltas until all requests are over or the engine breaks down, and the output with
+        a request's last one. Cancelled requests have no output.
 
         Raises:
             FastDecodeError: the service takes no requests.
             Exception: a mistake of ours that broke the engine down, as it is.
         """
         arriving = iter(requests)
-        while not self._is_drained or self._num_open or self._talk.has_due:
+        while not self._is_drained or self._num_open or self._talk.due:
             self._fill(arriving)
             while self._refused:
                 yield self._refused.popleft()
@@ -121,9 +115,9 @@ class RequestStream:
             self._submit(batch)
 
     def _next(self, arriving: Iterator[Arriving]) -> Arriving | None:
-        """A request that can be run now; None: none can, for the time being or
-        for good."""
-        arrived: Arriving | None = self._talk.next_due()
+        """Return a request that can be run now, or None."""
+        due = self._talk.due
+        arrived: Arriving | None = due.popleft() if due else None
         while arrived is None and not self._is_drained and self._talk.num_waiting < MOST_WAITING:
             arrived = next(arriving, None)
             self._is_drained = arrived is None
@@ -142,13 +136,18 @@ class RequestStream:
                 self._refuse(self._folds.pop(request.request_id), error)
 
     def _checked(self, arrived: Arriving) -> Request | None:
-        """None: it was refused."""
+        """Return a valid request, or None if it is refused."""
+        asked: object = arrived
+        if not isinstance(asked, (PromptRequest, Turn)):
+            kind = type(asked).__name__
+            raise ConfigError(f"requests must be PromptRequest objects, not {kind}: make them so")
         request_id = arrived.request_id
         prompt: str | None = None
         token_ids: tuple[int, ...] = ()
         try:
             if isinstance(arrived, Turn):
-                asked, prompt = self._talk.begin(arrived), self._talk.text_of(arrived)
+                begun = self._talk.begin(arrived)
+                asked, prompt = begun.request, begun.asked.text
             else:
                 asked = arrived
                 prompt = asked.prompt if isinstance(asked.prompt, str) else None
@@ -158,7 +157,7 @@ class RequestStream:
                 raise duplicate_id(request_id)
         except FastDecodeError as error:
             fold = self._fold_of(arrived, prompt, token_ids)
-            self._refuse(fold, told_of_turn(error) if fold in self._turns else error)
+            self._refuse(fold, as_turn_error(error) if fold in self._turns else error)
             return None
         self._folds[request_id] = self._fold_of(arrived, prompt, request.prompt_token_ids)
         return request
@@ -236,7 +235,7 @@ class RequestStreams:
         Raises:
             ConfigError: (code ``busy``) another reader isn't done.
         """
-        talk = Talk(self._conversations if conversations is None else conversations)
+        talk = ReaderTurns(self._conversations if conversations is None else conversations)
         feed = RequestStream(self._service, self._checker, self._most, talk, every_step=every_step)
         try:
             self._begin(feed)

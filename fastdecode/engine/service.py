@@ -36,7 +36,7 @@ from msgspec import structs
 
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
-from fastdecode.core.host.interrupts import Interrupted
+from fastdecode.core.host.processes import Interrupted
 from fastdecode.core.sequence import Request
 from fastdecode.engine.engine_thread import EngineThread, T
 from fastdecode.engine.loop import EngineLoop

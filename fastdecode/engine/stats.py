@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.replicas import ReplicaFigures
 from fastdecode.engine.latency import LatencyHistogram
-from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
@@ -18,6 +17,19 @@ from fastdecode.schedule.life.sequences import SequenceCounts
 
 if TYPE_CHECKING:
     from sworker.swap.figures import SwapFigures  # would bring torch to who controls instances
+
+
+@dataclass(frozen=True)
+class AttachedCounts:
+    """What R-workers had kept of a run that was cut off."""
+
+    num_sequences: int = 0
+    """Unfinished sequences of the run."""
+    num_tokens: int = 0
+    """Their tokens, of prompts and answers."""
+    num_held_sequences: int = 0
+    """Sequences with kept tokens."""
+    num_held_tokens: int = 0
 
 
 @dataclass

@@ -53,8 +53,7 @@ _FREE: Final = frozenset(
 """Fields of a line or a body whose content no check reads."""
 _TEXT, _LONG_TEXT, _WHOLE, _WHOLES = (), ((),), ..., b""
 """What a shape has in place of such content. JSON has none of these values."""
-_LEAST_LONG: Final = 10**18
-"""Whole numbers from here on are checked."""
+_LEAST_LONG: Final = 10**18  # whole numbers from here on are checked
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from fastdecode.conversations.conversations import ConversationLimits, Conversations
-from fastdecode.conversations.history import History
+from fastdecode.conversations.conversations import Conversations, Keeping
 from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import (
     PREVIOUS_FAILED,
     ChatTurn,
+    History,
     Prompter,
     PromptTurn,
     Turn,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 _MAY_PASS: Final = (PREVIOUS_FAILED, CHILD_DIED)
 """Codes of errors that another run of the same line may not have."""
-KEEP_ALL = ConversationLimits(most=1 << 62)
+KEEP_ALL = Keeping(max_conversations=1 << 40)
 
 
 @dataclass
@@ -194,7 +194,7 @@ class BatchJob:
             progress.update(
                 done=len(self._done), num_failed=self._result.num_failed,
                 num_tokens=llm.stats.num_output_tokens - tokens_before, workers=now.workers,
-                num_running=now.num_running,
+                num_running=min(now.num_running, len(self._open)),
             )  # fmt: skip
 
         with contextlib.suppress(StopNow):

@@ -115,7 +115,7 @@ class Journal:
             if number in found.done:
                 raise ConfigError(
                     f"{self._path} answers line {number} a second time: remove one answer, or "
-                    "start anew with --overwrite"
+                    "start again with --overwrite"
                 )
             found.done.add(number)
             found.num_failed += failed
@@ -265,14 +265,14 @@ def read_answers(
                     continue
                 if torn_at:
                     raise ConfigError(
-                        f"line {torn_at} of {path} is no answer, but lines after it are. An "
+                        f"line {torn_at} of {path} is not an answer, but lines after it are. An "
                         f"interrupted run does not end so, another program wrote there: {RESTORE}"
                     )
                 try:
                     number, failed = identify(answer)
                 except (KeyError, ValueError, TypeError):
                     raise ConfigError(
-                        f"line {place} of {path} is no answer of the run in its manifest: {RESTORE}"
+                        f"line {place} of {path} is not an answer of the run: {RESTORE}"
                     ) from None
                 if not 1 <= number <= last_line or number not in shard:
                     raise ConfigError(

@@ -25,8 +25,7 @@ from fastdecode.core.os_errors import explained
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_SHARDS = 1 << 20
-_GZIP: Final = b"\x1f\x8b"
-"""No line of JSON begins so."""
+_GZIP: Final = b"\x1f\x8b"  # no line of JSON begins so
 LineId: TypeAlias = "str | int"
 """As the line gave it. 1 and "1" are the same."""
 Identify: TypeAlias = Callable[[dict[str, Any]], tuple[int, bool]]

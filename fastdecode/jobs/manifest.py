@@ -71,7 +71,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raises: ConfigError: If it is missing, or no manifest that this version can read."""
+        """Raises: ConfigError: If it is missing, or this version can't read it."""
         try:
             if path.stat().st_size > MAX_MANIFEST_BYTES:
                 raise ValueError("too large")
@@ -80,8 +80,8 @@ class Manifest:
                 raise ValueError(f"its format isn't {FORMAT}")
             for each in fields(cls):
                 kind = _KINDS[str(each.type)]
-                if not isinstance(content[each.name], kind):
-                    raise ValueError(f"{each.name} is no {kind.__name__}")
+                if not isinstance(content.get(each.name), kind):
+                    raise ValueError(f"{each.name} is not a {kind.__name__}")
                 if kind is int and not 0 <= content[each.name] < 1 << 63:
                     raise ValueError(f"{each.name} is out of range")
             manifest = cls(**content)
@@ -91,7 +91,7 @@ class Manifest:
             why = explained(error) if isinstance(error, OSError) else error
             raise ConfigError(
                 f"can't read the run manifest {path}: {why}. Without it the output cannot be "
-                "resumed. Restore it, or start anew with --overwrite"
+                "resumed. Restore it, or start again with --overwrite"
             ) from None
         return manifest
 

@@ -25,8 +25,7 @@ from fastdecode.jobs.survey import OnLook, unseen
 
 TICK_LINES: Final = 10_000
 SHOWN_SHARDS: Final = 10
-_PART: Final = ".part"
-"""Suffix of a file that is not whole yet."""
+_PART: Final = ".part"  # suffix of a file that is not whole yet
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,9 @@ class Merged:
     num_failed: int
     """Answers that are errors."""
     num_missing: int
-    """Lines without an answer."""
+    """Lines of the outputs' shards without an answer."""
+    missing_shards: int
+    """Shards without an output."""
 
 
 def merge(
@@ -57,7 +58,7 @@ def merge(
     """
     _check_apart(outputs, merged)
     manifests = [Manifest.read(Manifest.path_for(path.resolve())) for path in outputs]
-    _check_one_job(outputs, manifests, partial=partial)
+    missing_shards = _check_one_job(outputs, manifests, partial=partial)
     numbers, owners, offsets = array("q"), array("i"), array("q")
     num_failed = 0
     for owner, (path, manifest) in enumerate(zip(outputs, manifests, strict=True)):
@@ -100,7 +101,7 @@ def merge(
         raise FastDecodeError(
             f"can't write the output file {merged}: {explained(error)}", code="output_failed"
         ) from None
-    return Merged(len(numbers), num_failed, num_missing)
+    return Merged(len(numbers), num_failed, num_missing, missing_shards)
 
 
 def _lines_at(places: Iterable[tuple[int, int]], outputs: Sequence[Path]) -> Iterator[bytes]:
@@ -135,10 +136,9 @@ def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
                 raise ConfigError(f"{path} is an input and the output: choose another --output")
 
 
-def _check_one_job(
-    outputs: Sequence[Path], manifests: Sequence[Manifest], *, partial: bool
-) -> None:
-    """Raises: ConfigError: If they are shards of several jobs, or some are missing."""
+def _check_one_job(outputs: Sequence[Path], manifests: Sequence[Manifest], *, partial: bool) -> int:
+    """Return how many shards are missing. Raises: ConfigError: If they are shards of several jobs,
+    or some are missing and not ``partial``."""
     first = manifests[0]
     count = Shard.of(first.shard).count
     seen: dict[str, Path] = {}
@@ -160,6 +160,7 @@ def _check_one_job(
             f"{len(missing)} shard(s) are missing: {', '.join(missing[:SHOWN_SHARDS])}{more}: name "
             "their outputs, too, or join what is there by --partial"
         )
+    return len(missing)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 
 from fastdecode.conversations import database
-from fastdecode.conversations.reuse import why_no_kv, why_none
 from fastdecode.conversations.store import ConversationStore, identity_of
+from fastdecode.conversations.turns import no_reuse_warning, why_no_reuse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import STANDARD, check_paths
@@ -88,7 +88,7 @@ def open_job(
                 f"--shard {shard} would part the turns of a conversation, which {source} "
                 "has: give the file to one job, or split it between conversations"
             )
-        if found.num_turns and (why := why_none(config)):
+        if found.num_turns and (why := no_reuse_warning(why_no_reuse(config))):
             tell(f"warning: {why}")
         journal = Journal(output, sync_lines=options.sync_lines, sync_s=options.sync_s)
         undo.callback(journal.give_up)
@@ -129,7 +129,7 @@ def open_job(
                 (lambda name: not is_done(name)) if is_resumed else None,
                 num_replicas=config.r_part.num_replicas,
             )
-            if is_resumed and (why := why_no_kv(config)):
+            if is_resumed and (why := why_no_reuse(config)):
                 tell(f"going on without KV of the run before: {why}")
         rules = AnswerRules(manifest.run_seed, template, manifest.date)
         undo.pop_all()

@@ -30,7 +30,7 @@ class JobOptions(ChatOptions, JobFiles):
         ConfigError: If an option has no valid value.
     """
 
-    resume: bool = switch("go on with the run that began the output, if any", is_alternative=True)
+    resume: bool = switch("continue the run that began the output, if any", is_alternative=True)
     overwrite: bool = switch("throw an existing output away", is_alternative=True)
     retry_errors: bool = switch("with --resume: also run again what had failed")
     on_error: str = option(
@@ -58,7 +58,7 @@ class JobOptions(ChatOptions, JobFiles):
     sync_lines: int = option(100, "fsync every N answers", low=1, high=1 << 30)
     sync_s: float = option(5.0, "and every S seconds", low=0, high=1e9, unit="s")
     grace_s: float = option(
-        60.0, "when interrupted, give the lines that run so long to finish", high=1e9, unit="s"
+        60.0, "when interrupted, most time for the lines that run", low=0, unit="s"
     )
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters for lines that don't give them."""

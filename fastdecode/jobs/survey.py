@@ -29,8 +29,7 @@ from fastdecode.openai.chat import Chat
 
 MAX_COMPLAINTS = 20
 """Kinds of bad lines that a refusal shows, by the first line of each."""
-MAX_PROBED_LINES = 100
-"""Lines that are read to find out a file's format."""
+MAX_PROBED_LINES = 100  # lines that are read to find out a file's format
 SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
 MAX_SHAPES: Final = 8192
 MAX_SHAPE_CHARS: Final = 4096

@@ -28,8 +28,6 @@ STEP_CONTEXT_TOKENS = 48
 
 @dataclass(frozen=True)
 class SEffort:
-    """How much to measure."""
-
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     prompts: tuple[int, ...] = (16, 64, 256, 1024)
     repeats: int = 9
@@ -66,28 +64,22 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         + (", and prompts, which R-workers attend" if resolved.prompts_on_r else "")
     )
     step, prefill = _measure_in_engine(config, effort)
-    on_gpu = resolved.device.type == "cuda"
+    name, memory_bytes = "cpu", psutil.virtual_memory().total
+    if resolved.device.type == "cuda":
+        name = torch.cuda.get_device_name(resolved.device)
+        memory_bytes = torch.cuda.get_device_properties(resolved.device).total_memory
     return SProfile(
-        machine=this_machine(
-            torch.cuda.get_device_name(resolved.device) if on_gpu else "cpu",
-            ("torch", "numpy", "fastdecode"),
-        ),
+        machine=this_machine(name, ("torch", "numpy", "fastdecode")),
         model=spec.name,
         shape=ModelShape.of(spec),
         dtype=resolved.dtype.value,
-        device_memory_bytes=_device_memory_bytes(resolved.device),
+        device_memory_bytes=int(memory_bytes),
         layer=times.layer,
         head=times.head,
         step=step,
         prefill=prefill if resolved.prompts_on_r else times.prefill,
         prompt_attention="r" if resolved.prompts_on_r else "s",
     )
-
-
-def _device_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
 
 
 def _measure_in_engine(
@@ -109,19 +101,11 @@ def _measure_in_engine(
         steps = [
             time_steady_steps(running, batch, context, effort.repeats) for batch in effort.batches
         ]
-        lengths = [
-            n
-            for n in effort.prompts
-            if n < running.resolved.max_model_len and running.resolved.prompts_on_r
-        ]
-        prompts = [
-            (n, [time_prompt(running, n) for _ in range(WARM_UP + effort.repeats)]) for n in lengths
-        ]
+        resolved, prompts = running.resolved, []
+        for num_tokens in effort.prompts if resolved.prompts_on_r else ():
+            if num_tokens < resolved.max_model_len:
+                times = [time_prompt(running, num_tokens) for _ in range(WARM_UP + effort.repeats)]
+                prompts.append(Point(num_tokens, Timing(tuple(times[WARM_UP:]))))
     finally:
         running.close()
-    return (
-        tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps),
-        tuple(
-            Point(num_tokens, Timing(tuple(seconds[WARM_UP:]))) for num_tokens, seconds in prompts
-        ),
-    )
+    return tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps), tuple(prompts)

@@ -37,7 +37,8 @@ R_WORKERS = 2
 WAIT_ROW = 0
 FIRST_LANE_ROW = 1
 
-_Event: TypeAlias = dict[str, object]
+_Row: TypeAlias = tuple[int, int, str]
+"""Process, number and name."""
 
 
 class ChromeTrace:
@@ -53,23 +54,22 @@ class ChromeTrace:
         self._out: IO[bytes] | None = out
         self._start_s = start_s
         self._room = max_bytes
-        self._rows: set[tuple[int, int]] = set()
+        self._rows: set[_Row] = set()
         self._free_s: dict[int, float] = {}
         """End of each R-worker's last span."""
         self._write(b"[\n")
-        self._name("process_name", S_WORKER, 0, "S-worker")
-        self._name("process_name", R_WORKERS, 0, "R-workers")
+        for process, name in ((S_WORKER, "S-worker"), (R_WORKERS, "R-workers")):
+            self._event("M", "process_name", process, tid=0, args={"name": name})
 
     def s_part(self, lane: int, step: int, layer: int | None, start_s: float, end_s: float) -> None:
         name = "logits" if layer is None else f"S {layer}"
-        self._lane_span(name, lane, start_s, end_s, {"step": step})
+        self._span(name, _lane_row(lane), start_s, end_s, step=step)
 
     def sampled(self, lane: int, step: int, num_tokens: int, start_s: float, end_s: float) -> None:
-        self._lane_span("sample", lane, start_s, end_s, {"step": step, "tokens": num_tokens})
+        self._span("sample", _lane_row(lane), start_s, end_s, step=step, tokens=num_tokens)
 
     def waited(self, start_s: float, end_s: float) -> None:
-        self._ensure_row(S_WORKER, WAIT_ROW, "wait for R-workers")
-        self._span("wait", S_WORKER, WAIT_ROW, start_s, end_s, {})
+        self._span("wait", (S_WORKER, WAIT_ROW, "wait for R-workers"), start_s, end_s)
 
     def attended(
         self,
@@ -81,19 +81,15 @@ class ChromeTrace:
         arrived_s: float,
         compute_s: float,
     ) -> None:
-        self._ensure_row(R_WORKERS, worker, f"R-worker {worker}")
         start_s = max(sent_s, self._free_s.get(worker, sent_s))
         end_s = self._free_s[worker] = start_s + compute_s
-        args: _Event = {
-            "step": step,
-            "lane": lane,
-            "round_trip_us": _microseconds(arrived_s - sent_s),
-        }
-        self._span(f"L{layer}", R_WORKERS, worker, start_s, end_s, args)
+        row, trip_us = (R_WORKERS, worker, f"R-worker {worker}"), _microseconds(arrived_s - sent_s)
+        self._span(f"L{layer}", row, start_s, end_s, step=step, lane=lane, round_trip_us=trip_us)
 
     def load(self, at_s: float, num_running: int, num_waiting: int, num_cached_tokens: int) -> None:
-        self._counter("sequences", at_s, {"running": num_running, "waiting": num_waiting})
-        self._counter("cached tokens W", at_s, {"W": num_cached_tokens})
+        at, sequences = at_s - self._start_s, {"running": num_running, "waiting": num_waiting}
+        for name, args in (("sequences", sequences), ("cached tokens W", {"W": num_cached_tokens})):
+            self._event("C", name, S_WORKER, ts=_microseconds(at), args=args)
 
     def close(self) -> None:
         """End the array. The file belongs to the caller."""
@@ -105,30 +101,16 @@ class ChromeTrace:
             self._write(_line(end)[:-2] + b"\n]\n")
             self._out = None
 
-    def _lane_span(self, name: str, lane: int, start_s: float, end_s: float, args: _Event) -> None:
-        row = FIRST_LANE_ROW + lane
-        self._ensure_row(S_WORKER, row, f"lane {lane}")
-        self._span(name, S_WORKER, row, start_s, end_s, args)
+    def _span(self, name: str, row: _Row, start_s: float, end_s: float, **args: object) -> None:
+        process, number, row_name = row
+        if row not in self._rows:
+            self._rows.add(row)
+            self._event("M", "thread_name", process, tid=number, args={"name": row_name})
+        start, dur = _microseconds(start_s - self._start_s), _microseconds(end_s - start_s)
+        self._event("X", name, process, tid=number, ts=start, dur=dur, args=args)
 
-    def _span(
-        self, name: str, process: int, row: int, start_s: float, end_s: float, args: _Event
-    ) -> None:
-        start = _microseconds(start_s - self._start_s)
-        event: _Event = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": start}
-        self._write(_line({**event, "dur": _microseconds(end_s - start_s), "args": args}))
-
-    def _counter(self, name: str, at_s: float, values: _Event) -> None:
-        at = _microseconds(at_s - self._start_s)
-        self._write(_line({"ph": "C", "name": name, "pid": S_WORKER, "ts": at, "args": values}))
-
-    def _ensure_row(self, process: int, row: int, name: str) -> None:
-        if (process, row) not in self._rows:
-            self._rows.add((process, row))
-            self._name("thread_name", process, row, name)
-
-    def _name(self, what: str, process: int, row: int, name: str) -> None:
-        args = {"name": name}
-        self._write(_line({"ph": "M", "name": what, "pid": process, "tid": row, "args": args}))
+    def _event(self, phase: str, name: str, process: int, **more: object) -> None:
+        self._write(_line({"ph": phase, "name": name, "pid": process, **more}))
 
     def _write(self, data: bytes) -> None:
         if self._out is None:
@@ -167,7 +149,11 @@ def open_trace(path: Path | None) -> Iterator[Trace]:
             out.close()
 
 
-def _line(event: _Event) -> bytes:
+def _lane_row(lane: int) -> _Row:
+    return S_WORKER, FIRST_LANE_ROW + lane, f"lane {lane}"
+
+
+def _line(event: dict[str, object]) -> bytes:
     return json.dumps(event, separators=(",", ":")).encode() + b",\n"
 
 

@@ -11,10 +11,10 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final, Literal
 
-from cost_model.quantities import seconds_text
+from cost_model.printing import seconds_text
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
@@ -23,6 +23,7 @@ from fastdecode.measure.link import RConnection, bytes_exchanged, measure_link
 from fastdecode.measure.neighbours import NeighbourFacts
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
 from fastdecode.wire.zmq.hub import io_cpu_s, io_threads_for
+from rworker.binding import parse_cpu_list
 
 ANSWER_TIMEOUT_S: Final = 30.0
 SLOW_ROUND_TRIP_S: Final = 1e-3
@@ -87,7 +88,6 @@ def examine_all(
     Args:
         asked: Connections, or the facts of R-workers that could not be reached.
         repeats: Repetitions of each measurement.
-        clock: Returns seconds.
     """
     sent: list[tuple[RConnection, str]] = []
     for one in asked:
@@ -171,7 +171,6 @@ def judge(
     Args:
         here: Facts of the S-worker's host.
         workers: Taken one after the other.
-        model: The model of the job, if known.
         lacks_for_triton: What the build of the S-worker's fused kernels lacks.
         neighbours: Links from each R-worker to the next, taken after ``workers``.
         environment: Variables of the process that would be the S-worker.
@@ -366,11 +365,8 @@ def _neighbour(way: NeighbourFacts, token_bytes: int | None) -> Finding:
     return ok("neighbours", text)
 
 
-def _listed(text: str) -> set[int]:
-    """Return the CPUs of ``0-3,8``. Empty if the text is no such list."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdecimal() and (last or first).isdecimal() and int(last or first) < 1 << 16:
-            cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
+def _listed(text: str) -> frozenset[int]:
+    try:
+        return parse_cpu_list(text)
+    except ConfigError:
+        return frozenset()

@@ -117,22 +117,20 @@ class LiveView:
         return told
 
     def _prompt_rate(self) -> float:
-        """Return the rate at which the engine runs prompts.
-
-        A server's own count grows only when a request is over.
-        """
-        last = self._seen[-1]
-        if not last.get("figures"):
+        # A server's own count grows only when a request is over.
+        if not self._seen[-1].get("figures"):
             return 0.0
-        elapsed_s = last["time_s"] - self._seen[0]["time_s"] or last["uptime_s"]
-        return self._grown("num_prompt_tokens") / max(float(elapsed_s), 1e-9)
+        return self._grown("num_prompt_tokens") / self._elapsed_s
 
     def _rate(self, name: str) -> float:
         first, last = self._seen[0], self._seen[-1]
-        if first is last:
-            return float(last[name] / max(last["uptime_s"], 1e-9))
-        elapsed_s = last["time_s"] - first["time_s"]
-        return max(0.0, float((last[name] - first[name]) / max(elapsed_s, 1e-9)))
+        before = 0 if first is last else first[name]
+        return max(0.0, float((last[name] - before) / self._elapsed_s))
+
+    @property
+    def _elapsed_s(self) -> float:
+        first, last = self._seen[0], self._seen[-1]
+        return max(float(last["time_s"] - first["time_s"] or last["uptime_s"]), 1e-9)
 
     def _grown(self, name: str) -> float:
         """Return by how much a total of the engine has grown."""

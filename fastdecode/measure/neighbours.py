@@ -127,11 +127,7 @@ class _Member:
         self._is_full = False
 
     def fill(self) -> None:
-        """Open a cache with all sequences and room for one more, unless that was done.
-
-        Raises:
-            FastDecodeError: If the R-worker refuses.
-        """
+        """Open a cache with all sequences and room for one more, unless that was done."""
         if self._is_full:
             return
         # An earlier measurement may hold all memory, and the name of a neighbour's cache.
@@ -159,11 +155,7 @@ class _Member:
         self._replicate(Replicate("", address, LINK_BYTES, 0, REACH_S, guest_line=line))
 
     def copy_to(self, address: str, line: int) -> float:
-        """Replicate to ``address``. Return the seconds of the copy, once there was room.
-
-        Raises:
-            FastDecodeError: If one of the two fails.
-        """
+        """Replicate to ``address``. Return the seconds of the copy, once there was room."""
         self._replicate(Replicate(address, "", LINK_BYTES, 0, REACH_S, line=line))
         self._await(NO_STEP)
         started = time.perf_counter()

@@ -8,9 +8,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode import __version__
 from fastdecode.core.os_errors import explained
@@ -23,70 +24,42 @@ if TYPE_CHECKING:
 EVERY_S: Final = 1.0
 
 
-class Watched(Protocol):
-    """Source of a status file."""
-
-    def look(self) -> str:
-        """Return the state. Called before every status but the last."""
-
-    def fields(self) -> Mapping[str, Any]:
-        """Return the fields besides the command, the time and the state."""
-
-
+@dataclass
 class Measuring:
-    """Status of a command that measures and has no engine: the line it reported last.
+    """Status of a command that measures and has no engine: the line it reported last."""
 
-    Args:
-        tell: Prints each line, too.
-        model: The model that it runs, if any.
-        progress: Returns its progress. Empty if it does not count.
-    """
-
-    def __init__(
-        self,
-        tell: Callable[[str], None],
-        model: str | None = None,
-        progress: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
-        self._tell = tell
-        self._model = model
-        self._progress = progress
-        self._phase = "starting"
+    tell: Callable[[str], None]
+    """Prints each line, too."""
+    model: str | None
+    progress: Callable[[], Mapping[str, Any]]
+    """Returns its progress. Empty if it does not count."""
+    phase: str = "starting"
 
     def say(self, line: str) -> None:
         """Report the current activity."""
-        self._phase = line.strip()
-        self._tell(line)
+        self.phase = line.strip()
+        self.tell(line)
 
     def look(self) -> str:
+        """Return the state. Called before every status but the last."""
         return "measuring"
 
     def fields(self) -> Mapping[str, Any]:
-        return {"model": self._model, "phase": self._phase, **self._progress()}
+        """Return the fields besides the command, the time and the state."""
+        return {"model": self.model, "phase": self.phase, **self.progress()}
 
 
+@dataclass
 class RunningEngineStatus:
-    """Figures of an engine, by the names of a server's ``/status.json``.
+    """Figures of an engine, by the names of a server's ``/status.json``."""
 
-    Args:
-        model: The model that it runs.
-        service: The service of the engine's thread.
-        stats: Returns the engine's totals.
-        progress: Returns the progress of a job. Empty without a job.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        service: EngineService[Any],
-        stats: Callable[[], EngineStats],
-        progress: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
-        self._model = model
-        self._service = service
-        self._stats = stats
-        self._progress = progress
-        self._figures: dict[str, Any] = {}
+    model: str
+    service: EngineService[Any]
+    stats: Callable[[], EngineStats]
+    """Returns the engine's totals."""
+    progress: Callable[[], Mapping[str, Any]] = dict
+    """Returns the progress of a job. Empty without a job."""
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, llm: LLM, progress: Callable[[], Mapping[str, Any]] = dict) -> RunningEngineStatus:
@@ -94,21 +67,21 @@ class RunningEngineStatus:
         return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
 
     def look(self) -> str:
-        self._service.look(self._look)
-        return self._service.snapshot().state
+        self.service.look(self._look)
+        return self.service.snapshot().state
 
     def _look(self, running: Any) -> None:
         """Take the figures, in the engine's thread between two steps."""
         from fastdecode.engine.instances.status_report import status_to_json
 
-        self._figures = status_to_json(running.engine.stats, running.engine.figures())
+        self.figures = status_to_json(running.engine.stats, running.engine.figures())
 
     def fields(self) -> Mapping[str, Any]:
-        stats = self._stats()
+        stats = self.stats()
         return {
-            "model": self._model,
-            **self._progress(),
-            **self._service.snapshot().report(self._figures).fields,
+            "model": self.model,
+            **self.progress(),
+            **self.service.snapshot().report(self.figures).fields,
             "generation_tokens": stats.num_output_tokens,
             "prompt_tokens": stats.num_prompt_tokens + stats.num_cached_prompt_tokens,
             "cached_tokens": stats.num_cached_prompt_tokens,
@@ -122,13 +95,15 @@ class StatusFile:
 
     Args:
         path: The file. None writes nothing.
-        command: Command of ``fastdecode`` that runs.
-        watched: Source of the status.
         tell: Prints a failure.
     """
 
     def __init__(
-        self, path: Path | None, command: str, watched: Watched, tell: Callable[[str], None]
+        self,
+        path: Path | None,
+        command: str,
+        watched: Measuring | RunningEngineStatus,
+        tell: Callable[[str], None],
     ) -> None:
         self._path = path
         self._command = command

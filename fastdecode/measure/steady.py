@@ -61,8 +61,12 @@ def time_steady_steps(
     engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
     assert not engine.requests, "the engine is busy"
     prompt_len = max(1, context_tokens - WARM_UP_STEPS - num_steps // 2)
-    over: list[Delta] = []
-    _submit(running, batch, prompt_len, num_steps, seed, over)
+    # Sequences whose prompt ends early decode while the others' prompts run.
+    budget = max(1, running.resolved.config.batching.step_tokens - batch)
+    chunk = running.resolved.schedule.batching.chunk_tokens()
+    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // chunk)
+    max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
+    over = _submit(running, _requests(running, batch, prompt_len, max_tokens, seed))
     try:
         num_generated = _run_prompts(running, batch, prompt_len, over)
         steps, computes = [], []
@@ -93,19 +97,12 @@ def time_prompt(
 ) -> float:
     """Return the seconds from submitting a prompt of random tokens to its first token.
 
-    The engine is empty before and after.
-
     Raises:
         CapacityError: If the R-workers can't hold the prompt.
     """
     assert not running.engine.requests, "the engine is busy"
-    tokens = tuple(
-        np.random.default_rng(seed).integers(0, running.spec.vocab_size, num_tokens).tolist()
-    )
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    started = clock()
-    over: list[Delta] = []
-    running.engine.submit(Request("prompt", tokens, params, 1, seed=0), _ends(over))
+    requests, started = _requests(running, 1, num_tokens, 1, seed), clock()
+    over = _submit(running, requests)
     while running.engine.requests:
         _step(running.engine)
     for delta in over:
@@ -120,31 +117,24 @@ def _step(engine: Engine) -> None:
         time.sleep(engine.pause_s)
 
 
-def _ends(over: list[Delta]) -> Listener:
-    """Return a listener that records ends of sequences."""
-    return Listener(over.append, every_step=False)
-
-
-def _submit(
-    running: RunningEngine,
-    batch: int,
-    prompt_len: int,
-    num_steps: int,
-    seed: int,
-    over: list[Delta],
-) -> None:
-    config = running.resolved.config
-    # Sequences whose prompt ends early decode while the others' prompts run.
-    budget = max(1, config.batching.step_tokens - batch)
-    chunk = running.resolved.schedule.batching.chunk_tokens()
-    prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // chunk)
-    max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
+def _requests(
+    running: RunningEngine, num: int, prompt_len: int, max_tokens: int, seed: int
+) -> list[Request]:
     rng = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    for index in range(batch):
-        tokens = tuple(rng.integers(0, running.spec.vocab_size, prompt_len).tolist())
-        request = Request(f"steady-{index}", tokens, params, max_tokens, seed=index)
-        running.engine.submit(request, _ends(over))
+    prompts = [rng.integers(0, running.spec.vocab_size, prompt_len).tolist() for _ in range(num)]
+    return [
+        Request(f"steady-{index}", tuple(tokens), params, max_tokens, seed=index)
+        for index, tokens in enumerate(prompts)
+    ]
+
+
+def _submit(running: RunningEngine, requests: list[Request]) -> list[Delta]:
+    """Submit requests. Return a list to which ends of their sequences are added."""
+    over: list[Delta] = []
+    for request in requests:
+        running.engine.submit(request, Listener(over.append, every_step=False))
+    return over
 
 
 def _run_prompts(running: RunningEngine, batch: int, prompt_len: int, over: list[Delta]) -> int:

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from cost_model.quantities import times_text
+from cost_model.printing import times_text
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.llm import LLM
 from fastdecode.engine.stats import EngineStats

@@ -49,7 +49,7 @@ def refuse_unknown(
     """Raise BodyError if a name that isn't null is neither known nor one of the others."""
     for name, value in given.items():
         if value is not None and name not in known and name not in also:
-            # Nobody misspells a name of a thousand letters, and to compare it would take long.
+            # A name of a thousand letters isn't misspelled, and comparing it would take long.
             near = difflib.get_close_matches(name, known, n=1) if len(name) <= SHOWN else ()
             name = name[:SHOWN]
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

@@ -101,7 +101,7 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "prompt_embeds": (),
 }
 STREAM_FIELDS = ("stream", "stream_options")
-# OpenAI's obfuscation pads chunks against whoever watches their sizes; we send none.
+# OpenAI's obfuscation pads chunks to hide their sizes; we send none.
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
 

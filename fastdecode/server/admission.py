@@ -6,8 +6,8 @@ import math
 from collections import deque
 from collections.abc import Hashable
 
-WINDOW_S = 60.0
-"""Window, in seconds, for measuring how fast the queue drains."""
+WINDOW_S = 60.0  # window, in seconds, for measuring how fast the queue drains
+MOST_STARTED = 1 << 16  # more are not counted, only the latest
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 _UNKNOWN_RETRY_S = 5
 
@@ -35,7 +35,7 @@ class QueueAdmission:
         self._queued: dict[Hashable, tuple[int, int]] = {}
         self.num_requests = 0
         self.num_tokens = 0
-        self._begun: deque[tuple[float, int, int]] = deque()
+        self._started: deque[tuple[float, int, int]] = deque(maxlen=MOST_STARTED)
         """Times at which requests left the queue with a token, their sequences and tokens."""
 
     def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
@@ -44,7 +44,7 @@ class QueueAdmission:
         Raises:
             QueueFull: If a limit would be exceeded. The request is then not queued.
         """
-        self._leave(key)
+        self.remove(key)
         excess = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self.max_tokens
         if self._queued and (excess > 0 or excess_tokens > 0):
@@ -53,35 +53,31 @@ class QueueAdmission:
         self.num_requests += num_requests
         self.num_tokens += num_tokens
 
-    def begun(self, key: Hashable, now: float) -> None:
-        """Remove a request whose sequences all have a token."""
-        if (left := self._leave(key)) is not None:
-            self._begun.append((now, *left))
-            self._forget(now)
+    def remove(self, key: Hashable, started_s: float | None = None) -> None:
+        """Remove a request, if it is queued.
 
-    def gone(self, key: Hashable) -> None:
-        """Remove a request, whether or not it has begun."""
-        self._leave(key)
-
-    def _leave(self, key: Hashable) -> tuple[int, int] | None:
+        Args:
+            started_s: When its sequences all had a token, which counts for the drain rate. None if
+                it has failed.
+        """
         left = self._queued.pop(key, None)
-        if left is not None:
-            self.num_requests -= left[0]
-            self.num_tokens -= left[1]
-        return left
-
-    def _forget(self, now: float) -> None:
-        while self._begun and now - self._begun[0][0] > WINDOW_S:
-            self._begun.popleft()
+        if left is None:
+            return
+        self.num_requests -= left[0]
+        self.num_tokens -= left[1]
+        if started_s is not None:
+            self._started.append((started_s, *left))
 
     def _retry_after_s(self, excess: int, excess_tokens: int, now: float) -> int:
         """Return the seconds until the excess has drained, at the rate of ``WINDOW_S``."""
-        self._forget(now)
-        if not self._begun:
+        started = self._started
+        while started and now - started[0][0] > WINDOW_S:
+            started.popleft()
+        if not started:
             return _UNKNOWN_RETRY_S
-        elapsed_s = max(1.0, now - self._begun[0][0])
+        elapsed_s = max(1.0, now - started[0][0])
         waits_s = (
-            max(0, excess) * elapsed_s / sum(begun[1] for begun in self._begun),
-            max(0, excess_tokens) * elapsed_s / max(1, sum(begun[2] for begun in self._begun)),
+            max(0, excess) * elapsed_s / sum(each[1] for each in started),
+            max(0, excess_tokens) * elapsed_s / max(1, sum(each[2] for each in started)),
         )
         return min(max(math.ceil(max(waits_s)), MIN_RETRY_S), MAX_RETRY_S)

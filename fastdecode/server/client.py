@@ -26,14 +26,11 @@ class OpenRequests:
     def __init__(self, requests: Sequence[Request], metrics: Metrics) -> None:
         self.requests = requests
         self.accepted_s = time.monotonic()
-        self.first_s: float | None = None
-        """When the first token came."""
+        self.first_s: float | None = None  # when the first token came
         self.last_s: float | None = None
-        self.num_tokens = 0
-        """Generated so far."""
+        self.num_tokens = 0  # generated so far
         self.num_sequences = sum(request.params.n for request in requests)
-        self.num_left = self.num_sequences
-        """Sequences that aren't over."""
+        self.num_left = self.num_sequences  # sequences that aren't over
         self.has_failed = False
         self._metrics = metrics
         self._piles: dict[tuple[int, int], Pile] = {}
@@ -41,8 +38,7 @@ class OpenRequests:
         self._cached: dict[int, int] = {}
         """Tokens of each request's prompt that were in the prefix cache."""
         self._waiter: asyncio.Future[None] | None = None
-        self.is_left = False
-        """The client has disconnected."""
+        self.is_left = False  # the client has disconnected
 
     def put(self, place: int, delta: Delta) -> bool:
         """Add a delta of the request at ``place``. Return True if all of these requests are over.
@@ -145,7 +141,7 @@ class RequestTable:
         self._send = send
         self._open: dict[str, tuple[OpenRequests, int]] = {}
         self.waiting_since_s: float | None = None
-        """Since when something has been open without a break; None: nothing is."""
+        """When the current stretch of open requests began. None if none is open."""
 
     @property
     def num_open(self) -> int:

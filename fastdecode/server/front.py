@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.open_turns import OpenTurns
+from fastdecode.conversations.order import OpenTurns
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
@@ -27,24 +27,20 @@ from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
 _TOKENS_UNTIL_READY: Final = 1 << 40
-SILENCE_S: Final = 20.0
-"""The engine's process reports twice a second, while it runs at all."""
+SILENCE_S: Final = 20.0  # the engine's process reports twice a second, while it runs at all
 _SLOWER: Final = 10
 """A step that takes this many times as long as the longest one lately is a stall."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outlook:
     """What the HTTP process knows of the engine."""
 
-    is_ready: bool = False
-    """Requests were welcome once."""
+    is_ready: bool = False  # requests were welcome once
     is_draining: bool = False
-    is_lost: bool = False
-    """The engine's process has ended."""
+    is_lost: bool = False  # the engine's process has ended
     seen: StatusReport | None = None
-    seen_s: float = 0.0
-    """When that arrived."""
+    seen_s: float = 0.0  # when that arrived
 
     def trouble(self, waiting_since_s: float | None, now_s: float, stall_s: float) -> str | None:
         """Return why no token could come out, or None if one could.
@@ -57,7 +53,12 @@ class Outlook:
             starting, draining, stalled, broken or no_r_worker.
         """
         seen = self.seen
-        if self.is_lost or (seen is not None and self._has_failed(seen)):
+        # A drained engine is closed, too, but has done its work.
+        is_broken = seen is not None and (
+            seen.state == "broken"
+            or (seen.state == "closed" and (seen.error is not None or not self.is_draining))
+        )
+        if self.is_lost or is_broken:
             return "broken"
         if self.is_draining:
             return "draining"
@@ -70,12 +71,6 @@ class Outlook:
         if is_stalled:
             return "stalled"
         return None if seen.num_live_r_workers or not seen.num_r_workers else "no_r_worker"
-
-    def _has_failed(self, seen: StatusReport) -> bool:
-        """Return whether it failed. A drained engine is closed, too, but has done its work."""
-        if seen.state == "closed":
-            return seen.error is not None or not self.is_draining
-        return seen.state == "broken"
 
 
 class Threads:
@@ -112,8 +107,7 @@ class Front:
     run_id: str = field(default_factory=partial(secrets.token_hex, 8))
     """In the ids of all answers, which differ from those of every other server."""
     began_s: float = field(default_factory=time.monotonic)
-    num_exchanges: int = 0
-    """Generations that are being answered."""
+    num_exchanges: int = 0  # generations that are being answered
     num_cut: int = 0
 
     def __post_init__(self) -> None:

@@ -14,13 +14,12 @@ import ssl
 import stat
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.errors import (
     ConfigError,
     FastDecodeError,
@@ -33,7 +32,7 @@ from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
-from fastdecode.server.http.app import make_app
+from fastdecode.server.http.app import Routes
 from fastdecode.server.http.connection import Connections
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.link import (
@@ -59,8 +58,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-_LAST_ANSWERS_S = 1.0
-"""Time for the last errors to reach clients, which may not read."""
+_LAST_ANSWERS_S = 1.0  # time for the last errors to reach clients, which may not read
 _QUEUED_CAPACITIES = 4
 _MOST_TIMEOUT_MS = (1 << 31) - 1
 SPARE_FILES = 128
@@ -98,7 +96,7 @@ async def _serve(connected: socket.socket) -> None:
             RequestLog(options.request_log),
             Keeping(**opening.keeping).open(model),
         )
-        guard = Guard(make_app(front), front, opening.keys)
+        guard = Guard(Routes(front), front, opening.keys)
         server = uvicorn.Server(_configured(options, guard))
     except (FastDecodeError, OSError) as error:
         why = str(error)
@@ -238,7 +236,7 @@ class _Frontend:
             logger.error("%s", error)
         except Exception:
             logger.exception("the engine's process can't be followed any more")
-        front.outlook = replace(front.outlook, is_lost=True)
+        front.outlook.is_lost = True
         self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
         await self._until_answered()
 
@@ -252,11 +250,11 @@ class _Frontend:
             case Ready(kv_tokens):
                 if front.options.max_queued_tokens is None:
                     front.admission.max_tokens = _QUEUED_CAPACITIES * kv_tokens
-                front.outlook = replace(front.outlook, is_ready=True)
+                front.outlook.is_ready = True
             case Keys(keys):
                 self._guard.keys = tuple(keys)
             case Drain() | CutOff():
-                front.outlook = replace(front.outlook, is_draining=True)
+                front.outlook.is_draining = True
                 if isinstance(message, CutOff):
                     self._cut(draining_error())
                 if self._ending is None:
@@ -268,7 +266,7 @@ class _Frontend:
         self._channel.send(StatusAck())
         front = self._front
         now_s = time.monotonic()
-        front.outlook = replace(front.outlook, seen=seen, seen_s=now_s)
+        front.outlook.seen, front.outlook.seen_s = seen, now_s
         front.metrics.see(now_s, seen)
         if seen.state in ("broken", "closed") and front.client.num_open:
             front.fail_all(WorkerError("the engine has failed", code="engine_failed"))

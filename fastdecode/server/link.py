@@ -26,13 +26,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import select
 import socket
 import struct
 import threading
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any, Final, TypeAlias, cast, get_args
 
 import numpy as np
@@ -47,25 +45,21 @@ from fastdecode.wire.instances.messages import Submit as Submit
 from fastdecode.wire.traits import Message
 
 MAX_MESSAGE_BYTES: Final = 512 << 20
-LENGTH: Final = struct.Struct("!i")
-"""Stands before each message, as ``Connection`` has it."""
+_LENGTH: Final = struct.Struct("!i")  # stands before each message
+_MOST_AT_ONCE: Final = 1 << 20
 
 
 class Opening(Message, frozen=True, tag=201):
-    model: str
-    """Directory, as given."""
-    options: Mapping[str, Any]
-    """``ServeOptions``."""
-    sampling: Mapping[str, Any]
-    """Sampling parameters of requests that don't set them."""
+    is_long = True
+    model: str  # directory, as given
+    options: Mapping[str, Any]  # ``ServeOptions``
+    sampling: Mapping[str, Any]  # sampling parameters of requests that don't set them
     max_model_len: int
     vocab_size: int
     expected_output_tokens: int
     """Tokens that are expected of a request that doesn't set max_tokens."""
-    keys: tuple[str, ...]
-    """SHA-256, in hex."""
-    keeping: Mapping[str, Any] = field(default_factory=dict)
-    """``Keeping``, of conversations."""
+    keys: tuple[str, ...]  # SHA-256, in hex
+    keeping: Mapping[str, Any] = field(default_factory=dict)  # ``Keeping``, of conversations
     no_reuse: str = ""
     """Why no turn of a conversation reuses KV. Empty if they do."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -77,15 +71,16 @@ class Listening(Message, frozen=True, tag=202):
 
 
 class Unfit(Message, frozen=True, tag=203):
+    is_long = True
     message: str
 
 
 class Ready(Message, frozen=True, tag=204):
-    kv_tokens: int
-    """Tokens that the KV caches hold together."""
+    kv_tokens: int  # tokens that the KV caches hold together
 
 
 class Keys(Message, frozen=True, tag=205):
+    is_long = True
     keys: tuple[str, ...]
 
 
@@ -98,8 +93,7 @@ class CutOff(Message, frozen=True, tag=207):
 
 
 class Drained(Message, frozen=True, tag=208):
-    num_cut: int
-    """Requests that ended with an error meanwhile."""
+    num_cut: int  # requests that ended with an error meanwhile
 
 
 class StatusAck(Message, frozen=True, tag=209):
@@ -107,37 +101,35 @@ class StatusAck(Message, frozen=True, tag=209):
 
 
 ServerMessage: TypeAlias = (
-    Opening
-    | Listening
-    | Unfit
-    | Ready
-    | Submit
-    | Cancel
-    | Deltas
-    | StatusReport
-    | Keys
-    | Drain
-    | CutOff
-    | Drained
-    | StatusAck
-)
+    Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys | Drain
+    | CutOff | Drained | StatusAck
+)  # fmt: skip
 
 
-class _Writing:
+class Packing:
     """Messages as they travel. One thread encodes at a time, and one decodes."""
 
     def __init__(self) -> None:
         self._codec = Codec(get_args(ServerMessage))
 
-    def encode(self, message: ServerMessage) -> memoryview:
+    def packed(self, message: ServerMessage) -> bytearray:
+        """Return a message behind its length."""
         frame = self._codec.encode(message)
-        raw = memoryview(bytearray(frame.num_bytes))
-        frame.write(raw)
+        raw = bytearray(_LENGTH.size + frame.num_bytes)
+        _LENGTH.pack_into(raw, 0, frame.num_bytes)
+        frame.write(memoryview(raw)[_LENGTH.size :])
         return raw
 
-    def decode(self, raw: bytes) -> ServerMessage:
-        """Return the message. Raises ProtocolError: If it can't be read."""
+    def parsed(self, raw: bytes) -> ServerMessage:
+        """Return a message without its length. Raises: ProtocolError: If it is invalid."""
         return cast(ServerMessage, self._codec.decode(np.frombuffer(raw, np.uint8)))
+
+
+def _length(head: bytes | bytearray) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if not 0 <= length <= MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"the other process wants to send {length} bytes at once")
+    return int(length)
 
 
 class Channel:
@@ -145,45 +137,66 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._connection = Connection(os.dup(connected.fileno()))
+        self._received = bytearray()
         self._sending = threading.Lock()
-        self._writing = _Writing()
+        self._packing = Packing()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._poll = select.poll()
-        self._poll.register(self._connection, select.POLLIN)
+        self._poll.register(self._socket, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
 
     def send(self, message: ServerMessage) -> None:
         """Send, once the other end has room. Raises: OSError: If it is gone."""
         with self._sending:
-            self._connection.send_bytes(self._writing.encode(message))
+            self._socket.sendall(self._packing.packed(message))
 
     def receive(self, timeout_s: float | None = None) -> ServerMessage | None:
-        """Return the next message, or None if none came in time or ``wake`` was called.
+        """Return the next message, or None if none was complete in time or ``wake`` was called.
 
         Raises:
-            OSError: If the other end is gone, or ``close`` was called.
+            OSError: If the other end is gone, or ``end`` was called.
             ProtocolError: If it sent anything else.
         """
+        message = self._next()
+        if message is not None:
+            return message
         ready = [fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)]
-        if self._connection.fileno() in ready:
-            try:
-                return self._writing.decode(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
-            except EOFError:
-                raise BrokenPipeError("the other end is gone") from None
-        if ready:
+        if self._socket.fileno() < 0:
+            raise BrokenPipeError("the channel is closed")
+        if self._woken.fileno() in ready:
             self._woken.recv(1 << 12)
-        return None
+        if self._socket.fileno() in ready:
+            received = self._socket.recv(_MOST_AT_ONCE)
+            if not received:
+                raise BrokenPipeError("the other end is gone")
+            self._received += received
+        return self._next()
+
+    def _next(self) -> ServerMessage | None:
+        """Take the next message out of what was received, if it is complete."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _length(self._received[: _LENGTH.size])
+        if len(self._received) < end:
+            return None
+        raw = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return self._packing.parsed(raw)
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will return
             self._waker.send(b"\0")
 
-    def close(self) -> None:
-        """End ``receive`` and ``send``, too. Safe to call twice."""
+    def end(self) -> None:
+        """End ``receive`` and ``send`` of all threads. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the channel, after ``end``. Safe to call twice."""
+        for each in (self._socket, self._waker, self._woken):
+            each.close()
 
 
 class AsyncChannel:
@@ -192,7 +205,7 @@ class AsyncChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._writing = _Writing()
+        self._packing = Packing()
 
     @classmethod
     async def over(cls, connected: socket.socket) -> AsyncChannel:
@@ -201,9 +214,7 @@ class AsyncChannel:
     def send(self, message: ServerMessage) -> None:
         """Send without waiting. The message is lost if the other end is gone."""
         if not self._writer.is_closing():
-            raw = self._writing.encode(message)
-            self._writer.write(LENGTH.pack(len(raw)))
-            self._writer.write(raw)
+            self._writer.write(self._packing.packed(message))
 
     async def receive(self) -> ServerMessage | None:
         """Return the next message, or None if the other end is gone.
@@ -212,13 +223,11 @@ class AsyncChannel:
             ProtocolError: If it sent anything else.
         """
         try:
-            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            if not 0 <= length <= MAX_MESSAGE_BYTES:
-                raise ProtocolError(f"the other process wants to send {length} bytes at once")
+            length = _length(await self._reader.readexactly(_LENGTH.size))
             raw = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None
-        return self._writing.decode(raw)
+        return self._packing.parsed(raw)
 
     async def close(self) -> None:
         """Close once the messages are sent, if the other end still reads."""

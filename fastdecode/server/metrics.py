@@ -10,7 +10,6 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from prometheus_client.core import (
@@ -71,11 +70,9 @@ TOTALS: Final[Mapping[str, tuple[str, str]]] = {
 }  # fmt: skip
 """Counters of the engine: what they say, and where they are in its status report."""
 LATELY_S: Final = 60.0
-MOST_VALUES: Final = 20_000
-"""Values of the last minute; of more, the latest count."""
+MOST_VALUES: Final = 20_000  # values of the last minute; of more, the latest count
 SAMPLE_EVERY_S: Final = 2.0
-MOST_SAMPLES: Final = 300
-"""Ten minutes."""
+MOST_SAMPLES: Final = 300  # ten minutes
 
 Values: TypeAlias = "float | Mapping[Any, float]"
 """A number, or several by the value of a label or the values of several."""
@@ -107,69 +104,51 @@ class Lately:
 
     def observe(self, now_s: float, value: float) -> None:
         self._values.append((now_s, value))
-        self._forget(now_s)
 
     def quantiles(self, now_s: float, *parts: float) -> list[float | None]:
         """Return quantiles by nearest rank: observed values, or None without any."""
-        self._forget(now_s)
-        found = sorted(value for _, value in self._values)
+        found = sorted(value for at_s, value in self._values if at_s > now_s - LATELY_S)
         if not found:
             return [None] * len(parts)
         return [found[max(0, math.ceil(part * len(found)) - 1)] for part in parts]
 
-    def _forget(self, now_s: float) -> None:
-        while self._values and self._values[0][0] <= now_s - LATELY_S:
-            self._values.popleft()
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The state of a server at one time."""
-
-    tokens_per_s: float
-    """Generated since the sample before."""
-    num_running: int
-    num_waiting: int
-    kv_used: float
-    """Part of the KV blocks, 0 to 1."""
-
 
 class SampleHistory:
-    """A sample every ``SAMPLE_EVERY_S`` seconds; where there was none, a gap."""
+    """A sample of the server's state every ``SAMPLE_EVERY_S`` seconds, with gaps."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample | None] = deque(maxlen=MOST_SAMPLES)
-        self._slot: int | None = None
-        """Number of the last sample, or gap."""
-        self._before = (0.0, 0.0)
+        self._samples: dict[int, dict[str, float]] = {}
+        """Sample of each interval since time 0, the oldest first."""
+        self._before: tuple[float, float] | None = None
         """When the last sample was taken, and all tokens until then."""
 
     def note(self, now_s: float, num_tokens: float, seen: StatusReport) -> None:
         """Take a sample if one is due. ``num_tokens`` counts from the start of the server."""
         slot = int(now_s // SAMPLE_EVERY_S)
-        if self._slot is None:
-            self._before = now_s, num_tokens
-        elif slot <= self._slot:
+        if slot in self._samples:
             return
-        self._fill(slot - 1)
-        before_s, before = self._before
+        before_s, before = self._before or (now_s, num_tokens)
         rate = (num_tokens - before) / (now_s - before_s) if now_s > before_s else 0.0
-        self._samples.append(Sample(rate, seen.num_running, seen.num_waiting, seen.kv_used))
-        self._slot, self._before = slot, (now_s, num_tokens)
+        self._samples[slot] = {
+            "tokens_per_s": rate,  # since the sample before
+            "num_running": seen.num_running,
+            "num_waiting": seen.num_waiting,
+            "kv_used": seen.kv_used,  # part of the KV blocks, 0 to 1
+        }
+        self._before = now_s, num_tokens
+        if len(self._samples) > MOST_SAMPLES:
+            del self._samples[next(iter(self._samples))]
 
     def columns(self, now_s: float) -> dict[str, Any]:
         """Return the samples as columns, the oldest first, with None for gaps."""
-        self._fill(int(now_s // SAMPLE_EVERY_S) - 1)
+        end = max([*self._samples, int(now_s // SAMPLE_EVERY_S) - 1]) + 1
+        begin = max(min(self._samples, default=end), end - MOST_SAMPLES)
+        taken = [self._samples.get(slot) for slot in range(begin, end)]
         columns = {
-            name: [each and round(getattr(each, name), 4) for each in self._samples]
-            for name in Sample.__dataclass_fields__
+            name: [each and round(each[name], 4) for each in taken]
+            for name in ("tokens_per_s", "num_running", "num_waiting", "kv_used")
         }
         return {"every_s": SAMPLE_EVERY_S, "kept": MOST_SAMPLES, **columns}
-
-    def _fill(self, slot: int) -> None:
-        if self._slot is not None and slot > self._slot:
-            self._samples.extend([None] * min(slot - self._slot, MOST_SAMPLES))
-            self._slot = slot
 
 
 class Metrics(Collector):

@@ -19,10 +19,9 @@ from typing import Any, Final, Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, RequestError
-from fastdecode.core.host.child_process import python_command
+from fastdecode.core.host.processes import python_command
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.keys import KEYS_VARIABLE
 from fastdecode.server.link import (
     Cancel,
     Channel,
@@ -37,7 +36,7 @@ from fastdecode.server.link import (
     Submit,
     Unfit,
 )
-from fastdecode.wire.instances.messages import EngineNumbers
+from fastdecode.server.options import KEYS_VARIABLE
 from fastdecode.wire.mpi.launcher import without_launcher
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,9 @@ class HttpProcess:
         self.channel = Channel(ours)
         try:
             self.channel.send(opening)
-            match self.channel.receive():
+            while (answer := self.channel.receive()) is None:
+                pass  # it is incomplete
+            match answer:
                 case Listening(address):
                     self.address = address
                 case Unfit(message):
@@ -94,11 +95,12 @@ class HttpProcess:
 
     def close(self) -> None:
         """End it. Safe to call twice."""
-        self.channel.close()
+        self.channel.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDS_WITHIN_S)
         self._process.kill()
         self._process.wait()
+        self.channel.close()
 
 
 class Bridge(threading.Thread):
@@ -126,6 +128,7 @@ class Bridge(threading.Thread):
         self._server = EngineServer(service, limits, figures, channel.wake)
         self.silence_s = silence_s
         self.is_silent = False
+        self.report = StatusReport()  # the engine's latest
         self._owes_answer = False
         self._was_heard = False  # since the last look
         self._waited_s = 0.0
@@ -135,8 +138,7 @@ class Bridge(threading.Thread):
         self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
         """Set when it has no open request any more, and takes none."""
-        self.num_cut = 0
-        """Requests that it had to end."""
+        self.num_cut = 0  # requests that it had to end
 
     def run(self) -> None:
         """However this ends, the HTTP process counts as gone: requests would wait without end."""
@@ -184,7 +186,7 @@ class Bridge(threading.Thread):
             pass
         for message in self._server.messages():
             if isinstance(message, StatusReport):
-                self._owes_answer = True
+                self._owes_answer, self.report = True, message
             self._channel.send(message)
 
     def _obey(self, message: ServerMessage) -> None:
@@ -204,34 +206,26 @@ class Bridge(threading.Thread):
 class ActivityLines:
     """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
-    def __init__(
-        self,
-        look: Callable[[], EngineNumbers],
-        count_tokens: Callable[[], int],
-        tell: Callable[[str], None],
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._look = look
-        self._count_tokens = count_tokens
+    def __init__(self, tell: Callable[[str], None], clock: Clock = time.monotonic) -> None:
         self._tell = tell
         self._clock = clock
         self._told_s = clock()
-        self._tokens = count_tokens()
+        self._tokens = 0
 
-    def turn(self) -> None:
+    def turn(self, now: StatusReport) -> None:
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
             return
-        now, before = self._look(), self._tokens
-        self._tokens, self._told_s = self._count_tokens(), now_s
-        if not (now.num_running or now.num_waiting or self._tokens > before):
+        tokens = now.figures.get("num_output_tokens", 0)
+        num_new, self._tokens, self._told_s = tokens - self._tokens, tokens, now_s
+        if not (now.num_running or now.num_waiting or num_new):
             return
         live, num = now.workers
         workers = f", R-workers {live}/{num}" if num else ""
         self._tell(
             f"{now.num_running} running, {now.num_waiting} waiting, "
-            f"{(self._tokens - before) / elapsed_s:.0f} tok/s{workers}"
+            f"{num_new / elapsed_s:.0f} tok/s{workers}"
         )
 
 
@@ -260,7 +254,6 @@ class Serving:
         signals: Looked at several times a second.
         reload: Reads the keys again.
         tell: Shows a line.
-        lines: Show what the engine does. None shows nothing.
     """
 
     def __init__(
@@ -270,9 +263,8 @@ class Serving:
         signals: Signals,
         reload: Callable[[], None],
         tell: Callable[[str], None],
-        lines: ActivityLines | None = None,
     ) -> None:
-        self._lines = lines
+        self._lines = ActivityLines(tell)
         self._service = service
         self._bridge = bridge
         self._signals = signals
@@ -329,8 +321,7 @@ class Serving:
             self._service.take(self._nothing, _LOOK_EVERY_S)
             if self._bridge.look(time.monotonic()):
                 self._on_silence()
-            if self._lines is not None:
-                self._lines.turn()
+            self._lines.turn(self._bridge.report)
             if self._signals.num_reloads > self._num_reloaded:
                 self._num_reloaded = self._signals.num_reloads
                 self._reload()

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
+from fastdecode.text.lark import loaded, meant, python_value
 from fastdecode.text.reasoning import num_begun
-from fastdecode.text.schemas import loaded, meant, python_value
 from fastdecode.text.tools import Tags, ToolFormat
 
 
@@ -435,8 +435,7 @@ class TaggedCallReader(CallReader):
 
 @lru_cache(256)
 def _key_pattern(tags: Tags, names: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern from an argument's name to its value. ``names`` are those that contain
-    what ends a name."""
+    """Return a pattern from an argument's name to its value. ``names`` contain a name's end."""
     lead, end = re.escape(tags.key_lead), re.escape(tags.key_end)
     known = map(re.escape, sorted(names, key=len, reverse=True))
     name = "|".join([*known, rf"(?:(?!{end})[^\n]){{1,256}}?"])

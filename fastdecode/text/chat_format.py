@@ -1,4 +1,4 @@
-"""How a model's chats write what is no plain text: tool calls and reasoning.
+"""How a model's chats write tool calls and reasoning.
 
 A ``ChatFormat`` is the model's, an ``AnswerFormat`` one request's.
 """
@@ -33,25 +33,13 @@ REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
 class ChatOptions:
     """What a user may choose about how chats are written, and answers read."""
 
-    chat_template: str | None = option(
-        None, "use this template, not the model's own", metavar="FILE"
-    )
+    chat_template: str | None = option(None, "use this template instead", metavar="FILE")
     chat_template_content_format: str = option(
-        AUTO,
-        "what the chat template takes as a message's content: a string, or OpenAI's list of parts; "
-        "auto: the one that the template reads",
-        choices=CONTENT_FORMATS,
+        AUTO, "content: a string, or parts; auto: what the template reads", choices=CONTENT_FORMATS
     )
-    tool_parser: str = option(
-        AUTO,
-        "format of the model's tool calls; auto: the one in its chat template",
-        choices=TOOL_PARSERS,
-    )
+    tool_parser: str = option(AUTO, "format of calls; auto: the template's", choices=TOOL_PARSERS)
     reasoning_parser: str = option(
-        AUTO,
-        "marks of the model's reasoning, which answers have apart as reasoning_content; auto: "
-        "those in its chat template",
-        choices=REASONING_PARSERS,
+        AUTO, "marks of reasoning_content; auto: the template's", choices=REASONING_PARSERS
     )
 
 
@@ -161,7 +149,7 @@ class AnswerFormat:
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
     schemas: ToolSchemas = field(default_factory=dict)
-    """Of the tools that may be called."""
+    """Schemas of the tools that may be called."""
     most_one: bool = False
 
     def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:

@@ -21,7 +21,7 @@ class MessageStyle:
     of ``system`` and ``developer``."""
 
     id_chars: int = 0
-    """Ids of calls have this many characters; 0: any number."""
+    """Characters in the id of a call. 0 allows any number."""
     parts: frozenset[str] = frozenset()
     """Roles whose contents are lists of parts; those of others are texts."""
     joint: str = "\n"
@@ -225,8 +225,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _content(content: object, style: MessageStyle, role: str) -> object:
-    """Return a content as the template takes it. Refusals are texts; other parts without text
-    stay as they are."""
+    """Return a content as the template takes it. A refusal is a text."""
     if isinstance(content, str):
         return _as_parts(content) if role in style.parts else content
     if not isinstance(content, Sequence):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastdecode.core.errors import CHILD_DIED, CheckpointError, RequestError
-from fastdecode.core.host.child_process import python_command
+from fastdecode.core.host.processes import python_command
 from fastdecode.text.tokenizer_files import load_tokenizer
 
 Answer: TypeAlias = Callable[[dict[str, Any]], Any]
@@ -53,14 +53,13 @@ TRIAL_CHAT = {
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits of a child: address space, with Python's own 50 MB, and CPU time of a question and of
+    the start. By the clock a busy machine may take ``slowness`` times as long."""
+
     memory_bytes: int
-    """Address space, Python's own 50 MB among it."""
     cpu_s: int
-    """CPU time of one question."""
     open_cpu_s: int
-    """CPU time of the start."""
     slowness: int = 12
-    """On a busy machine, this many times the CPU time may pass by the clock."""
 
 
 class ChildFailedError(Exception):

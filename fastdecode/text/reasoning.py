@@ -86,7 +86,7 @@ class ReasoningSplitter:
     call: str = ""
     """The mark of a call, behind which reasoning is held back. Empty if there are none."""
     num_chars: int = 0
-    """Of the text so far: the reasoning, with its marks and what comes before it."""
+    """Characters so far that are reasoning, its marks, and what comes before it."""
     num_fed: int = 0
     open_call: str = ""
     """After ``finish``: the rest of reasoning without an end, from a call's mark on."""

@@ -196,8 +196,7 @@ GLM45: Final = Tags(
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: JSON objects after a mark, unless a field says
-    otherwise."""
+    """How a family of models writes calls: JSON objects after a mark by default."""
 
     name: str
     begin: str

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack for what is said, raw bytes for arrays.
+"""Messages to bytes and back: msgpack for fields, raw bytes for arrays.
 
 A message travels as a **head** and a **body**::
 
@@ -6,7 +6,7 @@ A message travels as a **head** and a **body**::
     prefix | magic 3s, version u8 | bytes of msgpack u32 | bytes of the body u64 |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
-Everything is little-endian. In msgpack an array is its **words**, bytes: dtype u8, number of dims
+Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
 u8, dims u32 each. So a transport may send arrays from where they lie, and receive a body into
 memory that it already has: ``Prefix`` says how much to expect. In one piece, the body starts at
 the first multiple of 64 behind the head. ZeroMQ sends each array in frames of its own, without
@@ -47,8 +47,7 @@ from fastdecode.wire.traits import Message
 
 Array: TypeAlias = NDArray[Any]
 
-ALIGNMENT: Final = 64
-"""A cache line, and the widest vector."""
+ALIGNMENT: Final = 64  # a cache line, and the widest vector
 MAX_HEAD_BYTES: Final = 1 << 18
 MAX_BODY_BYTES: Final = 1 << 30
 _LONG_BYTES: Final = 1 << 16
@@ -70,9 +69,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     for kind in get_args(union)
 }
 """All messages of the protocol, by their numbers."""
-# Layers of a step have the same shapes, and so have most steps: what was worked out once is
-# looked up. Bounded, since a peer chooses the words.
-_CACHED: Final = 1024
+_CACHED: Final = 1024  # shapes that are kept, since most steps have the same; a peer chooses them
 
 assert sys.byteorder == "little", "arrays travel as they lie in memory, little-endian"
 
@@ -85,8 +82,7 @@ def aligned(num_bytes: int) -> int:
 class Prefix(NamedTuple):
     """What the first bytes of a message say."""
 
-    head_bytes: int
-    """The prefix included."""
+    head_bytes: int  # with the prefix
     body_bytes: int
 
     @classmethod
@@ -98,7 +94,7 @@ class Prefix(NamedTuple):
                 (code ``protocol_version``) If the peer speaks another version.
         """
         try:
-            magic, num_said, body_bytes = _PREFIX.unpack_from(data)
+            magic, fields_bytes, body_bytes = _PREFIX.unpack_from(data)
         except PackError:
             raise ProtocolError(
                 f"{len(data)} bytes are too few for a message: is another program using this port?"
@@ -114,7 +110,7 @@ class Prefix(NamedTuple):
                 f"a message starts with {magic!r}, not {_MAGIC!r}: is another program using this "
                 "port?"
             )
-        head_bytes = _PREFIX.size + num_said
+        head_bytes = _PREFIX.size + fields_bytes
         if head_bytes > MAX_HEAD_BYTES or body_bytes > max_body_bytes:
             raise ProtocolError(
                 f"a head of {head_bytes} bytes and a body of {body_bytes}, where "
@@ -125,7 +121,8 @@ class Prefix(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of head and body in one piece."""
-        return aligned(self.head_bytes) + self.body_bytes if self.body_bytes else self.head_bytes
+        body_at = (self.head_bytes + ALIGNMENT - 1) & -ALIGNMENT  # aligned, without the call
+        return body_at + self.body_bytes if self.body_bytes else self.head_bytes
 
     def is_whole(self, num_bytes: int) -> bool:
         """Return True if a piece of ``num_bytes`` is the whole message, False if it is the head.
@@ -133,12 +130,13 @@ class Prefix(NamedTuple):
         Raises:
             ProtocolError: If it is neither.
         """
-        if num_bytes not in (self.num_bytes, self.head_bytes):
+        whole = self.num_bytes
+        if num_bytes not in (whole, self.head_bytes):
             raise ProtocolError(
                 f"{num_bytes} bytes came, where a head of {self.head_bytes} and a body of "
                 f"{self.body_bytes} were announced"
             )
-        return num_bytes == self.num_bytes
+        return num_bytes == whole
 
 
 class Frame(NamedTuple):
@@ -151,7 +149,8 @@ class Frame(NamedTuple):
     @property
     def body_at(self) -> int:
         """Where the body starts in one piece."""
-        return aligned(len(self.head)) if self.body_bytes else len(self.head)
+        num_bytes = len(self.head)
+        return (num_bytes + ALIGNMENT - 1) & -ALIGNMENT if self.body_bytes else num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -189,9 +188,9 @@ class Frame(NamedTuple):
             if end > at:
                 try:
                     out[at:end] = array.data.cast("B")
-                except TypeError:  # it isn't contiguous; asking beforehand takes time, too
+                except TypeError:  # it isn't contiguous, and a check takes time
                     out[at:end] = np.ascontiguousarray(array).data.cast("B")
-            at = aligned(end)
+            at = (end + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def _address(array: Array) -> int:
@@ -199,8 +198,8 @@ def _address(array: Array) -> int:
     return address
 
 
-class _Words(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
-    """The words of an array, by its dtype and dims."""
+class _ArrayHeaders(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
+    """The header of an array, by its dtype and dims."""
 
     def __missing__(self, key: tuple[np.dtype[Any], tuple[int, ...]]) -> bytes:
         dtype, dims = key
@@ -208,45 +207,43 @@ class _Words(dict[tuple[np.dtype[Any], tuple[int, ...]], bytes]):
             raise ProtocolError(f"an array of {dtype} {list(dims)} can't be sent")
         if len(self) >= _CACHED:
             self.clear()
-        words = Packer(f"<BB{len(dims)}I").pack(_CODES[dtype], len(dims), *dims)
-        self[key] = words
-        return words
+        header = Packer(f"<BB{len(dims)}I").pack(_CODES[dtype], len(dims), *dims)
+        self[key] = header
+        return header
 
 
-class _Place(NamedTuple):
-    """An array that words tell of."""
+class _ArrayHeader(NamedTuple):
+    """What the header of an array says."""
 
     dims: tuple[int, ...]
     dtype: np.dtype[Any]
     num_bytes: int
-    step: int
-    """Bytes up to the next one."""
-    fits: list[Any]
-    """Fields' types that it is known to fit."""
+    step: int  # bytes up to the next one
+    fits: list[Any]  # types of fields that it is known to fit
 
 
-class _Places(dict[bytes, _Place]):
-    """What words say. Raises ValueError: If they say nothing that can be."""
+class _ParsedHeaders(dict[bytes, _ArrayHeader]):
+    """Parsed headers of arrays. Raises ValueError: If a header is invalid."""
 
-    def __missing__(self, words: bytes) -> _Place:
-        if type(words) is not bytes or len(words) < 2 or len(words) != 2 + 4 * words[1]:
-            raise ValueError("the words of an array are damaged")
-        code, num_dims = words[0], words[1]
+    def __missing__(self, header: bytes) -> _ArrayHeader:
+        if type(header) is not bytes or len(header) < 2 or len(header) != 2 + 4 * header[1]:
+            raise ValueError("the header of an array is damaged")
+        code, num_dims = header[0], header[1]
         if code >= len(_DTYPES) or not 1 <= num_dims <= _MAX_DIMS:
             raise ValueError(f"no array has dtype {code} and {num_dims} dims")
-        dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(words, 2)
+        dtype, dims = _DTYPES[code], Packer(f"<{num_dims}I").unpack_from(header, 2)
         # An array without elements, too: NumPy refuses it for its other dims.
         if prod([size or 1 for size in dims], start=dtype.itemsize) > MAX_BODY_BYTES:
             raise ValueError(f"an array of {dtype} {list(dims)} exceeds {MAX_BODY_BYTES} bytes")
         if len(self) >= _CACHED:
             self.clear()
         num_bytes = prod(dims, start=dtype.itemsize)
-        place = self[words] = _Place(dims, dtype, num_bytes, aligned(num_bytes), [])
-        return place
+        array = self[header] = _ArrayHeader(dims, dtype, num_bytes, aligned(num_bytes), [])
+        return array
 
 
-_WORDS: Final = _Words()
-_PLACES: Final = _Places()
+_HEADERS: Final = _ArrayHeaders()
+_PARSED: Final = _ParsedHeaders()
 _NOTHING: Final[Array] = np.zeros(0, np.uint8)
 
 
@@ -254,18 +251,18 @@ def _refusal(message: Message, reason: str) -> ProtocolError:
     return ProtocolError(f"{type(message).__name__}: {reason}")
 
 
-def _check_type(hint: Any, place: _Place) -> None:
-    """Raise ValueError if ``ndarray[tuple[int, ...], dtype[X]]`` is no array like this one."""
+def _check_type(hint: Any, array: _ArrayHeader) -> None:
+    """Raise ValueError if ``ndarray[tuple[int, ...], dtype[X]]`` does not describe this array."""
     shape, element = get_args(hint)
     (scalars,) = get_args(element)
     kinds = {np.dtype(scalar) for scalar in get_args(scalars) or (scalars,)}
-    if place.dtype not in kinds or len(place.dims) != len(get_args(shape)):
+    if array.dtype not in kinds or len(array.dims) != len(get_args(shape)):
         names = " or ".join(sorted(map(str, kinds)))
         raise ValueError(
-            f"an array of {place.dtype} {list(place.dims)} stands where {names} of "
+            f"an array of {array.dtype} {list(array.dims)} stands where {names} of "
             f"{len(get_args(shape))} dims belongs"
         )
-    place.fits.append(hint)
+    array.fits.append(hint)
 
 
 def kind_of(head: memoryview) -> type[Message] | None:
@@ -274,21 +271,21 @@ def kind_of(head: memoryview) -> type[Message] | None:
     return _kind_of(head[_PREFIX.size :])
 
 
-def _kind_of(said: memoryview) -> type[Message] | None:
+def _kind_of(fields: memoryview) -> type[Message] | None:
     # msgpack: an array of up to 15 items, or of more; then the tag, up to 127 or above.
-    start = bytes(said[:5])
+    start = bytes(fields[:5])
     at = 3 if start[:1] == b"\xdc" else 1
     tag = start[at + 1 : at + 2] if start[at : at + 1] == b"\xcc" else start[at : at + 1]
     return KINDS.get(tag[0]) if tag else None
 
 
-def _readable(said: Any) -> Any:
-    """Return the same builtins with surrogates as escapes: nothing else that UTF-8 hasn't."""
-    if isinstance(said, str):
-        return said.encode("utf-8", "backslashreplace").decode()
-    if isinstance(said, dict):
-        return {_readable(key): _readable(value) for key, value in said.items()}
-    return [_readable(each) for each in said] if isinstance(said, (list, tuple)) else said
+def _readable(fields: Any) -> Any:
+    """Return the same builtins with ``?`` for each lone surrogate, which UTF-8 hasn't."""
+    if isinstance(fields, str):
+        return fields.encode("utf-8", "replace").decode()
+    if isinstance(fields, dict):
+        return {_readable(key): _readable(value) for key, value in fields.items()}
+    return [_readable(each) for each in fields] if isinstance(fields, (list, tuple)) else fields
 
 
 class Codec:
@@ -301,16 +298,16 @@ class Codec:
 
     def __init__(self, receives: Iterable[type[Message]] = KINDS.values()) -> None:
         self._receives = frozenset(receives)
-        # A peer that may send nothing is held to a message without a number, which nobody sends.
+        # A peer that may send nothing is held to a message without a number.
         union: Any = Union[tuple(self._receives) or (Message,)]  # noqa: UP007  (known at run time)
         self._arrays: list[Array] = []
         self._body: Array = _NOTHING
         self._at = self._end = 0
         self._frames: Iterator[Any] | None = None
         self._take_buffer: Callable[[int], Array] = np.empty
-        self._encode = msgspec.msgpack.Encoder(enc_hook=self._place).encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_value).encode
         self._decode: Callable[[Any], Message]
-        self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._take).decode
+        self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._decode_value).decode
 
     def encode(self, message: Message) -> Frame:
         """Encode one message. Arrays are referred to, not copied.
@@ -321,31 +318,35 @@ class Codec:
         """
         arrays = self._arrays = []
         try:
-            said = self._encode(message)
-        except UnicodeEncodeError:  # half a pair of surrogates, in a text of a client
-            arrays.clear()
-            said = msgspec.msgpack.encode(
-                _readable(msgspec.to_builtins(message, enc_hook=self._place))
-            )
+            try:
+                fields = self._encode(message)
+            except UnicodeEncodeError:  # a lone surrogate, in an error about a client's text
+                arrays.clear()
+                plain = msgspec.to_builtins(
+                    message, builtin_types=(bytes,), enc_hook=self._encode_value
+                )
+                fields = self._encode(_readable(plain))
         except ProtocolError as error:
             raise _refusal(message, str(error)) from None
-        except (OverflowError, TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
             raise _refusal(message, f"can't be sent: {error}") from None
         finally:
             self._arrays = []
-        if len(said) > _LONG_BYTES and message.is_long:
-            arrays.append(np.frombuffer(said, np.uint8))
-            said = b""
+        fields_bytes = len(fields)
+        if fields_bytes > _LONG_BYTES and message.is_long:
+            arrays.append(np.frombuffer(fields, np.uint8))
+            fields, fields_bytes = b"", 0
         body_bytes = 0
         for array in arrays:
-            body_bytes = aligned(body_bytes) + array.nbytes
-        if len(said) + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
+            body_bytes = ((body_bytes + ALIGNMENT - 1) & -ALIGNMENT) + array.nbytes
+        if fields_bytes + _PREFIX.size > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
             raise _refusal(
                 message,
-                f"{len(said)} bytes of fields and {body_bytes} of arrays exceed the "
+                f"{fields_bytes} bytes of fields and {body_bytes} of arrays exceed the "
                 f"{MAX_HEAD_BYTES} and {MAX_BODY_BYTES} of a message",
             )
-        return Frame(_PREFIX.pack(_MAGIC, len(said), body_bytes) + said, arrays, body_bytes)
+        head = _PREFIX.pack(_MAGIC, fields_bytes, body_bytes) + fields
+        return Frame(head, arrays, body_bytes)
 
     def decode(self, piece: Array, prefix: Prefix | None = None) -> Message:
         """Decode a message in one piece, uint8 [num_bytes]. Its arrays are views of ``piece``.
@@ -354,22 +355,22 @@ class Codec:
             prefix: Of the piece, if it was read and ``is_whole``.
 
         Raises:
-            ProtocolError: If it is no message that this side receives.
+            ProtocolError: If this side does not receive such a message.
         """
         if prefix is None:
             prefix = Prefix.of(piece.data)
             if not prefix.is_whole(len(piece)):
                 raise ProtocolError(f"a body of {prefix.body_bytes} bytes is missing")
         start = prefix.num_bytes - prefix.body_bytes
-        return self._made(piece.data[_PREFIX.size : prefix.head_bytes], piece, start)
+        return self._decoded(piece.data[_PREFIX.size : prefix.head_bytes], piece, start)
 
     def decode_apart(self, head: Array, body: Array) -> Message:
         """Decode a message whose body came apart. Its arrays are views of ``body``.
 
         Raises:
-            ProtocolError: If it is no message that this side receives.
+            ProtocolError: If this side does not receive such a message.
         """
-        return self._made(head.data[_PREFIX.size :], body, 0)
+        return self._decoded(head.data[_PREFIX.size :], body, 0)
 
     def decode_frames(
         self, head: memoryview, frames: Sequence[Any], take: Callable[[int], Array]
@@ -378,7 +379,7 @@ class Codec:
         arrays are views of these, or of what ``take`` gives to join several in.
 
         Raises:
-            ProtocolError: If it is no message that this side receives.
+            ProtocolError: If this side receives no such message.
         """
         prefix = Prefix.of(head)
         num_bytes = sum(map(len, frames))
@@ -390,26 +391,26 @@ class Codec:
         self._frames, self._take_buffer = iter(frames), take
         try:
             if len(head) > _PREFIX.size:
-                return self._made(head[_PREFIX.size :], _NOTHING, 0, num_bytes)
+                return self._decoded(head[_PREFIX.size :], _NOTHING, 0, num_bytes)
             if not num_bytes:
                 raise ProtocolError("a message without fields came")
             whole = np.frombuffer(self._joined(num_bytes), np.uint8)
         finally:
             self._frames = None
-        return self._made(head[_PREFIX.size :], whole, 0)
+        return self._decoded(head[_PREFIX.size :], whole, 0)
 
-    def _made(
-        self, said: memoryview, body: Array, start: int, frame_bytes: int | None = None
+    def _decoded(
+        self, fields: memoryview, body: Array, start: int, frame_bytes: int | None = None
     ) -> Message:
-        is_long = not said
+        is_long = not fields
         if is_long:
-            said, start = body.data[start:], len(body)
+            fields, start = body.data[start:], len(body)
         self._body, self._at = body, start
         self._end = len(body) if frame_bytes is None else frame_bytes
         try:
-            message = self._decode(said)
+            message = self._decode(fields)
         except (msgspec.MsgspecError, FastDecodeError, UnicodeError, RecursionError) as error:
-            raise ProtocolError(self._reason(said, error)) from None
+            raise ProtocolError(self._reason(fields, error)) from None
         finally:
             self._body = _NOTHING
         if is_long and not message.is_long:
@@ -418,48 +419,48 @@ class Codec:
             raise _refusal(message, f"its body has {self._end - self._at} bytes too many")
         return message
 
-    def _reason(self, said: memoryview, error: Exception) -> str:
-        """Return why what came is no message for this side."""
-        kind = _kind_of(said)
+    def _reason(self, fields: memoryview, error: Exception) -> str:
+        """Return why this side refuses what came."""
+        kind = _kind_of(fields)
         if kind is None:
-            return f"what came is no message: {error}"
+            return f"an unknown message came: {error}"
         if kind not in self._receives:
             return f"{kind.__name__} is not for this side"
         return f"{kind.__name__}: {error}"
 
-    def _place(self, value: Any) -> Any:
+    def _encode_value(self, value: Any) -> Any:
         """Return what stands for an array or an error in msgpack; msgspec's hook."""
-        if isinstance(value, FastDecodeError):
-            kinds = [kind.__name__ for kind in type(value).__mro__ if kind.__name__ in _ERRORS]
-            return kinds[0], value.message, value.code
         try:
             dims: tuple[int, ...] = value.shape
         except AttributeError:
+            if isinstance(value, FastDecodeError):
+                kinds = [kind.__name__ for kind in type(value).__mro__ if kind.__name__ in _ERRORS]
+                return kinds[0], value.message, value.code
             raise TypeError(f"{type(value).__name__} has no place in a message") from None
         if not dims:
             return value.item()  # a number of NumPy's
         self._arrays.append(value)
-        return _WORDS[value.dtype, dims]
+        return _HEADERS[value.dtype, dims]
 
-    def _take(self, hint: Any, words: Any) -> Any:
+    def _decode_value(self, hint: Any, header: Any) -> Any:
         """Return the next array of the body, or an error; msgspec's hook."""
         if hint is FastDecodeError:
-            name, message, code = words
+            name, message, code = header
             if type(message) is not str or type(code) is not str or name not in _ERRORS:
-                raise ValueError("what should be an error is none")
+                raise ValueError("an error is damaged")
             return _ERRORS[name](message, code=code)
-        place = _PLACES[words]
-        if hint not in place.fits:
-            _check_type(hint, place)
+        array = _PARSED[header]
+        if hint not in array.fits:
+            _check_type(hint, array)
         at = self._at
-        if at + place.num_bytes > self._end:
+        if at + array.num_bytes > self._end:
             raise ValueError("its arrays go beyond its body")
         if self._frames is not None:
-            self._at = at + place.num_bytes
-            array = np.ndarray(place.dims, place.dtype, self._joined(place.num_bytes))
-            return array if array.flags.aligned else array.copy()
-        self._at = at + place.step
-        return np.ndarray(place.dims, place.dtype, self._body, at)
+            self._at = at + array.num_bytes
+            decoded = np.ndarray(array.dims, array.dtype, self._joined(array.num_bytes))
+            return decoded if decoded.flags.aligned else decoded.copy()
+        self._at = at + array.step
+        return np.ndarray(array.dims, array.dtype, self._body, at)
 
     def _joined(self, num_bytes: int) -> Any:
         """Return the next frames as one buffer. Raises ProtocolError: If they don't fit."""

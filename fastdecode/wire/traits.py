@@ -73,7 +73,7 @@ else:
     I32Rows = np.ndarray[_Table, np.dtype[np.int32]]
     I64 = np.ndarray[_Row, np.dtype[np.int64]]
     Keys = np.ndarray[_Table, np.dtype[np.int64]]
-    """Of blocks, [N, KEY_WORDS] (``fastdecode.wire.kv.kept``)."""
+    """Keys of blocks, [N, KEY_WORDS] (``fastdecode.wire.kv.kept``)."""
     F32 = np.ndarray[_Row, np.dtype[np.float32]]
     F32Rows = np.ndarray[_Table, np.dtype[np.float32]]
     Rows = np.ndarray[_Table, np.dtype[np.float32 | np.uint16]]

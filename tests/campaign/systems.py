@@ -28,16 +28,10 @@ from typing import Any
 
 import torch
 from jobs import LIMIT_S, R_WORKER, SHAPE, SILENCE_S, Rack
-from mpi_launch import FASTDECODE, mpirun, open_mpi_options
+from mpi_launch import FASTDECODE, mpirun
 from random_llama import llama_config, write_checkpoint
 from server_process import Server, serving
-from system_talks import (
-    NUM_CONVERSATIONS,
-    LocalTalks,
-    ServedTalks,
-    Talks,
-    Turns,
-)
+from system_talks import NUM_CONVERSATIONS, LocalTalks, ServedTalks, Talks, Turns
 
 from fastdecode import LLM
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
@@ -240,7 +234,7 @@ class Systems:
             with self._engine(system, rack) as llm:
                 yield Disturbed(LocalTalks(llm), rack, self._device, self._chance)
             return
-        ranks = [mpirun(), *open_mpi_options(), "-n", str(system.num_ranks)]
+        ranks = mpirun(system.num_ranks)
         words = [*FASTDECODE, "serve", str(self._model), "--port", "0"]
         given = {**COMMON, **system.options, "worker_silence_s": SILENCE_S}
         for name, value in given.items():

@@ -11,8 +11,8 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import HistoryStep
 from fastdecode.conversations.store import FILE, ConversationStore
+from fastdecode.conversations.turns import HistoryStep
 from fastdecode.core.errors import ConfigError
 
 

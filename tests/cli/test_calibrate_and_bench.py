@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from fastdecode.core.measurement import (
     SProfile,
     Timing,
     read_profile,
+    write_profile,
 )
 from fastdecode.measure.link import NUM_LAYERS
 from sworker.measure import COLD, WARM_UP, measure_s_part
@@ -246,3 +248,6 @@ def test_calibrate_r_says_what_size_counts_for_this_kind_of_cpu(
     share = Hardware.load().cpu("EPYC 7763").attention_peak("int8", 2).value
     assert f"0.256 GFLOP/s of attention; by name, size counts at most {share:.0%}" in said
     assert "(avx2, int8, 2 query heads a KV head)" in said
+    write_profile(out, replace(found, num_q_heads=6, head_dim=12))
+    asked = f"--gpu A100 --cpu {out} --seq-len 512 --dtype bfloat16 --kv-dtype int8".split()
+    assert main(["size", model, *asked]) == 0, "the GPU alone, in FP8, needs no R-part"

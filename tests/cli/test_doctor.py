@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mpi_launch import FASTDECODE, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import FASTDECODE, mpirun, needs_mpi, run, running
 from values import replace
 
 from fastdecode.cli.main import main
@@ -178,7 +178,7 @@ def test_this_host_alone(capsys: pytest.CaptureFixture[str]) -> None:
 @needs_mpi
 def test_in_an_mpi_job(tmp_path: Path) -> None:
     options = ["doctor", "--kv-memory-gb", "0.1", "--r-threads", "1"]
-    command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options]
+    command = [*mpirun(3), *FASTDECODE, *options]
     outcome = run(command)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "2 R-worker(s) answered" in outcome.output and outcome.output.count("link: ") == 2

@@ -8,11 +8,12 @@ import json
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from generate_jobs import answers_alone, write_requests
+from generate_jobs import GenerateJob, job_of
 from limited_steps import StepLimit
 from mpi_launch import running
 from zmq_r_workers import at, r_workers
@@ -25,23 +26,13 @@ from fastdecode.core.config.groups import Cluster
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-Asked: TypeAlias = Callable[[int], tuple[list[str], Path, Callable[[], str]]]
+Asked: TypeAlias = Callable[[int], GenerateJob]
 
 
 @pytest.fixture
 def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
-    """``asked(max_tokens)``: generate's options, its output file, and what
-    threads put in there."""
-
-    def make(max_tokens: int) -> tuple[list[str], Path, Callable[[], str]]:
-        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        write_requests(source, max_tokens)
-        model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
-        model += ["--prefill-chunk", "16"]
-        options = ["generate", *model, "--input", str(source), "--output", str(output)]
-        return options, output, lambda: answers_alone(source, *model)
-
-    return make
+    """``asked(max_tokens)``: a job, and what threads answer."""
+    return partial(job_of, tmp_path, tiny_checkpoint("llama"))
 
 
 def test_conversations_go_on_from_kept_blocks_at_addresses(

@@ -10,11 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import psutil
 import pytest
-from generate_jobs import answers_alone, write_requests
+from generate_jobs import GenerateJob, job_of
 from limited_steps import StepLimit
 from mpi_launch import FASTDECODE, PATHS, needs_mpi, run, running
 
@@ -31,17 +30,9 @@ SMALL = ("--r-threads", "1", "--kv-memory-gb", "0.01")
 ON_TWO = ["launch", "--hosts", "localhost:2", *SMALL]
 
 
-Generate: TypeAlias = tuple[list[str], Path, Callable[[], str]]
-
-
 @pytest.fixture
-def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Generate:
-    """The command, its output file and what is to be in it."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_requests(source, 60, [9] * 6)
-    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
-    command = ["generate", *model, "--input", str(source), "--output", str(output)]
-    return command, output, lambda: answers_alone(source, *model)
+def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> GenerateJob:
+    return job_of(tmp_path, tiny_checkpoint("llama"), 60, [9] * 6)
 
 
 def test_hosts() -> None:
@@ -138,7 +129,7 @@ def test_the_lines_of_stages_without_r_workers() -> None:
 @pytest.mark.parametrize("less", [["--kv-placement", "gpu"], ["--r-worker=tcp://a:1", "--r-worker",
                                                               "tcp://b:1"]])  # fmt: skip
 def test_commands_that_need_no_r_workers_get_none(
-    less: list[str], generate: Generate, capsys: pytest.CaptureFixture[str]
+    less: list[str], generate: GenerateJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, _, _ = generate
     more = ["--", *command, "--pp", "2", *less]
@@ -151,7 +142,7 @@ def test_commands_that_need_no_r_workers_get_none(
 
 
 @needs_mpi
-def test_stages_that_keep_kv_on_their_devices_are_launched(generate: Generate) -> None:
+def test_stages_that_keep_kv_on_their_devices_are_launched(generate: GenerateJob) -> None:
     command, output, expected = generate
     stages = ["--pp", "2", "--kv-placement", "gpu", "--kv-memory-gb", "0.01"]
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--", *command, *stages]
@@ -180,7 +171,9 @@ def test_options_that_are_refused(
 
 
 @needs_mpi
-def test_r_workers_that_are_launched_have_a_disk_each(generate: Generate, tmp_path: Path) -> None:
+def test_r_workers_that_are_launched_have_a_disk_each(
+    generate: GenerateJob, tmp_path: Path
+) -> None:
     command, output, expected = generate
     disk = ["--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01"]
     options = ["--hosts", "localhost:2", "--kv-memory-gb", "0.01", *disk, "--", *command]
@@ -193,7 +186,7 @@ def test_r_workers_that_are_launched_have_a_disk_each(generate: Generate, tmp_pa
 
 @needs_mpi
 def test_a_dry_run_shows_the_line_and_runs_nothing(
-    generate: Generate, capsys: pytest.CaptureFixture[str]
+    generate: GenerateJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, output, _ = generate
     assert main(["launch", "--hosts", "localhost:2", "--dry-run", "--", *command]) == 0
@@ -204,7 +197,7 @@ def test_a_dry_run_shows_the_line_and_runs_nothing(
 
 @needs_mpi
 def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
-    generate: Generate, limit: StepLimit
+    generate: GenerateJob, limit: StepLimit
 ) -> None:
     command, output, expected = generate
     with running([*limit.fastdecode, *ON_TWO, "--", *command]) as job:
@@ -217,7 +210,7 @@ def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
 
 
 @needs_mpi
-def test_a_job_whose_s_worker_is_killed_has_failed(generate: Generate, limit: StepLimit) -> None:
+def test_a_job_whose_s_worker_is_killed_has_failed(generate: GenerateJob, limit: StepLimit) -> None:
     command, output, _ = generate
     with running([*limit.fastdecode, *ON_TWO, "--", *command]) as job:
         job.wait_for_text(output)
@@ -235,7 +228,7 @@ def _ranks_words(process: psutil.Process) -> list[str]:
 
 
 @needs_mpi
-def test_exit_codes_of_mpirun_pass_through(generate: Generate) -> None:
+def test_exit_codes_of_mpirun_pass_through(generate: GenerateJob) -> None:
     command, _, _ = generate
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--"]
     outcome = run([*launch, *command, "--model", "/nonexistent"])

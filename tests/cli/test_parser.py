@@ -11,13 +11,7 @@ from fastdecode.cli.main import main
 from fastdecode.cli.options import add_options, as_typed, read_options
 from fastdecode.cli.parser import Parser, add_model
 from fastdecode.cli.vllm_words import as_here
-from fastdecode.core.config.options import (
-    REQUIRED,
-    check_options,
-    duration,
-    option,
-    switch,
-)
+from fastdecode.core.config.options import REQUIRED, check_options, duration, option, switch
 from fastdecode.core.errors import ConfigError
 
 

@@ -137,8 +137,7 @@ def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_emits_what_launch_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The best placement keeps K and V on GPUs; launch can't start it yet where two act as
-    one."""
+    """The best placement keeps K and V on GPUs; launch can't start it yet where two act as one."""
     placed = tmp_path / "placement.json"
     where = ["--model", "llama-2-7b", "--gpu", "A10", "--gpus-per-node", "2", "--max-sockets", "8"]
     assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={placed}") == 0
@@ -173,6 +172,7 @@ def test_emits_what_launch_starts(
         (["--gpu", "A10", "--rate", "1", "--replay"], "--replay needs a --trace"),
         (["--gpu", "A10", "--rate", "1", "--prices", "gpu=1"], "--prices gpu=1: give both"),
         (["--gpu", "A10", "--rate", "1", "--cv", "-1"], "--cv -1.0 is not a number from 0"),
+        (["--gpu", "A10", "--rate", "1", "--seed", "-1"], "--seed -1 is not a whole number from 0"),
         (["--gpu", "A10", "--rate", "1", "--nodes", "0"], "--nodes 0 is not a whole number"),
         (["--gpu", "A10", "--rate", "1", "--max-sockets", "0"], "--max-sockets 0 is not"),
         (["--gpu", "A10", "--rate", "1", "--requests", "0"], "--requests 0 is not"),

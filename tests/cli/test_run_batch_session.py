@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from limited_steps import StepLimit
-from mpi_launch import FASTDECODE, has_text, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import FASTDECODE, has_text, mpirun, needs_mpi, run, running
 from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL
@@ -44,7 +44,7 @@ def _answers(output: Path) -> dict[str, Any]:
 HYBRID = ("--kv-placement", "hybrid", "--device", "cpu", "--device-kv-gb", "0.00004")
 """The device has room for the shortest alone."""
 REPLICAS = ("--replicas", "1")
-TWO_RANKS = [mpirun(), *open_mpi_options(), "-n", "2"]
+TWO_RANKS = mpirun(2)
 """The S-workers of a job; R-workers have addresses."""
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "stages, replicas": (4, ("--pp", "2", *REPLICAS)),

@@ -14,8 +14,8 @@ from fastdecode.core.errors import ConfigError
 
 def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    add_simulate(parser.add_subparsers())
-    args = parser.parse_args(["simulate", *arguments])
+    add_simulate(parser)
+    args = parser.parse_args(arguments)
     code: int = args.run(args)
     return code
 

@@ -64,8 +64,7 @@ def test_explain_shows_every_source(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stages_are_planned_as_one_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has half of the layers, a GPU and as many R-workers; a token goes
-    through both."""
+    """Each has half of the layers, a GPU and as many R-workers; a token goes through both."""
     question = [*QUESTION, "--batch", "256", "--tpot", "0.4"]
     assert size(*question, "--pp", "2", "--json") == 0
     tree = json.loads(capsys.readouterr().out)

@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
-from fastdecode.measure.run_plot import TraceSeries
+from fastdecode.measure.plot import TraceSeries
 from fastdecode.server.serving import ActivityLines
-from fastdecode.wire.instances.messages import EngineNumbers, StatusReport
+from fastdecode.wire.instances.messages import StatusReport
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"
 WORKER = {"name": "r0", "lost": None, "kv_blocks": 10, "kv_blocks_used": 5, "load_tokens": 77}
@@ -219,7 +218,7 @@ def test_a_picture_of_a_trace(
     picture = tmp_path / "trace.svg"
     assert main(["plot", str(run / "trace.json"), "--output", str(picture)]) == 0
     assert picture.read_text().startswith("<?xml") and "R-workers compute" in picture.read_text()
-    for bad, why in (("{}", "is no trace"), ("[\n", "has no spans")):
+    for bad, why in (("{}", "is not a trace"), ("[\n", "has no spans")):
         (tmp_path / "other.json").write_text(bad)
         assert main(["plot", str(tmp_path / "other.json")]) == 2
         assert why in capsys.readouterr().err
@@ -245,25 +244,25 @@ def test_shares_and_counters_of_a_trace_that_was_cut_off(tmp_path: Path) -> None
 
 
 def test_a_server_that_works_says_so_every_ten_seconds() -> None:
-    now, tokens, told = [0.0], [0], list[str]()
-    state = EngineNumbers(num_r_workers=2, num_live_r_workers=2)
-    lines = ActivityLines(lambda: state, lambda: tokens[0], told.append, lambda: now[0])
+    def report(num_running: int, num_waiting: int, num_tokens: int) -> StatusReport:
+        return StatusReport(
+            num_unfinished=num_running + num_waiting, num_running=num_running, num_r_workers=2,
+            num_live_r_workers=1, figures={"num_output_tokens": num_tokens},
+        )  # fmt: skip
+
+    now, told = [0.0], list[str]()
+    lines = ActivityLines(told.append, lambda: now[0])
     for second in range(25):
         now[0] = float(second)
-        lines.turn()
+        lines.turn(StatusReport())
     assert told == [], "it has nothing to do"
-    state = replace(state, num_unfinished=8, num_running=5, num_live_r_workers=1)
-    tokens[0] = 1200
     for second in range(25, 35):
         now[0] = float(second)
-        lines.turn()
+        lines.turn(report(5, 3, 1200))
     assert told == ["5 running, 3 waiting, 120 tok/s, R-workers 1/2"]
-    state = replace(state, num_unfinished=0, num_running=0)
-    tokens[0] = 1300
-    now[0] = 45.0
-    lines.turn()
-    now[0] = 60.0
-    lines.turn()
+    for second in (45, 60):
+        now[0] = float(second)
+        lines.turn(report(0, 0, 1300))
     assert told[1:] == ["0 running, 0 waiting, 7 tok/s, R-workers 1/2"], "once more, then quiet"
 
 

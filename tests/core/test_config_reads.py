@@ -125,6 +125,7 @@ def configs_of(family: str) -> Iterator[dict[str, Any]]:
             continue  # transformers refuses some draws
 
 
+@cache
 def reads_of_theirs(family: str) -> tuple[set[str], set[str]]:
     """Fields of the config, and keys of objects such as ``rope_parameters``, that the
     language model's code names."""
@@ -197,19 +198,14 @@ LLAMA = {
     [
         ("LlamaForCausalLM", {"type": "dynamic", "factor": 2.0, "alpha": 4.0}, "alpha"),
         ("LlamaForCausalLM", {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}, "attn_factor"),
-        ("LlamaForCausalLM", {"type": "yarn", "factor": 2, "extrapolation_factor": 2},
-         "extrapolation_factor"),
-        ("LlamaForCausalLM", {"type": "linear", "factor": 2.0, "offset": 3}, "offset"),
         ("LlamaForCausalLM", {"rope_type": "default", "llama_4_scaling_beta": 0.1},
          "llama_4_scaling_beta"),
         ("LlamaForCausalLM", {"rope_type": "default", "mrope_section": [8, 4, 4]},
          "mrope_section"),
-        ("LlamaForCausalLM", {"rope_type": "default", "rotary_percent": 0.5}, "rotary_percent"),
         ("LlamaForCausalLM", {"rope_type": "default", "rope_thta": 1e6}, "rope_thta"),
         ("LlamaForCausalLM", {"full_attention": {"rope_type": "default", "scale": 2}}, "scale"),
         ("LlamaForCausalLM", {"full_attention": {}, "linear_attention": {"rope_theta": 9.0}},
          "linear_attention"),
-        ("Qwen2ForCausalLM", {"type": "linear", "factor": 2.0, "alpha": 4.0}, "alpha"),
         ("HunYuanDenseV1ForCausalLM", {"type": "dynamic", "alpha": 4.0, "beta": 1.0}, "beta"),
     ],
 )  # fmt: skip
@@ -233,20 +229,6 @@ def test_rope_scaling_takes_keys_that_change_nothing(scaling: dict[str, Any]) ->
     spec = read_model_spec({**LLAMA, "max_position_embeddings": 64, "rope_scaling": scaling},
                            name="demo")  # fmt: skip
     assert spec.max_model_len == 128
-
-
-@pytest.mark.parametrize("architecture", ["HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"])
-def test_hunyuan_alpha_scales_theta(architecture: str) -> None:
-    config = {
-        **LLAMA, "architectures": [architecture], "head_dim": 128, "rope_theta": 10000.0,
-        "max_position_embeddings": 32768,
-        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32,
-                         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-    }  # fmt: skip
-    spec = read_model_spec(config, name="demo")
-    assert spec.ropes[0] is not None
-    assert (spec.ropes[0].kind, spec.ropes[0].theta) == ("default", 1e4 * 1000.0 ** (128 / 126))
-    assert spec.max_model_len == 32768
 
 
 def test_mellum_divides_where_the_key_is_missing() -> None:

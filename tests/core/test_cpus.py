@@ -1,4 +1,5 @@
-"""CPUs that a process may use, the quota of their time, and a user without a home."""
+"""CPUs and memory that a process may use, under control groups of version 1 and 2, and a user
+without a home."""
 
 from __future__ import annotations
 
@@ -7,13 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 import fastdecode
 from fastdecode.core.host import cpus
 from fastdecode.core.host.cpus import available_cores, cpu_quota
+from fastdecode.core.host.machine import default_kv_bytes, free_memory_bytes
 from fastdecode.core.host.user_cache import user_cache
 from fastdecode.core.model.local_models import hub_cache
+from rworker.attention import AttentionExecutor
+
+ROOT = Path(fastdecode.__file__).parents[1]
 
 needs_two = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
@@ -83,34 +89,28 @@ print(available_cores(), len(usable_cpus()), len(os.sched_getaffinity(0)), len(f
 """
 
 
-def run(script: str, *, without: tuple[str, ...] = (), **variables: str) -> str:
-    environ = {name: value for name, value in os.environ.items() if name not in without}
-    environ["PYTHONPATH"] = str(Path(fastdecode.__file__).parents[1])
-    outcome = subprocess.run(
-        [sys.executable, "-c", script], env=environ | variables, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+def run(script: str, **variables: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", script]
+    outcome = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     return outcome.stdout
 
 
 @needs_two
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("OMP_PROC_BIND", "true"), ("OMP_PLACES", "cores"), ("GOMP_CPU_AFFINITY", "0-1"),
-     ("OMP_PROC_BIND", "spread"), ("KMP_AFFINITY", "compact")],
-)  # fmt: skip
-def test_threads_are_not_bound_by_openmp(name: str, value: str) -> None:
+@pytest.mark.parametrize("name", ["OMP_PROC_BIND", "GOMP_CPU_AFFINITY"])
+def test_threads_are_not_bound_by_openmp(name: str) -> None:
     num = len(os.sched_getaffinity(0))
+    value = "0-1" if name == "GOMP_CPU_AFFINITY" else "true"
     assert run(SCRIPT, **{name: value}).split() == [str(num)] * 4
 
 
 @needs_two
 def test_callers_mask_counts_with_and_without_openmp() -> None:
     """Before the package is imported, and after it."""
-    before = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
-    assert run(before + SCRIPT, OMP_PROC_BIND="true").split() == ["1"] * 4
-    after = SCRIPT.replace("import sworker.device", f"{before}import sworker.device")
+    mask = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
+    assert run(mask + SCRIPT, OMP_PROC_BIND="true").split() == ["1"] * 4
+    after = SCRIPT.replace("import sworker.device", f"{mask}import sworker.device")
     assert run(after).split() == ["1"] * 4
 
 
@@ -143,11 +143,57 @@ def test_hub_cache_without_home_is_where_nothing_is(
     assert not hub_cache().exists()
 
 
-def test_no_file_asks_for_the_home_directory_itself() -> None:
-    root = Path(fastdecode.__file__).parents[1]
+def test_only_one_file_asks_the_host_itself() -> None:
+    """In a container the host has more than this process may take, and a home may be missing."""
     packages = ("fastdecode", "rworker", "sworker", "cost_model", "cpu_kernels")
-    files = [file for package in packages for file in (root / package).rglob("*.py")]
-    asking = {file.name for file in files if "Path.home()" in file.read_text()}
-    assert asking == {"user_cache.py"}
-    counting = {file.name for file in files if "sched_getaffinity(0)" in file.read_text()}
-    assert counting <= {"cpus.py", "bench.py"}
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    for text, allowed in (
+        ("Path.home()", {"user_cache.py"}),
+        ("sched_getaffinity(0)", {"cpus.py", "bench.py"}),
+        ("virtual_memory().available", {"machine.py"}),
+    ):
+        assert {file.name for file in files if text in file.read_text()} <= allowed
+    assert AttentionExecutor()._free_bytes is free_memory_bytes
+
+
+# --- memory
+# ------------------------------------------------------------------------------
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return tmp_path / "own"
+
+
+def test_the_tightest_groups_memory_counts(tmp_path: Path, own: Path) -> None:
+    own.write_text("0::/slice/job\n")
+    job, stat = tmp_path / "slice/job", f"anon {30 * MB}\ninactive_file {5 * MB}\nactive_file 7\n"
+    write(tmp_path / "slice", memory__max=f"{100 * MB}\n", memory__current=f"{90 * MB}\n")
+    write(job, memory__max=f"{50 * MB}\n", memory__stat=stat)
+    for current, free in ((44, 10), (48, 7), (60, 0)):
+        write(job, memory__current=f"{current * MB}\n")
+        assert free_memory_bytes(tmp_path, own) == free * MB
+
+
+def test_memory_of_version_1(tmp_path: Path, own: Path) -> None:
+    own.write_text("5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n")
+    limits = {"memory__limit_in_bytes": f"{20 * MB}", "memory__usage_in_bytes": f"{12 * MB}"}
+    stat = f"inactive_file 1\ntotal_inactive_file {2 * MB}\n"
+    write(tmp_path / "memory/a", **limits, memory__stat=stat)
+    assert free_memory_bytes(tmp_path, own) == 10 * MB
+
+
+@pytest.mark.parametrize("text", ["0::/\n", "0::/not/there\n", "", "nonsense\n"])
+def test_no_limit_of_memory(text: str, tmp_path: Path, own: Path) -> None:
+    own.write_text(text)
+    write(tmp_path, memory__max="max\n", memory__current="1\n")
+    free = psutil.virtual_memory().total
+    assert free // 64 < free_memory_bytes(tmp_path, own) <= free
+    assert free_memory_bytes(tmp_path, tmp_path / "no such file") > free // 64
+
+
+def test_half_of_the_memory_is_for_caches() -> None:
+    assert default_kv_bytes(3, 600) == 100
+    assert 0 < default_kv_bytes(1) <= psutil.virtual_memory().total // 2

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.core.doubts import doubts
-from fastdecode.core.measurement import (
-    DecodePoint,
-    Machine,
-    NetProfile,
-    Point,
-    RProfile,
-    Timing,
-)
+from fastdecode.core.measurement import DecodePoint, Machine, NetProfile, Point, RProfile, Timing
 
 MACHINE = Machine("a CPU", 2, 1 << 30, "cpu", {"numpy": "2"})
 CALM = (1.0, 1.01, 1.02)

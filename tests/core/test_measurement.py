@@ -27,18 +27,8 @@ from fastdecode.core.measurement import (
 MACHINE = Machine("a CPU", 2, 24 << 30, "cpu", {"numpy": "2.0"})
 TIMING = Timing((1e-3, 1.1e-3, 0.9e-3))
 POINTS = (Point(1, TIMING), Point(64, Timing((2e-3,))))
-S = SProfile(
-    MACHINE,
-    "tiny",
-    ModelShape(2, 64, 128, 4, 2, 16, 500),
-    "float32",
-    8 << 30,
-    POINTS,
-    POINTS,
-    POINTS,
-    POINTS,
-    "s",
-)
+SHAPE = ModelShape(2, 64, 128, 4, 2, 16, 500)
+S = SProfile(MACHINE, "tiny", SHAPE, "float32", 8 << 30, POINTS, POINTS, POINTS, POINTS, "s")
 R = RProfile(
     MACHINE, 4, 2, 16, "float16", 32, 1, 2, 4 << 30, (DecodePoint(8, 512, TIMING),), (3e10, 3.1e10)
 )

@@ -95,16 +95,12 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
         ({"instances": ("prefil",)}, "nor of the form ROLE:R_WORKERS"),
         ({"instances": ("prefill",)}, "none of these instances decodes"),
         ({"instances": ("both:0:prompt-pp=1",)}, "no tp, prompt-pp or replicas yet"),
-        ({"instances": ("both:0:tp=2",)}, "no tp, prompt-pp or replicas yet"),
         ({"instances": ("both:0", "both:2"), "replicas": 1}, "or give it R-workers"),
         ({"instances": ("decode:1025",)}, "nor of the form"),
         ({"instances": ("decode:1",)}, "none of these instances runs prompts"),
-        ({"instances": ("prefill:1",)}, "none of these instances decodes"),
         ({"instances": ("both:1",) * 65}, "more than 64"),
         ({"instances": ("both:1", "tcp://127.0.0.1:1")}, "Remove the others"),
-        ({"instances": ("prefill", "decode:1")}, "Remove the others"),
         ({"instances": ("both:1",), "tp": 2}, "tp=2 contradicts instances="),
-        ({"instances": ("both:1:tp=0",)}, "nor of the form"),
         ({"instances": ("both:1:pp=2:tp=2",)}, "nor of the form"),
         ({"instances": ("both:3:pp=2",)}, "3 are no multiple of 2"),
         ({"instances": ("both:1:tp=65",)}, "tp=65"),
@@ -121,16 +117,6 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
 def test_ranks_that_can_not_be(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
         EngineConfig.of("m", **options)
-
-
-def test_which_rank_is_whose() -> None:
-    ranks = InstanceRanks(tuple(PlacedInstance(InstanceRole.BOTH, number) for number in (1, 3, 2)))
-    assert ranks.size == 10 and ranks.leaders == (1, 3, 7)
-    assert [list(ranks.r_ranks(i)) for i in range(3)] == [[2], [4, 5, 6], [8, 9]]
-    assert [ranks.instance_of(rank) for rank in range(1, 10)] == [0, 0, 1, 1, 1, 1, 2, 2, 2]
-    assert ranks.others_with_kv(5) == [1, 2, 3, 4, 6, 7, 8, 9]
-    # Ranks 0 to 4 on one host, the others on the next.
-    assert [ranks.place_on_host(s, s if s < 5 else s - 5) for s in ranks.leaders] == [0, 1, 0]
 
 
 def test_ranks_of_instances_with_several_s_workers() -> None:

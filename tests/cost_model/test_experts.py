@@ -15,18 +15,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from sizing import HARDWARE, setup
 
-from cost_model.hardware import Hardware
 from cost_model.plans.placement import best_gpu_only
-from cost_model.plans.question import Setup
 from cost_model.predict import System
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, SPartModel
-from cost_model.workload import TokenCosts, WeightBytes, Workload
+from cost_model.workload import TokenCosts, WeightBytes
 from fastdecode.core.dtype import DType
 from fastdecode.core.model.spec import ModelSpec
 
-HARDWARE = Hardware.load()
 FP8 = WeightBytes(1, 1, 2)
 MXFP4 = WeightBytes(17 / 32, 2, 2)
 EXACT = 0.005
@@ -64,11 +62,8 @@ def system(
 ) -> System:
     """Contexts are spread evenly around their mean; messages and calls cost nothing."""
     used = costs(name, kept, kind)
-    setup = Setup(
-        used.spec, DType.BFLOAT16, "bfloat16", HARDWARE.gpu(gpu), HARDWARE.cpu(cpu),
-        HARDWARE.nic("400GbE"), Workload(0, 2 * context - 1),
-    )  # fmt: skip
-    found = setup.system()
+    asked = setup(name, gpu, cpu, "400GbE", output=2 * context - 1, kv="bfloat16")
+    found = replace(asked, dtype=DType.BFLOAT16).system()
     s = replace(SPartModel.from_gpu(HARDWARE.gpu(gpu), 1, used), host_link_bytes_per_s=None)
     r, link = replace(found.r, call_s=0.0), LinkModel.within_process()
     return replace(found, s=s, r=r, costs=used, link=link)
@@ -142,15 +137,6 @@ def test_two_lanes_on_r_workers(
     assert step.limit == limit
     assert 1e3 * step.step_s == pytest.approx(step_ms, rel=EXACT)
     assert step.tokens_per_s == pytest.approx(rate, rel=EXACT)
-
-
-def test_lanes_read_experts_again() -> None:
-    """Two lanes of 64 cost a dense model as much as one of 128 reads, plus the
-    weights once more; a model with experts nearly as much, for so many rows."""
-    s = SPartModel.from_gpu(HARDWARE.gpu("H100"), 1, costs("Qwen3 30B-A3B"))
-    assert 2 * s.t_of_b(64) > 1.9 * s.t_of_b(128)
-    few = costs("Qwen3 30B-A3B").layer_read_bytes(0, 1)
-    assert few < 0.1 * costs("Qwen3 30B-A3B").layer_read_bytes(0, 512)
 
 
 def test_weights_as_checkpoints_keep_them() -> None:

@@ -11,6 +11,7 @@ import pytest
 from fixed_time import fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizing import setup
 
 from cost_model.goodput.rates import mean_ttft_s
 from cost_model.goodput.simulator import (
@@ -21,10 +22,7 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes
-from cost_model.hardware import Hardware
-from cost_model.plans.question import Setup
 from cost_model.predict import MAX_LANES
-from cost_model.shapes import model_named
 from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.schedule.simulation.instance_time import InstanceTime
@@ -159,12 +157,7 @@ def test_who_has_fetched_within_no_time_waits_for_a_step_whatever_is_rounded() -
 
 
 def test_steps_of_a_system_grow_with_contexts() -> None:
-    hardware, spec = Hardware.load(), model_named("Llama-2 7B")
-    setup = Setup(
-        spec, spec.choose_dtype("auto"), "float16", hardware.gpu("A10"), hardware.cpu("EPYC 7452"),
-        hardware.nic("100GbE"), Workload(0, 1024),
-    )  # fmt: skip
-    system = setup.system()
+    system = setup().system()
     times = InstanceTime(SystemTime(system, 11), 11, most_lanes=MAX_LANES)
     steps_s = times.decode_s(192, 192 * 512, 4)
     one_by_one = [float(times.decode_s(192, 192 * (512 + i), 1)[0]) for i in range(4)]

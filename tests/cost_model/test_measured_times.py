@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cost_model.goodput.measured import InstanceTotals, LinearTimes, StepLog
+from cost_model.goodput.replanning import InstanceTotals, LinearTimes, StepLog
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 

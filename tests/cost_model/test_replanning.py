@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.goodput.measured import LinearTimes
 from cost_model.goodput.replanning import (
     HEADROOM,
     InstanceProfile,
     Judge,
     JudgedRoles,
+    LinearTimes,
     RoleQuestion,
     Roles,
     TrafficSample,

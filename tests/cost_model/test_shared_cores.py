@@ -11,8 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from goodput import SharedCores
 
-from cost_model.goodput.measured import LinearTimes
-from cost_model.goodput.replanning import InstanceProfile
+from cost_model.goodput.replanning import InstanceProfile, LinearTimes
 
 ALIKE = InstanceProfile(LinearTimes(0.01, 1e-3, 1e-6, 1e-4, 2e-4), 512, 10_000, 64)
 

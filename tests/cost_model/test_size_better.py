@@ -9,10 +9,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.hardware import Cpu, Gpu, Hardware, Nic
+from cost_model.hardware import Hardware
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.search import Search
-from cost_model.plans.size import PlanPace, Sizing, size
+from cost_model.plans.size import Sizing, size, what_if
 from cost_model.shapes import model_named
 from cost_model.workload import Workload
 from examples import examples
@@ -42,46 +42,27 @@ goals = st.builds(
 )
 
 
-def _gpu(field: str) -> Callable[[Setup, float], Setup]:
+def _more(part: str, *names: str, shorter: bool = False) -> Callable[[Setup, float], Setup]:
+    """Return a change that multiplies fields of a part by a factor, or divides them."""
+
     def change(setup: Setup, factor: float) -> Setup:
-        assert isinstance(setup.gpu, Gpu)
-        value = getattr(setup.gpu, field)
-        return replace(setup, gpu=replace(setup.gpu, **{field: type(value)(value * factor)}))
+        old, by = getattr(setup, part), 1 / factor if shorter else factor
+        fields = {name: type(getattr(old, name))(getattr(old, name) * by) for name in names}
+        return replace(setup, **{part: replace(old, **fields)})
 
     return change
-
-
-def _cpu(field: str) -> Callable[[Setup, float], Setup]:
-    def change(setup: Setup, factor: float) -> Setup:
-        assert isinstance(setup.cpu, Cpu)
-        value = getattr(setup.cpu, field)
-        return replace(setup, cpu=replace(setup.cpu, **{field: type(value)(value * factor)}))
-
-    return change
-
-
-def _nic(setup: Setup, factor: float) -> Setup:
-    assert isinstance(setup.nic, Nic)
-    bits = setup.nic.line_bits_per_s
-    return replace(setup, nic=replace(setup.nic, line_bits_per_s=bits * factor))
-
-
-def _trip(setup: Setup, factor: float) -> Setup:
-    assert isinstance(setup.nic, Nic)
-    trip_s, message_s = setup.nic.round_trip_s / factor, setup.nic.message_s / factor
-    return replace(setup, nic=replace(setup.nic, round_trip_s=trip_s, message_s=message_s))
 
 
 BETTER: dict[str, Callable[[Setup, float], Setup]] = {
-    "GPU compute": _gpu("fp16_flops_per_s"),
-    "GPU bandwidth": _gpu("memory_bytes_per_s"),
-    "GPU memory": _gpu("memory_bytes"),
-    "PCIe": _gpu("pcie_bytes_per_s"),
-    "CPU bandwidth": _cpu("transfers_per_s"),
-    "CPU clock": _cpu("base_ghz"),
-    "CPU memory": _cpu("memory_bytes"),
-    "NIC": _nic,
-    "latency": _trip,
+    "GPU compute": _more("gpu", "fp16_flops_per_s"),
+    "GPU bandwidth": _more("gpu", "memory_bytes_per_s"),
+    "GPU memory": _more("gpu", "memory_bytes"),
+    "PCIe": _more("gpu", "pcie_bytes_per_s"),
+    "CPU bandwidth": _more("cpu", "transfers_per_s"),
+    "CPU clock": _more("cpu", "base_ghz"),
+    "CPU memory": _more("cpu", "memory_bytes"),
+    "NIC": _more("nic", "line_bits_per_s"),
+    "latency": _more("nic", "round_trip_s", "message_s", shorter=True),
     "ports": lambda setup, factor: replace(setup, num_nics=setup.num_nics + int(factor)),
     "sockets": lambda setup, factor: setup,
 }
@@ -138,8 +119,7 @@ def test_better_machine_needs_no_more_sockets_for_the_same_plan(
     if plan is None or not sizing.feasible:
         return
     search = Search(sizing.system, goal, goal.promises(sizing.system))
-    better = BETTER[what](setup, factor)
-    row = PlanPace.of(search, plan).what_if(what, better, plan.lanes)
+    row = what_if(search, plan, what, BETTER[what](setup, factor), plan.lanes)
     rows = [row, *(each for each in sizing.what_ifs if each.change.startswith("NIC"))]
     for each in rows:
         assert each.sockets is not None and each.sockets <= plan.sockets, each

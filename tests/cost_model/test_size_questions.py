@@ -11,34 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sizing import HARDWARE, setup
 
 from cost_model.hardware import Hardware, described_cpu
-from cost_model.plans.question import Goal, Setup
+from cost_model.plans.question import Goal
 from cost_model.plans.report import as_text
 from cost_model.plans.size import Sizing, size
 from cost_model.shapes import model_named
-from cost_model.workload import Workload
 from fastdecode.cli.main import main
-from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
-HARDWARE = Hardware.load()
 # 7B of Llama 2: 6.74 G weights of 2 bytes; 2 x 32 layers x 4,096 x 2 bytes of KV a token.
 KV_7B, WEIGHTS_7B = 524_288, 13.48e9
 # 8B of Llama 3: 8.03 G weights; 8 of 32 heads have KV.
 KV_8B, WEIGHTS_8B = 131_072, 16.06e9
-
-
-def setup(
-    model: str = "Llama-2 7B", gpu: str = "A10", cpu: str = "EPYC 7452", nic: str = "100GbE",
-    *, prompt: int = 0, output: int = 1024, kv: str = "float16", **more: Any,
-) -> Setup:  # fmt: skip
-    socket = described_cpu(cpu, HARDWARE) if "," in cpu else HARDWARE.cpu(cpu)
-    worker = socket.as_gpu() if gpu == "none" else HARDWARE.gpu(gpu)
-    return Setup(
-        model_named(model), DType.FLOAT16, kv, worker, socket, HARDWARE.nic(nic),
-        Workload(prompt, output), is_without_gpu=gpu == "none", **more,
-    )  # fmt: skip
 
 
 def ask(goal: Goal | None = None, **more: Any) -> Sizing:
@@ -402,6 +388,9 @@ def test_users_in_plain_words(
         (["--users", "0"], "--users 0"),
         (["--users", "9", "--batch", "9"], "Remove --batch"),
         (["--think-time", "5"], "Give --users"),
+        (["--batch", "2", "--lanes", "3"], "--batch 2 can't be split into 3 lanes"),
+        (["--survive", "4", "--max-sockets", "4"], "--survive 4 leaves none of --max-sockets 4"),
+        (["--min-gain", "0"], "--min-gain 0.0 is not a number from"),
         (["--users", "9", "--pp", "2"], "--users is not supported with --pp"),
         (["--requests", "9", "--pp", "2"], "--requests is not supported with --pp"),
         (["--requests", "0"], "--requests 0 is not a whole number"),

@@ -32,9 +32,10 @@ def test_refusals(text: str, says: str) -> None:
         Slo.parse(text, 0.9)
 
 
-def test_attainment_is_a_part() -> None:
-    with pytest.raises(ConfigError, match="attainment=90"):
-        Slo(1.0, 1.0, 90)
+def test_one_limit_alone() -> None:
+    slo = Slo.parse("tpot=40ms", needs_both=False)
+    assert slo.is_met_by(RequestTimes(0.0, 1e9, 0.04))
+    assert not slo.is_met_by(RequestTimes(0.0, 0.0, 0.05))
 
 
 def test_both_limits_together_or_each_by_itself() -> None:

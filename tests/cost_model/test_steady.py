@@ -6,28 +6,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sizing import setup
 
-from cost_model.hardware import Hardware
-from cost_model.plans.question import Setup
-from cost_model.predict import System
-from cost_model.shapes import model_named
 from cost_model.steady import Quantity, SteadyBatch, predict_steady, scale_down
-from cost_model.workload import Workload
-from fastdecode.core.dtype import DType
-
-HARDWARE = Hardware.load()
-
-
-def system() -> System:
-    return Setup(
-        model_named("Llama-2 7B"), DType.FLOAT16, "float16", HARDWARE.gpu("A10"),
-        HARDWARE.cpu("7452"), HARDWARE.nic("100GbE"), Workload(100, 500),
-    ).system()  # fmt: skip
 
 
 def test_a_steady_step_has_the_context_and_no_prompts() -> None:
-    predicted = predict_steady(system(), SteadyBatch(64, 1, 4, 700))
-    layers, s = 32, system()
+    layers, s = 32, setup(prompt=100, output=500).system()
+    predicted = predict_steady(s, SteadyBatch(64, 1, 4, 700))
     assert predicted["s_part_s"] == pytest.approx(layers * s.s.t_of_b(64))
     assert predicted["r_part_s"] == pytest.approx(layers * s.r.r_s(16, 16 * 700))
     assert predicted["step_s"] > predicted["s_part_s"] + predicted["r_part_s"], (

@@ -7,17 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sizing import HARDWARE, setup
 
-from cost_model.hardware import Hardware
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.report import as_text
 from cost_model.plans.size import size
-from cost_model.shapes import model_named
-from cost_model.transport import TRANSPORTS
-from cost_model.workload import Workload
+from cost_model.stages import TRANSPORTS
 from fastdecode.core.dtype import DType
 
-HARDWARE = Hardware.load()
 ROUND = {name: replace(TRANSPORTS[name], thread_bytes_per_s=rate)
          for name, rate in (("zmq-encrypted", 1.5e9), ("zmq-plain", 6e9))}  # fmt: skip
 TOKEN_BYTES = 32 * (2 * 32 + 2 * 8) * 128 * 2
@@ -25,10 +22,8 @@ TOKEN_BYTES = 32 * (2 * 32 + 2 * 8) * 128 * 2
 
 
 def ask(**more: Any) -> Setup:
-    return Setup(
-        model_named("Llama-3 8B"), DType.BFLOAT16, "bfloat16", HARDWARE.gpu("H200"),
-        HARDWARE.cpu("EPYC 9654"), HARDWARE.nic("400GbE"), Workload(0, 1024), **more,
-    )  # fmt: skip
+    bfloat16 = {"dtype": DType.BFLOAT16, "kv_dtype": "bfloat16"}
+    return replace(setup("Llama-3 8B", "H200", "EPYC 9654", "400GbE"), **bfloat16, **more)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +48,8 @@ def test_threads_that_carry_a_tokens_bytes_set_the_pace(
     )
 
 
-def test_over_mpi_nothing_of_that_is_there() -> None:
-    step = ask().system().predict(256, 2, 16)
-    assert step.limit != "ZeroMQ I/O" and step.tokens_per_s > 9_155
-    assert "ZeroMQ" not in as_text(size(ask(), Goal()), explain=True)
-
-
 def test_size_names_the_threads_that_limit_it() -> None:
+    assert "ZeroMQ" not in as_text(size(ask(), Goal()), explain=True), "MPI has no such threads"
     one = replace(TRANSPORTS["zmq-encrypted"], num_threads=1)
     sizing = size(ask(transport=one), Goal(batch=512, lanes=2), HARDWARE)
     assert sizing.plan is not None and sizing.plan.expected.limit == "ZeroMQ I/O"

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cost_model.goodput.workload import Lengths, drawn, fit_trace, replayed, resampled, unit_gaps
+from cost_model.goodput.workload import (
+    Lengths,
+    drawn,
+    drawn_from,
+    fit_trace,
+    lengths_of,
+    replayed,
+    unit_gaps,
+)
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
@@ -28,7 +36,7 @@ def test_recovers_what_was_drawn(cv: float) -> None:
     fit = fit_trace(trace(gaps_seen, 3.0, cv, seed=SEED))
     assert fit.rate == pytest.approx(3.0, rel=0.02) and fit.cv == pytest.approx(cv, rel=0.05)
     assert not fit.warnings
-    drawn_again = resampled(trace(2000, 3.0, cv), fit.cv, gaps_seen, seed=SEED + 1)
+    drawn_again = drawn_from(lengths_of(trace(2000, 3.0, cv)), fit.cv, gaps_seen, seed=SEED + 1)
     requests = (TracedRequest(p, o, o, at_s) for at_s, p, o in drawn_again.at(3.0))
     assert fit_trace(RequestTrace(tuple(requests))).cv == pytest.approx(cv, rel=0.05)
     assert np.corrcoef(np.array(drawn_again.lengths).T)[0, 1] == pytest.approx(1.0)
@@ -49,12 +57,12 @@ def test_warns_of_short_traces_and_of_those_without_times() -> None:
 
 
 def test_the_same_requests_at_every_rate() -> None:
-    draw = resampled(trace(500, 3.0, 1.0), 1.0, 300, seed=5)
+    draw = drawn_from(lengths_of(trace(500, 3.0, 1.0)), 1.0, 300, seed=5)
     slow, fast = draw.at(1.0), draw.at(4.0)
     assert [each[1:] for each in slow] == [each[1:] for each in fast]
     assert [each[0] for each in slow] == pytest.approx([4 * each[0] for each in fast])
-    assert draw == resampled(trace(500, 3.0, 1.0), 1.0, 300, seed=5)
-    assert draw != resampled(trace(500, 3.0, 1.0), 1.0, 300, seed=6)
+    assert draw == drawn_from(lengths_of(trace(500, 3.0, 1.0)), 1.0, 300, seed=5)
+    assert draw != drawn_from(lengths_of(trace(500, 3.0, 1.0)), 1.0, 300, seed=6)
 
 
 def test_replay_keeps_gaps_and_order() -> None:

@@ -89,13 +89,6 @@ def _run(script: Path, *arguments: str, **environment: str) -> list[str]:
     return child.stdout.splitlines()
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "add.py"
-    path.write_text(SCRIPT)
-    return path
-
-
 def _results(lines: list[str]) -> list[str]:
     return [line for line in lines if not line.startswith("log: ")]
 
@@ -183,18 +176,18 @@ def _dispatcher() -> Any:
     return dispatcher
 
 
-def test_no_directory_can_be_written_to(script: Path) -> None:
+def test_no_directory_can_be_written_to(tmp_path: Path) -> None:
     """An install by root, and a user without a home: one line in the log, and everything runs."""
-    (script.parent / "__pycache__").write_text("a file, which hinders root as well")
-    for _ in range(2):
-        lines = _run(script, HOME=os.devnull)
-        assert _results(lines) == COMPILED
-        assert len(_log(lines)) == 1
-        assert "NUMBA_CACHE_DIR" in _log(lines)[0]
+    (script := tmp_path / "add.py").write_text(SCRIPT)
+    (tmp_path / "__pycache__").write_text("a file, which hinders root as well")
+    lines = _run(script, HOME=os.devnull)
+    assert _results(lines) == COMPILED
+    (log,) = _log(lines)
+    assert "NUMBA_CACHE_DIR" in log
 
 
-def test_a_full_disk(script: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_a_full_disk(filled: tuple[Path, Path], tmp_path: Path) -> None:
+    script, cache = filled[0], tmp_path / "cache"
     lines = _run(script, "full", NUMBA_CACHE_DIR=str(cache))
     assert _results(lines) == COMPILED
     assert len(_log(lines)) == 2 and "could not be" in _log(lines)[1]
@@ -212,11 +205,8 @@ def _flip(at: float) -> Callable[[bytes], bytes]:
 
 Damage: TypeAlias = Callable[[bytes], bytes]
 DAMAGES: dict[str, tuple[Damage, Damage]] = {
-    "empty, shorter than a checksum": (lambda content: b"", lambda content: content[:20]),
-    "half, its first byte": (lambda content: content[: len(content) // 2], _flip(0.0)),
-    "a byte short, a byte more": (lambda content: content[:-1], lambda content: content + b"x"),
-    "a bit in the middle": (_flip(0.3), _flip(0.9)),
-    "a bit at the end": (_flip(0.6), _flip(1.0)),
+    "empty, a bit in the middle": (lambda content: b"", _flip(0.3)),
+    "half, a bit at the end": (lambda content: content[: len(content) // 2], _flip(1.0)),
 }
 
 

@@ -1,15 +1,16 @@
-"""Register tiles for several queries a sequence, and what they ask of memory
-ahead of time, which no result depends on."""
+"""Register tiles, and how much of a block they read, which no result depends on."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from cpu_kernels.attention import kernel
 from cpu_kernels.dispatch import choose_variant
 from cpu_kernels.isa import LEVELS
-from cpu_kernels.layout import MAX_BLOCK_SIZE, MAX_HEAD_DIM, BlockLayout
+from cpu_kernels.layout import DTYPES, MAX_BLOCK_SIZE, MAX_HEAD_DIM, BlockLayout
 
-LINE = 64
 ROWS_16, ROWS_8 = (16, 1, 1, 1), (8, 2, 2, 2)
 
 
@@ -17,12 +18,9 @@ ROWS_16, ROWS_8 = (16, 1, 1, 1), (8, 2, 2, 2)
     ("level", "dtype", "head_dim", "block_size", "shape"),
     [
         ("avx512dot", "bfloat16", 128, 64, ROWS_8),
-        ("avx512dot", "int8", 64, 64, ROWS_8),
         ("avx512dot", "int4", 96, 64, ROWS_8),
         ("avx512dot", "bfloat16", 80, 64, ROWS_16),  # 5 vectors of V
-        ("avx512dot", "bfloat16", 112, 64, ROWS_16),
         ("avx512dot", "bfloat16", 128, 16, ROWS_16),  # a vector of tokens
-        ("avx512dot", "float32", 128, 64, ROWS_16),
         ("avx512", "bfloat16", 128, 64, ROWS_16),
         ("avx2", "bfloat16", 128, 64, (8, 1, 1, 1)),
     ],
@@ -74,3 +72,20 @@ def test_avx2_integers_hold_the_largest_sums() -> None:
     assert MAX_HEAD_DIM * 255 * eight.max_query <= 2**31 - 1
     assert MAX_BLOCK_SIZE * 128 * eight.max_weight <= 2**31 - 1
     assert max(eight.max_query, eight.max_weight) <= 2**15 - 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_is_not_read_beyond_its_tokens(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of whole vectors up to half a block; beyond it, of all tokens."""
+    for name in ("_round_up", "_tokens_to_read"):
+        monkeypatch.setattr(kernel, name, getattr(kernel, name).py_func)
+    count_scores = kernel._count_scores.py_func
+    layout = BlockLayout(8, 128, dtype)
+    job = SimpleNamespace(padded_tokens=layout.padded_tokens, block_size=layout.block_size)
+    for isa in LEVELS:
+        variant = choose_variant(layout, 4, isa, "bfloat16", ragged=False)
+        vector = 32 if variant.step_words == 16 else 16  # a step of AMX takes 32 tokens
+        for tokens in (1, 16, 17, 32):
+            count = count_scores(variant, job, tokens)
+            assert tokens <= count <= -(-tokens // vector) * vector
+        assert count_scores(variant, job, 33) <= 64 == count_scores(variant, job, 64)

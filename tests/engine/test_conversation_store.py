@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from full_disk import files_of_at_most
 
-from fastdecode.conversations.conversations import ConversationLimits, Conversations
-from fastdecode.conversations.history import History, HistoryStep, Spelled
+from fastdecode.conversations.conversations import Conversations, Keeping
 from fastdecode.conversations.store import ConversationStore
+from fastdecode.conversations.turns import History, HistoryStep, Spelled
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 
 MODEL = bytes(range(32))
@@ -33,9 +33,7 @@ class Clock:
         return self.now_s
 
 
-def opened(
-    path: Path, limits: ConversationLimits | None = None, clock: Clock | None = None
-) -> Conversations:
+def opened(path: Path, limits: Keeping | None = None, clock: Clock | None = None) -> Conversations:
     return Conversations(limits, ConversationStore(path, MODEL), clock or Clock(), lambda: DAY)
 
 
@@ -55,7 +53,7 @@ def bytes_of(path: Path) -> bytes:
 
 def tokens(conversations: Conversations, whose: str) -> list[int]:
     before = conversations.begin(whose)
-    conversations.end(whose, "", before)
+    conversations.leave(whose)
     return list(before.token_ids)
 
 
@@ -106,7 +104,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import HistoryStep
+from fastdecode.conversations.turns import HistoryStep
 from fastdecode.conversations.store import ConversationStore
 some = Conversations(None, ConversationStore(Path(sys.argv[1]), bytes(range(32)), sync_turns=3))
 number = int(sys.argv[2])
@@ -157,7 +155,7 @@ def test_what_is_forgotten_leaves_no_token_and_never_begins_anew(tmp_path: Path)
 
 def test_idle_conversations_expire_and_too_many_end_the_idlest_but_none_that_talks() -> None:
     clock = Clock()
-    some = Conversations(ConversationLimits(most=2, ttl_s=60), None, clock)
+    some = Conversations(Keeping(max_conversations=2, conversation_ttl_s=60), None, clock)
     for whose in ("a", "b"):
         clock.now_s += 1
         talk(some, whose, 1)
@@ -274,7 +272,7 @@ def test_turn_is_refused_while_earlier_ones_cannot_be_synced(tmp_path: Path) -> 
 
 
 def test_turns_continue_while_endings_cannot_be_recorded(tmp_path: Path) -> None:
-    path, clock, limits = tmp_path / "log", Clock(), ConversationLimits(ttl_s=60)
+    path, clock, limits = tmp_path / "log", Clock(), Keeping(conversation_ttl_s=60)
     some = opened(path, limits, clock)
     talk(some, "old", 1)
     clock.now_s += 61

@@ -17,12 +17,10 @@ from small_tokenizers import TOKENIZERS
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
-from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import History, HistoryStep
-from fastdecode.conversations.keeping import Keeping
-from fastdecode.conversations.open_turns import Talk
+from fastdecode.conversations.conversations import Conversations, Keeping
+from fastdecode.conversations.order import ReaderTurns
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.turns import PromptTurn, Turn, TurnPrompt
+from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
@@ -61,18 +59,6 @@ def said(output: RequestOutput) -> tuple[int, ...]:
 
 def code_of(output: RequestOutput) -> str | None:
     return None if output.error is None else output.error.code
-
-
-def test_a_turn_runs_its_new_tokens_and_the_last_drawn_one(llm: LLM) -> None:
-    history: tuple[int, ...] = ()
-    for new in prompts((40, 5, 1, 23), seed=1):
-        before = llm.stats.num_prompt_tokens
-        (output,) = llm.generate([new], GREEDY, conversation_id="a")
-        assert output.prompt_token_ids == (*history, *new)
-        assert llm.stats.num_prompt_tokens - before == len(new) + bool(history)
-        (alone,) = llm.generate([list(output.prompt_token_ids)], GREEDY, cache=PRIVATE)
-        assert alone.completions == output.completions
-        history = said(output)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +153,7 @@ def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> Non
 
 def test_what_nobody_has_used_is_not_forgotten(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     llm.forget("fresh")
-    assert "conversation 'fresh' is unknown: nothing is forgotten" in caplog.text
+    assert "conversation 'fresh' isn't open: nothing is forgotten" in caplog.text
     (output,) = llm.generate([[5, 6]], GREEDY, conversation_id="fresh")
     assert output.ok
 
@@ -214,15 +200,15 @@ def test_turns_that_are_cancelled_while_they_wait_hold_up_nobody() -> None:
     def turn(name: str) -> Turn:
         return Turn(name, "c", prompter, GREEDY)
 
-    talk = Talk(Conversations())
+    talk = ReaderTurns(Conversations())
     first, due, waiting = turn("1"), turn("2"), turn("3")
     assert [talk.waits(each) for each in (first, due, waiting)] == [False, True, True]
     talk.begin(first)
     talk.end(first, RequestOutput("1", None, (1,), (Completion(0, "", (2,), "length"),)))
-    assert talk.has_due
+    assert talk.due
     talk.cancel_waiting()
     later = turn("4")
-    assert not talk.has_due and not talk.num_waiting and not talk.waits(later)
+    assert not talk.due and not talk.num_waiting and not talk.waits(later)
     with pytest.raises(RequestError, match="earlier turn"):
         talk.begin(later)
 
@@ -270,11 +256,11 @@ class Batch:
         self._llm = llm
         self.input.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def run(self, *, resume: bool = False) -> dict[str, dict[str, Any]]:
+    def run(self, **begin: bool) -> dict[str, dict[str, Any]]:
         """custom_id → body."""
         sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
         options = JobOptions(
-            input=self.input, output=self.output, sampling=sampling, resume=resume, run_seed=5,
+            input=self.input, output=self.output, sampling=sampling, run_seed=5, **begin,
             on_error=self.on_error,
         )  # fmt: skip
         config = EngineConfig.of(self._llm.config.model, dtype="float32")
@@ -314,8 +300,8 @@ def said_of(bodies: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def test_a_batch_has_its_turns_in_order_and_goes_on_after_any_crash(
     llm: LLM, tmp_path: Path
 ) -> None:
-    """A turn is in the file beside the output before its answer is in that:
-    every state that this can leave behind is gone on with."""
+    """The turns' file gets a turn before the output gets its answer. Every state that a crash
+    can leave behind is resumed."""
     batch = Batch(tmp_path, llm, LINES)
     bodies = batch.run()
     expected = said_of(bodies)
@@ -379,10 +365,10 @@ def test_an_overwritten_output_takes_its_turns_with_it(llm: LLM, tmp_path: Path)
     batch.run()
     assert batch.turns.exists()
     batch.input.write_text(json.dumps(line("lone", None, prompt=[5, 6])) + "\n")
-    batch.run("overwrite")
+    batch.run(overwrite=True)
     assert not batch.turns.exists()
     batch.turns.write_text(batch.input.read_text())
     batch.input = batch.turns
     with pytest.raises(ConfigError, match="input and turns are the same file"):
-        batch.run("overwrite")
+        batch.run(overwrite=True)
     assert batch.turns.exists()

@@ -285,8 +285,7 @@ def test_tokens_may_come_at_any_moment(looks: int) -> None:
         assert run.run().gpu.checker.races == []
 
 
-CHUNKS = (8, 8, 4)
-"""Of a prompt of 20 tokens."""
+CHUNKS = (8, 8, 4)  # a prompt of 20 tokens
 
 
 def held_prompts(num_tokens: int, num_layers: int = 2) -> DevicePrefill:
@@ -336,8 +335,7 @@ def test_whoever_begins_anew_is_held_anew() -> None:
 
 @dataclass
 class HeldRun(Run):
-    """Every second row's prompt comes in chunks; then it decodes, as the others
-    do."""
+    """Every second row's prompt comes in chunks; then it decodes, as the others do."""
 
     num_steps: int = 4
     num_held: int = 256
@@ -378,3 +376,30 @@ def test_a_lane_of_prompts_runs_ahead_of_r_workers() -> None:
     ahead = [entry for entry in log if entry.startswith(("launch", "receive"))]
     second = ahead[ahead.index("launch A0", 1) :]
     assert second.index("receive A0") > second.index("launch A1")
+
+
+def test_places_are_nobody_elses_until_their_steps_are_over() -> None:
+    held, one, two, three = held_prompts(44), *map(sequence, (1, 2, 3))
+    steps = [run_chunk(held, one), run_chunk(held, two)]
+    assert held.num_held == 40
+    assert run_chunk(held, three) is None  # no room: R-workers attend what they have
+    (span,) = step(Chunk(three, 8)).spans
+    assert span.begin.num_queries.tolist() == [8]
+    assert run_chunk(held, three) is None
+    last = [run_chunk(held, one) for _ in CHUNKS[1:]][-1]
+    assert held.num_held == 40  # its last step continues
+    del last, steps
+    assert held.num_held == 20
+    four, begun = sequence(4), None
+    begun = run_chunk(held, four)
+    assert begun is not None and held.num_held == 40
+    slots = [slots.tolist() for _, slots in begun._stored]
+    assert slots == [list(range(8))]  # where the first one was
+
+
+def test_a_step_with_one_that_isnt_held_is_attended_as_ever() -> None:
+    held, one, other = held_prompts(20), sequence(1), sequence(2)
+    run_chunk(held, one)
+    other.num_cached = 8
+    assert held.begin(step(Chunk(one, 8), Chunk(other, 8))) is None
+    assert held.num_held == 0

@@ -3,23 +3,28 @@ that share out the KV heads make of their members' answers and reports."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from stream_suite import hello_for
+from values import replace
 
 from fastdecode import LLM
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import Shard
+from fastdecode.core.spec import KVSpec, Shard
+from fastdecode.engine.fleet import resharing as resharing_module
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
-from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.resharing import GROUP, in_heads, share_heads
+from fastdecode.engine.fleet.pending import Deadlines
+from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
+from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import Moved, Stocked
@@ -29,6 +34,7 @@ from fastdecode.wire.messages import (
     AttendResult,
     BeginStep,
     FromRWorker,
+    Hello,
     OpenSequence,
     ToRWorker,
     Welcome,
@@ -54,7 +60,7 @@ def test_who_is_greeted(options: dict[str, Any], line: str, llama: str) -> None:
 
 
 def group_of(num_members: int) -> tuple[GroupPool, list[Any]]:
-    """That shares out two query heads and a KV head a member; and the other ends."""
+    """Return a group with two query heads and a KV head per member, and the other ends."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     peers = [
         connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1]
@@ -197,7 +203,7 @@ def timed_pool(
 
 
 def everything(pool: WorkerPool, num_answers: int) -> list[int]:
-    """Who answered, until so many have answered or been given up."""
+    """Receive until ``num_answers`` R-workers have answered or are lost. Return the former."""
     answered = []
     while len(answered) + len(pool.lost) < num_answers:
         received = pool.receive()
@@ -289,3 +295,76 @@ def test_what_a_lost_worker_said_before_is_no_answer_that_is_owed() -> None:
     assert made.receive() is None and list(made.lost) == [1] and made.is_owed
     made.lose(HolderId(0), WorkerError("R-worker 0 sent nonsense before"))
     assert not made.is_owed
+
+
+class Device:
+    """A cache that answers at once, beside two R-workers."""
+
+    peer = "the device"
+    heard_s = None
+    is_open = True
+
+    def __init__(self) -> None:
+        self._answers: deque[FromRWorker] = deque()
+
+    def send(self, message: ToRWorker) -> None:
+        assert isinstance(message, OpenSequence)
+        self._answers.append(Accepted(message.sequence_id))
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        return self._answers.popleft()
+
+    def poll(self) -> FromRWorker | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_members_without_the_memory_for_all_heads_are_greeted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With replicas; then the group is not sure to come back any more."""
+
+    def no_memory(*_: Any) -> int:
+        raise ConfigError("there is no memory for replicas")
+
+    monkeypatch.setattr(resharing_module, "most_blocks", no_memory)
+    fleet, peers = group_of(2)
+    resharing = Resharing(fleet, hello_for(KVSpec(1, 2, 8, DType.FLOAT32, 16)), Deadlines(5.0, 5.0))
+    resharing.keep_replicas(lambda: True)
+    peers[1].close()
+    fleet.look()
+    fleet.take_losses()
+    assert resharing.timeout_s == math.inf
+    assert resharing.look([GROUP]) == {}
+    assert isinstance(peers[0].poll(), Hello)
+    peers[0].send(Welcome("r0", 9, 16, 1))
+    for _ in range(3):
+        assert resharing.look([GROUP]) == {}
+    assert resharing.timeout_s == 0.0 and peers[0].poll() is None
+    assert not fleet.is_greeting
+
+
+def test_answers_of_a_device_are_kept_while_the_heads_are_shared_anew() -> None:
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
+    fleet = in_heads(MixedPool(hub, timeout_s=5.0, device=Device()))
+    shares = share_heads(4, 2, 2)
+    fleet.groups[0].begin({HolderId(i): Shard(share) for i, share in enumerate(shares)})
+    device = HolderId(1)
+    assert fleet.holders == [GROUP, device]
+    peers[0].close()
+    fleet.send(GROUP, OpenSequence(4, 100))
+    while not fleet.gone:
+        assert fleet.receive(most_s=0.0) is None
+    assert [holder for holder, _ in fleet.take_losses()] == [GROUP]
+    hello = hello_for(KVSpec(1, 2, 8, DType.FLOAT32, 16))
+    resharing = Resharing(fleet, hello, Deadlines(5.0, 5.0))
+    for sequence in (5, 6, 7):
+        fleet.send(device, OpenSequence(sequence, 100))
+    for _ in range(4):
+        assert resharing.look([GROUP]) == {}
+    assert fleet.is_owed and fleet.is_owed_at_once
+    assert [fleet.receive() for _ in range(3)] == [(device, Accepted(x)) for x in (5, 6, 7)]
+    assert not fleet.is_owed_at_once

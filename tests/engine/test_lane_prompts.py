@@ -107,3 +107,30 @@ def test_a_prompt_stage_reports_when_all_is_stored() -> None:
     stored[0] = True
     assert passage.can_go_on and passage.go_on() is not None
     assert done == ["passed on", "reported"]
+
+
+def missing(prompts: LanePrompts, row: tuple[int, int, int, int], lane: int) -> list[int]:
+    """The tokens that a step fetches first."""
+    begun = prompts.begin(batch(row, lane=lane))
+    assert begun is not None
+    _, past = begun
+    if past is None:
+        return []
+    asked = list(past.questions(lane))
+    assert {(one.lane, *one.sequence_ids.tolist(), one.holder) for one in asked} == {
+        (lane, row[0], abs(row[1]) % 10)
+    }
+    runs = [(int(one.first_tokens[0]), int(one.num_tokens[0])) for one in asked]
+    return [x for first, count in runs for x in range(first, first + count)]
+
+
+def test_what_is_not_in_the_room_is_fetched(prompts: LanePrompts) -> None:
+    """No sequence's K and V are read as another's."""
+    lane = FIRST_LANE
+    assert not missing(prompts, (9, GOES_ON, 0, 8), lane)
+    assert missing(prompts, (9, ENDS, 8, 4), lane + 1) == list(range(8))
+    assert not missing(prompts, (9, ENDS, 7, 4), lane), "a step that counts no more was behind"
+    assert missing(prompts, (9, GOES_ON, 14, 2), lane) == [11, 12, 13]
+    assert not missing(prompts, (7, GOES_ON, 0, 6), lane)
+    assert missing(prompts, (9, ENDS, 16, 2), lane) == list(range(16))
+    assert missing(prompts, (7, ENDS, 6, 2), lane) == list(range(6))

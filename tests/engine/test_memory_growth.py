@@ -104,7 +104,7 @@ def test_a_closed_engine_leaves_no_weights(
 OPTIONS = {"r_threads": 1, "kv_memory_gb": 0.01}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_frozen() -> Iterator[None]:
     """As in a process that only has an engine (see ``pytest_collection_finish``)."""
     gc.unfreeze()
@@ -117,6 +117,7 @@ class Node:
         self.itself = self
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_an_open_engine_is_left_out_of_collections(llama: str) -> None:
     garbage = weakref.ref(Node())
     with LLM(llama, **OPTIONS) as llm:
@@ -130,6 +131,7 @@ def test_an_open_engine_is_left_out_of_collections(llama: str) -> None:
     assert gc.get_freeze_count() == 0, "a closed engine may be collected"
 
 
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_objects_that_others_froze_stay_frozen(llama: str) -> None:
     """The application's, and those of an engine that is still open."""
     with LLM(llama, **OPTIONS):

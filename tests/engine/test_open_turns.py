@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import History, HistoryStep
-from fastdecode.conversations.open_turns import OpenTurn, OpenTurns
+from fastdecode.conversations.order import OpenTurn, OpenTurns
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.turns import PromptTurn, Turn
+from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.codec import TextCodec
 
@@ -62,7 +61,7 @@ async def begun(opened: OpenTurn) -> tuple[int, ...]:
 
 
 async def answer(opened: OpenTurn) -> None:
-    await opened.hear([Delta("r", 0, "x", (9,)), Delta("r", 0, "y", (9,), None, "stop")])
+    await opened.add([Delta("r", 0, "x", (9,)), Delta("r", 0, "y", (9,), None, "stop")])
 
 
 def test_each_begins_when_the_one_before_it_is_over_and_others_go_on() -> None:
@@ -126,18 +125,3 @@ def test_a_turn_that_can_not_be_kept_has_failed(tmp_path: Path) -> None:
         assert await begun(arrive(turns, 3)) == (3,)
 
     run(test, FullDisk(tmp_path / "turns.log", bytes(32)))
-
-
-def test_what_is_forgotten_is_over_at_once() -> None:
-    async def test(turns: OpenTurns) -> None:
-        first, second = arrive(turns, 1), arrive(turns, 2)
-        assert await begun(first) == (1,)
-        assert await turns.forget("c") and not await turns.forget("c")
-        await answer(first)
-        assert await second.is_due is None
-        with pytest.raises(RequestError, match="the conversation is over"):
-            await second.begin()
-        second.leave(has_failed=True)
-        assert not await turns.forget("nobody")
-
-    run(test)

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import FEW_FAMILIES, prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import CacheUse, RequestOutput
@@ -60,8 +60,7 @@ def tokens_of(outputs: list[RequestOutput]) -> Said:
 
 
 def script(llm: LLM, cache: CacheUse = ANYBODY) -> Said:
-    """Requests that begin alike, the same again, and turns that go on from
-    their answers."""
+    """Requests that begin alike, the same again, and turns that go on from their answers."""
     (common,) = prompts((COMMON,), seed=3)
     asked = [common + own for own in prompts(OWN, seed=4)]
     first = llm.generate([*asked, asked[2]], [*[GREEDY] * len(asked), DRAWN], cache=cache)

@@ -19,8 +19,13 @@ from tokenizers import Tokenizer, models
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
-from fastdecode.conversations.reuse import why_none, why_none_of
-from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn
+from fastdecode.conversations.turns import (
+    ChatTurn,
+    PromptTurn,
+    Turn,
+    no_reuse_warning,
+    why_no_reuse,
+)
 from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
@@ -176,6 +181,12 @@ def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -
     assert next(stream).request_id == "short"
     stream.close()  # "long" is forgotten, and its blocks are free again
     assert [o.request_id for o in llm.stream(arrivals())] == ["short", "long"]
+
+
+def test_a_request_of_another_kind_is_refused(llm: LLM) -> None:
+    requests: Any = [{"prompt": "a"}]
+    with pytest.raises(ConfigError, match="PromptRequest objects, not dict"):
+        list(llm.stream(requests))
 
 
 def test_bad_options_are_named() -> None:
@@ -336,9 +347,9 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
     ],
 )
 def test_when_nothing_is_reused(options: dict[str, Any], says: str) -> None:
-    why = why_none(EngineConfig.of("a model", **options))
+    why = why_no_reuse(EngineConfig.of("a model", **options))
     assert says in why and bool(why) is bool(says)
-    assert "cache is off" in why_none_of(CacheUse(is_off=True), why) or says
+    assert "cache is off" in no_reuse_warning(why, CacheUse(is_off=True)) or says
 
 
 def test_in_python(llama: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 pytest.importorskip("jsonschema", reason="needs the extra 'test'")
 
-from mpi_launch import mpirun, needs_mpi, open_mpi_options
+from mpi_launch import mpirun, needs_mpi
 from mpi_launch import run as mpi_run
 from structured_runs import OPTIONS, check_lines, random_asked, run, save_model, write_lines
 from trouble import crash_after
@@ -90,7 +90,7 @@ def test_answers_of_two_s_workers_that_act_as_one(model: str, tmp_path: Path) ->
     generate = ["generate", "--model", model, "--dtype", "float32", "--tp", "2"]
     generate += ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     fastdecode = [sys.executable, "-m", "fastdecode.cli.main"]
-    ranks = [mpirun(), *open_mpi_options(), "-n", "2", *fastdecode, *generate, ":"]
+    ranks = [*mpirun(2), *fastdecode, *generate, ":"]
     outcome = mpi_run(
         [*ranks, "-n", "2", *fastdecode, "r-worker", "--kv-memory-gb", "0.02"], timeout_s=300
     )

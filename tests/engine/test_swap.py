@@ -107,8 +107,7 @@ def test_what_forks_copy_has_room(llama: str, monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass
 class Seen:
-    """What one stage's swapped KV was asked for, and what a simple count makes
-    of it."""
+    """What one stage's swapped KV was asked for, and what a simple count makes of it."""
 
     swap: SwappedKV
     log: list[tuple[str, int]] = field(default_factory=list)

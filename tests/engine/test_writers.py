@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages_for_tests import to_r_worker
 from numpy.typing import NDArray
 from values import replace
 
@@ -141,7 +142,7 @@ def test_last_words_are_passed_on() -> None:
 
 def test_the_first_stage_has_no_orders_for_r_workers() -> None:
     with pytest.raises(ProtocolError, match="StorePrompt"):
-        Peers().reports.obey(StorePrompt.__new__(StorePrompt))
+        Peers().reports.obey(next(x for x in to_r_worker() if isinstance(x, StorePrompt)))
 
 
 def rows(*members: tuple[int, int, int, int]) -> NDArray[np.int32]:

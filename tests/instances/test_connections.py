@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
 from messages_for_tests import INSTANCE_WELCOME
+from values import replace
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, WorkerError

@@ -51,8 +51,7 @@ def test_roles_flip_under_load(model: str, one: LLM) -> None:
 
 
 class Planned:
-    """In the place of ``Planner``: keeps the question, and gives the answer that a
-    test wants."""
+    """In the place of ``Planner``: keeps the question, and gives the answer that a test wants."""
 
     def __init__(self, best: Roles, gain: float) -> None:
         self.asked: list[RoleQuestion] = []
@@ -217,8 +216,7 @@ def test_a_planner_ends_with_its_controller() -> None:
 
 
 def question() -> RoleQuestion:
-    from cost_model.goodput.measured import LinearTimes
-    from cost_model.goodput.replanning import InstanceProfile, TrafficSample
+    from cost_model.goodput.replanning import InstanceProfile, LinearTimes, TrafficSample
     from cost_model.goodput.slo import Slo
 
     alike = InstanceProfile(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4, 1e-6), 512, 10_000, 64)

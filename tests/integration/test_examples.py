@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
+from mpi_launch import mpirun, needs_mpi, run
 
 from examples import TRIES_ALL
 
@@ -64,7 +64,7 @@ def test_a_program(
 def test_a_script_as_an_mpi_job() -> None:
     """The other ranks are its R-workers."""
     script = str(EXAMPLES / "offline_batch.py")
-    output = _run(mpirun(), *open_mpi_options(), "-n", "3", sys.executable, script)
+    output = _run(*mpirun(3), sys.executable, script)
     assert output.count(PROMISED["offline_batch.py"]) == 1
     assert "R-workers 2/2" in output
 
@@ -77,7 +77,7 @@ def test_a_script_as_an_mpi_job() -> None:
 def test_a_system_that_is_an_mpi_job(name: str, num_ranks: int) -> None:
     script = [sys.executable, str(EXAMPLES / "systems.py"), "--of", name]
     plain = _run(*script[:-1], "plain").split("\n")
-    said = _run(mpirun(), *open_mpi_options(), "-n", str(num_ranks), *script).split("\n")
+    said = _run(*mpirun(num_ranks), *script).split("\n")
     assert len(said[-5:-1]) == 4 and said[-5:-1] == plain[-5:-1]
 
 

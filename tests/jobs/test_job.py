@@ -154,7 +154,7 @@ def test_without_grace_the_first_interrupt_is_as_good_as_the_second() -> None:
 
 CAUGHT_IN_TIME = """
 import signal, sys
-from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.host.processes import interrupt
 signal.signal(signal.SIGTERM, interrupt)
 try:
     exec("signal.raise_signal(signal.SIGTERM)")

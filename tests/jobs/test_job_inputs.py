@@ -136,6 +136,8 @@ def test_shards_together_answer_each_line_once(
     found = merge([job.output for job in reversed(jobs)], merged)
     num_lines = len(list(filter(None, lines)))
     assert (found.num_answers, found.num_failed, found.num_missing) == (num_lines, 0, 0)
+    first = merge([jobs[0].output], tmp_path / "first.jsonl", partial=True)
+    assert (first.num_missing, first.missing_shards) == (0, 2)
     merge([whole.output], tmp_path / "whole.jsonl")
     assert _contents(merged) == _contents(tmp_path / "whole.jsonl")
     ids = [_id(json.loads(line)) for line in filter(None, lines)]
@@ -213,7 +215,7 @@ def test_outputs_that_dont_belong_together_are_not_merged(
     with pytest.raises(ConfigError, match="are both shard 1/2"):
         merge([jobs[0].output, jobs[0].output], merged)
     jobs[1].output.write_bytes(b"{}\n" + jobs[1].output.read_bytes())
-    with pytest.raises(ConfigError, match=r"line 1 of .* is no answer of the run"):
+    with pytest.raises(ConfigError, match=r"line 1 of .* is not an answer of the run"):
         merge([job.output for job in jobs], merged)
     answers = jobs[0].output.read_bytes().splitlines(keepends=True)
     jobs[0].output.write_bytes(b"".join([*answers[:-1], answers[0]]))

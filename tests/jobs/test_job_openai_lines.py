@@ -36,7 +36,7 @@ from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
-from fastdecode.server.link import Deltas, Submit, from_json, to_json
+from fastdecode.server.link import Deltas, Packing, Submit
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chats import MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
@@ -548,5 +548,6 @@ def test_a_servers_engine_is_told_and_tells_the_same() -> None:
     use = CacheUse(is_off=True, salt="tenant")
     asked = Submit((Request("x", (1, 2), SamplingParams(), 4, 7, use),))
     told = Deltas((Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3),))
+    packing = Packing()
     for message in (asked, told):
-        assert from_json(json.loads(json.dumps(to_json(message)))) == message
+        assert packing.parsed(packing.packed(message)[4:]) == message

@@ -182,10 +182,10 @@ def test_an_output_that_somebody_changed_is_refused(make_job: Callable[..., Job]
     raw = job.output.read_bytes().splitlines(keepends=True)
     number = job.answers[-1]["id"].rpartition("_")[2].encode() + b'"'
     cases = {
-        "no answer": [*raw[:3], b"half a li\n", *raw[3:]],
+        "line 4 of .* is not an answer": [*raw[:3], b"half a li\n", *raw[3:]],
         "second time": [*raw, raw[0]],
-        "is no answer of the run": [raw[0].replace(b"batch_req_", b"batch_req_0"), *raw[1:]],
-        "1 of .* is no answer of the run": [b'{"id": "batch_req_x"}\n', *raw],
+        "is not an answer of the run": [raw[0].replace(b"batch_req_", b"batch_req_0"), *raw[1:]],
+        "1 of .* is not an answer of the run": [b'{"id": "batch_req_x"}\n', *raw],
         "answers line 31 ": [*raw[:-1], raw[-1].replace(b"_" + number, b'_31"', 1)],
         "not in shard 1/1": [*raw[:-1], raw[-1].replace(b"_" + number, b'_%d"' % 10**15, 1)],
     }

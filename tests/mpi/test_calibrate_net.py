@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from mpi_launch import FASTDECODE, mpirun, needs_mpi, open_mpi_options, run
+from mpi_launch import FASTDECODE, mpirun, needs_mpi, run
 
 from fastdecode.cli.main import main
 from fastdecode.core.measurement import NetProfile, read_profile
@@ -18,7 +18,7 @@ def test_from_two_ranks_to_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "net.json"
     calibrate = ["calibrate", "net", "--model", "Llama-3 8B", "--out", str(out)]
     calibrate += ["--batches", "1,32", "--repeats", "2"]
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *calibrate, ":"]
+    command = [*mpirun(1), *FASTDECODE, *calibrate, ":"]
     outcome = run(
         [*command, "-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.05"], timeout_s=120
     )

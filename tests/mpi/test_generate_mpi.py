@@ -21,16 +21,7 @@ from checkpoints import FAMILIES
 from families import save_tiny
 from generate_jobs import answers_alone, write_requests
 from limited_steps import StepLimit
-from mpi_launch import (
-    FASTDECODE,
-    Running,
-    has_text,
-    mpirun,
-    needs_mpi,
-    open_mpi_options,
-    run,
-    running,
-)
+from mpi_launch import FASTDECODE, Running, has_text, mpirun, needs_mpi, run, running
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
@@ -83,7 +74,7 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> MakeJob:
         options_of_model = ["--model", str(path), "--dtype", "float32", "--prefill-chunk", "16"]
         options_of_model += model_options.split()
         fastdecode = FASTDECODE if limit is None else limit.fastdecode
-        command = [mpirun(), *open_mpi_options(btl), "-n", str(num_s), *fastdecode, "generate"]
+        command = [*mpirun(num_s, btl=btl), *fastdecode, "generate"]
         command += [*options_of_model, "--input", str(source), "--output", str(output)]
         command += ["--exit-code-file", str(tmp_path / "exit_code"), *options.split()]
         if num_r:

@@ -8,15 +8,18 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
-from generate_jobs import answers_alone, write_requests
+from generate_jobs import GenerateJob, job_of
 from limited_steps import StepLimit
 from mpi_launch import FASTDECODE, needs_mpi, run, running
 
 from fastdecode.cli.main import main
 
+Asked: TypeAlias = Callable[[int], GenerateJob]
 HOSTS = ("s0", "r0", "r1")
 NETWORK = "10.77.0.0/24"
 
@@ -86,27 +89,12 @@ def net() -> Iterator[Net]:
 
 
 @pytest.fixture
-def asked(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
-) -> Callable[[int], tuple[list[str], Path, str]]:
-    """``asked(max_tokens)``: a command, its output file, and what is to be in
-    it."""
-
-    def make(max_tokens: int) -> tuple[list[str], Path, str]:
-        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        write_requests(source, max_tokens)
-        model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
-        model += ["--prefill-chunk", "16"]
-        command = ["generate", *model, "-i", str(source), "-o", str(output)]
-        return command, output, answers_alone(source, *model)
-
-    return make
+def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
+    return partial(job_of, tmp_path, tiny_checkpoint("llama"))
 
 
 @needs_mpi
-def test_mpi_over_three_hosts(
-    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
-) -> None:
+def test_mpi_over_three_hosts(net: Net, asked: Asked, tmp_path: Path) -> None:
     command, output, expected = asked(40)
     agent = tmp_path / "agent"
     agent.write_text(AGENT.format(prefix=net.prefix))
@@ -119,11 +107,11 @@ def test_mpi_over_three_hosts(
     assert "rank 1 on r0" in outcome.output and "rank 2 on r1" in outcome.output
     outcome = run(net.at("s0", *FASTDECODE, *launch, *command))
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-    assert output.read_text() == expected
+    assert output.read_text() == expected()
 
 
 def test_a_host_that_is_cut_off_changes_no_token(
-    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path, limit: StepLimit
+    net: Net, asked: Asked, tmp_path: Path, limit: StepLimit
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
     command, output, expected = asked(60)
@@ -144,7 +132,7 @@ def test_a_host_that_is_cut_off_changes_no_token(
         limit.lift()
         outcome = s0.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
-        assert output.read_text() == expected
+        assert output.read_text() == expected()
         assert f"R-worker {addresses['r0']} is lost" in outcome.output
         for worker in (r0, r1):  # one has lost its S-worker, the other was told that all is done
             outcome = worker.wait()

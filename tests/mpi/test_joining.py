@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_launch import FASTDECODE, Running, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import FASTDECODE, Running, mpirun, needs_mpi, run, running
 
 pytestmark = needs_mpi
 
@@ -26,7 +26,7 @@ REQUIRED += ["--output", "/nonexistent/out"]
 def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
     s_worker: list[str], r_worker: list[str], code: int, told: str
 ) -> None:
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *REQUIRED, *s_worker, ":"]
+    command = [*mpirun(1), *FASTDECODE, *REQUIRED, *s_worker, ":"]
     outcome = run([*command, "-n", "2", *FASTDECODE, "r-worker", *r_worker], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (code, []), outcome
     assert told in outcome.output and "Traceback" not in outcome.output
@@ -34,7 +34,7 @@ def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
 
 def test_ranks_with_one_bad_command_say_it_once() -> None:
     command = [*FASTDECODE, *REQUIRED, "--top-p", "7"]
-    outcome = run([mpirun(), *open_mpi_options(), "-n", "3", *command], timeout_s=120)
+    outcome = run([*mpirun(3), *command], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
     assert outcome.output.count("--top-p 7") == 1, outcome
 
@@ -50,7 +50,7 @@ print("joined:", MPI.Query_thread() == MPI.THREAD_SERIALIZED)
 
 def test_mpi_is_joined_by_us_and_not_by_whoever_loads_it() -> None:
     """For threads that take turns: where all may call at once, jobs have hung."""
-    outcome = run([mpirun(), *open_mpi_options(), "-n", "2", sys.executable, "-c", THREADS])
+    outcome = run([*mpirun(2), sys.executable, "-c", THREADS])
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     told = sorted(outcome.output.splitlines())
     assert told == ["joined: True", "joined: True", "loaded: False", "loaded: False"]
@@ -75,7 +75,7 @@ joining.join()
 
 
 def meet(trouble: str) -> list[str]:
-    return [mpirun(), *open_mpi_options(), "-n", "3", sys.executable, "-c", MEET, trouble]
+    return [*mpirun(3), sys.executable, "-c", MEET, trouble]
 
 
 def test_a_rank_that_has_ended_is_noticed() -> None:
@@ -129,7 +129,7 @@ meet_ranks(Values(config=config, ranks=StageRanks(1, 2, 0), device=torch.device(
 
 def test_an_s_worker_that_is_stopped_before_they_have_met_ends_the_job() -> None:
     """Others of its stage would wait for it for ten minutes."""
-    command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable, "-c", STOPPED]
+    command = [*mpirun(2), sys.executable, "-c", STOPPED]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     named = r"the MPI job can't begin: rank 1 \(process \d+\) has been stopped before it joined"
@@ -141,7 +141,7 @@ def test_a_job_ends_though_ranks_hang(what: str) -> None:
     """Open MPI's launcher, asked to end two, doesn't; of one that was stopped at
     the very end nobody tells it."""
     script = str(Path(__file__).with_name("ranks") / "hanging.py")
-    command = [mpirun(), *open_mpi_options(), "-n", "4", sys.executable, script, what]
+    command = [*mpirun(4), sys.executable, script, what]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 

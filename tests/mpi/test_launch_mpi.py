@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from mpi_launch import FASTDECODE, mpirun, needs_mpi, open_mpi_options, run
+from mpi_launch import FASTDECODE, mpirun, needs_mpi, run
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpi import joining, launcher
@@ -69,7 +69,7 @@ def test_an_error_of_the_s_worker_ends_a_job_without_fault_tolerance() -> None:
         "--output",
         "/a/b",
     ]
-    command = [mpirun(), *open_mpi_options()[2:], "-n", "1", *FASTDECODE, *generate]
+    command = [*mpirun(1, with_ft=False), *FASTDECODE, *generate]
     command += [":", "-n", "2", *FASTDECODE, "r-worker"]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
@@ -78,9 +78,7 @@ def test_an_error_of_the_s_worker_ends_a_job_without_fault_tolerance() -> None:
 
 @needs_mpi
 def test_an_r_worker_may_not_be_the_first_rank() -> None:
-    outcome = run(
-        [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, "r-worker"], timeout_s=120
-    )
+    outcome = run([*mpirun(2), *FASTDECODE, "r-worker"], timeout_s=120)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome
     assert "started as rank 0" in outcome.output
 
@@ -105,7 +103,7 @@ hub.close()
 @needs_mpi
 @pytest.mark.parametrize(("rank", "told"), [(0, "the S-worker (rank 0)"), (1, "R-worker rank 1")])
 def test_a_rank_that_crashes_before_it_connects_keeps_nobody_waiting(rank: int, told: str) -> None:
-    command = [mpirun(), *open_mpi_options(), "-n", "3", sys.executable, "-c", CRASH, str(rank)]
+    command = [*mpirun(3), sys.executable, "-c", CRASH, str(rank)]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code is not None and not outcome.orphans, outcome
     assert "a mistake" in outcome.output and f"told: {told}" in outcome.output, outcome.output

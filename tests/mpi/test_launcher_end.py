@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
+from mpi_launch import mpirun, needs_mpi, run
 
 from fastdecode.wire.mpi import launcher, launcher_end
 from fastdecode.wire.mpi.launcher_end import end, ranks_of, see_off, wait_for
@@ -140,5 +140,5 @@ def test_a_rank_that_is_stopped_after_rank_0_has_ended_is_not_waited_for() -> No
 
 @needs_mpi
 def test_a_rank_knows_its_launcher() -> None:
-    outcome = run([mpirun(), *open_mpi_options(), "-n", "1", sys.executable, "-c", NAMED])
+    outcome = run([*mpirun(1), sys.executable, "-c", NAMED])
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output

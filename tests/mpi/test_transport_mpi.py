@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import Outcome, mpirun, needs_mpi, run, running
 
 from examples import TRIES_ALL
 
@@ -22,7 +22,7 @@ def run_ranks(file: str, num_ranks: int, btl: str = "self,sm", *options: str) ->
     """Runs tests/mpi/ranks/FILE in an MPI job."""
     with running(["sleep", "0"]) as scratch:  # for a short private directory
         socket = str(scratch.directory / "puppets")
-        command = [mpirun(), *open_mpi_options(btl), "-n", str(num_ranks)]
+        command = mpirun(num_ranks, btl=btl)
         command += [sys.executable, str(RANKS / "main.py"), str(RANKS / file), socket, *options]
         return run(command, timeout_s=120.0)
 
@@ -38,7 +38,7 @@ def test_the_transport_suite(btl: str) -> None:
 
 
 def test_r_workers_that_read_each_other() -> None:
-    command = [mpirun(), *open_mpi_options(), "-n", "3", sys.executable]
+    command = [*mpirun(3), sys.executable]
     outcome = run([*command, str(RANKS / "doors.py")], timeout_s=120.0)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert outcome.output.count("has read and been read") == 2, outcome.output
@@ -84,7 +84,7 @@ def test_r_workers_end_when_the_s_worker_dies() -> None:
 
 
 def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
-    command = [mpirun(), *open_mpi_options(), "-n", "2"]
+    command = mpirun(2)
     with running([*command, sys.executable, str(RANKS / "stopped_launcher.py")]) as job:
         launcher = psutil.Process(job.pid)
         job.wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED)
@@ -97,7 +97,7 @@ def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
 
 def test_s_workers_that_wait_for_one_that_never_comes() -> None:
     """They are told why, and don't wait for ever."""
-    command = [mpirun(), *open_mpi_options(), "-n", "2", sys.executable, str(RANKS / "meeting.py")]
+    command = [*mpirun(2), sys.executable, str(RANKS / "meeting.py")]
     outcome = run(command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     for line in (

@@ -28,8 +28,7 @@ from rworker.worker import WorkerThread, start_worker_thread
 Losses = dict[str, int]
 ONE: list[Losses] = [{"s1-r1": 30}, *[{"r1": 30}, {"s1-r0": 9}, {"r0": 25}] * TRIES_ALL]
 TWO: list[Losses] = [{"r0": 30, "s1-r1": 36}, *[{"r0": 30, "s1-r0": 30}] * TRIES_ALL]
-"""Layers that R-workers attend before they are lost. Column w is R-worker w of
-each stage."""
+"""Layers that R-workers attend before they are lost. Column w is R-worker w of each stage."""
 
 
 @pytest.mark.parametrize("lost", ONE + TWO, ids=str)

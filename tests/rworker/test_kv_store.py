@@ -102,6 +102,15 @@ def test_closing_the_parent_returns_the_promised_copy() -> None:
     assert store.append(ids(2), counts(1)).copy_sources.size == 0
 
 
+def test_a_shared_tail_that_is_kept_is_no_longer_its_sequences() -> None:
+    store = KVStore(4, 4)
+    store.open(1, 4)
+    store.append(ids(1), counts(2))
+    store.fork(1, 2, 2, 4)
+    store.close(1, b"k" * 16)
+    store.check_invariants()
+
+
 def test_ids_that_are_not_open_are_refused() -> None:
     store = KVStore(4, 4)
     store.open(1, 4)

@@ -1,5 +1,4 @@
-"""A link that gets into trouble: its cache has no replica any more, and nothing
-else happens."""
+"""A link that gets into trouble: its cache has no replica any more, and nothing else happens."""
 
 from __future__ import annotations
 

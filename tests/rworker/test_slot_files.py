@@ -1,5 +1,4 @@
-"""Kept blocks in a file of slots: found again, never wrong, never more than the
-quota."""
+"""Kept blocks in a file of slots: found again, never wrong, never more than the quota."""
 
 from __future__ import annotations
 

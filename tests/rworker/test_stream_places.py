@@ -1,5 +1,4 @@
-"""The stream suite, on this machine: memory, a file, an R-worker's thread, one
-at an address."""
+"""The stream suite, on this machine: memory, a file, an R-worker's thread, one at an address."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What breaks the protocol of chunks, and files that can't be trusted, change
-nothing."""
+"""What breaks the protocol of chunks, and files that can't be trusted, change nothing."""
 
 from __future__ import annotations
 

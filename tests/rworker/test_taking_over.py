@@ -37,8 +37,7 @@ REPLICA = replace(HELLO, holder=0, session=SESSION, max_blocks=12, role=Role.NEI
 
 
 class Peers(Worker):
-    """A worker with an S-worker that has its own cache, and a neighbour that
-    keeps a replica."""
+    """A worker with an S-worker that has its own cache, and a neighbour that keeps a replica."""
 
     def __init__(self) -> None:
         super().__init__(KV_BYTES)

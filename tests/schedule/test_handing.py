@@ -1,5 +1,4 @@
-"""Sequences that go on elsewhere, and those that come from there: a lifecycle by
-itself."""
+"""Sequences that go on elsewhere, and those that come from there: a lifecycle by itself."""
 
 from __future__ import annotations
 

@@ -30,6 +30,16 @@ def test_equal_lengths_may_use_what_an_even_stagger_uses() -> None:
     assert limit_at(500 + 10 * length) >= length, "one more always fits"
 
 
+def test_the_limit_never_rises_with_the_horizon() -> None:
+    rng = random.Random(3)
+    lengths = [(first := rng.randint(1, 50), first + rng.randint(0, 80)) for _ in range(200)]
+    limit_at = learnt(lengths).limit_for(MicroBatch(1, 60, 0, 10), 2000)
+    limits = [limit_at(step) for step in range(150)]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[0] == 2000
+    assert limits[-1] == pytest.approx(max(target for _, target in lengths) * 1.5)
+
+
 def test_where_sequences_end_early_nothing_is_left_on_purpose() -> None:
     headroom = learnt([(1, 100)] * 40)
     for _ in range(400):

@@ -82,41 +82,35 @@ def ask(control: LoadControl, wish: Wish, now: int) -> int:
     return control.earliest_start(wish.at(now))
 
 
-def check_against_brute_force(wanted: list[Wish], slack: int) -> None:
-    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+def filled(wanted: list[Wish], limit: int) -> tuple[LoadControl, BruteForce]:
+    """Start each micro-batch as early as it may."""
     control, brute = LoadControl(limit), BruteForce(limit)
     for wish in wanted:
         start = ask(control, wish, wish.arrival)
         assert start == brute.earliest_start(wish, wish.arrival)
         control.add(wish.at(start))
         brute.add(wish.at(start))
-    assert control.peak() == max(brute.load.values()) <= limit
+    return control, brute
+
+
+def most(wanted: list[Wish]) -> int:
+    return max(w.num_sequences * w.target_length for w in wanted)
+
+
+@settings(max_examples=examples(4000, share=8), deadline=None)
+@given(wishes(same_length=True) | wishes() | wishes(with_prompts=True), st.integers(0, 150))
+def test_micro_batches_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
+    """Equal lengths, mixed ones, and those of cached prompts."""
+    control, brute = filled(wanted, most(wanted) + slack)
+    assert control.peak() == max(brute.load.values()) <= control.limit
     for step in range(max(brute.load) + 2):
         assert control.load_at(step) == brute.load[step]
-
-
-@settings(max_examples=examples(1000), deadline=None)
-@given(wishes(same_length=True), st.integers(0, 100))
-def test_equal_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
-    check_against_brute_force(wanted, slack)
-
-
-@settings(max_examples=examples(2000, share=8), deadline=None)
-@given(wishes(), st.integers(0, 150))
-def test_mixed_lengths_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
-    check_against_brute_force(wanted, slack)
-
-
-@settings(max_examples=examples(2000, share=8), deadline=None)
-@given(wishes(with_prompts=True), st.integers(0, 150))
-def test_cached_prompts_start_when_brute_force_says(wanted: list[Wish], slack: int) -> None:
-    check_against_brute_force(wanted, slack)
 
 
 @settings(max_examples=examples(500), deadline=None)
 @given(wishes(same_length=True), st.integers(0, 100))
 def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int) -> None:
-    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+    limit = most(wanted) + slack
     control = LoadControl(limit)
     ends: list[int] = []
     loads: list[int] = []
@@ -146,7 +140,7 @@ def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int)
 def test_what_ends_early_gives_its_load_back(
     data: st.DataObject, wanted: list[Wish], slack: int
 ) -> None:
-    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
+    limit = most(wanted) + slack
     control, brute = LoadControl(limit), BruteForce(limit)
     running: list[MicroBatch] = []
     now = 0
@@ -187,12 +181,8 @@ def test_a_lowered_limit_holds_for_what_starts_from_then_on(
     wanted: list[Wish], slack: int, percent: int
 ) -> None:
     *before, last = wanted
-    high = max(w.num_sequences * w.target_length for w in wanted) + slack
-    control, brute = LoadControl(high), BruteForce(high)
-    for wish in before:
-        start = ask(control, wish, wish.arrival)
-        control.add(wish.at(start))
-        brute.add(wish.at(start))
+    high = most(wanted) + slack
+    control, brute = filled(before, high)
     control.limit = brute.limit = max(
         high * percent // 100, last.num_sequences * last.target_length
     )
@@ -303,12 +293,8 @@ def test_an_interval_beyond_the_length_is_refused(interval: int) -> None:
 )
 def test_what_fits_under_a_falling_limit(wanted: list[Wish], slack: int, falls: list[int]) -> None:
     *before, last = wanted
-    limit = max(w.num_sequences * w.target_length for w in wanted) + slack
-    control, brute = LoadControl(limit), BruteForce(limit)
-    for wish in before:
-        start = ask(control, wish, wish.arrival)
-        control.add(wish.at(start))
-        brute.add(wish.at(start))
+    limit = most(wanted) + slack
+    control, brute = filled(before, limit)
     batch = last.at(brute.latest_start)
     falling = [limit - fallen for fallen in itertools.accumulate(falls)]
 

@@ -105,6 +105,17 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
         ledger.reserve(in_parts(placed, sizes))  # asserts that there is room
 
 
+def test_closed_parts_of_all_sequences_count() -> None:
+    ledger = BlockLedger((20, 20), block_size=4, part_tokens=4, max_closed_parts=3)
+    sizes = (4,) * 5  # four of them closed: two on each
+    placed = place(ledger, sizes, first)
+    assert placed == (0, 1, 0, 1, 0)
+    ledger.reserve(in_parts(placed, sizes))
+    assert place(ledger, sizes, first) is None
+    ledger.release(in_parts(placed, sizes))
+    assert place(ledger, sizes, first) == placed
+
+
 @given(BLOCKS, st.integers(2, 40), st.integers(0, 3))
 def test_parts_are_spread_as_far_as_there_is_room(
     blocks: list[int], num_tokens: int, num_fixed: int

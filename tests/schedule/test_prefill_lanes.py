@@ -109,8 +109,7 @@ def test_prompts_and_tokens_never_share_a_step(
 
 
 def fork(num_lanes: int, blocks: tuple[int, ...], num_forks: int, **more: object) -> ApartHarness:
-    """A prompt whose answers are many, in lanes of which that of prompts is the
-    quickest."""
+    """A prompt whose answers are many, in lanes of which that of prompts is the quickest."""
     chosen = replace(options("greedy", num_lanes, **more), num_prompt_lanes=1)
     scheduler = make_scheduler(chosen, blocks, BLOCK_SIZE)
     harness = ApartHarness(
@@ -297,3 +296,17 @@ def test_parts_on_several_r_workers_leave_longer_chunks() -> None:
         for parts in ((0,) * 6, (0, 1, 2) * 2)
     ]
     assert chunks == [(2, 2, 1, 1, 1, 1, 1, 1, 1, 1), (4, 3, 1, 3, 1)]
+
+
+def test_a_prompt_fills_what_the_others_leave() -> None:
+    budget = PrefillBudget(100, 60)
+    budget.book(budget.chunks(150))
+    assert budget.chunks(90) == (40, 40, 10)
+    budget.book((40, 40, 10))
+    assert budget.chunks(1) == ()
+    budget.next_step()
+    assert budget.chunks(1) == ()
+    budget.next_step()
+    assert budget.chunks(100) == (60, 40)
+    budget.clear()
+    assert budget.chunks(61) == (60, 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_model.goodput.measured import LinearTimes
+from cost_model.goodput.replanning import LinearTimes
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Setup
 from cost_model.predict import LaneTimes, System

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,14 @@ def test_the_queue_is_two_sorted_lists(data: st.DataObject, order: Order) -> Non
         assert list(waiting) == [*interrupted, *new] and len(waiting) == len(interrupted + new)
         assert waiting.has_head_run == bool(interrupted)
         waiting.check_invariants()
+
+
+def test_a_sequence_that_does_not_wait_cannot_be_removed() -> None:
+    waiting = WaitingQueue(by_id)
+    waiting.arrive([sequence(0), sequence(2)])
+    for number in (0, 1, 3):  # 0: another sequence of the same order
+        with pytest.raises(ValueError, match=f"sequence {number} doesn't wait"):
+            waiting.remove(sequence(number))
 
 
 def test_an_operation_looks_at_few_of_many() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from values import replace
 
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
@@ -27,12 +26,12 @@ def test_requests_and_tokens_are_bounded_but_an_empty_queue_takes_any() -> None:
     admission = QueueAdmission(max_requests=2, max_tokens=100)
     admission.enter("a", 1, 500, 0.0)
     refusal(admission, 1, 1, 0.0)
-    admission.begun("a", 0.0)
+    admission.remove("a", 0.0)
     admission.enter("b", 1, 60, 0.0)
     admission.enter("c", 1, 40, 0.0)
     refusal(admission, 1, 0, 0.0)
-    admission.gone("b")
-    admission.gone("b")
+    admission.remove("b")
+    admission.remove("b")
     assert (admission.num_requests, admission.num_tokens) == (1, 40)
     refusal(admission, 1, 61, 0.0)
     admission.enter("d", 1, 60, 0.0)
@@ -42,7 +41,7 @@ def test_when_to_come_again_follows_from_how_fast_the_queue_moves() -> None:
     admission = QueueAdmission(max_requests=10, max_tokens=10**9)
     for i in range(20):  # two a second
         admission.enter(i, 1, 10, i / 2)
-        admission.begun(i, i / 2)
+        admission.remove(i, i / 2)
     for i in range(10):
         admission.enter(("waits", i), 1, 10, 10.0)
     assert refusal(admission, 1, 10, 10.0) == 1

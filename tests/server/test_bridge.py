@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -17,7 +18,8 @@ from fastdecode.core.delta import MOST_VALUES, Delta, DeltaQueue
 from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
 from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.link import Deltas, StatusAck, StatusReport, Submit
+from fastdecode.server.link import Deltas, Keys, Opening, Packing, StatusAck, StatusReport, Submit
+from fastdecode.server.options import MAX_KEYS
 from fastdecode.server.serving import Bridge
 
 WAIT_S = 60.0
@@ -110,6 +112,13 @@ def test_a_request_that_cannot_be_read_ends_alone(
                 ended[delta.request_id] = delta.error is not None
     assert ended == {"bad": True, "good": False}
     assert not bridge.is_gone.is_set() and threading.active_count() > 1
+
+
+@pytest.mark.parametrize("kind", [Keys, partial(Opening, "m", {}, {}, 9, 9, 1)])
+def test_the_link_carries_as_many_keys_as_are_allowed(kind: Callable[..., Any]) -> None:
+    message = kind(keys=("f" * 64,) * MAX_KEYS)
+    packing = Packing()
+    assert packing.parsed(packing.packed(message)[4:]) == message
 
 
 def test_many_logprobs_are_sent_as_several_messages(

@@ -62,7 +62,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 def first_answer(connection: socket.socket) -> bytes:
-    """Of one to ``LIVE``."""
+    """Receive the answer to ``LIVE``."""
     said = b""
     while not said.endswith(b"}"):
         said += connection.recv(4096)

@@ -1,5 +1,5 @@
 """Turns over HTTP: they say what ``LLM.chat`` says, come one after another, and
-those that fail, or that nobody waits for, leave everything as it was."""
+those that fail, or whose clients leave, change nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Whose engine has no model: its answers are all of ``max_tokens``."""
+    """Start a server without a model: each answer has ``max_tokens``."""
     with scripted_server("--step-s", "0.01") as server:
         yield server
 
@@ -75,7 +75,7 @@ def test_turns_streamed_and_whole_say_what_an_llm_says(tmp_path: Path) -> None:
                 # A cache of its own, or it would have what the other one has left.
                 extra = {"conversation_id": how, "cache_salt": how}
                 asked = {"model": "checkpoint", "messages": new, **GREEDY, "extra_body": extra}
-                # A conversation may be gone on with in either way.
+                # A conversation may continue in either way.
                 is_whole = (how == "whole") == (place != 2)
                 each.append(_answer(client, asked, is_whole=is_whole))
     assert got == {"whole": expected, "streamed": expected}
@@ -114,7 +114,7 @@ def test_a_turn_that_nobody_waits_for_leaves_everything_as_it_was(
         stream = turn(client, "left", [7, 8], max_tokens=4000, stream=True)
         next(iter(stream))
         stream.close()
-        # It may be asked before the server knows that nobody waits for the other.
+        # It may arrive before the server knows that the other client has left.
         assert turn(client, "left", [7], max_tokens=1).usage.prompt_tokens % 2 == 1
     done = turn(client, "left", [9], max_tokens=1)
     assert done.usage.prompt_tokens == 6 + 3 * 2 + 1

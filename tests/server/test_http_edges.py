@@ -1,5 +1,5 @@
 """What comes over raw sockets: slow, oversized, malformed and hostile requests
-cost their sender an error, and nobody else anything."""
+cost their sender an error, and other clients nothing."""
 
 from __future__ import annotations
 
@@ -256,6 +256,12 @@ def test_request_lines(server: Server, request_line: str, status: int) -> None:
 
 def test_old_http_and_pipelined_requests(server: Server) -> None:
     assert exchange(server, b"GET /live HTTP/1.0\r\nhost: localhost\r\n\r\n").endswith(b"}")
+    body = b'{"prompt": [1], "max_tokens": 3, "stream": true}'
+    post = head(length=len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body
+    for old in (post, post.replace(b"connection: close", b"connection: keep-alive")):
+        top, _, stream = exchange(server, old).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in top and b"connection: close" in top
+        assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
     get = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
     raw = exchange(server, get + b"\r\n" + get + b"connection: close\r\n\r\n")
     assert raw.count(b"HTTP/1.1 200") == 2

@@ -277,7 +277,7 @@ def test_metrics_add_up(server: Server) -> None:
         said = events(server.ask("POST", "/v1/completions", {**body, **more})[2])
         usages.append(said[-2]["usage"])
         assert usages[-1] == usages[-2]
-    server.wait_until_idle()  # what is told of KV blocks is as old as the last look
+    server.wait_until_idle()  # KV blocks are as of the last report
     after = values()
 
     def gained(name: str) -> float:
@@ -293,7 +293,7 @@ def test_metrics_add_up(server: Server) -> None:
     assert gained("vllm:request_generation_tokens_sum") == total["completion_tokens"]
     assert after["vllm:kv_cache_usage_perc"] == 0
     num_gaps = total["completion_tokens"] - 2 * sum(2 * (1 + i % 2) for i in range(5))
-    # Those that come with the first are none after it.
+    # Tokens that arrive with the first one have no latency of their own.
     assert 0 < gained("vllm:inter_token_latency_seconds_count") <= num_gaps
     assert set(after) >= NAMES
 

@@ -1,5 +1,5 @@
-"""What takes a while goes on beside the event loop, each sort of it by itself,
-counted as queued from the first; nothing here needs a socket or an engine."""
+"""Slow work runs beside the event loop, each kind in its own thread, and counts as queued.
+No test needs a socket or an engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 from starlette.requests import ClientDisconnect, Request
 
 from fastdecode.core.delta import Delta
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, Outlook
-from fastdecode.server.http.errors import HttpRefusal
+from fastdecode.server.http.errors import HttpRefusal, refused
 from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Completion
 from fastdecode.server.http.preparing import Preparation
 from fastdecode.server.link import Opening, ServerMessage, StatusReport, Submit
@@ -114,7 +115,14 @@ class Setting:
 
     def prepare(self, url: str, raw: bytes) -> tuple[Preparation, asyncio.Task[Any]]:
         preparation = Preparation(self.front, self.front.next_number())
-        return preparation, asyncio.create_task(preparation.requests(url, raw))
+
+        async def prepared() -> Any:
+            try:
+                return await preparation.requests(url, raw)
+            except FastDecodeError as error:
+                raise refused(error) from None
+
+        return preparation, asyncio.create_task(prepared())
 
     async def until_rendering(self) -> None:
         """The first chat has the template's thread."""
@@ -192,7 +200,7 @@ def test_answer_ids_differ_between_servers_that_start_together() -> None:
     for front in fronts:
         front.started_s = 1795337367
     request = Request({"type": "http"})
-    ids = {Completion(front, request)._answer_id for front in fronts}
+    ids = {Completion(front, request).answer_id for front in fronts}
     calls = {AnswerFormat().call_id(f"{each}/0", 0) for each in ids}
     assert len(ids) == len(calls) == 50
     for front in fronts:
@@ -234,8 +242,7 @@ def test_request_whose_child_died_may_be_sent_again(url: str) -> None:
 
 
 def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple[Setting, bytes]:
-    """What is sent for a body, if the engine says so many tokens once it has
-    been silent for so many pings."""
+    """Return what is sent for a body, if the engine sends ``num_tokens`` after ``num_pings``."""
     sent: list[bytes] = []
     asked: list[str] = []
 

@@ -260,21 +260,6 @@ def _client(server: Server) -> Any:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0)
 
 
-def test_openai_s_client_hears_that_the_engine_broke() -> None:
-    openai = pytest.importorskip("openai", reason="needs a client: pip install openai")
-    asked = {"model": "checkpoint", "max_tokens": LONG}
-    with scripted_server() as server, _client(server) as client:
-        stream = client.completions.create(**asked, prompt=[1, 2], stream=True)
-        assert next(stream).choices[0].text
-        with pytest.raises(openai.InternalServerError):
-            client.completions.create(**asked, prompt=[BREAKS])
-        with pytest.raises(openai.APIError, match="the engine has failed"):
-            list(stream)
-        assert server.job.wait(120, grace_s=30).exit_code == 4
-        with pytest.raises(openai.APIConnectionError):
-            client.models.list()
-
-
 def test_a_full_queue_says_when_to_come_again(slow_server: Server) -> None:
     slow_server.wait_until_idle()
     streams = [Stream(slow_server) for _ in range(2)]

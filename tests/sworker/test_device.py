@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,33 +11,41 @@ import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from fastdecode.core.dtype import DType
-from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.buffers import BufferPool
-from rworker.tiers.lower_tier import MoveJob
 from sworker import device
 from sworker.buffers import Room
 from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
-from sworker.host_blocks import HostBlocks
-from sworker.paged import PagedKV
 from sworker.worker import DeviceTimer
 
 
-def test_the_host_of_a_gpu_has_one_thread_and_adds_up_in_float32() -> None:
+@pytest.fixture
+def settings_of_torch() -> Iterator[None]:
     num_threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
-    try:
-        torch.set_num_threads(2)
-        feed_gpu(torch.device("cpu"))
-        assert torch.get_num_threads() == 2
-        feed_gpu(torch.device("cuda"))
-        assert torch.get_num_threads() == 1
-        assert not matmul.allow_bf16_reduced_precision_reduction
-        assert not matmul.allow_fp16_reduced_precision_reduction
-    finally:
-        torch.set_num_threads(num_threads)
-        matmul.allow_bf16_reduced_precision_reduction = True
-        matmul.allow_fp16_reduced_precision_reduction = True
+    yield
+    torch.set_num_threads(num_threads)
+    torch.set_float32_matmul_precision("highest")
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+
+
+@pytest.mark.usefixtures("settings_of_torch")
+def test_the_host_of_a_gpu_has_one_thread_and_adds_up_in_float32(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever the environment says: ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``, as in NVIDIA's
+    images, is a precision of "high"."""
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("high")
+    feed_gpu(torch.device("cpu"))
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (2, "high")
+    feed_gpu(torch.device("cuda"))
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (1, "highest")
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in caplog.text
+    caplog.clear()
+    feed_gpu(torch.device("cuda"))
+    assert caplog.text == ""
 
 
 def test_one_block_of_many_that_are_alike_is_timed_and_stands_for_all() -> None:
@@ -81,11 +89,21 @@ def refuse(num_bytes: int) -> torch.Tensor:
     raise RuntimeError("CUDA error: out of memory\nadvice")
 
 
+class Pins:
+    """Pinned memory of torch."""
+
+    def __init__(self) -> None:
+        self.taken: list[torch.Tensor] = []
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        self.taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.taken[-1]
+
+
 def gpu_with(
     cudart: Cudart, allocate: Callable[[int], torch.Tensor] = refuse, kind: str = "cuda"
 ) -> CudaGpu:
-    index = 0 if kind == "cuda" else None
-    gpu = torch.device(kind, index) if index is not None else torch.device(kind)
+    gpu = torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
     return CudaGpu(gpu, HostMemory(gpu, cudart, allocate))
 
 
@@ -142,16 +160,10 @@ def test_where_messages_buffers_cannot_be_pinned_that_is_asked_once(
 
 def test_where_registering_is_refused_torch_pins(caplog: pytest.LogCaptureFixture) -> None:
     """And a staging works with it; torch's next kernel finds no error pending."""
-    cudart, taken = Cudart(error=2), []
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
-        return taken[-1]
-
-    gpu = gpu_with(cudart, allocate)
-    memory = gpu.pinned(4096)
-    assert memory is taken[0] and cudart.pending == 0
-    assert gpu.pinned(100) is taken[1] and cudart.num_asked == 1
+    cudart, pins = Cudart(error=2), Pins()
+    gpu = gpu_with(cudart, pins)
+    assert gpu.pinned(4096) is pins.taken[0] and cudart.pending == 0
+    assert gpu.pinned(100) is pins.taken[1] and cudart.num_asked == 1
     assert len(caplog.records) == 1 and "CUDA error 2" in caplog.text
 
 
@@ -175,51 +187,24 @@ def test_all_drivers_of_a_device_know_what_was_refused() -> None:
     assert one is not other and one._memory is other._memory
 
 
-def test_a_lower_tier_where_nothing_is_pinned() -> None:
-    """Its blocks are kept in plain memory, and come back."""
-    spec = AttentionSpec(2, 2, 8, 1.0)
-    kv = KVSpec(3, 2, 8, DType.INT8, 16)
-    cache = PagedKV(kv, [spec] * 3, 4, torch.device("cpu"))
-    cache.pool.random_(-100, 100)
-    assert cache.scales is not None
-    cache.scales.normal_()
-    memory = HostBlocks(cache, 2, gpu_with(Cudart(error=2)))
-    tier = HostTier(cache, lambda: memory)
-    stored = MoveJob(0, False, (b"a", b"b", b"c"), (0, 2, 3), (16, 32, 48))
-    tier.begin(stored)
-    assert tier.progress(stored) == 3 and stored.failed == {2}
-    before = [x[:, :, 32:48].clone() for x in (cache.pool, cache.scales)]
-    fetched = MoveJob(1, True, (b"b", b"x"), (1, 3))
-    tier.begin(fetched)
-    assert tier.progress(fetched) == 3 and fetched.failed == {1}
-    for x, expected in zip((cache.pool, cache.scales), before, strict=True):
-        assert torch.equal(x[:, :, 16:32], expected)
-
-
 @pytest.mark.parametrize("num_bytes", [100, 300_000])
 def test_uploads_where_nothing_is_pinned(num_bytes: int) -> None:
     """Of large ones torch would ask for pinned memory itself, and raise."""
     gpu = gpu_with(Cudart(error=2), kind="cpu")
     host = torch.arange(num_bytes // 4, dtype=torch.float32).view(-1, 5)
-    found = gpu.upload(host)
-    assert found.shape == host.shape and torch.equal(found, host)
+    assert torch.equal(gpu.upload(host), host)
 
 
 def test_large_uploads_leave_from_pinned_memory() -> None:
-    taken = []
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
-        return taken[-1]
-
-    gpu = gpu_with(Cudart(), allocate, "cpu")
+    pins = Pins()
+    gpu = gpu_with(Cudart(), pins, "cpu")
     host = torch.arange(99_999).view(3, -1).T
-    assert torch.equal(gpu.upload(host), host) and [x.nbytes for x in taken] == [99_999 * 8]
+    assert torch.equal(gpu.upload(host), host)
+    assert [x.nbytes for x in pins.taken] == [99_999 * 8]
 
 
 def test_an_error_is_cleared_whatever_torch_binds() -> None:
-    """torch binds cudaGetLastError in some versions only; else the loaded
-    runtimes are asked."""
+    """torch binds cudaGetLastError in some versions only; else the loaded runtimes are asked."""
     bound, unbound, library = Cudart(), SimpleNamespace(), Cudart()
     bound.pending = library.pending = 2
     clear_cuda_error(bound, [library])
@@ -227,28 +212,6 @@ def test_an_error_is_cleared_whatever_torch_binds() -> None:
     clear_cuda_error(unbound, [library])
     assert library.pending == 0
     clear_cuda_error(unbound)  # none is loaded here
-
-
-def test_float32_is_float32_whatever_the_environment_says(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``, as in NVIDIA's images, is this setting."""
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_float32_matmul_precision("high")
-        feed_gpu(torch.device("cpu"))
-        assert torch.get_float32_matmul_precision() == "high"  # no matter on a CPU
-        feed_gpu(torch.device("cuda"))
-        assert torch.get_float32_matmul_precision() == "highest"
-        assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in caplog.text
-        caplog.clear()
-        feed_gpu(torch.device("cuda"))
-        assert caplog.text == ""
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.set_num_threads(num_threads)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
 
 
 @pytest.mark.parametrize(

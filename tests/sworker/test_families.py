@@ -21,6 +21,7 @@ from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
+from sworker.model.linear import MLP
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import Model, forward
 from sworker.ranks.sharding import Shard, parallelize
@@ -88,6 +89,16 @@ def _num_parameters(oracle: Any, family: str) -> int:
                 setattr(oracle.model, name, None)
     corrections = [buffer for name, buffer in oracle.named_buffers() if "correction" in name]
     return sum(tensor.numel() for tensor in (*oracle.parameters(), *corrections))
+
+
+def test_gates_with_limits_are_left_to_torch(tmp_path: Path) -> None:
+    """Their kernels know no limit; gates without one take the kernels beside them."""
+    save_tiny(tmp_path, "step3p5", seed=2)
+    _, model = load_model(tmp_path, device="cpu", dtype=torch.float32)
+    assert fuse(model, torch.device("cpu"))
+    mlps = [part for part in model.modules() if isinstance(part, MLP)]
+    assert {bool(mlp.limit) for mlp in mlps} == {False, True}
+    assert all((mlp.gate_kernel is None) == bool(mlp.limit) for mlp in mlps)
 
 
 class Sum:

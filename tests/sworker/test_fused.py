@@ -4,7 +4,6 @@ the interpreter, or on the GPU where there is one."""
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ import torch
 from recorded_gpu import RecordedGpu
 from triton_interpreter import interpret_kernels
 
-from cpu_kernels.codegen.kept import KeptCode
-from sworker.buffers import KEPT_ROWS, LENT_LAYERS
 from sworker.graphs import StepGraphs
-from sworker.kernels import fused, fused_numba, row_loops
+from sworker.kernels import fused, fused_numba
 from sworker.kernels.fused import (
     FusedRMSNorm,
     FusedRotary,
@@ -129,43 +126,6 @@ def test_layers_in_few_calls_say_the_same_to_the_bit(
     assert len(found[0]) == 3 * spec.num_layers + 1
     for plain, other in zip(*found, strict=True):
         assert plain.is_contiguous() == other.is_contiguous() and torch.equal(plain, other)
-
-
-@torch.inference_mode()
-def test_a_lane_writes_q_k_and_v_to_memory_of_its_own(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    """As many layers as may be on loan, in small steps; a large one's layers have memory of
-    their own, which goes with them."""
-    spec, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
-    fuse(model, CPU)
-    call_layers(model)
-    worker = SWorker(spec, model, CPU)
-    seen = []
-    for num_rows in (KEPT_ROWS, KEPT_ROWS, KEPT_ROWS + 1):
-        rows = torch.zeros((2, num_rows), dtype=torch.int64)
-        step, other = worker.begin(rows), worker.begin(rows, lane=1)
-        layers = [(step.q, step.k, step.v)]
-        while step.advance(step.q.clone()):
-            layers.append((step.q, step.k, step.v))
-        assert len({x.data_ptr() for qkv in layers[:LENT_LAYERS] for x in qkv}) == 3 * min(
-            LENT_LAYERS, spec.num_layers
-        )
-        assert other.q.data_ptr() not in [q.data_ptr() for q, _, _ in layers]
-        seen.append([x for qkv in layers for x in qkv])
-    first, again, large = seen
-    assert all(map(operator.is_, first, again)) and not any(map(operator.is_, again, large))
-
-
-# Norms of heads; norms after the parts; LayerNorms.
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
-def test_layers_with_other_parts_stay_as_they_are(
-    family: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
-    _, model = load_model(tiny_checkpoint(family), device=CPU, dtype=torch.float32)
-    fuse(model, CPU)
-    call_layers(model)
-    assert model.step_layers == tuple(model.layers)
 
 
 @dataclass
@@ -311,8 +271,3 @@ def test_rows_know_nothing_of_each_other(dtype: torch.dtype) -> None:
     for row in (0, 1, 150, 297):
         for alone, among in zip(everything(slice(row, row + 1)), together, strict=True):
             assert torch.equal(alone[0], among[row])
-
-
-def test_loops_that_were_damaged_on_disk_are_compiled_once_more() -> None:
-    """As kernels are: by what tests/cpu_kernels/test_disk_cache.py is about."""
-    assert isinstance(row_loops.compiled(is_wide=True)._cache, KeptCode)

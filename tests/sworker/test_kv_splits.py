@@ -131,19 +131,6 @@ def test_chunks(
     balance(plan, shares)
 
 
-def test_one_long_sequence_among_short_ones() -> None:
-    """It is spread over the GPU: no piece is longer than an equal share of all work."""
-    plan = plan_decode(np.array([100_000] + [1000] * 63), None, num_shares=66)
-    lengths = -(-(plan.pieces[:, 5] - plan.pieces[:, 4]) // UNIT)
-    assert lengths.max() == 39 and plan.num_merges == 1  # alone it would be 1,563
-    assert plan.pieces[0, 0] == 0
-
-
-def test_equal_sequences_that_fill_a_gpu_are_not_cut() -> None:
-    plan = plan_decode(np.full(66, 2048), None, num_shares=66)
-    assert plan.num_pieces == 66 and plan.num_merges == 0
-
-
 def test_few_tokens_are_not_worth_a_merge() -> None:
     assert plan_decode(np.array([MIN_UNITS * UNIT]), None, num_shares=528).num_pieces == 1
     assert plan_decode(np.array([MIN_UNITS * UNIT + 1]), None, num_shares=528).num_pieces == 2

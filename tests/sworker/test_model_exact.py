@@ -30,141 +30,115 @@ _SHORT = [1.0, 1.1, 1.3, 1.8]
 _LONG = [1.5, 2.0, 4.0, 9.0]
 _LONGROPE = {"rope_type": "longrope", "short_factor": _SHORT, "long_factor": _LONG}
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-mha-tied-biases": (
-        "llama",
-        {
-            "seed": 4,
-            "num_key_value_heads": 6,
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-mha-tied-biases": {
+        "seed": 4,
+        "num_key_value_heads": 6,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "llama-mqa-linear": {
+        "seed": 0,
+        "num_key_value_heads": 1,
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    },
+    "llama-llama3": {"seed": 6, "rope_scaling": _LLAMA3},
+    "llama-yarn": {"seed": 1, "rope_scaling": _YARN},
+    "llama-yarn-mscale": {
+        "seed": 10,
+        "rope_scaling": {
+            **_YARN,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.4,
+            "truncate": False,
+            "beta_fast": 8.0,
         },
-    ),
-    "llama-mqa-linear": (
-        "llama",
-        {
-            "seed": 0,
-            "num_key_value_heads": 1,
-            "rope_scaling": {"rope_type": "linear", "factor": 3.0},
-        },
-    ),
-    "llama-llama3": ("llama", {"seed": 6, "rope_scaling": _LLAMA3}),
-    "llama-yarn": ("llama", {"seed": 1, "rope_scaling": _YARN}),
-    "llama-yarn-mscale": (
-        "llama",
-        {
-            "seed": 10,
-            "rope_scaling": {
-                **_YARN,
-                "mscale": 0.7,
-                "mscale_all_dim": 0.4,
-                "truncate": False,
-                "beta_fast": 8.0,
-            },
-        },
-    ),
+    },
     # Decoding runs beyond the original 60 tokens, where the base grows with every token.
-    "llama-dynamic": (
-        "llama",
-        {
-            "seed": 0,
-            "max_position_embeddings": 60,
-            "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
-        },
-    ),
-    "mistral": ("mistral", {}),
-    "mistral-no-window": ("mistral", {"seed": 0, "sliding_window": None, "num_key_value_heads": 3}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-windows-tied": (
-        "qwen2",
-        {
-            "seed": 1,
-            "use_sliding_window": True,
-            "max_window_layers": 1,
-            "sliding_window": 8,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3": ("qwen3", {}),
-    "qwen3-layer-types": (
-        "qwen3",
-        {
-            "seed": 0,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "attention_bias": True,
-        },
-    ),
-    "phi3": ("phi3", {}),
-    "phi3-window-partial": (
-        "phi3",
-        {"seed": 3, "sliding_window": 9, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
-    ),
-    "phi3-longrope": (
-        "phi3",
-        {"seed": 0, "rope_scaling": _LONGROPE, "original_max_position_embeddings": 100},
-    ),
-    "gemma2": ("gemma2", {}),
-    "gemma2-mqa-no-caps": (
-        "gemma2",
-        {
-            "seed": 52,
-            "num_key_value_heads": 1,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-        },
-    ),
-    "opt": ("opt", {}),
-    "opt-post-norm": (
-        "opt",
-        {"seed": 12, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
-    ),
-    "opt-bare": (
-        "opt",
-        {
-            "seed": 2,
-            "enable_bias": False,
-            "layer_norm_elementwise_affine": False,
-            "activation_function": "gelu",
-        },
-    ),
-    "gpt2": ("gpt2", {}),
-    "gpt2-untied-scaled": (
-        "gpt2",
-        {
-            "seed": 0,
-            "tie_word_embeddings": False,
-            "scale_attn_by_inverse_layer_idx": True,
-            "n_inner": 100,
-        },
-    ),
-    "gpt_neox": ("gpt_neox", {}),
-    "gpt_neox-serial-odd": (
-        "gpt_neox",
-        {
-            "seed": 0,
-            "use_parallel_residual": False,
-            "rotary_pct": 0.25,
-            "hidden_act": "gelu_fast",
-            "tie_word_embeddings": True,
-        },
-    ),
-    "bloom": ("bloom", {}),
-    "bloom-untied": ("bloom", {"seed": 8, "tie_word_embeddings": False, "n_head": 8}),
+    "llama-dynamic": {
+        "seed": 0,
+        "max_position_embeddings": 60,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    },
+    "mistral": {},
+    "mistral-no-window": {"seed": 0, "sliding_window": None, "num_key_value_heads": 3},
+    "qwen2": {},
+    "qwen2-windows-tied": {
+        "seed": 1,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {},
+    "qwen3-layer-types": {
+        "seed": 0,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attention_bias": True,
+    },
+    "phi3": {},
+    "phi3-window-partial": {
+        "seed": 3,
+        "sliding_window": 9,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "phi3-longrope": {
+        "seed": 0,
+        "rope_scaling": _LONGROPE,
+        "original_max_position_embeddings": 100,
+    },
+    "gemma2": {},
+    "gemma2-mqa-no-caps": {
+        "seed": 52,
+        "num_key_value_heads": 1,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    "opt": {},
+    "opt-post-norm": {"seed": 12, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    "opt-bare": {
+        "seed": 2,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "activation_function": "gelu",
+    },
+    "gpt2": {},
+    "gpt2-untied-scaled": {
+        "seed": 0,
+        "tie_word_embeddings": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "n_inner": 100,
+    },
+    "gpt_neox": {},
+    "gpt_neox-serial-odd": {
+        "seed": 0,
+        "use_parallel_residual": False,
+        "rotary_pct": 0.25,
+        "hidden_act": "gelu_fast",
+        "tie_word_embeddings": True,
+    },
+    "bloom": {},
+    "bloom-untied": {"seed": 8, "tie_word_embeddings": False, "n_head": 8},
 }
+"""By name, which begins with the family's."""
 
 
 # Seeds were chosen so that the greedy text wanders and no two tokens are nearly
 # tied; the tests check that they did.
 
 
+def made(tiny_checkpoint: Callable[..., Path], name: str) -> Path:
+    return tiny_checkpoint(name.partition("-")[0], **VARIANTS[name])
+
+
 @pytest.fixture(params=VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Path:
-    family, overrides = VARIANTS[request.param]
-    return tiny_checkpoint(family, **overrides)
+    return made(tiny_checkpoint, request.param)
 
 
 @torch.inference_mode()
@@ -205,8 +179,7 @@ def test_greedy_text_of_a_ragged_batch(checkpoint: Path) -> None:
 
 @torch.inference_mode()
 def test_longrope_beyond_the_original_length(tiny_checkpoint: Callable[..., Path]) -> None:
-    family, overrides = VARIANTS["phi3-longrope"]
-    checkpoint = tiny_checkpoint(family, **overrides)
+    checkpoint = made(tiny_checkpoint, "phi3-longrope")
     spec, model = load_model(checkpoint, device="cpu", dtype=torch.float32, max_model_len=300)
     (text,) = prompts((130,))
     attend = ReferenceAttention(spec.attention)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, prompts
+from checkpoints import FEW_FAMILIES, prompts
 
 from sworker.load.weights import load_model
 
 Make = Callable[..., Path]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.inference_mode()
 def test_16_bit_floats(family: str, dtype: torch.dtype, tiny_checkpoint: Make) -> None:

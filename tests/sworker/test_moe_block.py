@@ -1,5 +1,4 @@
-"""The block of experts: against its definition, on a pretended CUDA device, and
-what is padding."""
+"""The block of experts: against its definition, on a pretended CUDA device, and what is padding."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES
+from checkpoints import FEW_FAMILIES
 
 from sworker.kernels import narrow, packing
 from sworker.load.weights import load_model
@@ -82,7 +82,7 @@ def test_infinite_weight_stays() -> None:
 
 
 @pytest.mark.usefixtures("no_products")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_pack_keeps_no_weight_twice(family: str, tiny_checkpoint: Callable[..., Path]) -> None:
     _, model = load_model(tiny_checkpoint(family), device="cpu", dtype=torch.bfloat16)
     packing.widen(model)

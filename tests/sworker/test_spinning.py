@@ -103,19 +103,6 @@ def test_the_brake_is_tried_without_now_and_then() -> None:
     assert not idle.is_crowded
 
 
-def test_looks_are_cheap_within_a_window() -> None:
-    cores = Cores()
-    idle = IdleThreads(RecordedBrake(), cores.waited_s, cores.clock)
-    before = cores.num_reads
-    for _ in range(9):
-        cores.go_on(WINDOW_S / 10, 1.0)
-        idle.look()
-    assert cores.num_reads == before
-    cores.go_on(WINDOW_S / 5, 1.0)
-    idle.look()
-    assert cores.num_reads == before + 1
-
-
 def test_the_brake_is_off_when_the_engine_is_gone() -> None:
     brake, cores = RecordedBrake(), Cores()
     idle = IdleThreads(brake, cores.waited_s, cores.clock)

@@ -3,6 +3,7 @@ and end with hidden states."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,13 +41,15 @@ def run(worker: SWorker, begun: Pass, attention: ReferenceAttention) -> Pass:
     return begun
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "padded"), list(zip(FAMILIES, itertools.cycle((False, True)), strict=False))
+)
 @torch.inference_mode()
 def test_a_step_through_stages_is_the_whole_step(
     family: str, padded: bool, tiny_checkpoint: Make
 ) -> None:
-    path = tiny_checkpoint(family)
+    """Stages have the model's weights, each of them once."""
+    path, num_parameters = tiny_checkpoint(family), 0
     spec, whole = load_model(path, device="cpu", dtype=torch.float32)
     (text,) = prompts((9,))
     rows = torch.stack((torch.tensor(text), torch.arange(9)))
@@ -56,6 +59,7 @@ def test_a_step_through_stages_is_the_whole_step(
 
     begun: list[Pass] = []
     for layers, model in load_stages(path, 3):
+        num_parameters += sum(x.numel() for x in model.parameters())
         graphs = StepGraphs(model, CPU, capture=False) if padded else None
         worker = SWorker(spec, model, CPU, graphs)
         attention = ReferenceAttention(stage_spec(spec, layers).attention)
@@ -63,6 +67,7 @@ def test_a_step_through_stages_is_the_whole_step(
         x = begun[-1].output.clone() if begun else None
         step = worker.begin(rows, x=x)
         begun.append(run(worker, step, attention))
+    assert num_parameters == spec.num_parameters
     home = begun[0]
     home.come_home(begun[-1].output[[3, 8]])
     logits = home.logits(np.arange(2))

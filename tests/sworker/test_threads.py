@@ -18,41 +18,29 @@ from sworker.kernels.threads import end_own_threads, openmp_library
 OWN = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
 
 
-def maps(directory: Path, *paths: str | Path) -> Path:
-    file = directory / "maps"
-    lines = [
-        f"7f0000000000-7f0000001000 r-xp 00000000 fe:00 12345      {path}"
-        for path in paths
-        for _ in range(2)
-    ]
-    file.write_text(
-        "\n".join(
-            ["7f00-7f01 rw-p 00000000 00:00 0", "7f02-7f03 rw-p 00000000 00:00 0   [heap]", *lines]
-        )
-    )
-    return file
+@pytest.mark.parametrize(
+    ("loaded", "found"),
+    [
+        (("/usr/lib/libgomp.so.1", OWN, "/usr/lib/libm.so.6"), str(OWN)),
+        (("/opt/conda/lib/libiomp5.so",), "/opt/conda/lib/libiomp5.so"),
+        (("/opt/a/libgomp.so.1", "/opt/b/libgomp.so.1"), None),
+        (("/usr/lib/libm.so.6",), None),
+    ],
+    ids=str,
+)
+def test_torchs_own_or_the_only_one(
+    loaded: tuple[str | Path, ...], found: str | None, tmp_path: Path
+) -> None:
+    lines = ["7f00-7f01 rw-p 00000000 00:00 0", "7f02-7f03 rw-p 00000000 00:00 0   [heap]"]
+    span = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 12345"
+    lines += [f"{span}      {path}" for path in loaded for _ in range(2)]
+    (tmp_path / "maps").write_text("\n".join(lines))
+    assert openmp_library(tmp_path / "maps") == found
 
 
-def test_the_one_that_is_loaded() -> None:
+def test_the_one_that_is_loaded(tmp_path: Path) -> None:
     library = openmp_library()
     assert library is not None and Path(library).is_file()
-
-
-def test_torchs_own_among_several(tmp_path: Path) -> None:
-    assert openmp_library(
-        maps(tmp_path, "/usr/lib/libgomp.so.1", OWN, "/usr/lib/libm.so.6")
-    ) == str(OWN)
-
-
-def test_the_only_one(tmp_path: Path) -> None:
-    assert (
-        openmp_library(maps(tmp_path, "/opt/conda/lib/libiomp5.so")) == "/opt/conda/lib/libiomp5.so"
-    )
-
-
-def test_not_known_which(tmp_path: Path) -> None:
-    assert openmp_library(maps(tmp_path, "/opt/a/libgomp.so.1", "/opt/b/libgomp.so.1")) is None
-    assert openmp_library(maps(tmp_path, "/usr/lib/libm.so.6")) is None
     assert openmp_library(tmp_path / "nowhere") is None
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
-from torch import Tensor
 from torch_kernels import TorchKernels
 
 from fastdecode.core.dtype import DType
@@ -20,9 +19,7 @@ from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
 from sworker.model.skeleton import forward
 from sworker.paged import PagedKV, PagedStep
-from sworker.step_tables import StepInputs, StepTables
-from sworker.whole import WholeSteps, run_step
-from sworker.worker import SWorker
+from sworker.whole import WholeSteps
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_TOKENS = 16, 128
@@ -92,56 +89,6 @@ def test_as_layer_by_layer(family: str, tiny_checkpoint: Callable[..., Path]) ->
         )
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(of_sequences, plain.pool, atol=2e-5, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_a_step_with_prompts_runs_its_units_as_graphs(tiny_checkpoint: Callable[..., Path]) -> None:
-    """A decoded token, a later chunk and a first one: no unit of the S-part is launched
-    kernel by kernel."""
-    spec, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
-    kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
-    num_past, num_new = (20, 3, 0), (1, 2, 4)
-    gpu, rng = RecordedGpu(), np.random.default_rng(4)
-    plain, cache = (PagedKV(kv, spec.attention, 6, CPU, TorchKernels) for _ in range(2))
-    cache.pool.copy_(plain.pool.normal_())
-    slots = [
-        np.arange(32 * i, 32 * i + old + new)
-        for i, (old, new) in enumerate(zip(num_past, num_new, strict=True))
-    ]
-    tables = StepTables(
-        slots=np.concatenate([own[old:] for own, old in zip(slots, num_past, strict=True)]),
-        tables=np.arange(2, dtype=np.int32)[None],
-        context_lens=np.array([21], np.int32),
-        later=((slice(1, 3), slots[1]),),
-        first_rows=slice(3, 7),
-        first_starts=(0,),
-        copy_sources=np.empty(0, np.int64),
-        copy_targets=np.empty(0, np.int64),
-    )
-    step = tables.upload(CPU, None)
-    ids = rng.integers(0, spec.vocab_size, 7)
-    positions = np.concatenate(
-        [np.arange(old, old + new) for old, new in zip(num_past, num_new, strict=True)]
-    )
-    rows = torch.from_numpy(np.stack((ids, positions)))
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None) -> Tensor:
-        return cache.attend(layer, q, k, v, step, place)
-
-    with gpu:
-        graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
-        graphs.prepare()
-        whole = WholeSteps(graphs, cache, MAX_TOKENS)
-        worker = SWorker(spec, model, CPU, graphs, gpu)
-        gpu.calls.clear()
-        assert not whole.takes(step)
-        found = run_step(worker, whole, StepInputs(0, rows, tables, None), step, attend)
-    assert gpu.calls["replay"] == graphs.num_units == spec.num_layers + 1
-    expected = forward(
-        model, rows[0], rows[1], lambda layer, q, k, v: plain.attend(layer, q, k, v, step)
-    )
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(cache.pool, plain.pool, atol=2e-5, rtol=1e-4)
 
 
 @torch.inference_mode()

@@ -55,25 +55,6 @@ def test_one_process_answers_one_question_after_the_other(child: Find) -> None:
     assert not first.is_running()
 
 
-def test_after_its_death_the_next_question_has_another(
-    child: Find, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = (
-        "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in "
-        "range(99999) %}{% endfor %}"
-    )
-    template = ChatTemplate(source + "{% endfor %}{% endif %}fine", "/its/path", {}, LIMITS)
-    first = child()
-    with pytest.raises(RequestError, match="more than 1 s") as caught:
-        said(template, "loop")
-    assert caught.value.code == "chat_template_failed"
-    assert "/its/path" in caplog.text and "/its/path" not in str(caught.value)
-    assert not first.is_running()
-    assert said(template, "a") == "fine"
-    assert child() != first
-    template.close()
-
-
 def test_a_child_that_is_killed_is_replaced_once(
     child: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:

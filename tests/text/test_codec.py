@@ -179,7 +179,7 @@ def test_encode_and_decode(tmp_path: Path) -> None:
 def test_special_tokens_are_those_of_transformers(
     tmp_path: Path, tokenizer_class: str | None, add_bos: bool | None, template: str | None
 ) -> None:
-    """Those of tokenizer.json: add_bos_token adds none to it, nor to a text that spells its own."""
+    """Only tokenizer.json adds special tokens: add_bos_token is ignored."""
     tokenizer = byte_level()
     if template is not None:
         special_tokens = [("<s>", 0), ("</s>", 1)]

@@ -201,7 +201,7 @@ def test_a_model_without_eos_is_given_no_other_token_for_it() -> None:
 
 
 def test_a_state_is_a_function_of_the_tokens(masks: GrammarMasks) -> None:
-    """As a sequence that goes on elsewhere needs it: random walks, one state
+    """A resumed sequence depends on it. Random walks: one state
     that sees token by token, and one made of all of them."""
     for seed in range(5):
         rng = random.Random(seed)
@@ -296,7 +296,7 @@ def test_a_complete_text_is_known_at_its_last_token(masks: GrammarMasks) -> None
 def test_a_grammar_that_fails_on_the_way_allows_nothing_and_says_why(
     masks: GrammarMasks,
 ) -> None:
-    """Its request was checked by a process that others can reach."""
+    """The engine does not rely on checks of the HTTP process."""
     state = masks.state(StructuredOutputs(regex="(a"))
     assert ids_of(state.mask()) == []
     assert state.error is not None and state.error.code == "structured_outputs_failed"

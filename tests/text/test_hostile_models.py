@@ -23,6 +23,7 @@ from fastdecode.text.codec import Encoder, TextCodec
 
 LIMITS = Limits(memory_bytes=512 << 20, cpu_s=1, open_cpu_s=1, slowness=30)
 NOW = datetime(2026, 2, 3)
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,10 +33,7 @@ LLAMA_3 = (
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "more than 1 s",
-        ),
+        (LOOP, "more than 1 s"),
         ("{{ '%10000000000d' % 1 }}", "memory"),
         ("{{ 'x' * 10000000000 }}", "memory"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not a Jinja template"),
@@ -53,12 +51,15 @@ def test_a_template_that_attacks_is_refused_at_once(source: str, why: str) -> No
     [
         ("{{ '%10000000000d' % 1 }}", "memory"),
         ("{{ again() }}", "recursion"),
+        (LOOP, "more than 1 s"),
     ],
 )
-def test_one_that_attacks_later_costs_that_conversation_only(attack: str, why: str) -> None:
+def test_one_that_attacks_later_costs_that_conversation_only(
+    attack: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     again = "{% macro again() %}{{ again() }}{% endmacro %}"
     source = f"{again}{{% if messages[0].content == 'now' %}}{attack}{{% endif %}}fine"
-    template = ChatTemplate(source, "x", {}, LIMITS)
+    template = ChatTemplate(source, "/its/path", {}, LIMITS)
     for content in ("a", "now", "b"):
         messages = [{"role": "user", "content": content}]
         if content != "now":
@@ -67,6 +68,8 @@ def test_one_that_attacks_later_costs_that_conversation_only(attack: str, why: s
         with pytest.raises(RequestError, match=why) as caught:
             template.render(messages, NOW)
         assert caught.value.code == "chat_template_failed"
+        assert ("/its/path" in caplog.text) is (why != "recursion")
+        assert "/its/path" not in str(caught.value)
     template.close()
 
 

@@ -27,13 +27,12 @@ from fastdecode.text.chat_format import (
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammars import GrammarMasks, check_structured
-from fastdecode.text.lark import calls_rules
+from fastdecode.text.lark import calls_rules, followable, types_of
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
 )
-from fastdecode.text.schemas import followable, types_of
 from fastdecode.text.tools import TOOL_FORMATS, Tools, tool_format
 
 PARAMETERS = {
@@ -482,7 +481,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
-    """Return True if a text is all that may be said, or None if it may not be said."""
+    """Return True if a text is complete, or None if the grammar forbids it."""
     assert structured is not None
     masks = grammar_masks()
     state = masks.state(structured, byte_level().encode(text, add_special_tokens=False).ids)

@@ -69,9 +69,9 @@ BODY = bytes(1024)
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        (5, "no message"),
-        ([], "no message"),
-        ([99, 1], "no message"),
+        (5, "an unknown message"),
+        ([], "an unknown message"),
+        ([99, 1], "an unknown message"),
         ([66], "Accepted: .* length"),
         ([66, 3, 4], "Accepted: .* length"),
         ([66, "3"], "Accepted: Expected `int`"),
@@ -83,7 +83,7 @@ BODY = bytes(1024)
         ([6, 1, 0, 2, words(9, 2, 4, 8), KV, KV, -1], "no array has dtype 9"),
         ([6, 1, 0, 2, words(0, 1, 1, 1, 1), KV, KV, -1], "and 4 dims"),
         ([6, 1, 0, 2, words(0), KV, KV, -1], "and 0 dims"),
-        ([6, 1, 0, 2, Q[:-1], KV, KV, -1], "words of an array are damaged"),
+        ([6, 1, 0, 2, Q[:-1], KV, KV, -1], "header of an array is damaged"),
         ([6, 1, 0, 2, [1], KV, KV, -1], "Attend: "),
         ([6, 1, 0, 2, None, KV, KV, -1], "Attend: "),
         ([6, 1, 0, 2, words(0, 0xFFFFFFFF, 4, 8), KV, KV, -1], "exceeds"),

@@ -9,8 +9,8 @@ from hypothesis import given
 from messages_for_tests import in_one_piece
 from random_requests import DELTAS, REQUESTS
 from raw_messages import RawDeltas, RawSubmit, said
-from values import replace
 
+from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import (
     CapacityError,
@@ -119,7 +119,14 @@ def test_what_is_no_list_is_no_sequence_of_requests(requests: object) -> None:
         came(RawSubmit(requests))
 
 
-def test_half_a_pair_of_surrogates_costs_no_other_request() -> None:
-    odd = replace(REQUEST, params=SamplingParams(stop=("\ud800",)))
-    found = came(Submit((odd, REQUEST))).requests
-    assert found[1] == REQUEST and found[0].params.stop == ("\\ud800",)
+def test_a_lone_surrogate_costs_no_other_request() -> None:
+    said = "no model \ud800"
+    (delta,) = came(Deltas((Delta("a", 0, error=WorkerError(said)),))).deltas
+    assert str(delta.error) == "no model ?"
+    for kind, field in (
+        (SamplingParams, "stop"),
+        (SamplingParams, "bad_words"),
+        (CacheUse, "salt"),
+    ):
+        with pytest.raises(RequestError, match="lone surrogate"):
+            kind(**{field: ["\ud800"] if field == "bad_words" else "\ud800"})

@@ -22,10 +22,9 @@ from fastdecode.core.files import write_json
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 
 if TYPE_CHECKING:
+    from cost_model.goodput.slo import Slo
     from fastdecode.measure.serving.client import Endpoint
     from fastdecode.measure.serving.load import LoadShape, Planned
-    from fastdecode.measure.serving.report import Slo
-
 MAX_REQUESTS = 10_000_000
 
 
@@ -160,13 +159,14 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 
     with imports_for("fastdecode bench-serve"):
         from fastdecode.measure.serving.client import Endpoint
-    from fastdecode.measure.serving.report import Slo, told
+    from cost_model.goodput.slo import Slo
+    from fastdecode.measure.serving.report import told
 
     server, load = read_options(args, Server), read_options(args, Load)
     goodput = read_options(args, Goodput)
     if goodput.find_goodput and (load.rate is None or goodput.slo is None):
         raise ConfigError("--find-goodput needs --rate, to begin at, and --slo")
-    slo = None if goodput.slo is None else Slo.parse(goodput.slo)
+    slo = None if goodput.slo is None else Slo.parse(goodput.slo, needs_both=False)
     endpoint = Endpoint(server.base_url, os.environ.get(KEY_VARIABLE), server.timeout_s)
     if server.model is not None:
         asyncio.run(endpoint.reach())
@@ -200,9 +200,9 @@ def _measured(
 ) -> dict[str, Any]:
     import asyncio
 
+    from fastdecode.measure.serving.client import run_closed, run_open
     from fastdecode.measure.serving.load import closed
-    from fastdecode.measure.serving.report import report
-    from fastdecode.measure.serving.run import find_goodput, run_closed, run_open
+    from fastdecode.measure.serving.report import find_goodput, report
 
     def one_by_one(planned: list[Planned], num_clients: int) -> dict[str, Any]:
         return report(asyncio.run(run_closed(endpoint, model, planned, num_clients)), slo)

@@ -73,8 +73,7 @@ class EngineConfig:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether KV blocks outlive requests, once it is settled where the KV
-        cache is."""
+        """Return whether KV blocks outlive requests, once the place of the KV cache is known."""
         if self.cache.prefix_cache != "auto":
             return self.cache.prefix_cache == "on"
         return self.r_part.kv_placement != "auto"

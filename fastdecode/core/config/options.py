@@ -116,7 +116,8 @@ class Declared:
         if is_number and low <= value <= high:  # type: ignore[operator]  # a number
             return None
         if self.kind is int:
-            return f"{also}a whole number from {low:g} to {high:.0f}"
+            last = high if isinstance(high, int) else f"{high:.0f}"
+            return f"{also}a whole number from {low:g} to {last}"
         of_unit = f" of {self.option.unit}" if self.option.unit else ""
         return f"{also}a number{of_unit} from {low:g} to {high:g}"
 

@@ -18,8 +18,7 @@ class NoTraces(logging.Filter):
 
 
 def keep_traces_out() -> Callable[[], None]:
-    """From now on, of what the root logger writes, and of threads that end with
-    an error. Returns what undoes it."""
+    """Filter the root logger's records, and errors of threads. Return what undoes it."""
     handlers, hook, filter_ = logging.getLogger().handlers[:], threading.excepthook, NoTraces()
     for handler in handlers:
         handler.addFilter(filter_)

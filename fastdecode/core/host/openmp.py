@@ -1,5 +1,4 @@
-"""How an OpenMP runtime's idle threads wait: they spin for a moment, then
-sleep.
+"""How an OpenMP runtime's idle threads wait: they spin for a moment, then sleep.
 
 Left alone, GNU's spin for 5 to 15 ms after every parallel region and Intel's
 for 200. Where anything else wants the cores, such as an R-worker in another
@@ -23,8 +22,7 @@ _POLICY: Final = "OMP_WAIT_POLICY"
 
 
 def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -> None:
-    """Bound it for a runtime that is still to be loaded, unless the user has
-    decided.
+    """Bound it for a runtime that is not loaded yet, unless the user has decided.
 
     Args:
         environ: this process's environment.

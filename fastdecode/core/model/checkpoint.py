@@ -96,8 +96,7 @@ class Checkpoint:
         return replace(spec, dtype=_FLOATS[self._dtype_bytes.most_common(1)[0][0]])
 
     def about_decoding(self, spec: ModelSpec, dtype: DType) -> str | None:
-        """What quantised weights take on disk and in memory, for people; None: there
-        are none."""
+        """Return a text about the bytes of quantised weights, or None without any."""
         encoded = [entry for entry in self.tensors.values() if entry.encoding is not None]
         if not encoded:
             return None

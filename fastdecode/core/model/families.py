@@ -76,22 +76,17 @@ def read_model_spec(
     """Read ``config.json``, as any version of transformers has written it.
 
     Args:
-        config: the parsed file. Of a model with several parts (``text_config``)
-            the text part is read.
-        name: the model's directory or name, for messages.
-        generation_config: ``generation_config.json``; its end-of-text ids have
-            precedence.
-        hf_quant_config: ``hf_quant_config.json``: some exports say only there
-            that weights are quantised.
-        max_model_len: a lower length limit than the model's own. For LongRoPE
-            models a limit above the original length chooses the long factors;
-            without one the model serves its original length.
+        config: The parsed file. Of a model with several parts the text part is read.
+        name: The model's directory or name, for messages.
+        generation_config: ``generation_config.json``; its end-of-text ids come first.
+        hf_quant_config: ``hf_quant_config.json``, which some exports name quantised weights in.
+        max_model_len: A lower length limit than the model's own. A LongRoPE model takes its
+            long factors for a limit above its original length, which it serves without one.
 
     Raises:
-        UnsupportedModelError: the architecture, or a feature the config asks
-            for, isn't implemented.
-        CheckpointError: a field is missing or out of range.
-        ConfigError: ``max_model_len`` is beyond the model's.
+        UnsupportedModelError: If the architecture or a feature is not implemented.
+        CheckpointError: If a field is missing or out of range.
+        ConfigError: If ``max_model_len`` is beyond the model's.
     """
     reader = text_part(ConfigReader(config, f"{name}/config.json"))
     row, architecture = find_row(reader)
@@ -117,21 +112,23 @@ def read_model_spec(
         norm_eps=1e-6,
         quantisation=quantisation,
     )
-    spec = row.read(reader, start, max_model_len)
+    spec = _with_text_ends(row.read(reader, start, max_model_len), reader, generation)
+    return limit_length(spec, max_model_len)
+
+
+def _with_text_ends(spec: ModelSpec, reader: ConfigReader, generation: ConfigReader) -> ModelSpec:
+    """Add the tokens that begin and end a text. Those outside the vocabulary don't count."""
     eos = (*generation.token_ids("eos_token_id"), *reader.token_ids("eos_token_id"))
-    bos = reader.token_ids("bos_token_id")[:1]
-    known = range(spec.vocab_size)
-    spec = replace(
+    bos, known = reader.token_ids("bos_token_id")[:1], range(spec.vocab_size)
+    return replace(
         spec,
         bos_token_id=next((token for token in bos if token in known), None),
         eos_token_ids=tuple(dict.fromkeys(token for token in eos if token in known)),
     )
-    return limit_length(spec, max_model_len)
 
 
 def find_row(reader: ConfigReader) -> tuple[Row, str]:
-    """The row and the architecture that ``architectures`` names, or else
-    ``model_type``."""
+    """Return the row and architecture of ``architectures``, or else of ``model_type``."""
     architectures = reader.strings("architectures")
     model_type = reader.string("model_type", default="") if reader.fields.get("model_type") else ""
     fitting = [row for row in ROWS if architectures and architectures[0] in row.architectures]
@@ -198,8 +195,7 @@ def _rotates_local_unless_all_full(
 
 
 def _rotates_some(reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds) -> tuple[bool, ...]:
-    """``no_rope_layers`` has a 1 for each layer that turns; without it, all do
-    but every fourth."""
+    """Layers with a 1 in ``no_rope_layers`` turn. Without it, all do but every fourth."""
     every = reader.integer("no_rope_layer_interval", high=MAX_LAYERS, default=4)
     turns = reader.integers("no_rope_layers", high=1) or tuple(
         int((layer + 1) % every != 0) for layer in range(spec.num_layers)

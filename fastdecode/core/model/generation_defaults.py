@@ -1,5 +1,4 @@
-"""The sampling parameters that a model's publisher recommends, in
-``generation_config.json``."""
+"""Sampling parameters that a model's ``generation_config.json`` recommends."""
 
 from __future__ import annotations
 

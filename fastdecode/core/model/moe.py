@@ -73,8 +73,7 @@ class Moe:
     shared_gate: bool = False
     """Its output is multiplied by the sigmoid of a projection to one number."""
     shared_average: bool = False
-    """The block's output is the mean of the routed experts' and the shared
-    one's, not their sum."""
+    """The output is the mean of the routed experts' and the shared one's, not the sum."""
     gate: GateKind = "plain"
     limit: float = 0.0
     """Of a clamped gate."""
@@ -111,7 +110,6 @@ class Moe:
         return 3 * hidden_size * self.shared_inner + biases + hidden_size * self.shared_gate
 
     def experts_hit(self, num_rows: float) -> float:
-        """Experts to which at least one of so many tokens is expected to go, if
-        routing is even."""
+        """Return how many experts get at least one token on average, if routing is even."""
         missed = math.pow(1.0 - self.top_k / self.num_experts, num_rows)
         return self.num_experts * (1.0 - missed)

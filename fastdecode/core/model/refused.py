@@ -1,5 +1,4 @@
-"""Architectures that are known and refused, each with what it has that isn't
-implemented."""
+"""Known architectures that are refused, each with its feature that is missing here."""
 
 from __future__ import annotations
 

@@ -285,7 +285,10 @@ class Ring:
             self._dropping.pop((HolderId(news.cache), holder), None)
             return
         number = self.links.number(holder)
-        if news.link > number or (isinstance(news, Replicated) and not _may_be(news)):
+        is_valid = not isinstance(news, Replicated) or (
+            0 <= news.lane < MAX_LANES and NO_STEP <= news.step <= MAX_ID
+        )
+        if news.link > number or not is_valid:
             text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
             self._fleet.lose(holder, ProtocolError(text))
         elif news.link < number or holder not in self._keepers:
@@ -316,7 +319,3 @@ class Ring:
         if holder not in self._fleet.lost:
             self.links.begin(holder)
             self.links.tell(holder, "", "")
-
-
-def _may_be(news: Replicated) -> bool:
-    return 0 <= news.lane < MAX_LANES and NO_STEP <= news.step <= MAX_ID

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, DeltaQueue, parted
 from fastdecode.core.errors import FastDecodeError, RequestError, without_frames
 from fastdecode.core.sequence import Request, validate_for_vocab
@@ -137,9 +136,9 @@ class EngineServer:
                 for request_id in request_ids:
                     self._service.cancel(request_id)
             case SetRole(role):
-                self._service.look(lambda served: _set_role(served, role))
+                self._service.look(lambda served: served.engine.give_role(role))
             case EndConversation(token_ids, salt):
-                self._service.look(lambda served: _end_conversation(served, token_ids, salt))
+                self._service.look(lambda served: served.engine.end_conversation(token_ids, salt))
 
     def messages(self) -> Iterator[FromEngine]:
         """What is to be sent now, in this order."""
@@ -222,11 +221,3 @@ class EngineServer:
     def _report(self) -> StatusReport:
         self._is_answered = False
         return self._service.snapshot().report(self._figures)
-
-
-def _set_role(served: Any, role: InstanceRole) -> None:
-    served.engine.give_role(role)
-
-
-def _end_conversation(served: Any, token_ids: Sequence[int], salt: str) -> None:
-    served.engine.end_conversation(token_ids, salt)

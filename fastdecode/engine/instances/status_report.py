@@ -127,14 +127,10 @@ def _text(value: Any) -> str:
     return value
 
 
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else _text(value)
-
-
 _CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "int": _whole,
     "float": _number,
     "str": _text,
-    "str | None": _text_or_none,
+    "str | None": lambda value: None if value is None else _text(value),
 }
 """By a field's type."""

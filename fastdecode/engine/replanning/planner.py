@@ -10,13 +10,13 @@ from typing import IO
 
 from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, judged_from_json, to_json
 from fastdecode.core.clock import Clock
-from fastdecode.core.host.child_process import python_command
+from fastdecode.core.host.processes import python_command
 from fastdecode.wire.mpi.launcher import without_launcher
 
 ANSWERS_WITHIN_S = 600.0
 # No other process would end it if this one were killed.
 _BOOT = (
-    "from fastdecode.core.host.parents import end_with; end_with(int(given), 'the planner'); "
+    "from fastdecode.core.host.processes import end_with; end_with(int(given), 'the planner'); "
     "from cost_model.goodput.replanning import main; main()"
 )
 

@@ -7,12 +7,13 @@ import logging
 import threading
 from collections.abc import Callable
 
-from cost_model.goodput.measured import InstanceTotals, StepLog
 from cost_model.goodput.replanning import (
     InstanceProfile,
+    InstanceTotals,
     JudgedRoles,
     RoleQuestion,
     Roles,
+    StepLog,
     TrafficSample,
 )
 from cost_model.goodput.slo import RequestTimes
@@ -173,7 +174,6 @@ class Replanner:
 
 
 def totals_of(stats: EngineStats, token_bytes: int) -> InstanceTotals:
-    """Of one instance. ``token_bytes``: K and V of a token, all layers."""
     return InstanceTotals(
         stats.num_steps,
         stats.num_output_tokens,

@@ -16,7 +16,7 @@ from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.resuming import HeldSequence, Session
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.reservations import holder_of, message_for
-from fastdecode.engine.session.counts import AttachedCounts
+from fastdecode.engine.stats import AttachedCounts
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.cache.resumed import keep_held
 from fastdecode.schedule.life.events import Close

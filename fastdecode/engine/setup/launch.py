@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import secrets
@@ -35,9 +36,7 @@ from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
-from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.engine.session.recorder import Recorder
-from fastdecode.engine.setup.collector import freeze_objects
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import check_launched, meet_ranks
 from fastdecode.engine.setup.reach import (
@@ -66,6 +65,7 @@ from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
 from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.engine.stages.stage_forward import first_stage
+from fastdecode.engine.stats import AttachedCounts
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.swapped import swap_figures
@@ -140,7 +140,7 @@ class RunningEngine:
                 trace,
                 measured_times(self.resolved) if times is None else times,
             )
-            self._opened.callback(freeze_objects())
+            self._opened.callback(_freeze_objects())
         except BaseException:
             self.close()
             raise
@@ -495,3 +495,19 @@ def _for_session(hello: Hello, session: Session | None, config: EngineConfig) ->
         session=hello.session if session is None else session.number,
         outlives=session is not None and config.keeps_blocks,
     )
+
+
+def _freeze_objects() -> Callable[[], object]:
+    """Leave all objects that exist now out of Python's garbage collections.
+
+    Modules, the model and the engine live as long as the engine is open. A full collection would
+    visit each of them in the middle of a step. If the application or another engine has frozen
+    objects, nothing is done: to thaw them is its owner's decision.
+
+    Returns: What undoes it, for when the engine is closed. Else what the engine leaves would stay.
+    """
+    if gc.get_freeze_count():
+        return lambda: None
+    gc.collect()
+    gc.freeze()
+    return gc.unfreeze

@@ -13,7 +13,7 @@ from cost_model.plans.placement import (
     placement_rates,
 )
 from cost_model.plans.question import Setup
-from cost_model.quantities import rate_text
+from cost_model.printing import rate_text
 from cost_model.workload import Workload
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType

@@ -160,7 +160,8 @@ class WriterPool(GroupPool):
             own, old = (x[x[:, MemberField.COLUMN] == group.holder] for x in (rows, before))
             if not np.array_equal(own, old):
                 changed.append(group.holder)
-                group.begin(dict(map(self._member, own[self._is_written(own)].tolist())))
+                is_written = np.isin(own[:, MemberField.STAGE], list(self._layers))
+                group.begin(dict(map(self._member, own[is_written].tolist())))
                 self.revive(group.holder)
         return changed
 
@@ -174,9 +175,6 @@ class WriterPool(GroupPool):
 
     def _group_of(self, member: HolderId) -> CacheGroup | None:
         return next((group for group in self.groups if member in group.shards), None)
-
-    def _is_written(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        return np.isin(rows[:, MemberField.STAGE], list(self._layers))
 
     def _member(self, row: Sequence[int]) -> tuple[HolderId, Shard]:
         """Place a member, which keeps this."""

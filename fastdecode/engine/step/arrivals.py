@@ -9,8 +9,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.errors import ProtocolError, WorkerError, assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.groups import HolderPool

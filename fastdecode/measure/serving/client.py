@@ -1,4 +1,4 @@
-"""A client of OpenAI's API that takes times."""
+"""Clients of OpenAI's API that take times, and run a load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,8 +64,6 @@ class Endpoint:
 
     Args:
         url: http://HOST:PORT, perhaps with a path before /v1.
-        key: Sent with every request.
-        timeout_s: Longest time for an answer.
 
     Raises:
         ConfigError: If ``url`` is not such an address.
@@ -231,7 +229,6 @@ class Endpoint:
 
 
 def _take(said: Any, record: Record, now_s: float) -> None:
-    """Raises ValueError, LookupError, TypeError: If it isn't an event of OpenAI's."""
     if not isinstance(said, dict):
         raise ValueError("an event is no JSON object")
     if "error" in said:
@@ -244,7 +241,6 @@ def _take(said: Any, record: Record, now_s: float) -> None:
 
 
 async def _body(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Return the body, or as much of it."""
     body = b""
     async for piece in answer.content.iter_any():
         body += piece
@@ -264,3 +260,35 @@ def shown(text: str) -> str:
     """Return a server's words on one line of a terminal."""
     line = " ".join(text.split())[:_SHOWN]
     return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
+async def run_open(endpoint: Endpoint, model: str, load: Sequence[Planned]) -> list[Record]:
+    """Send every request when it is due, without waiting for answers."""
+    async with endpoint.keeping_connections():
+        start_s = time.monotonic()
+        tasks = []
+        for planned in load:
+            wait_s = planned.due_s - (time.monotonic() - start_s)
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(asyncio.create_task(endpoint.run(planned, model, start_s)))
+        return list(await asyncio.gather(*tasks))
+
+
+async def run_closed(
+    endpoint: Endpoint, model: str, load: Sequence[Planned], concurrency: int
+) -> list[Record]:
+    """Run ``concurrency`` clients, each of which sends the next request after its answer."""
+    start_s = time.monotonic()
+    records: list[Record] = []
+    waiting = iter(load)
+
+    async def client() -> None:
+        for planned in waiting:
+            record = await endpoint.run(planned, model, start_s)
+            record.due_s = record.sent_s
+            records.append(record)
+
+    async with endpoint.keeping_connections():
+        await asyncio.gather(*[client() for _ in range(concurrency)])
+    return records

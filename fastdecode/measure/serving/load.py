@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,27 +31,21 @@ class Planned:
 
 @dataclass(frozen=True)
 class LoadShape:
-    """Distribution of a load.
-
-    Args:
-        num_requests: Number of requests.
-        prompt_tokens, output_tokens: Mean of each.
-        spread: Standard deviation of the lengths' logarithms. 0 makes all lengths equal.
-        vocab_size: Token ids are below it.
-        seed: Seed of everything that is drawn.
-    """
+    """Distribution of a load."""
 
     num_requests: int
     prompt_tokens: int
+    """Mean, as of ``output_tokens``."""
     output_tokens: int
     spread: float = 0.0
+    """Standard deviation of the lengths' logarithms. 0 makes all lengths equal."""
     vocab_size: int = 1000
     seed: int = 0
 
 
 def closed(shape: LoadShape) -> list[Planned]:
     """Return requests for clients that send one after the other."""
-    return [_planned(0.0, *size, shape, i) for i, size in enumerate(_sizes(shape))]
+    return arriving(shape, math.inf)
 
 
 def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:

@@ -1,57 +1,19 @@
-"""Figures of a load, from the records of its requests."""
+"""Figures of a load, and the search for the greatest rate that keeps an SLO."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastdecode.core.errors import ConfigError
+from cost_model.goodput.slo import RequestTimes, Slo
 from fastdecode.measure.serving.client import Record
 
 CLIENT_LAG_S = 0.010
 """A client that sends later than this measures itself."""
-_UNITS = {"ms": 1e-3, "s": 1.0}
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Limits of a request. None sets none."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Slo:
-        """Read ``ttft=400ms,tpot=40ms``.
-
-        Raises:
-            ConfigError: If the text has another form.
-        """
-        limits: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, value = part.partition("=")
-            unit = "ms" if value.endswith("ms") else "s"
-            try:
-                limits[f"{name}_s"] = float(value.removesuffix(unit)) * _UNITS[unit]
-                if name not in ("ttft", "tpot") or not value.endswith(unit):
-                    raise ValueError
-            except ValueError:
-                raise ConfigError(
-                    f"--slo {text}: {part!r} is not like ttft=400ms or tpot=0.04s"
-                ) from None
-        return cls(**limits)
-
-    def is_kept(self, record: Record) -> bool:
-        """Return True if a request was answered within the limits."""
-        if record.error is not None:
-            return False
-        tpot_s = record.tpot_s
-        return (self.ttft_s is None or record.ttft_s <= self.ttft_s) and (
-            self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s
-        )
+_MAX_DOUBLINGS = 12
+_HALVINGS = 5
 
 
 def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
@@ -90,7 +52,7 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
     lag = figures["client_lag_s"]
     figures["client_was_the_limit"] = lag is not None and lag["p99"] > CLIENT_LAG_S
     if slo is not None:
-        kept = sum(slo.is_kept(record) for record in records)
+        kept = sum(slo.is_met_by(RequestTimes(0.0, r.ttft_s, r.tpot_s)) for r in done)
         figures["attainment"] = kept / len(records) if records else 0.0
         figures["goodput_per_s"] = kept / duration_s if duration_s else 0.0
     return figures
@@ -101,16 +63,9 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-
-    def percentile(percent: float) -> float:
-        return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
-
-    return {
-        "mean": sum(ordered) / len(ordered),
-        "p50": percentile(50),
-        "p90": percentile(90),
-        "p99": percentile(99),
-    }
+    ranks = {f"p{p}": max(0, math.ceil(len(ordered) * p / 100) - 1) for p in (50, 90, 99)}
+    found = {name: ordered[rank] for name, rank in ranks.items()}
+    return {"mean": sum(ordered) / len(ordered), **found}
 
 
 def told(figures: dict[str, Any]) -> str:
@@ -153,3 +108,51 @@ def told(figures: dict[str, Any]) -> str:
             "rate, or another machine"
         )
     return "\n".join(lines)
+
+
+def find_goodput(
+    measure: Callable[[float], dict[str, Any]],
+    measure_alone: Callable[[], dict[str, Any]],
+    first_rate: float,
+    attainment: float,
+    tell: Callable[[str], None],
+) -> tuple[float, dict[str, Any] | None]:
+    """Find the greatest rate, within 3%, at which ``attainment`` of the requests keep the SLO.
+
+    Args:
+        measure: Returns the figures at a rate.
+        measure_alone: Returns the figures of requests that run one after the other. Called once,
+            if the first rate is too great: if those don't keep the SLO, no rate does, and a
+            search at ever lower ones would take hours.
+
+    Returns:
+        The rate, or 0 if there is none. The figures at it, or those of ``measure_alone`` if not
+        even they keep the SLO.
+    """
+    best, figures = 0.0, None
+    bad: float | None = None
+    rate = first_rate
+    for _ in range(_MAX_DOUBLINGS + _HALVINGS):
+        now = measure(rate)
+        is_good = now["attainment"] >= attainment
+        tell(f"{rate:.3g} requests/s: {now['attainment']:.1%} kept the SLO")
+        if is_good:
+            best, figures = rate, now
+            if now["client_was_the_limit"]:
+                break
+        else:
+            if bad is None and not best:
+                alone = measure_alone()
+                tell(f"one request at a time: {alone['attainment']:.1%} kept the SLO")
+                if alone["attainment"] < attainment:
+                    return 0.0, alone
+            bad = rate
+        if bad is not None and bad - best <= 0.03 * bad:
+            break
+        if bad is None:
+            rate *= 2
+        else:
+            rate = (best + bad) / 2 if best else bad / 2
+            if rate < first_rate / 2**_MAX_DOUBLINGS:
+                break
+    return best, figures

@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from fastdecode.core.errors import CapacityError, WorkerError
-from fastdecode.core.exhaustive import assert_never
+from fastdecode.core.errors import CapacityError, WorkerError, assert_never
 from fastdecode.core.holders import PartId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler

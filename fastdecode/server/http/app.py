@@ -1,20 +1,16 @@
-"""The routes, and those among them that tell how the server is."""
+"""The routes, and answers that tell how the server is."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
 from importlib import resources
 from typing import Any, Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdecode import __version__
@@ -23,9 +19,8 @@ from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.server.front import Front
 from fastdecode.server.http import tokens
-from fastdecode.server.http.errors import SERVER, HttpRefusal, refusal
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.generate import Completion
-from fastdecode.server.http.preparing import typed
 from fastdecode.server.link import StatusReport
 
 PAGE: Mapping[str, tuple[str, str]] = {
@@ -35,6 +30,7 @@ PAGE: Mapping[str, tuple[str, str]] = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _NOT_KEPT = {"cache-control": "no-store"}
+_MODEL, _CONVERSATION = "/v1/models/", "/v1/conversations/"
 
 Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
@@ -45,11 +41,10 @@ async def _generate(front: Front, request: Request) -> ASGIApp:
 
 async def _forget(front: Front, request: Request) -> Response:
     """End a conversation, and keep nothing of it."""
-    with typed():
-        name = check_id(request.path_params["conversation_id"])
-        if not await front.turns.forget(name):
-            text = "there is no such conversation, or it is over"
-            raise HttpRefusal(404, text, "conversation_not_found", param="conversation_id")
+    name = check_id(request.path_params["name"])
+    if not await front.turns.forget(name):
+        text = "there is no such conversation, or it is over"
+        raise HttpRefusal(404, text, "conversation_not_found", param="conversation_id")
     return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
@@ -58,7 +53,7 @@ async def _models(front: Front, request: Request) -> Response:
 
 
 async def _model(front: Front, request: Request) -> Response:
-    name = request.path_params["model"]
+    name = request.path_params["name"]
     if name not in front.names:
         raise HttpRefusal(404, f"the model {name[:256]!r} isn't served here", "model_not_found")
     return JSONResponse(_entry(front, name))
@@ -137,24 +132,23 @@ async def _page(front: Front, request: Request) -> Response:
     return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
 
 
-_GET: dict[str, Handler] = {
-    "/v1/models": _models,
-    "/v1/models/{model:path}": _model,
-    "/version": _version,
-    "/live": _live,
-    "/health": _health,
-    "/metrics": _metrics,
-    "/status.json": _status,
-    "/history.json": _history,
-    **dict.fromkeys(PAGE, _page),
+_GET, _POST = ("GET", "HEAD"), ("POST",)
+ROUTES: Final[Mapping[str, tuple[tuple[str, ...], Handler]]] = {
+    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), (_POST, _generate)),
+    "/tokenize": (_POST, tokens.tokenize),
+    "/detokenize": (_POST, tokens.detokenize),
+    "/v1/models": (_GET, _models),
+    _MODEL: (_GET, _model),
+    _CONVERSATION: (("DELETE",), _forget),
+    "/version": (_GET, _version),
+    "/live": (_GET, _live),
+    "/health": (_GET, _health),
+    "/metrics": (_GET, _metrics),
+    "/status.json": (_GET, _status),
+    "/history.json": (_GET, _history),
+    **dict.fromkeys(PAGE, (_GET, _page)),
 }
-_POST: dict[str, Handler] = {
-    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), _generate),
-    "/tokenize": tokens.tokenize,
-    "/detokenize": tokens.detokenize,
-}
-_DELETE: dict[str, Handler] = {"/v1/conversations/{conversation_id:path}": _forget}
-_TABLES = {"GET": _GET, "POST": _POST, "DELETE": _DELETE}
+"""Paths, or how they begin, with their methods."""
 _ABSENT: Final[Mapping[str, str]] = {
     path: instead
     for instead, paths in (
@@ -181,66 +175,37 @@ _ABSENT: Final[Mapping[str, str]] = {
 """Paths of other servers, or how they begin, and what is there instead."""
 
 
-def make_app(front: Front) -> Starlette:
-    """Return the routes as an ASGI application; the guard goes around it."""
-    routes = [
-        Route(path, _Endpoint(front, handler), methods=[method])
-        for method, table in _TABLES.items()
-        for path, handler in table.items()
-    ]
-    handlers: dict[Any, Any] = {
-        HttpRefusal: _refused,
-        HTTPException: _not_a_route,
-        ClientDisconnect: _gone,
-        Exception: _mistaken,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.router.redirect_slashes = False
-    return app
+class Routes:
+    """The routes as an ASGI application. The guard goes around it, and answers its errors."""
 
-
-class _Endpoint:
-    """A handler as an ASGI application. Starlette wraps functions once more, which takes time."""
-
-    def __init__(self, front: Front, handler: Handler) -> None:
+    def __init__(self, front: Front) -> None:
         self._front = front
-        self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._handler(self._front, Request(scope, receive, send))
+        path, method = scope["path"], scope["method"]
+        route = path
+        for prefix in (_MODEL, _CONVERSATION):
+            if path.startswith(prefix):
+                route, scope["path_params"] = prefix, {"name": path[len(prefix) :]}
+        if route not in ROUTES:
+            text = f"there is nothing at this path: {_instead(path)}"
+            raise HttpRefusal(404, text, "not_found")
+        allowed, handler = ROUTES[route]
+        if method not in allowed:
+            methods = ", ".join(allowed)
+            text = f"this method isn't for this path, which takes {methods}"
+            raise HttpRefusal(405, text, "bad_method", headers={"allow": methods})
+        response = await handler(self._front, Request(scope, receive, send))
         await response(scope, receive, send)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpRefusal)
-    return refusal(request, error)
-
-
-async def _gone(request: Request, error: Exception) -> None:
-    """The client has disconnected: there is no answer."""
-
-
-async def _mistaken(request: Request, error: Exception) -> Response:
-    """The guard logs which exception it was."""
-    text = "the server has made a mistake"
-    return refusal(request, HttpRefusal(500, text, "internal_error", kind=SERVER))
-
-
-async def _not_a_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text, code = f"there is nothing at this path: {_instead(request.scope['path'])}", "not_found"
-    if error.status_code != HTTPStatus.NOT_FOUND:
-        methods = (error.headers or {}).get("Allow", "")
-        text, code = f"this method isn't for this path, which takes {methods}", "bad_method"
-    return refusal(request, HttpRefusal(error.status_code, text, code, headers=error.headers))
 
 
 def _instead(path: str) -> str:
     """Return what there is instead of a path that doesn't exist."""
     near = "/v1/" + path.strip("/").removeprefix("v1/").removeprefix("v1/")
-    if near != path and (near in _POST or near in _GET):
+    if near != path and near in ROUTES:
         return f"use {near}"
     for begin, instead in _ABSENT.items():
         if f"{path}/".startswith(f"{begin}/"):
             return f"{begin} is not supported: {instead}"
-    return f"paths are {', '.join([*_POST, '/v1/models', '/health'])}"
+    posted = [path for path, (methods, _) in ROUTES.items() if methods is _POST]
+    return f"paths are {', '.join([*posted, '/v1/models', '/health'])}"

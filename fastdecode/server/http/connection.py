@@ -20,6 +20,8 @@ MOST_UNREAD_CHUNKS: Final = 256 << 10
 """The same of a body whose length was not announced: its end is not known here."""
 CONNECTION: ContextVar[Connection] = ContextVar("connection")
 """The connection of the request that a task answers."""
+_CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+_OLD = re.compile(rb"[^\r\n]* HTTP/1\.0\r?\n")
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
 
 
@@ -44,6 +46,28 @@ class Connections:
         return Connection(self._kind(**given), self)
 
 
+class _WithoutChunks:
+    """A transport to a client of HTTP/1.0, which reads no chunks: a stream ends its connection.
+    uvicorn writes a header as a whole, and each chunk."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._is_streaming = transport, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not (self._is_streaming and data):
+            self._is_streaming |= _CHUNKED in data
+            self._transport.write(data.replace(_CHUNKED, b"connection: close\r\n", 1))
+            return
+        size, _, rest = data.partition(b"\r\n")
+        num_bytes = int(size, 16)
+        self._transport.write(rest[:num_bytes])
+        if not num_bytes or rest[num_bytes:] != b"\r\n":  # the last chunk is in it
+            self._transport.close()
+
+
 class Connection(asyncio.Protocol):
     """A connection: its headers are bounded in time and size, and so are bytes ahead of an answer.
 
@@ -59,9 +83,8 @@ class Connection(asyncio.Protocol):
         self._awaits_header = True
         self._has_whole_body = True
         self._unread_bytes = 0
-        self._is_answering = False
-        self._num_bytes = 0
-        """Bytes that came since ``_most_bytes`` was set."""
+        self._is_answering, self._is_new = False, True
+        self._num_bytes = 0  # bytes that came since ``_most_bytes`` was set
         self._most_bytes: float = MAX_HEADER_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -89,6 +112,10 @@ class Connection(asyncio.Protocol):
         if not self._num_bytes and not self._is_answering and self._deadline is None:
             self._arm()
         self._num_bytes += len(data)
+        if self._is_new and _OLD.match(data):
+            transport: Any = _WithoutChunks(self._transport)
+            self._inner.connection_made(transport)
+        self._is_new = False
         CONNECTION.set(self)
         self._inner.data_received(_without_upgrade(data) if self._awaits_header else data)
         if self._num_bytes > self._most_bytes:

@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError, RequestError
 from fastdecode.openai.answers import status
@@ -62,9 +62,9 @@ def new_request_id() -> str:
     return "req_" + secrets.token_hex(12)
 
 
-def refusal(request: Request, error: HttpRefusal) -> Response:
+def refusal(scope: Scope, error: HttpRefusal) -> Response:
     """Return an error as an answer. The request's line in the log gets its code."""
-    request.state.line["finish"] = error.code
+    scope["state"]["line"]["finish"] = error.code
     # Escaped: a name that the client gave may be no text that UTF-8 has.
     return Response(json.dumps(error.body), error.status, error.headers, "application/json")
 
@@ -92,8 +92,10 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def refused(error: FastDecodeError) -> HttpRefusal:
+def refused(error: HttpRefusal | FastDecodeError) -> HttpRefusal:
     """Return an error as its client sees it."""
+    if isinstance(error, HttpRefusal):
+        return error
     http, kind = status(error)
     code, headers = error.code, {}
     is_theirs = isinstance(error, RequestError) and http < 500

@@ -15,8 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastdecode.conversations.reuse import why_none_of
+from fastdecode.conversations.turns import no_reuse_warning
 from fastdecode.core.delta import Delta, OutputFold
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
 from fastdecode.openai.chunks import ChunkWriter
@@ -24,7 +25,6 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import read_body
 from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
 from fastdecode.server.http.preparing import (
     QUEUE_TIMEOUT,
@@ -32,16 +32,13 @@ from fastdecode.server.http.preparing import (
     check_deadlines,
     enter,
     patience_s,
-    typed,
+    read_body,
 )
 
-PING_S = 15.0
-"""A stream that has nothing to say for so long says a comment, or proxies would
-take it for dead."""
+PING_S = 15.0  # a silent stream sends a comment this often, or proxies would take it for dead
 _DRAIN_RETRY_S = 5
 MOST_WORDS_AT_ONCE = 4000
-"""Tokens and their likeliest others: more than so many are written out beside
-the event loop."""
+"""More tokens, each with its alternatives, are written beside the event loop."""
 
 T = TypeVar("T")
 
@@ -60,6 +57,7 @@ class Completion:
         self._request = request
         self._ping_s = ping_s
         self._number = front.next_number()
+        self.answer_id = f"{front.run_id}-{self._number}"
         self._preparation = Preparation(front, self._number)
         self._opened: OpenRequests | None = None
         self._is_read = False
@@ -72,7 +70,7 @@ class Completion:
         code: str | None = None
         try:
             self._check_engine()
-            raw = await read_body(self._request, front.options.max_body_bytes)
+            raw = await read_body(self._request, front.options)
             self._is_read = True
             front.num_exchanges += 1
             watch = asyncio.create_task(self._watch(receive))
@@ -82,11 +80,12 @@ class Completion:
                 await response(scope, receive, send)
             else:
                 await self._stream(asked, opened, send)
-        except HttpRefusal as error:
-            code = error.code
+        except (HttpRefusal, FastDecodeError) as error:
+            shown = refused(error)
+            code = shown.code
             if not self._is_streaming:
-                raise
-            await _send_part(send, f"data: {json.dumps(error.body)}\n\n", more=False)
+                raise shown from None
+            await _send_part(send, f"data: {json.dumps(shown.body)}\n\n", more=False)
         except ClientDisconnect:
             self._finish = "abort"
         finally:
@@ -96,7 +95,7 @@ class Completion:
             self._close(code)
 
     def _check_engine(self) -> None:
-        """Raises: HttpRefusal: If no token could come out."""
+        """Raises: HttpRefusal: If the engine can generate no token."""
         trouble = self._front.trouble()
         if trouble is not None:
             self._front.metrics.rejected[trouble] += 1
@@ -180,14 +179,15 @@ class Completion:
         """Headers of an answer whose request can't do what it seems to want."""
         why = ""
         if asked.conversation_id is not None:
-            why = why_none_of(asked.cache, self._front.opening.no_reuse)
+            why = no_reuse_warning(self._front.opening.no_reuse, asked.cache)
         return {"x-fastdecode-warning": why} if why else {}
 
     async def _take(self, opened: OpenRequests, silence_s: float) -> list[tuple[int, Delta]]:
-        """What is new, or nothing after so long a silence.
+        """Return new output, or nothing after ``silence_s`` without any.
 
         Raises:
             ClientDisconnect: If the client has disconnected.
+            FastDecodeError: If the turn of a conversation can't be kept.
             HttpRefusal: If the request has failed, or taken too long.
         """
         had_begun = opened.all_begun
@@ -197,42 +197,34 @@ class Completion:
             raise ClientDisconnect
         for _, delta in deltas:
             if delta.error is not None:
-                raise refused(delta.error)
+                raise refused(delta.error)  # the error may be other requests' too
             self._finish = delta.finish_reason or self._finish
         if self._preparation.turn is not None:
-            with typed():
-                await self._preparation.turn.hear([delta for _, delta in deltas])
+            await self._preparation.turn.add([delta for _, delta in deltas])
         if opened.all_begun and not had_begun:
-            self._front.admission.begun(self._number, time.monotonic())
+            self._front.admission.remove(self._number, time.monotonic())
         if not deltas:
             check_deadlines(options, opened)
         return deltas
 
-    @property
-    def _stage(self) -> str:
-        if self._opened is None:
-            return "preparing" if self._is_read else "reading"
-        return "waiting" if self._opened.first_s is None else "decoding"
-
     def _named(self, asked: BodyRequest) -> dict[str, Any]:
         model = asked.model or self._front.names[0]
-        return {"answer_id": self._answer_id, "created_s": int(time.time()), "model": model}
-
-    @property
-    def _answer_id(self) -> str:
-        return f"{self._front.run_id}-{self._number}"
+        return {"answer_id": self.answer_id, "created_s": int(time.time()), "model": model}
 
     def _close(self, code: str | None) -> None:
         """Leave nothing behind, and note how it went."""
         front, opened = self._front, self._opened
         line = self._request.state.line
         line["finish"] = self._finish if code is None else code
-        front.admission.gone(self._number)
+        front.admission.remove(self._number)
         if self._preparation.turn is not None:
             self._preparation.turn.leave(has_failed=self._finish != "abort")
         if self._finish == "abort":
-            line["stage"] = self._stage
-            front.metrics.aborted[self._stage] += 1
+            stage = "preparing" if self._is_read else "reading"
+            if opened is not None:
+                stage = "waiting" if opened.first_s is None else "decoding"
+            line["stage"] = stage
+            front.metrics.aborted[stage] += 1
         if opened is not None:
             line.update(opened.figures)
             front.client.leave(opened)

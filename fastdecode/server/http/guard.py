@@ -3,7 +3,6 @@ bounds; what every answer has, and a line in the request log."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import logging
@@ -13,17 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.server.front import Front
-from fastdecode.server.http.connection import (
-    CONNECTION,
-    MAX_HEADER_BYTES,
-    Connection,
-    header_too_large,
-)
-from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal, new_request_id, refusal
+from fastdecode.server.http.connection import CONNECTION, MAX_HEADER_BYTES, header_too_large
+from fastdecode.server.http.errors import SERVER, HttpRefusal, new_request_id, refusal, refused
 from fastdecode.server.options import is_loopback
 
 METHODS = ("GET", "POST", "DELETE")
@@ -32,8 +27,7 @@ OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js", "/icon
 METRICS_PATHS = frozenset({"/metrics", "/status.json", "/history.json"})
 """Nor do these, if the server's options say so."""
 NOT_ADMITTED = (401, 403)
-_SHOWN = 64
-"""Letters of a path that the request log shows."""
+_SHOWN = 64  # letters of a path that the request log shows
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
 _NO_KEY = "this server needs an API key, and got none: send it as Authorization: Bearer KEY"
@@ -98,10 +92,8 @@ class Guard:
         connection = CONNECTION.get(None)
         if connection is not None:
             connection.begin(_body_bytes(scope["headers"]))
-        options = self._front.options
-        body = _Body(options.max_body_bytes, options.body_timeout_s)
         try:
-            await self._app(scope, body.bounded(receive, connection), answer)
+            await self._app(scope, receive, answer)
         except Exception as error:
             # Without its words and its traceback's values, which may hold a prompt.
             logger.error("%r failed: %s", path[:100], type(error).__name__)
@@ -109,29 +101,38 @@ class Guard:
         finally:
             if connection is not None:
                 connection.end_answer()
-            self._count(line)
+            status, rejected = line["status"], self._front.metrics.rejected
+            if status is None:
+                line["finish"] = line["finish"] or "abort"
+            elif status in NOT_ADMITTED:
+                rejected[line["finish"]] += 1
+            elif 400 <= status < 429 and "prompt_tokens" not in line:
+                rejected["invalid"] += 1
             # Health, figures and the page are asked for all the time.
             is_watcher = path in OPEN_PATHS | METRICS_PATHS
-            if not is_watcher or line["status"] in NOT_ADMITTED:
+            if not is_watcher or status in NOT_ADMITTED:
                 line["e2e_s"] = round(time.monotonic() - began_s, 6)
                 self._front.log.write(line)
-
-    def _count(self, line: dict[str, Any]) -> None:
-        status, rejected = line["status"], self._front.metrics.rejected
-        if status is None:
-            line["finish"] = line["finish"] or "abort"
-        elif status in NOT_ADMITTED:
-            rejected[line["finish"]] += 1
-        elif 400 <= status < 429 and "prompt_tokens" not in line:
-            rejected["invalid"] += 1
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check(scope)
-        except HttpRefusal as error:
-            await refusal(Request(scope), error)(scope, receive, send)
-        else:
             await self._routes(scope, receive, send)
+        except (HttpRefusal, FastDecodeError) as error:
+            shown = refused(error)
+            if shown.code == "engine_failed":
+                logger.error(
+                    "%r failed: %s (%s)", scope["path"][:100], type(error).__name__, error.code
+                )
+            await refusal(scope, shown)(scope, receive, send)
+        except ClientDisconnect:
+            pass  # there is no answer
+        except Exception:
+            if scope["state"]["line"]["status"] is None:
+                text = "the server has made a mistake"
+                mistake = HttpRefusal(500, text, "internal_error", kind=SERVER)
+                await refusal(scope, mistake)(scope, receive, send)
+            raise
 
     def _check(self, scope: Scope) -> None:
         """Raises: HttpRefusal: If the request isn't admitted."""
@@ -145,7 +146,7 @@ class Guard:
         else:
             self._check_site(headers)
         if not scope["path"].isprintable():
-            # The routes' patterns ignore a newline at the end.
+            # The log would show it otherwise than it is.
             raise HttpRefusal(404, "there is nothing at this path", "not_found")
 
     def _check_site(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -175,38 +176,6 @@ class Guard:
                 kind="authentication_error", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         return hashed[:12]
-
-
-class _Body:
-    """Bounds a request's body in bytes and seconds."""
-
-    def __init__(self, most_bytes: int, timeout_s: float) -> None:
-        self._most_bytes = most_bytes
-        self._timeout_s = timeout_s
-        self._is_whole = False
-        self._num_bytes = 0
-
-    def bounded(self, receive: Receive, connection: Connection | None) -> Receive:
-        end_s = time.monotonic() + self._timeout_s
-
-        async def receive_within() -> Message:
-            if self._is_whole:
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), end_s - time.monotonic())
-            except asyncio.TimeoutError:
-                text = f"the body didn't come within {self._timeout_s:g} s"
-                raise HttpRefusal(408, text, "body_timeout", headers=NOT_AGAIN) from None
-            self._num_bytes += len(message.get("body", b""))
-            if self._num_bytes > self._most_bytes:
-                text = f"the body is larger than {self._most_bytes} bytes"
-                raise HttpRefusal(413, text, "body_too_large")
-            self._is_whole = not message.get("more_body", False)
-            if self._is_whole and connection is not None:
-                connection.end_body()
-            return message
-
-        return receive_within
 
 
 def _body_bytes(headers: list[tuple[bytes, bytes]]) -> int | None:

@@ -1,4 +1,4 @@
-"""From a body's bytes to requests for the engine: parsed, rendered, tokenised, checked.
+"""From a body to requests for the engine: read within bounds, parsed, rendered, tokenised, checked.
 
 For a body that is large or has text this runs beside the event loop, and counts as queued. There
 is a pool of threads for each kind of work: slow templates don't delay tokenising.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
-from fastdecode.conversations.open_turns import OpenTurn
-from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, told_of_turn
+from fastdecode.conversations.order import OpenTurn
+from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, as_turn_error
 from fastdecode.core.errors import CHILD_DIED, FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.openai.body_errors import BodyError, blamed
@@ -29,14 +31,14 @@ from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
 from fastdecode.server.admission import QueueFull
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import parse_object
-from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, refused, unavailable
+from fastdecode.server.http.connection import CONNECTION
+from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, unavailable
 from fastdecode.server.options import ServeOptions
 
 QUEUE_TIMEOUT: Final = "queue_timeout"
-MOST_SEQUENCES: Final = 2048
-"""Of one HTTP request."""
+MOST_SEQUENCES: Final = 2048  # most sequences that one HTTP request may ask for
 ORDINARY_BYTES_PER_TOKEN: Final = 16
+MAX_DEPTH: Final = 64  # deepest nesting of a body's JSON
 SMALL_BYTES: Final = 16 << 10
 """Smaller bodies are parsed on the event loop: to hand them to a thread takes longer."""
 
@@ -76,7 +78,8 @@ class Preparation:
         """Return what a body that was posted to ``url`` asks for.
 
         Raises:
-            HttpRefusal: If it can't be answered, or the queue is full.
+            RequestError: If it can't be answered.
+            HttpRefusal: If the queue is full, or it takes too long.
             ClientDisconnect: If ``leave`` was called.
         """
         asked = await self.read(raw, partial(self._front.reader.read, url))
@@ -92,7 +95,7 @@ class Preparation:
             return asked, [await self._turn_of(asked, asked.conversation_id)]
         requests = []
         for place, prompt in enumerate(asked.prompts):
-            with typed(), _blaming_the_prompt(asked):
+            with _blaming_the_prompt(asked):
                 token_ids = await self.tokens_of(prompt)
                 name = f"{self._number}.{place}"
                 arrived = PromptRequest(name, token_ids, asked.params, asked.cache)
@@ -107,7 +110,7 @@ class Preparation:
         """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
         front, threads = self._front, self._front.threads.tokenizer
-        with typed(), _blaming_the_prompt(asked):
+        with _blaming_the_prompt(asked):
             new: ChatTurn | PromptTurn
             if isinstance(prompt, Chat):
                 assert front.template is not None, "the reader refuses chats without a template"
@@ -130,7 +133,7 @@ class Preparation:
                 made = await self.beside(threads, make)
                 return front.checker.check(opened.asks(history, made), made.token_ids)
             except FastDecodeError as error:
-                raise told_of_turn(error) from None
+                raise as_turn_error(error) from None
 
     async def _until_due(self, opened: OpenTurn) -> None:
         options = self._front.options
@@ -149,8 +152,7 @@ class Preparation:
     async def read(self, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what ``read`` makes of the JSON object in a body. Raises as ``requests``."""
         self._num_bytes = len(raw)
-        with typed():
-            return await self._maybe_beside(lambda: read(parse_object(raw)))
+        return await self._maybe_beside(lambda: read(parse_object(raw)))
 
     async def tokens_of(self, prompt: PromptOrChat) -> tuple[int, ...]:
         """Return a prompt's or a chat's token ids. Raises RequestError, and as ``requests``."""
@@ -254,14 +256,6 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
 
 
 @contextlib.contextmanager
-def typed() -> Iterator[None]:
-    try:
-        yield
-    except FastDecodeError as error:
-        raise refused(error) from None
-
-
-@contextlib.contextmanager
 def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
     """Name the field of the body that caused an error."""
     try:
@@ -282,3 +276,96 @@ def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
         if error.code in _OF_FORMATS and param not in (None, "structured_outputs"):
             said = f"{param}: {said}"
         raise BodyError(said, code=error.code, param=param) from None
+
+
+async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
+    """Return what a request carries.
+
+    Raises:
+        HttpRefusal: If it isn't JSON by its header, comes too late, or is too large.
+        ClientDisconnect: If the client has disconnected.
+    """
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        text = "the body must be JSON, with content-type: application/json"
+        raise HttpRefusal(415, text, "unsupported_media_type")
+    codings = (request.headers.get("content-encoding"), request.headers.get("transfer-encoding"))
+    if any(coding and coding.lower() not in ("identity", "chunked") for coding in codings):
+        text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
+        raise HttpRefusal(415, text, "unsupported_media_type")
+    most_bytes = options.max_body_bytes
+    too_large = HttpRefusal(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
+        raise too_large
+    end_s = time.monotonic() + options.body_timeout_s
+    raw, is_whole = bytearray(), False
+    while not is_whole:
+        try:
+            message = await asyncio.wait_for(request.receive(), end_s - time.monotonic())
+        except asyncio.TimeoutError:
+            text = f"the body didn't come within {options.body_timeout_s:g} s"
+            raise HttpRefusal(408, text, "body_timeout", headers=NOT_AGAIN) from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        raw += message.get("body", b"")
+        if len(raw) > most_bytes:
+            raise too_large
+        is_whole = not message.get("more_body", False)
+    connection = CONNECTION.get(None)
+    if connection is not None:
+        connection.end_body()
+    return bytes(raw)
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Return a JSON object, of finite numbers and bounded depth.
+
+    Raises:
+        HttpRefusal: If the bytes are anything else.
+    """
+    try:
+        said = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise HttpRefusal(
+            400, f"the body is not valid JSON: {_why(error)}", "invalid_json"
+        ) from None
+    if not isinstance(said, dict):
+        raise HttpRefusal(400, "the body must be a JSON object", "invalid_body")
+    if _depth_exceeds(said, MAX_DEPTH):
+        text = f"the body is nested more than {MAX_DEPTH} deep"
+        raise HttpRefusal(400, text, "invalid_json")
+    return said
+
+
+def _why(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    # Python's message names a setting that clients don't have.
+    return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("a number is too great")
+    return number
+
+
+def _depth_exceeds(said: object, most: int) -> bool:
+    level = [said]
+    for _ in range(most):
+        inner: list[object] = []
+        for each in level:
+            values = each.values() if isinstance(each, dict) else each
+            if isinstance(values, str):
+                continue
+            inner += [one for one in values if isinstance(one, (dict, list))]  # type: ignore[attr-defined]
+        if not inner:
+            return False
+        level = inner
+    return True

@@ -14,8 +14,7 @@ from fastdecode.core.errors import RequestError
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL
 from fastdecode.server.front import Front
-from fastdecode.server.http.bodies import read_body
-from fastdecode.server.http.preparing import Preparation, typed
+from fastdecode.server.http.preparing import Preparation, read_body
 
 _TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 _CHAT_FIELDS = (
@@ -26,18 +25,17 @@ _TOKENS_FIELDS = ("model", "tokens")
 
 async def tokenize(front: Front, request: Request) -> Response:
     """Answer with the token ids of a text or a chat."""
-    raw = await read_body(request, front.options.max_body_bytes)
+    raw = await read_body(request, front.options)
     with _prepared(front) as preparation:
         body = await preparation.read(raw, _checked)
-        with typed():
-            front.reader.model_of(body)
-            if "messages" in body:
-                asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
-                chat = front.reader.read(CHAT_URL, asked).prompts[0]
-                tokens = await preparation.tokens_of(chat)
-            else:
-                special = body.get("add_special_tokens") is not False
-                tokens = await preparation.encoded(body["prompt"], add_special_tokens=special)
+        front.reader.model_of(body)
+        if "messages" in body:
+            asked = {name: body[name] for name in _CHAT_FIELDS[:4] if name in body}
+            chat = front.reader.read(CHAT_URL, asked).prompts[0]
+            tokens = await preparation.tokens_of(chat)
+        else:
+            special = body.get("add_special_tokens") is not False
+            tokens = await preparation.encoded(body["prompt"], add_special_tokens=special)
 
         def write() -> bytes:
             answer = {
@@ -53,19 +51,18 @@ async def tokenize(front: Front, request: Request) -> Response:
 
 
 async def detokenize(front: Front, request: Request) -> Response:
-    raw = await read_body(request, front.options.max_body_bytes)
+    raw = await read_body(request, front.options)
     with _prepared(front) as preparation:
         body = await preparation.read(raw, _checked_tokens)
-        with typed():
-            front.reader.model_of(body)
+        front.reader.model_of(body)
 
-            def text() -> str:
-                try:
-                    return front.codec.decode(front.checker.tokenise(body["tokens"]))
-                except RequestError as error:
-                    raise BodyError(str(error), code=error.code, param="tokens") from None
+        def text() -> str:
+            try:
+                return front.codec.decode(front.checker.tokenise(body["tokens"]))
+            except RequestError as error:
+                raise BodyError(str(error), code=error.code, param="tokens") from None
 
-            decoded = await preparation.queued(front.threads.bodies, text)
+        decoded = await preparation.queued(front.threads.bodies, text)
     return JSONResponse({"prompt": decoded})
 
 
@@ -76,7 +73,7 @@ def _prepared(front: Front) -> Iterator[Preparation]:
     try:
         yield Preparation(front, number)
     finally:
-        front.admission.gone(number)
+        front.admission.remove(number)
 
 
 def _checked(body: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Final
 
-from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.host.processes import interrupt
 
 # Where launchers say how many ranks they start: Open MPI, MPICH and Intel MPI
 # (Hydra), MVAPICH, Slurm's srun with PMI.

@@ -134,7 +134,7 @@ class Incoming:
         """Take in a message, or its head.
 
         Raises:
-            ProtocolError: If it is none for this side.
+            ProtocolError: If this side does not receive it.
         """
         prefix = Prefix.of(piece.data)
         if prefix.is_whole(len(piece)):

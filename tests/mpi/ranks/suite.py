@@ -13,7 +13,7 @@ import pytest
 from messages_for_tests import attend, same
 from transport_suite import WAIT_S, MakeStar, TransportSuite, code_of
 
-from fastdecode.wire.messages import Accepted, FromRWorker, OpenSequence
+from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, FromRWorker, OpenSequence
 from fastdecode.wire.mpi.hub import MpiHub
 
 
@@ -81,7 +81,7 @@ class TestMpi(TransportSuite):
 
     def test_damage_is_refused(self, star: MakeStar) -> None:
         s = star(1)
-        s.peers[0].call("send_raw", b"FDWP garbage")
+        s.peers[0].call("send_raw", b"FDN" + bytes([PROTOCOL_VERSION]) + b" garbage")
         assert (
             code_of(lambda: s.hub.receive_any(WAIT_S), s.names[0], "broke the protocol")
             == "protocol_error"

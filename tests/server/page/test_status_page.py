@@ -1,4 +1,4 @@
-"""The status page: static, of nobody else's making, and its script shows what
+"""The status page: static, from this server alone, and its script shows what
 the server says, as text. It is run without a browser."""
 
 from __future__ import annotations

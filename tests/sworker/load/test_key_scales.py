@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weight_files import Make
+from weight_files import Make, Tensors, copy_with, edit_config
 
 from fastdecode.core.dtype import DType
 from sworker.load.weights import load_model
@@ -20,22 +19,18 @@ BIASES = {13: 60.0, 14: -45.0, 31: 25.0}
 SHAPES = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
 
 
-def with_biases(source: Path, directory: Path, dtype: torch.dtype, scale: float = 1.0) -> Path:
-    directory.mkdir()
-    for name in ("config.json", "generation_config.json"):
-        if (source / name).exists():
-            (directory / name).write_text((source / name).read_text())
-    config = json.loads((source / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "dtype": str(dtype)[6:]}))
-    tensors = load_file(source / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor *= 0.5
-        if name.endswith("k_proj.bias"):
-            for dim, bias in BIASES.items():
-                tensor.view(-1, 32)[:, dim] = bias * scale
-        tensors[name] = tensor.to(dtype)
-    save_file(tensors, directory / "model.safetensors")
+def with_biases(source: Path, directory: Path, dtype: torch.dtype) -> Path:
+    def bias(tensors: Tensors) -> Tensors:
+        for name, tensor in tensors.items():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                tensor *= 0.5
+            if name.endswith("k_proj.bias"):
+                for dim, bias in BIASES.items():
+                    tensor.view(-1, 32)[:, dim] = bias
+        return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+    copy_with(source, directory, bias)
+    edit_config(directory, dtype=str(dtype)[6:])
     return directory
 
 
@@ -88,7 +83,7 @@ def test_evened_keys_are_rounded_less(tiny_checkpoint: Make, tmp_path: Path, bit
     assert error(scores(evened, bits=bits)) < 0.5 * error(scores(plain, bits=bits))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gpt2", "bloom", "gpt_neox"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gpt2"])
 def test_models_without_large_biases_stay_as_they_are(tiny_checkpoint: Make, family: str) -> None:
     plain, quantised = (load(tiny_checkpoint(family), kind) for kind in (None, DType.INT4))
     for (name, before), after in zip(plain.named_parameters(), quantised.parameters(), strict=True):

@@ -4,7 +4,6 @@ what they mean to transformers."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,13 @@ import pytest
 import torch
 import transformers
 from checkpoints import FAMILIES, oracle, prompts
-from safetensors.torch import load_file, save_file
+from weight_files import Make, Tensors, copy_with, edit_config
 
 from fastdecode.core.errors import CheckpointError, UnsupportedModelError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
-
-Make = Callable[..., Path]
-Tensors = dict[str, torch.Tensor]
 
 HEADS = {
     family: "embed_out.weight" if family == "gpt_neox" else "lm_head.weight" for family in FAMILIES
@@ -45,15 +41,12 @@ def with_head(
     source: Path, target: Path, family: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Path:
     """A copy that has an output projection beside its tied embedding, made of it by ``change``."""
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    embedding = next(tensor for name, tensor in tensors.items() if name.endswith(EMBEDDINGS))
-    save_file(
-        {**tensors, HEADS[family]: change(embedding)},
-        target / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    return target
+
+    def add(tensors: Tensors) -> Tensors:
+        embedding = next(tensor for name, tensor in tensors.items() if name.endswith(EMBEDDINGS))
+        return {**tensors, HEADS[family]: change(embedding)}
+
+    return copy_with(source, target, add)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,9 +54,7 @@ def test_a_head_that_differs_from_its_tied_embedding_counts(
     family: str, tiny_checkpoint: Make, tmp_path: Path
 ) -> None:
     source = tiny_checkpoint(family, tie_word_embeddings=True)
-    path = with_head(
-        source, tmp_path / "x", family, lambda embedding: embedding.flip(0).contiguous()
-    )
+    path = with_head(source, tmp_path / "x", family, lambda x: x.flip(0).contiguous())
     assert open_checkpoint(source).spec().tied_embeddings
     assert not open_checkpoint(path).spec().tied_embeddings
     assert_same_logits(path)
@@ -90,24 +81,9 @@ def test_heads_are_compared_to_their_last_byte(tiny_checkpoint: Make, tmp_path: 
         changed[-1, -1] += 1
         return changed
 
-    assert (
-        open_checkpoint(with_head(source, tmp_path / "same", "llama", torch.clone))
-        .spec()
-        .tied_embeddings
-    )
-    assert (
-        not open_checkpoint(with_head(source, tmp_path / "other", "llama", nudge))
-        .spec()
-        .tied_embeddings
-    )
-
-
-def edit_config(source: Path, target: Path, **changes: Any) -> Path:
-    """A copy with other fields in its config.json."""
-    shutil.copytree(source, target)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, **changes}))
-    return target
+    for name, change, is_tied in (("same", torch.clone, True), ("other", nudge, False)):
+        path = with_head(source, tmp_path / name, "llama", change)
+        assert open_checkpoint(path).spec().tied_embeddings == is_tied
 
 
 LINEAR = {"rope_type": "linear", "factor": 3.0}
@@ -116,21 +92,19 @@ LINEAR = {"rope_type": "linear", "factor": 3.0}
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-        {
-            "rope_scaling": LINEAR,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-            "rope_theta": 70.0,
-        },
+        {"rope_scaling": LINEAR, "rope_theta": 70.0,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         {"rope_scaling": {**LINEAR, "rope_theta": 90.0}, "rope_parameters": {"rope_theta": 500.0}},
         {"rope_scaling": {}, "rope_parameters": {**LINEAR, "rope_theta": 500.0}},
         {"rope_scaling": None, "rope_parameters": {**LINEAR, "rope_theta": 500.0}},
     ],
-)
+)  # fmt: skip
 def test_rope_scaling_counts_beside_rope_parameters(
     fields: dict[str, Any], tiny_checkpoint: Make, tmp_path: Path
 ) -> None:
-    assert_same_logits(edit_config(tiny_checkpoint("llama"), tmp_path / "x", **fields))
+    path = copy_with(tiny_checkpoint("llama"), tmp_path / "x")
+    edit_config(path, **fields)
+    assert_same_logits(path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -38,7 +38,7 @@ def decode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sworker.load.reader, "decode", decode)
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("way", [None, "fp8-blocks", "gptq"])
 def test_a_late_device_gets_the_same_weights(
     way: str | None,

@@ -229,14 +229,6 @@ def test_logprobs_are_of_the_adjusted_untruncated_distribution() -> None:
         )
 
 
-def test_logprobs_of_mixed_requests() -> None:
-    wanted = [None, 0, 3, 100, None]
-    states = [make_state(SamplingParams(logprobs=k), seed=i) for i, k in enumerate(wanted)]
-    logits = torch.from_numpy(np.random.default_rng(2).normal(0, 1, (5, V)).astype(np.float32))
-    found = [result.logprob for result in sample(logits, states)]
-    assert [None if x is None else len(x.top) for x in found] == [None, 0, 3, V, None]
-
-
 def test_masked_tokens_are_not_among_the_likeliest() -> None:
     params = SamplingParams(logprobs=100, min_tokens=2, stop_token_ids=(8,))
     (result,) = sample(torch.zeros(1, V), [make_state(params)])

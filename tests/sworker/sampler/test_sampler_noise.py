@@ -57,16 +57,3 @@ def test_noise_changes_no_draw(kind: str) -> None:
         before, after = sample(clean, states), sample(noisy, states)
         changed[name] = sum(a != b for a, b in zip(before, after, strict=True))
     assert not any(changed.values()), changed
-
-
-def test_untrained_tokens_at_the_edge_are_drawn_as_often_as_each_other() -> None:
-    """Beside k - 1 likely ones: all of the tied, not the first k that sorting finds."""
-    row = np.full((1, 1000), -20, np.float32)
-    row[0, 500:] = 1.0
-    row[0, :4] = 5.0
-    states = [SamplingState(SamplingParams(top_k=8), i, (), (), 1000) for i in range(4000)]
-    drawn = [one.token_id for one in sample(torch.from_numpy(row.repeat(4000, 0)), states)]
-    tied = [token for token in drawn if token >= 4]
-    assert min(tied) >= 500 and len(set(tied)) > 450
-    share = 500 / (500 + 4 * np.exp(4))
-    assert abs(len(tied) / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5

@@ -1,8 +1,10 @@
-"""``fastdecode plan goodput``: instances for prefill and for decode that carry a
-rate within an SLO, or instances for both, whichever takes less.
+"""``fastdecode plan``: which machines for what. No torch, no GPU.
 
-Exit codes: 0 a placement; 1 none keeps the SLO on these GPUs (the nearest SLO or
-rate is printed); 2 usage.
+``goodput``: instances for prefill and for decode that carry a rate within an SLO, or instances for
+both, whichever takes less. ``disaggregate``: DéjàVu's closed forms over whole machines.
+
+Exit codes: 0 an answer; 1 none keeps the SLO on these GPUs (the nearest SLO or rate is printed), or
+no split fits; 2 usage.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import argparse
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from cost_model.disaggregate import Disaggregation, StageMemory, Streaming, Swapping
 from cost_model.hardware import Hardware
 from cost_model.plans.constraints import MAX_SOCKETS
 from cost_model.plans.question import Setup
@@ -21,6 +24,7 @@ from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
     add_log_level_option,
     add_options,
+    given,
     progress_teller,
     read_options,
     tell,
@@ -35,21 +39,45 @@ if TYPE_CHECKING:
     from cost_model.goodput.search import PlacementPrices
     from cost_model.goodput.workload import Draw
 
+T = TypeVar("T")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add a subcommand for each question."""
+    parser.description = (
+        "Which machines run prompts and which run tokens, and whether it pays to separate them. "
+        "Needs no GPU and no torch."
+    )
+    questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
+    add_goodput(questions)
+    add_disaggregate(questions)
+
 
 @dataclass(frozen=True)
 class Arrivals:
     """Options of what arrives."""
 
-    rate: float | None = option(None, "requests a second; default: the trace's", metavar="R")
+    rate: float | None = option(
+        None,
+        "requests a second; default: the trace's",
+        low=1e-6,
+        high=1e6,
+        unit="requests a second",
+        metavar="R",
+    )
     trace: Path | None = option(None, "requests, JSON Lines, or a server's log", metavar="FILE")
     replay: bool = switch("the trace's own gaps and order, not drawn ones")
     prompt_len: str | None = option(None, "without a trace: tokens, or lognormal:512,0.8")
     output_len: str | None = option(None, "without a trace: tokens, or lognormal:200,0.8")
     cv: float | None = option(
-        None, "of the gaps; 1 is Poisson; default: the trace's, or 1", metavar="CV"
+        None,
+        "of the gaps; 1 is Poisson; default: the trace's, or 1",
+        low=0,
+        high=100,
+        metavar="CV",
     )
     requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
-    seed: int = option(0, "of what is drawn")
+    seed: int = option(0, "of what is drawn", low=0, high=(1 << 63) - 1)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -230,7 +258,7 @@ def _drawn(asked: Arrivals) -> tuple[Draw, float | None, str]:
 
 
 def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
-    from cost_model.goodput.workload import GENERATOR, fit_trace, replayed, resampled
+    from cost_model.goodput.workload import GENERATOR, drawn_from, fit_trace, lengths_of, replayed
     from cost_model.traces import read_any_trace
 
     if asked.prompt_len is not None or asked.output_len is not None:
@@ -240,8 +268,8 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     fit = fit_trace(read.trace)
     for warning in fit.warnings:
         tell(f"--trace {asked.trace}: {warning}")
-    rate = fit.rate if asked.rate is None else asked.rate
     cv = fit.cv if asked.cv is None else asked.cv
+    rate = replace(asked, rate=fit.rate if asked.rate is None else asked.rate).rate
     described = (
         f"trace ({read.form}): {fit.num_requests} requests, {read.num_left_out} left out, cv "
         f"{fit.cv:.3g}, mean prompt {fit.mean_prompt:.4g} and output {fit.mean_output:.4g} tokens"
@@ -249,7 +277,7 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     if asked.replay:
         return replayed(read.trace), rate, f"{described}; replayed"
     described += f"; resampled with cv {cv:.3g}, {GENERATOR}, seed {asked.seed}"
-    return resampled(read.trace, cv, asked.requests, asked.seed), rate, described
+    return drawn_from(lengths_of(read.trace), cv, asked.requests, asked.seed), rate, described
 
 
 def _prices(text: str | None) -> PlacementPrices:
@@ -267,3 +295,96 @@ def _prices(text: str | None) -> PlacementPrices:
     if set(found) != {"gpu", "socket"} or not all(0 < each < 1e9 for each in found.values()):
         raise ConfigError(f"--prices {text}: give both, above 0, like gpu=1,socket=0.05")
     return PlacementPrices(found["gpu"], found["socket"])
+
+
+def add_disaggregate(questions: Any) -> None:
+    parser = questions.add_parser(
+        "disaggregate",
+        help="machines for prompts and machines for tokens, and swapped microbatches",
+        description="How many of D machines run prompts and how many run tokens, whether that "
+        "beats one pipeline for both, and whether swapping microbatches pays: DéjàVu's equations "
+        "over whole machines.",
+    )
+    parser.set_defaults(run=run_disaggregate, command="plan disaggregate")
+    split = parser.add_argument_group("the split")
+    add_options(split, Disaggregation)
+    add_options(split, Streaming)
+    add_options(parser, StageMemory, "memory; all of these or none")
+    add_options(parser, Swapping, "swapping", leave_out=("tokens", "token_time"))
+    model = parser.add_argument_group("or the times of a model on each machine's GPU")
+    model.add_argument("--model", help="a name, a config.json, or a model directory")
+    add_options(
+        model, Parts, leave_out=("cpu", "nic", "pp", "own", "transport", "io_threads", "prices")
+    )
+    add_options(model, Setup, leave_out=("num_nics", "dram_gb"))
+    add_options(model, Sequences, leave_out=("weights", "seq_len", "prompt_len", "output_len"))
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    add_log_level_option(parser)
+    parser.require_nothing()
+
+
+def run_disaggregate(args: argparse.Namespace) -> int:
+    """Answer one question. Return the exit code."""
+    from cost_model.disaggregate import as_json, as_text
+    from cost_model.printing import json_text
+
+    asked, swap = None, None
+    if args.model is not None or args.gpu is not None:
+        _fill(args)
+    if args.machines is not None:
+        _need(args, "prompt_time", "token_time", "tokens")
+        streaming, memory = _all_or_none(args, Streaming), _all_or_none(args, StageMemory)
+        if streaming is not None:
+            if args.overhead != 1.0:
+                raise ConfigError("give --overhead, or --kv-gb and --bandwidth-gbps, not both")
+            args.overhead = streaming.overhead(args.prompt_time)
+        asked = Disaggregation(**given(args, Disaggregation), memory=memory)
+    if args.kv_kb is not None or args.bandwidth_gb is not None or asked is None:
+        _need(args, *given(args, Swapping))
+        swap = read_options(args, Swapping)
+    print(json_text(as_json(asked, swap)) if args.json else as_text(asked, swap))
+    return EXIT_INFEASIBLE if asked and asked.machines > 1 and not asked.best else 0
+
+
+def _fill(args: argparse.Namespace) -> None:
+    """Take what is not given from a model's times on a machine, of which a stage has its part.
+
+    Raises:
+        ConfigError: If the model, the GPU, or what the times depend on is missing.
+    """
+    from cost_model.step_time import machine_times
+
+    _need(args, "model", "gpu", "batch", "prompt_tokens", "tokens")
+    stages = args.machines or 1
+    parts = Parts(gpu=args.gpu, cpu="EPYC 7452", hardware=args.hardware)
+    args.weights, args.num_nics, args.dram_gb = "decoded", 1, None
+    workload = Workload(args.prompt_tokens, args.tokens)
+    system = read_setup(args, parts, Hardware.load(args.hardware), workload).system()
+    prompt_s, token_s = machine_times(system, args.batch)
+    link = system.s.host_link_bytes_per_s
+    found = {
+        "prompt_time": prompt_s / stages,
+        "token_time": token_s / stages,
+        "kv_kb": system.costs.kv_bytes / 1e3 / stages,
+        "bandwidth_gb": None if link is None else link / 1e9,
+    }
+    for name, value in found.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _need(args: argparse.Namespace, *names: str) -> None:
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} missing. Give times and sizes, or --model, --gpu, --batch "
+            "and --prompt-tokens"
+        )
+
+
+def _all_or_none(args: argparse.Namespace, group: type[T]) -> T | None:
+    options = given(args, group)
+    if set(options.values()) == {None}:
+        return None
+    _need(args, *options)
+    return group(**options)
