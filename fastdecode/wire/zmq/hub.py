@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from socket import gaierror
 from typing import ClassVar, Final, Generic, get_args
 
 import zmq
@@ -48,24 +50,17 @@ from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from fastdecode.wire.zmq.connection import (
     LINGER_MS,
-    MORE_FOLLOWS,
-    Bell,
+    OPTIONS,
     DealerConnection,
     ReceiveT,
     RouterConnection,
     SendT,
+    ZmqConnection,
     receive_parts,
-    set_options,
+    send_parts,
     wait_for,
 )
-from fastdecode.wire.zmq.keys import (
-    ClusterKey,
-    Socket,
-    admit_only,
-    check_address,
-    connect_error,
-    lookup_error,
-)
+from fastdecode.wire.zmq.keys import ClusterKey, Socket, check_address, connect_error, secure
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +70,6 @@ _PROMPT_S: Final = 0.5
 _PROBE_S: Final = 0.25
 _MOST_PARTS: Final = 320
 """Of a message: its sender's identity, its head, and arrays in frames of at most 4 MiB."""
-_ANSWER_INTERVAL_S: Final = 0.02
-"""Between answers to one peer without a connection: those that it doesn't read stay in memory."""
-_MOST_ANSWERED: Final = 1024
 _OF_PROMPT_STAGES: Final = StorePrompt, FetchChunk
 _GREETINGS: Final = (*get_args(Greeting), InstanceHello, *_OF_PROMPT_STAGES)
 
@@ -99,8 +91,9 @@ def io_cpu_s() -> float:
     return total_ns / 1e9
 
 
-class DealerHub(Generic[SendT, ReceiveT]):
-    """Connections to peers at addresses; see ``fastdecode.wire.transport.Hub``. Close it when done.
+class _Hub(Generic[SendT, ReceiveT]):
+    """What the hubs of both ends have in common; see ``fastdecode.wire.transport.Hub``. Close it
+    when done.
 
     Args:
         key: The cluster's. None for peers of this host only.
@@ -108,12 +101,6 @@ class DealerHub(Generic[SendT, ReceiveT]):
         num_io_threads: Threads that encrypt and copy.
     """
 
-    peer_kind: ClassVar[str]
-    """In front of peers' addresses."""
-    command: ClassVar[str]
-    """That is to run there."""
-    parameter: ClassVar[str]
-    """That gave the addresses."""
     receives: ClassVar[frozenset[type[Message]]]
 
     def __init__(
@@ -123,27 +110,80 @@ class DealerHub(Generic[SendT, ReceiveT]):
         silence_s: float = DEFAULT_SILENCE_S,
         num_io_threads: int = 1,
     ) -> None:
-        self._bell = Bell()
         self._key = key
         self._silence_s = silence_s
         self._context: zmq.Context[Socket] = zmq.Context(num_io_threads)
         self._lock = threading.RLock()
-        self._connections: list[DealerConnection[SendT, ReceiveT]] = []
-        self._addresses: list[str] = []
-        self._outside: set[DealerConnection[SendT, ReceiveT]] = set()
-        """Open connections without an index: candidates, and what ``connect`` made."""
+        self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
+        self._outside: list[ZmqConnection[SendT, ReceiveT]] = []
+        """Without an index: candidates, and what ``connect`` made."""
         self._first = 0
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell)  # threads may wake a closed hub
 
     @property
-    def connections(self) -> Sequence[DealerConnection[SendT, ReceiveT]]:
+    def connections(self) -> Sequence[ZmqConnection[SendT, ReceiveT]]:
         return self._connections  # itself: it is asked for with every message
 
-    @property
-    def num_connections(self) -> int:
-        """Open connections of ``connect`` and ``reconnect``."""
-        return len(self._outside)
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
+        """See ``Hub``; ``wake`` ends it like a deadline."""
+        waiting = self._poll_any, self._open_sockets, self._lock, timeout_s, self._bell
+        received = wait_for(*waiting)
+        if received is None:
+            names = " or ".join(x.peer for x in self._connections if x.is_open)
+            raise timeout_error(names or "every peer", timeout_s or 0.0)
+        return received
 
-    def add(self, address: str) -> DealerConnection[SendT, ReceiveT]:
+    def wake(self) -> None:
+        """Have the thread that waits in ``receive_any``, or does so next, look up; any thread."""
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Close every connection, and send what is on its way, for a few seconds at most."""
+        for connection in (*self._connections, *self._outside):
+            connection.close()
+        self._context.term()
+
+    def _open_sockets(self) -> Iterable[Socket]:
+        """Return what is readable when there may be news."""
+        return [socket for x in self._connections if x.is_open for socket in x.sockets]
+
+    def _poll_any(self) -> tuple[int, ReceiveT] | None:
+        """Ask every open connection, each call starting behind the one that answered last."""
+        for i in range(len(self._connections)):
+            index = (self._first + i) % len(self._connections)
+            if self._connections[index].is_open:
+                try:
+                    message = self._connections[index].poll()
+                except WorkerError as error:
+                    raise PeerLostError(index, error) from None
+                if message is not None:
+                    self._first = index + 1
+                    return index, message
+        return None
+
+    def _make_socket(self, kind: int, address: str) -> Socket:
+        socket = self._context.socket(kind)
+        socket.copy_threshold = 0  # pyzmq's own would copy lent arrays up to 64 KiB
+        for option, value in OPTIONS.items():
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * self._silence_s / 4)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * self._silence_s * 3 / 4)))
+        return socket
+
+
+class DealerHub(_Hub[SendT, ReceiveT]):
+    """Connections to peers at addresses."""
+
+    peer_kind: ClassVar[str]
+    """In front of peers' addresses."""
+    command: ClassVar[str]
+    """That is to run there."""
+    parameter: ClassVar[str]
+    """That gave the addresses."""
+
+    def add(self, address: str) -> ZmqConnection[SendT, ReceiveT]:
         """Connect to an address. Never waits: the peer needn't be there yet, and one that can't be
         reached doesn't answer. The connection keeps its index, closed or not, until it is replaced.
 
@@ -151,25 +191,24 @@ class DealerHub(Generic[SendT, ReceiveT]):
             ConfigError: If the address is none, or may not be used without a key.
         """
         self._connections.append(self._connect(address))
-        self._addresses.append(address)
         return self._connections[-1]
 
-    def reconnect(self, index: int) -> DealerConnection[SendT, ReceiveT]:
+    def reconnect(self, index: int) -> ZmqConnection[SendT, ReceiveT]:
         """Connect to the same address, for the process that is there now. The connection has no
-        index before ``replace``; closed, it leaves the hub."""
-        return self.connect(self._addresses[index])
+        index before ``replace``."""
+        return self.connect(self._connections[index].address)
 
-    def connect(self, address: str, line: int = 0) -> DealerConnection[SendT, ReceiveT]:
-        """Connect without an index: ``receive_any`` doesn't read it. Closed, it leaves the hub.
+    def connect(self, address: str, line: int = 0) -> ZmqConnection[SendT, ReceiveT]:
+        """Connect without an index: ``receive_any`` doesn't read it.
 
         Raises:
             ConfigError: See ``add``.
         """
         connection = self._connect(address)
-        self._outside.add(connection)
+        self._outside = [*(other for other in self._outside if other.is_open), connection]
         return connection
 
-    def replace(self, index: int, connection: DealerConnection[SendT, ReceiveT]) -> None:
+    def replace(self, index: int, connection: ZmqConnection[SendT, ReceiveT]) -> None:
         """Give a connection of ``reconnect`` the index of the one before it, which is closed."""
         self._outside.remove(connection)
         self._connections[index].close()
@@ -177,16 +216,13 @@ class DealerHub(Generic[SendT, ReceiveT]):
 
     def _connect(self, address: str) -> DealerConnection[SendT, ReceiveT]:
         check_address(address, self._key, parameter=self.parameter)
+        peer = f"{self.peer_kind} {address}"
         try:
-            return DealerConnection(
-                self._context, address, self._key, self._silence_s, f"{self.peer_kind} {address}",
-                self.receives, self._lock, self._outside.discard,
-            )  # fmt: skip
+            socket = self._make_socket(zmq.DEALER, address)
+            secure(socket, self._key, is_server=False)
+            return DealerConnection(peer, self.receives, self._lock, socket, address)
         except zmq.ZMQError as error:
-            raise ConfigError(
-                Given(self.parameter, address),
-                f": {explained(OSError(error.errno, error.strerror))}",
-            ) from None
+            raise _refused(self.parameter, address, error) from None
 
     def reach(self, timeout_s: float) -> dict[int, WorkerError]:
         """Wait until every peer has been reached, and log what keeps one from it.
@@ -196,98 +232,55 @@ class DealerHub(Generic[SendT, ReceiveT]):
             resolve, and a refused key, are not waited for.
         """
         reasons: dict[int, WorkerError] = {}
-        for index, connection in enumerate(self._connections):
-            if why := lookup_error(self._addresses[index]):
-                reasons[index] = _unreachable(connection.peer, why)
 
-        def all_known() -> bool | None:
+        def missing() -> list[int]:
             for index, connection in enumerate(self._connections):
                 try:
                     connection.check()
                 except WorkerError as error:
                     reasons[index] = error
-            known = [x.is_reached or index in reasons for index, x in enumerate(self._connections)]
-            return True if all(known) else None
+            places = enumerate(self._connections)
+            return [i for i, x in places if not (x.is_reached or i in reasons)]
 
         def wait(seconds: float) -> None:
-            wait_for(all_known, self._open_sockets, self._lock, seconds)
+            wait_for(lambda: not missing() or None, self._open_sockets, self._lock, seconds)
 
-        def failures() -> dict[int, str]:
+        def failures() -> list[tuple[int, str, OSError | None]]:
             """Ask the system about those that are still missing."""
-            missing = [i for i, x in enumerate(self._connections) if not x.is_reached]
-            missing = [i for i in missing if i not in reasons]
-            with ThreadPoolExecutor(max(1, len(missing))) as pool:
-                ask = partial(connect_error, timeout_s=_PROBE_S)
-                whys = pool.map(ask, [self._addresses[i] for i in missing])
-                return dict(zip(missing, whys, strict=True))
+            asked = missing()
+            with ThreadPoolExecutor(max(1, len(asked))) as pool:
+                addresses = [self._connections[index].address for index in asked]
+                errors = pool.map(partial(connect_error, timeout_s=_PROBE_S), addresses)
+                peers = [self._connections[index].peer for index in asked]
+                return list(zip(asked, peers, errors, strict=True))
+
+        def unreachable(peer: str, why: str) -> WorkerError:
+            return WorkerError(f"can't reach {peer}{why}", code="worker_unreachable")
 
         wait(min(_PROMPT_S, timeout_s))
         left_s = timeout_s - _PROMPT_S
         if left_s > 0:
-            for index, why in failures().items():
-                if why:
-                    peer = self._connections[index].peer
+            for index, peer, error in failures():
+                if isinstance(error, gaierror):
+                    reasons[index] = unreachable(peer, f": {explained(error)}")
+                elif error is not None:
                     logger.warning(
-                        "can't reach %s yet, trying for %g s more: %s", peer, left_s, why
-                    )
+                        "can't reach %s yet, trying for %g s more: %s",
+                        peer, left_s, explained(error),
+                    )  # fmt: skip
             wait(left_s)
-        for index, why in failures().items():
-            why = why or f"does {self.command} run there, and is the network open?"
-            reasons[index] = _unreachable(self._connections[index].peer, why, timeout_s)
+        for index, peer, error in failures():
+            is_open = f"does {self.command} run there, and is the network open?"
+            why = is_open if error is None else explained(error)
+            reasons[index] = unreachable(peer, f" within {timeout_s:g} s: {why}")
         return reasons
 
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        """See ``Hub``; ``wake`` ends it like a deadline."""
-        waiting = self._poll_any, self._open_sockets, self._lock, timeout_s, self._bell
-        received = wait_for(*waiting)
-        if received is None:
-            names = " or ".join(x.peer for x in self._connections if x.is_open)
-            raise timeout_error(names, timeout_s or 0.0)
-        return received
-
-    def wake(self) -> None:
-        """Have the thread that waits in ``receive_any``, or does so next, look up; any thread."""
-        self._bell.ring()
-
-    def close(self) -> None:
-        """Close every connection, and send what is on its way, for a few seconds at most."""
-        for connection in (*self._connections, *self._outside):
-            connection.close()
-        self._context.term()
-        self._bell.close()
-
-    def _open_sockets(self) -> list[Socket]:
-        return [
-            socket
-            for connection in self._connections
-            if connection.is_open
-            for socket in connection.sockets
-        ]
-
     def _poll_any(self) -> tuple[int, ReceiveT] | None:
-        """Ask every open connection, each call starting behind the one that answered last."""
-        any_open = False
-        for i in range(len(self._connections)):
-            index = (self._first + i) % len(self._connections)
-            if self._connections[index].is_open:
-                any_open = True
-                try:
-                    message = self._connections[index].poll()
-                except WorkerError as error:
-                    raise PeerLostError(index, error) from None
-                if message is not None:
-                    self._first = index + 1
-                    return index, message
-        if not any_open:
-            raise closed_error(
-                ", ".join(x.peer for x in self._connections) or "every peer", by_peer=True
-            )
-        return None
-
-
-def _unreachable(peer: str, why: str, timeout_s: float | None = None) -> WorkerError:
-    within = "" if timeout_s is None else f" within {timeout_s:g} s"
-    return WorkerError(f"can't reach {peer}{within}: {why}", code="worker_unreachable")
+        found = super()._poll_any()
+        if found is None and not any(x.is_open for x in self._connections):
+            peers = ", ".join(x.peer for x in self._connections) or "every peer"
+            raise closed_error(peers, by_peer=True)
+        return found
 
 
 class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
@@ -303,21 +296,17 @@ class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
         """Any process with the key may connect at any time."""
 
 
-class PeerListener(Generic[SendT, ReceiveT]):
-    """A socket at which peers connect; see ``fastdecode.wire.transport.Hub``. Close it when done.
+class PeerListener(_Hub[SendT, ReceiveT]):
+    """A socket at which peers connect. The index of one that this side has closed goes to the next.
 
     Args:
         address: tcp://HOST:PORT; the port may be * for any that is free.
         name: Of its owner, for peers that are refused.
-        key: The cluster's. None for peers of this host only.
-        silence_s: A peer without a sign of life for this long is lost.
         most_peers: Of each role; one that is missing isn't accepted.
 
     Raises:
         ConfigError: If the address is none, is in use, or may not be used without a key.
     """
-
-    receives: ClassVar[frozenset[type[Message]]]
 
     def __init__(
         self,
@@ -329,52 +318,26 @@ class PeerListener(Generic[SendT, ReceiveT]):
         most_peers: Mapping[Role, int] = MOST_PEERS,
     ) -> None:
         check_address(address, key, parameter="bind")
+        super().__init__(key, silence_s=silence_s)
         self._name = name
         self._codec = Codec((Failed,))
         self._most_peers = most_peers
-        self._bell = Bell()
-        self._lock = threading.RLock()
-        self._context: zmq.Context[Socket] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._readable = [(self._socket, zmq.POLLIN)]
-        self._connections: list[RouterConnection[SendT, ReceiveT]] = []
-        self._index_of: dict[bytes, int] = {}  # by identity
-        self._first = 0
-        self._answered_s: dict[bytes, float] = {}  # by identity, of peers without a connection
+        self._peers: dict[bytes, RouterConnection[SendT, ReceiveT]] = {}  # by identity
         self._num_dropped = 0
-        set_options(self._socket, address, silence_s)
+        self._socket = self._make_socket(zmq.ROUTER, address)
+        self._readable = [(self._socket, zmq.POLLIN)]
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._authenticator = admit_only(self._context, self._socket, key)
+        self._authenticator = secure(self._socket, key, is_server=True)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(
-                Given("bind", address), f": {explained(OSError(error.errno, error.strerror))}"
-            ) from None
+            raise _refused("bind", address, error) from None
 
     @property
     def address(self) -> str:
         """With the port that was chosen."""
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-
-    @property
-    def connections(self) -> Sequence[RouterConnection[SendT, ReceiveT]]:
-        """The place of one that this side has closed goes to the next peer."""
-        return self._connections
-
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        """See ``Hub``. Others may come at any time, so that it waits where no peer is left."""
-        waiting = self._look, lambda: (self._socket,), self._lock, timeout_s, self._bell
-        received = wait_for(*waiting)
-        if received is None:
-            raise timeout_error(f"every peer of {self.address}", timeout_s or 0.0)
-        return received
-
-    def wake(self) -> None:
-        """Have the thread that waits in ``receive_any``, or does so next, look up, as if its time
-        were over; any thread."""
-        self._bell.ring()
 
     def close(self) -> None:
         """Close every connection, and stop listening."""
@@ -383,35 +346,18 @@ class PeerListener(Generic[SendT, ReceiveT]):
         self._socket.close(LINGER_MS)
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()
-        self._bell.close()
+        super().close()
 
-    def _look(self) -> tuple[int, ReceiveT] | None:
-        """Each call starts behind the one that answered last."""
+    def _open_sockets(self) -> Iterable[Socket]:
+        return (self._socket,)  # peers may come at any time
+
+    def _poll_any(self) -> tuple[int, ReceiveT] | None:
         with self._lock:
-            while True:
-                for i in range(len(self._connections)):
-                    index = (self._first + i) % len(self._connections)
-                    connection = self._connections[index]
-                    if not (connection.inbox and connection.is_open):
-                        continue
-                    try:
-                        message = connection.poll()
-                    except WorkerError as error:
-                        raise PeerLostError(index, error) from None
-                    if message is not None:
-                        self._first = index + 1
-                        return index, message
-                if not self._take_in_one():
+            while (found := super()._poll_any()) is None:
+                has_news = any(x.inbox and x.is_open for x in self._peers.values())
+                if not (has_news or self._take_in_one()):
                     break
-            for index, connection in enumerate(self._connections):
-                if connection.is_open:  # and nothing is left to read of it
-                    try:
-                        connection.check()
-                    except WorkerError as error:
-                        connection.is_open = False
-                        raise PeerLostError(index, error) from None
-            return None
+            return found
 
     def _take_in_for(self, wanted: RouterConnection[SendT, ReceiveT]) -> None:
         while not wanted.inbox and self._take_in_one():
@@ -426,15 +372,22 @@ class PeerListener(Generic[SendT, ReceiveT]):
         if not parts:
             return False
         identity, frames = parts[0].bytes, parts[1:]
-        index = self._index_of.get(identity)
-        if index is not None and self._connections[index].is_open:
-            self._connections[index].inbox.append(frames)
+        connection = self._peers.get(identity)
+        if connection is not None and connection.is_open:
+            connection.inbox.append(frames)
             return True
         try:
             self._greet(identity, frames)
         except Exception as error:  # of a peer that is no member, perhaps
             logger.debug("what a peer without a connection sent can't be read", exc_info=True)
-            self._refuse(identity, frames, error)
+            if isinstance(error, ProtocolError) and bytes(frames[0].buffer[:3]) == NAME:
+                self._answer(identity, error.code, error.message)
+            self._num_dropped += 1
+            if self._num_dropped & (self._num_dropped - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
+                logger.warning(
+                    "%s: dropped what a stranger sent (%d so far): %s",
+                    self.address, self._num_dropped, error,
+                )  # fmt: skip
         return True
 
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
@@ -443,47 +396,32 @@ class PeerListener(Generic[SendT, ReceiveT]):
         if len(head) <= 1 or (Prefix.of(head) and kind_of(head) not in _GREETINGS):
             return  # a peer that was lost speaks on
         role = _role_of(head)
-        taken = [x for x in self._connections if x.is_open and x.role is role]
+        taken = [x.peer for x in self._peers.values() if x.is_open and x.role is role]
         if len(taken) >= self._most_peers.get(role, 0):
-            whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
-            busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
-            self._answer(identity, "busy", busy)
+            busy = f"it serves another {role.value} ({', '.join(taken)})"
+            self._answer(identity, "busy", busy if taken else f"it takes no {role.value}")
             return
-        peer = f"the {role.value} at {frames[0].get('Peer-Address')}"
         connection: RouterConnection[SendT, ReceiveT] = RouterConnection(
-            self._socket, identity, role, self._take_in_for, peer, self.receives, self._lock
-        )
+            f"the {role.value} at {frames[0].get('Peer-Address')}",
+            self.receives, self._lock, self._socket, identity, role, self._take_in_for,
+        )  # fmt: skip
         connection.inbox.append(frames)
         closed = [index for index, other in enumerate(self._connections) if other.is_closed]
         index = closed[0] if closed else len(self._connections)
-        if closed:
-            self._index_of.pop(self._connections[index].identity, None)
         self._connections[index : index + 1] = [connection]
-        self._index_of[identity] = index
-
-    def _refuse(self, identity: bytes, frames: Sequence[zmq.Frame], error: Exception) -> None:
-        """Drop what a peer sent, and say why if it speaks as we do. The log has the 1st, 2nd, 4th,
-        8th, …, so that it isn't flooded."""
-        if isinstance(error, ProtocolError) and bytes(frames[0].buffer[:3]) == NAME:
-            self._answer(identity, error.code, error.message)
-        self._num_dropped += 1
-        if self._num_dropped & (self._num_dropped - 1) == 0:
-            logger.warning(
-                "%s: dropped what a stranger sent (%d so far): %s",
-                self.address, self._num_dropped, error,
-            )  # fmt: skip
+        self._peers = {i: x for i, x in self._peers.items() if not x.is_closed}
+        self._peers[identity] = connection
 
     def _answer(self, identity: bytes, code: str, message: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._answered_s.get(identity, 0.0) < _ANSWER_INTERVAL_S:
-            return
-        if len(self._answered_s) >= _MOST_ANSWERED:
-            self._answered_s.clear()
-        self._answered_s[identity] = now_s
         head = self._codec.encode(Failed(self._name, code, message)).head
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send(identity, MORE_FOLLOWS)
-            self._socket.send(head, zmq.NOBLOCK)
+            send_parts(self._socket, [identity, head])
+
+
+class ZmqListener(PeerListener[FromRWorker, ToRWorker]):
+    """An R-worker's socket."""
+
+    receives = frozenset(get_args(ToRWorker))
 
 
 def _role_of(head: memoryview) -> Role:
@@ -497,7 +435,6 @@ def _role_of(head: memoryview) -> Role:
     return greeting.role if isinstance(greeting, Hello) else Role.READER
 
 
-class ZmqListener(PeerListener[FromRWorker, ToRWorker]):
-    """An R-worker's socket."""
-
-    receives = frozenset(get_args(ToRWorker))
+def _refused(parameter: str, address: str, error: zmq.ZMQError) -> ConfigError:
+    reason = explained(OSError(error.errno, error.strerror))
+    return ConfigError(Given(parameter, address), f": {reason}")

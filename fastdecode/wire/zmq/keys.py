@@ -8,13 +8,14 @@ key only the loopback interface may be used, unless ``none`` stands in place of 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
-import socket
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
+from socket import create_connection, getaddrinfo
+from types import SimpleNamespace
 from typing import Final, TypeAlias
 
 import zmq
@@ -87,7 +88,7 @@ def read_key(given: str | None) -> ClusterKey | None:
     """Return the key that ``--key`` names. None without one: this host only.
 
     Raises:
-        ConfigError: See ``ClusterKey.read``.
+        ConfigError: If the file can't be used; see ``ClusterKey.read``.
     """
     if given is None:
         return None
@@ -100,36 +101,27 @@ def read_key(given: str | None) -> ClusterKey | None:
     return NO_KEY
 
 
-def name_key(socket: zmq.Socket[bytes], key: ClusterKey | None) -> None:
-    """Let a socket that connects prove the key, and ask the other end for it."""
-    if key is not None and key != NO_KEY:
-        socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
-        socket.curve_serverkey = key.public
-
-
-def admit_only(
-    context: zmq.Context[Socket], socket: Socket, key: ClusterKey | None
+def secure(
+    socket: Socket, key: ClusterKey | None, *, is_server: bool
 ) -> ThreadAuthenticator | None:
-    """Let ZeroMQ take messages only from peers that prove the key. Without that it would buffer
-    what any peer sends, and a message of endless parts, for which it has no limit.
+    """Let a socket prove the key, and take messages only from peers that prove it. Without that
+    ZeroMQ would buffer what any peer sends, and a message of endless parts without a limit.
 
     Returns:
-        What answers ZeroMQ's questions: stop it before the context ends. None without a key.
+        Thread that answers a server's questions: stop it before the context ends.
     """
     if key is None or key == NO_KEY:
         return None
-    of_members = key.public
-
-    class Members:
-        def callback(self, domain: str, public: bytes) -> bool:
-            return public == of_members
-
-    authenticator = ThreadAuthenticator(context)
+    socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
+    if not is_server:
+        socket.curve_serverkey = key.public
+        return None
+    authenticator = ThreadAuthenticator(socket.context)
     authenticator.start()
-    authenticator.configure_curve_callback(_ZAP_DOMAIN, Members())
+    members = SimpleNamespace(callback=lambda domain, public: public == key.public)
+    authenticator.configure_curve_callback(_ZAP_DOMAIN, members)
     socket.zap_domain = _ZAP_DOMAIN.encode()
     socket.curve_server = True
-    socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
     return authenticator
 
 
@@ -145,17 +137,19 @@ def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> No
     given, match = Given(parameter, address), _ADDRESS.fullmatch(address)
     if match is None or (match["port"] != "*" and not 0 <= int(match["port"]) <= 65535):
         raise ConfigError(given, " is not of the form tcp://HOST:PORT")
-    found = _resolved(match["host"].strip("[]"))
+    found, why = [], ""
+    try:
+        infos = getaddrinfo(match["host"].strip("[]"), None)
+        found = [ip_address(str(info[4][0]).split("%")[0]) for info in infos]
+    except OSError as error:  # the name of an interface, perhaps
+        why = explained(error)
     if match["host"] == "*" or any(ip.is_unspecified for ip in found):
         raise ConfigError(
             given,
             " would listen on every interface: name the address of the one that S-workers reach",
         )
-    if key is None and not found:
-        raise ConfigError(
-            given,
-            f": {lookup_error(address)}. Without a key only addresses of this host can be used",
-        )
+    if key is None and why:
+        raise ConfigError(given, f": {why}. Without a key only addresses of this host can be used")
     if key is None and not all(ip.is_loopback for ip in found):
         raise ConfigError(
             given,
@@ -166,37 +160,13 @@ def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> No
         )
 
 
-def lookup_error(address: str) -> str:
-    """Return why the host in an address has no IP address. Empty if it has one."""
-    try:
-        socket.getaddrinfo(_host_port(address)[0], None)
-    except OSError as error:
-        return explained(error)
-    return ""
-
-
-def connect_error(address: str, timeout_s: float) -> str:
-    """Return why a TCP connection to an address fails. Empty if it is accepted or takes longer."""
-    try:
-        socket.create_connection(_host_port(address), timeout_s).close()
-    except TimeoutError:
-        return ""
-    except OSError as error:
-        return explained(error)
-    return ""
-
-
-def _host_port(address: str) -> tuple[str, int]:
+def connect_error(address: str, timeout_s: float) -> OSError | None:
+    """Return why a TCP connection to an address fails. None if it is accepted or takes longer."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _resolved(host: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses of a host; none for names that don't resolve, as those of interfaces."""
     try:
-        return {
-            ipaddress.ip_address(str(info[4][0]).split("%")[0])
-            for info in socket.getaddrinfo(host, None)
-        }
-    except OSError:
-        return set()
+        create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except TimeoutError:
+        return None
+    except OSError as error:
+        return error
+    return None
