@@ -33,9 +33,6 @@ class Willing:
     def __init__(self) -> None:
         self._answers: deque[FromRWorker] = deque()
 
-    def check(self) -> None:
-        pass
-
     def send(self, message: ToRWorker) -> None:
         assert isinstance(message, Hello)
         self._answers.append(Welcome("r0", 10, message.kv.block_size, 1))
@@ -147,7 +144,7 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
         replacements = HubReplacements(hub, hello, Deadlines(60.0))
         assert wait_for(
             lambda: replacements.look([0]) or None,
-            lambda: made[-1].sockets if made[-1].is_open else (),
+            lambda: made[-1].readable if made[-1].is_open else [],
             threading.RLock(),
             30.0,
         )

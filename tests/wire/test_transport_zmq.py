@@ -110,7 +110,7 @@ def test_a_port_in_use_is_named(stage: Stage) -> None:
         ZmqListener(address, "second")
 
 
-def greet(connection: ZmqConnection[Any, Any]) -> None:
+def greet(connection: ZmqConnection) -> None:
     """A refused key may be known before Hello is sent, or only afterwards."""
     connection.send(HELLO)
     connection.receive(WAIT_S)

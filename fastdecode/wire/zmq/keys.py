@@ -1,9 +1,8 @@
-"""Who may talk to whom over ZeroMQ: addresses that name their interface, and the key that a
-cluster's members share.
+"""Who may talk to whom over ZeroMQ: addresses that name their interface, and the cluster's key.
 
-A key file holds one secret, which S-workers and R-workers all have. With it each proves to the
-other that it belongs to the cluster, and everything between them is encrypted (CURVE). Without a
-key only the loopback interface may be used, unless ``none`` stands in place of the file.
+With the secret of a key file each member proves to the others that it is one, and everything
+between them is encrypted (CURVE). Without it only the loopback interface may be used, unless
+``none`` stands in place of the file.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ class ClusterKey:
 
     @classmethod
     def read(cls, path: Path) -> ClusterKey:
-        """
-        Raises:
-            ConfigError: If the file can't be read, holds no key, or others may read it.
-        """
+        """Raises ConfigError: If the file can't be read, holds no key, or others may read it."""
         try:
             found, (text, *more) = path.stat(), path.read_bytes().strip().splitlines() or [b""]
         except OSError as error:
@@ -63,11 +59,8 @@ class ClusterKey:
 
     @staticmethod
     def create(path: Path) -> None:
-        """Write a new key to a file that doesn't exist yet, for its owner only.
-
-        Raises:
-            ConfigError: If the file exists, or can't be written.
-        """
+        """Write a new key to a new file, for its owner only. Raises ConfigError: If it exists, or
+        can't be written."""
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(zmq.curve_keypair()[1] + b"\n")
@@ -85,11 +78,8 @@ NO_KEY: Final = ClusterKey(b"", b"")
 
 
 def read_key(given: str | None) -> ClusterKey | None:
-    """Return the key that ``--key`` names. None without one: this host only.
-
-    Raises:
-        ConfigError: If the file can't be used; see ``ClusterKey.read``.
-    """
+    """Return the key that ``--key`` names; None without one. Raises ConfigError: If the file can't
+    be used."""
     if given is None:
         return None
     if given != "none":
@@ -104,12 +94,8 @@ def read_key(given: str | None) -> ClusterKey | None:
 def secure(
     socket: Socket, key: ClusterKey | None, *, is_server: bool
 ) -> ThreadAuthenticator | None:
-    """Let a socket prove the key, and take messages only from peers that prove it. Without that
-    ZeroMQ would buffer what any peer sends, and a message of endless parts without a limit.
-
-    Returns:
-        Thread that answers a server's questions: stop it before the context ends.
-    """
+    """Let a socket prove the key, and take messages only from peers that prove it: ZeroMQ would
+    buffer what any other sends. Return what a server stops before its context ends."""
     if key is None or key == NO_KEY:
         return None
     socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
@@ -126,14 +112,8 @@ def secure(
 
 
 def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> None:
-    """Refuse addresses that reach further than the user said, or than is safe without a key.
-
-    Args:
-        parameter: Option that gave the address, for the error.
-
-    Raises:
-        ConfigError: If it is not tcp://HOST:PORT, is a wildcard, or is not loopback without a key.
-    """
+    """Raise ConfigError if an address, which the option ``parameter`` gave, is not tcp://HOST:PORT,
+    is a wildcard, or is not loopback without a key."""
     given, match = Given(parameter, address), _ADDRESS.fullmatch(address)
     if match is None or (match["port"] != "*" and not 0 <= int(match["port"]) <= 65535):
         raise ConfigError(given, " is not of the form tcp://HOST:PORT")
