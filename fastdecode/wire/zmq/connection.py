@@ -83,20 +83,13 @@ class ZmqConnection:
     role: Role | None = None
     """What the peer is, if it has connected."""
 
-    def __init__(
-        self,
-        hub: SocketHub,
-        peer: str,
-        socket: Socket,
-        route: Sequence[bytes] = (),
-    ) -> None:
+    def __init__(self, hub: SocketHub, peer: str, socket: Socket, route: Sequence[bytes]) -> None:
         self.peer: Final = peer
         self.socket, self.route = socket, route
         self.monitor = None if route else socket.get_monitor_socket(_EVENTS)
-        self.readable: list[tuple[Any, int]] = [(socket, zmq.POLLIN)]
-        """There may be news."""
-        if self.monitor is not None:
-            self.readable.append((self.monitor, zmq.POLLIN))
+        own = [socket] if self.monitor is None else [socket, self.monitor]
+        self.readable: list[tuple[Any, int]] = [(each, zmq.POLLIN) for each in own]
+        """There may be news; empty once this side has closed it."""
         self.is_reached = self.monitor is None
         """True once the peer is known to be at its end."""
         self.inbox: deque[Sequence[zmq.Frame]] = deque()
@@ -104,8 +97,6 @@ class ZmqConnection:
         """Why the peer is lost."""
         self.asked_s = time.monotonic()
         """When the hub last asked if the peer is there."""
-        self.is_closed = False
-        """True once this side has closed it."""
         self._end: WorkerError | None = None
         self._hub = hub
         self._codec = Codec(hub.receives)
@@ -172,9 +163,9 @@ class ZmqConnection:
     def close(self) -> None:
         end, self._end = self._end, closed_error(self.peer, by_peer=False)
         with self._hub.lock:  # a thread that waits sees the end, and lets go of the lock
-            if self.is_closed:
+            if not self.readable:
                 return
-            self.is_closed, self.is_reached, self.readable = True, False, []
+            self.readable, self.is_reached = [], False
             if not self.loss and (end is None or end.code != CLOSED):
                 with contextlib.suppress(zmq.ZMQError):
                     send_parts(self.socket, [*self.route, _GOODBYE])
@@ -229,7 +220,7 @@ class SocketHub:
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
         """See ``Hub``; ``wake`` ends it like a deadline."""
-        received = wait_for(self._poll_any, self._readable, self.lock, timeout_s, self._bell)
+        received = wait_for(self._poll_any, self._readable, self.lock, timeout_s)
         if received is None:
             names = " or ".join(x.peer for x in self.connections if x.is_open)
             raise timeout_error(names or "every peer", timeout_s or 0.0)
@@ -269,6 +260,9 @@ class SocketHub:
         if is_over:
             peers = ", ".join(x.peer for x in self.connections)
             raise closed_error(peers or "every peer", by_peer=True)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+            raise timeout_error("every peer", 0.0)
         return None
 
     def _make_socket(self, kind: int, address: str) -> Socket:
@@ -307,10 +301,9 @@ def wait_for(
     readable: Callable[[], list[tuple[Any, int]]],
     lock: threading.RLock,
     timeout_s: float | None,
-    bell: int | None = None,
 ) -> T | None:
-    """Return what ``look`` gives once it isn't None; None after ``timeout_s``, or once the eventfd
-    ``bell`` has rung. It looks whenever one of ``readable`` is."""
+    """Return what ``look`` gives once it isn't None, or None after ``timeout_s``. It looks whenever
+    one of ``readable`` is."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     num_glances = _NUM_GLANCES
     while True:
@@ -318,10 +311,6 @@ def wait_for(
         remaining_s = _SLICE_S if deadline is None else deadline - time.monotonic()
         if found is not None or remaining_s <= 0:
             return found
-        if bell is not None:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(bell)
-                return None
         with lock:
             items = readable()
             while num_glances and not zmq.zmq_poll(items, 0):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from socket import gaierror
 from typing import Any, Final, get_args
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_S: Final = 0.5
 """A peer that is not reached within this is asked why, over a TCP connection of its own."""
-_PROBE_S: Final = 0.25
 _ASK_INTERVAL_S: Final = 1.0
 _ROLES: Final[dict[type[Message] | None, Role]] = {
     Inspect: Role.READER,
@@ -101,12 +100,14 @@ class ZmqHub(SocketHub):
             ConfigError: If the address is none, or may not be used without a key.
         """
         check_address(address, self._key, parameter=self.parameter)
-        with _named(self.parameter, address):
+        try:
             socket = self._make_socket(zmq.DEALER, address)
             secure(socket, self._key, is_server=False)
-            connection = ZmqConnection(self, f"{self.peer_kind} {address}", socket)
+            connection = ZmqConnection(self, f"{self.peer_kind} {address}", socket, [])
             connection.address = address
             socket.connect(address)
+        except zmq.ZMQError as error:
+            raise _unusable(self.parameter, address, error) from None
         return connection
 
     def take_in(self, connection: ZmqConnection) -> None:
@@ -147,7 +148,7 @@ class ZmqHub(SocketHub):
             wait_for(lambda: not missing() or None, self._readable, self.lock, wait_s)
             asked = missing()
             with ThreadPoolExecutor(len(asked) or 1) as pool:
-                errors = pool.map(lambda x: connect_error(x.address, _PROBE_S), asked.values())
+                errors = pool.map(lambda x: connect_error(x.address), asked.values())
             for (index, connection), error in zip(asked.items(), errors, strict=True):
                 what = f"can't reach {connection.peer}"
                 why = f"does {self.command} run there, and is the network open?"
@@ -194,24 +195,20 @@ class ZmqListener(SocketHub):
         self.most_peers = most_peers or self.most_peers
         self._codec = Codec((Hello,))
         self._peers: dict[bytes, ZmqConnection] = {}  # by identity
-        self._num_refused = 0
         self._socket = self._make_socket(zmq.ROUTER, address)
         self._items: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._bell, zmq.POLLIN)]
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._authenticator = secure(self._socket, key, is_server=True)
         try:
-            with _named("bind", address):
-                self._socket.bind(address)
-        except ConfigError:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
             self.close()
-            raise
+            raise _unusable("bind", address, error) from None
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         """With the port that was chosen."""
 
     def take_in(self, connection: ZmqConnection) -> None:
-        while not connection.inbox:
-            if not self._take_in_one():
-                break
+        self._take_in_all()
         now = time.monotonic()
         if not connection.inbox and now - connection.asked_s >= _ASK_INTERVAL_S:
             connection.asked_s = now
@@ -225,29 +222,27 @@ class ZmqListener(SocketHub):
 
     def _poll_any(self) -> tuple[int, Any] | None:
         with self.lock:
+            self._take_in_all()
             while (found := super()._poll_any()) is None:
-                has_news = any(x.inbox and x.is_open for x in self.connections)
-                if not (has_news or self._take_in_one()):
+                if not any(x.inbox and x.is_open for x in self.connections):
                     break
             return found
 
-    def _take_in_one(self) -> bool:
-        """Take one message in, for its connection or a new one. False if none is there."""
-        if not zmq.zmq_poll(self._items[:1], 0):  # a third of what a receive takes that fails
-            return False
-        parts = receive_parts(self._socket)
-        if not parts:
-            return False
-        identity, frames = parts[0].bytes, parts[1:]
-        peer = self._peers.get(identity)
-        if peer is not None and peer.is_open:
-            peer.inbox.append(frames)
-        elif len(frames[0]) > 1:  # else one that was lost speaks on
-            try:
-                self._greet(identity, frames)
-            except Exception as error:  # of a peer that is no member, perhaps
-                self._refuse(identity, frames[0].buffer, error)
-        return True
+    def _take_in_all(self) -> None:
+        """Give each connection what has arrived for it, and peers that greet a new one."""
+        while zmq.zmq_poll(self._items[:1], 0):  # a third of what a receive takes that fails
+            parts = receive_parts(self._socket)
+            if not parts:
+                return
+            identity, frames = parts[0].bytes, parts[1:]
+            peer = self._peers.get(identity)
+            if peer is not None and peer.is_open:
+                peer.inbox.append(frames)
+            elif len(frames[0]) > 1:  # else one that was lost speaks on
+                try:
+                    self._greet(identity, frames)
+                except Exception as error:  # of a peer that is no member, perhaps
+                    self._refuse(identity, frames[0].buffer, error)
 
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Give a peer that says what it is a connection, if there is room for its role."""
@@ -266,30 +261,25 @@ class ZmqListener(SocketHub):
             why = f"it {others}" if taken else f"it takes no {role.value}"
             raise ProtocolError(why, code="busy")
         peer = f"the {role.value} at {frames[0].get('Peer-Address')}"
-        connection = ZmqConnection(self, peer, self._socket, route=[identity])
+        connection = ZmqConnection(self, peer, self._socket, [identity])
         connection.role = role
         connection.inbox.append(frames)
-        closed = [index for index, other in enumerate(self.connections) if other.is_closed]
+        closed = [index for index, other in enumerate(self.connections) if not other.readable]
         index = closed[0] if closed else len(self.connections)
         self.connections[index : index + 1] = [connection]
         self._peers = {x.route[0]: x for x in self.connections}
 
     def _refuse(self, identity: bytes, head: memoryview, error: Exception) -> None:
         """Say why to a peer that speaks as we do."""
-        if isinstance(error, ProtocolError) and bytes(head[:3]) == NAME:
-            answer = Failed(self._name, error.code, error.message)
-            with contextlib.suppress(zmq.ZMQError):
-                send_parts(self._socket, [identity, self._codec.encode(answer).head])
-        self._num_refused += 1
-        if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
-            logger.warning("%s: a stranger was refused: %s", self.address, error)
+        if not isinstance(error, ProtocolError) or bytes(head[:3]) != NAME:
+            logger.debug("%s: what a stranger sent is dropped: %s", self.address, error)
+            return
+        logger.warning("%s: a peer is refused: %s", self.address, error)
+        answer = self._codec.encode(Failed(self._name, error.code, error.message))
+        with contextlib.suppress(zmq.ZMQError):
+            send_parts(self._socket, [identity, answer.head])
 
 
-@contextlib.contextmanager
-def _named(parameter: str, address: str) -> Iterator[None]:
-    """Name the address that a socket can't use."""
-    try:
-        yield
-    except zmq.ZMQError as error:
-        reason = explained(OSError(error.errno, error.strerror))
-        raise ConfigError(Given(parameter, address), f": {reason}") from None
+def _unusable(parameter: str, address: str, error: zmq.ZMQError) -> ConfigError:
+    reason = explained(OSError(error.errno, error.strerror))
+    return ConfigError(Given(parameter, address), f": {reason}")

@@ -31,6 +31,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _ZAP_DOMAIN: Final = "fastdecode"
+_PROBE_S: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,11 @@ def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> No
         )
 
 
-def connect_error(address: str, timeout_s: float) -> OSError | None:
+def connect_error(address: str) -> OSError | None:
     """Return why a TCP connection to an address fails. None if it is accepted or takes longer."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
-        create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
     except TimeoutError:
         return None
     except OSError as error:
