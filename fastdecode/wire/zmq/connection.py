@@ -115,13 +115,17 @@ class ZmqConnection:
             frame = self._codec.encode(message)
             parts: list[Any] = [*self.route, frame.head]
             for array in frame.arrays:
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                if len(data) > _COPIED_BYTES and not message.lends:
-                    copy = self._pool.take(len(data))
-                    copy[:] = data
-                    data = copy
-                for start in range(0, len(data), MAX_FRAME_BYTES):
-                    parts.append(data[start : start + MAX_FRAME_BYTES])
+                data = np.ascontiguousarray(array)
+                if data.nbytes > _COPIED_BYTES:
+                    data = data.reshape(-1).view(np.uint8)
+                    if not message.lends:
+                        copy = self._pool.take(len(data))
+                        copy[:] = data
+                        data = copy
+                    starts = range(0, len(data), MAX_FRAME_BYTES)
+                    parts += [data[start : start + MAX_FRAME_BYTES] for start in starts]
+                elif data.nbytes:
+                    parts.append(data)
             if not self.loss:
                 try:
                     return send_parts(self.socket, parts)

@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 _PROMPT_S: Final = 0.5
 """A peer that is not reached within this is asked why, over a TCP connection of its own."""
 _ASK_INTERVAL_S: Final = 1.0
+_MOST_TAKEN: Final = 100
+"""Messages that a listener takes in before it looks at its connections, even in a flood."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
     Inspect: Role.READER,
     DescribeExport: Role.READER,
@@ -230,7 +232,9 @@ class ZmqListener(SocketHub):
 
     def _take_in_all(self) -> None:
         """Give each connection what has arrived for it, and peers that greet a new one."""
-        while zmq.zmq_poll(self._items[:1], 0):  # a third of what a receive takes that fails
+        for _ in range(_MOST_TAKEN):
+            if not zmq.zmq_poll(self._items[:1], 0):  # a third of what a receive takes that fails
+                return
             parts = receive_parts(self._socket)
             if not parts:
                 return
@@ -267,7 +271,7 @@ class ZmqListener(SocketHub):
         closed = [index for index, other in enumerate(self.connections) if not other.readable]
         index = closed[0] if closed else len(self.connections)
         self.connections[index : index + 1] = [connection]
-        self._peers = {x.route[0]: x for x in self.connections}
+        self._peers = {x.route[0]: x for x in self.connections if x.is_open}
 
     def _refuse(self, identity: bytes, head: memoryview, error: Exception) -> None:
         """Say why to a peer that speaks as we do."""
