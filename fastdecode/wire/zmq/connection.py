@@ -116,12 +116,12 @@ class ZmqConnection:
             parts: list[Any] = [*self.route, frame.head]
             for array in frame.arrays:
                 data = np.ascontiguousarray(array)
-                if data.nbytes > _COPIED_BYTES:
+                if data.nbytes > _COPIED_BYTES and not message.lends:
+                    copy = self._pool.take(data.nbytes)
+                    copy[:] = data.reshape(-1).view(np.uint8)
+                    data = copy
+                if data.nbytes > MAX_FRAME_BYTES:
                     data = data.reshape(-1).view(np.uint8)
-                    if not message.lends:
-                        copy = self._pool.take(len(data))
-                        copy[:] = data
-                        data = copy
                     starts = range(0, len(data), MAX_FRAME_BYTES)
                     parts += [data[start : start + MAX_FRAME_BYTES] for start in starts]
                 elif data.nbytes:
