@@ -100,7 +100,7 @@ class ZmqConnection:
         self._end: WorkerError | None = None
         self._hub = hub
         self._codec = Codec(hub.receives)
-        self._pool = BufferPool()
+        self.pool = BufferPool()
         hub.made.add(self)
 
     @property
@@ -117,7 +117,7 @@ class ZmqConnection:
             for array in frame.arrays:
                 data = np.ascontiguousarray(array)
                 if data.nbytes > _COPIED_BYTES and not message.lends:
-                    copy = self._pool.take(data.nbytes)
+                    copy = self.pool.take(data.nbytes)
                     copy[:] = data.reshape(-1).view(np.uint8)
                     data = copy
                 if data.nbytes > MAX_FRAME_BYTES:
@@ -155,7 +155,7 @@ class ZmqConnection:
                     self._end = closed_error(self.peer, by_peer=True)
                 elif len(head) > 1:  # or it was asked if it is there
                     try:
-                        take = self._pool.take
+                        take = self.pool.take
                         return self._codec.decode_frames(head.buffer, arrays, take)
                     except ProtocolError as error:
                         broken = f"{self.peer} broke the protocol: {error}"
@@ -174,7 +174,7 @@ class ZmqConnection:
                 with contextlib.suppress(zmq.ZMQError):
                     send_parts(self.socket, [*self.route, _GOODBYE])
             self.inbox.clear()
-            self._pool.release()
+            self.pool.release()
             if self.monitor is not None:
                 self.socket.disable_monitor()
                 self.monitor.close(0)
