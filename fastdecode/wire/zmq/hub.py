@@ -155,9 +155,11 @@ class ZmqHub(SocketHub):
                 what = f"can't reach {connection.peer}"
                 why = f"does {self.command} run there, and is the network open?"
                 why = explained(error) if error else why
-                if not left_s or isinstance(error, gaierror):
-                    what += f" within {timeout_s - left_s:g} s: {why}"
-                    reasons[index] = WorkerError(what, code="worker_unreachable")
+                if isinstance(error, gaierror) or not left_s:
+                    within = "" if isinstance(error, gaierror) else f" within {timeout_s:g} s"
+                    reasons[index] = WorkerError(
+                        f"{what}{within}: {why}", code="worker_unreachable"
+                    )
                 elif error:
                     logger.warning("%s yet, trying for %g s more: %s", what, left_s, why)
         return reasons
