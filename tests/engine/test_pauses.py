@@ -15,8 +15,8 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import LONGEST_PAUSE_S, HubReplacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker, Welcome
+from fastdecode.wire.patience import look_until_found
 from fastdecode.wire.transport import SoleHub
-from fastdecode.wire.zmq.connection import wait_for
 from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
@@ -112,9 +112,7 @@ class Greeted(SoleHub[Any, Any]):
         return super().receive_any(timeout_s) if hello is None else (0, hello)
 
 
-def test_one_that_was_given_up_though_it_lives_may_come_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_was_given_up_though_it_lives_may_come_back() -> None:
     listener = ZmqListener("tcp://127.0.0.1:*", "r")
 
     def serve_two() -> None:
@@ -135,19 +133,9 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
     try:
         hub.add(listener.address).send(hello)
         assert isinstance(hub.receive_any(60.0)[1], Welcome)
-        made: list[Any] = []
-        reconnect = hub.reconnect
-        monkeypatch.setattr(
-            hub, "reconnect", lambda index: made.append(reconnect(index)) or made[-1]
-        )
         # The connection to the lost one is still open.
         replacements = HubReplacements(hub, hello, Deadlines(60.0))
-        assert wait_for(
-            lambda: replacements.look([0]) or None,
-            lambda: made[-1].readable if made[-1].is_open else [],
-            threading.RLock(),
-            30.0,
-        )
+        assert look_until_found(lambda: replacements.look([0]) or None, 30.0)
         replacements.admit(0)
     finally:
         hub.close()

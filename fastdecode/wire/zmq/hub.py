@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from socket import gaierror
 from typing import Any, Final, get_args
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
@@ -36,15 +34,11 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.zmq.connection import (
-    ARE_YOU_THERE,
     DEFAULT_SILENCE_S,
-    GONE,
-    REFUSED,
     SocketHub,
     ZmqConnection,
     receive_parts,
     send_parts,
-    wait_for,
 )
 from fastdecode.wire.zmq.keys import ClusterKey, check_address, connect_error, secure
 
@@ -52,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_S: Final = 0.5
 """A peer that is not reached within this is asked why, over a TCP connection of its own."""
-_ASK_INTERVAL_S: Final = 1.0
 _MOST_TAKEN: Final = 100
 """Messages that a listener takes in before it looks at its connections, even in a flood."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
@@ -117,14 +110,7 @@ class ZmqHub(SocketHub):
             return
         frames = receive_parts(connection.socket)
         if not frames:
-            while connection.monitor and zmq.zmq_poll(connection.readable[1:], 0):
-                event: int = parse_monitor_message(connection.monitor.recv_multipart())["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    connection.is_reached = True
-                elif event in REFUSED:
-                    connection.loss = REFUSED[event]
-                elif connection.is_reached:  # it is over, though ZeroMQ would reconnect
-                    connection.loss = connection.loss or GONE
+            connection.read_events()
             # What came just before the end is read first.
             frames = receive_parts(connection.socket) if connection.loss else []
         if frames:
@@ -147,7 +133,7 @@ class ZmqHub(SocketHub):
         prompt_s = min(_PROMPT_S, timeout_s)
         rest_s = timeout_s - prompt_s
         for wait_s, left_s in ((prompt_s, rest_s), (rest_s, 0.0)):
-            wait_for(lambda: not missing() or None, self._readable, self.lock, wait_s)
+            self.wait(lambda: not missing() or None, self._readable, wait_s)
             asked = missing()
             with ThreadPoolExecutor(len(asked) or 1) as pool:
                 errors = pool.map(lambda x: connect_error(x.address), asked.values())
@@ -213,13 +199,8 @@ class ZmqListener(SocketHub):
 
     def take_in(self, connection: ZmqConnection) -> None:
         self._take_in_all()
-        now = time.monotonic()
-        if not connection.inbox and now - connection.asked_s >= _ASK_INTERVAL_S:
-            connection.asked_s = now
-            try:
-                send_parts(self._socket, [*connection.route, ARE_YOU_THERE])
-            except zmq.ZMQError:  # which says when a peer is gone
-                connection.loss = GONE
+        if not connection.inbox:
+            connection.ask()
 
     def _readable(self) -> list[tuple[Any, int]]:
         return self._items  # peers may come at any time
