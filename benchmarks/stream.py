@@ -209,7 +209,7 @@ def zmq_way(directory: Path) -> Iterator[tuple[Callable[[KVSpec], Any], Raw]]:
 def serve_zmq(directory: Path) -> None:
     import zmq
 
-    from fastdecode.wire.zmq.listener import ZmqListener
+    from fastdecode.wire.zmq.hub import ZmqListener
     from rworker.host import make_worker
     from rworker.worker import serve
 

@@ -187,7 +187,7 @@ def zmq_r_worker(index: int, directory: Path) -> None:
     import zmq
 
     from fastdecode.wire.messages import Hello
-    from fastdecode.wire.zmq.listener import ZmqListener
+    from fastdecode.wire.zmq.hub import ZmqListener
 
     pin(1 + index)
     listener = ZmqListener("tcp://127.0.0.1:*", f"r{index}")
@@ -195,9 +195,9 @@ def zmq_r_worker(index: int, directory: Path) -> None:
     port = raw.bind_to_random_port("tcp://127.0.0.1")
     (directory / f"{index}.tmp").write_text(f"{listener.address} tcp://127.0.0.1:{port}")
     (directory / f"{index}.tmp").rename(directory / f"{index}.addresses")
-    connection = listener.accept(TIMEOUT_S)
-    assert connection is not None and isinstance(connection.receive(TIMEOUT_S), Hello)
-    serve(connection, RawZmq([raw]))
+    index, hello = listener.receive_any(TIMEOUT_S)
+    assert isinstance(hello, Hello)
+    serve(listener.connections[index], RawZmq([raw]))
     listener.close()
     os._exit(0)
 

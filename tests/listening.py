@@ -18,8 +18,7 @@ from rworker.state import RWorkerState
 from rworker.worker import serve
 
 if TYPE_CHECKING:
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
 
 @dataclass
@@ -27,30 +26,26 @@ class RWorker:
     """With its sockets in sight."""
 
     listener: ZmqListener
-    neighbours: ZmqNeighbours
+    neighbours: ZmqHub
     state: RWorkerState
 
     @property
     def address(self) -> str:
         return self.listener.address
 
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(connection.buffer_bytes for connection in self.listener.connections)
-
     def has_nothing(self) -> bool | None:
-        is_idle = not self.neighbours.num_connections and not self.buffer_bytes
-        return True if is_idle and not list(self.state._caches) else None
+        has_buffers = any(x.pool.num_bytes for x in self.listener.connections)
+        is_connected = any(x.readable for x in self.neighbours.made)
+        return not (has_buffers or is_connected or list(self.state._caches)) or None
 
 
 @contextlib.contextmanager
 def listening(name: str, serving: ServingTerms = ANYBODY_ONCE) -> Iterator[RWorker]:
     """One, which ends after its S-worker has left."""
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
-    listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqNeighbours(None)
+    listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqHub(None)
     state = RWorkerState(name, kv_bytes=16 << 20, serving=serving)
     args = listener, state, AttentionExecutor(kernels=reference), None, neighbours
     thread = threading.Thread(target=serve, args=args, daemon=True)

@@ -225,8 +225,14 @@ def small_attend(*, dtype: Any = np.float32, k_tokens: int = 3) -> Attend:
     return Attend(1, 0, 2, q, k, v)
 
 
-def in_one_piece(message: Message, *, epoch: int = 0) -> np.ndarray:
-    frame = _CODEC.encode(message, epoch)
+def in_frames(message: Message) -> list[bytes]:
+    """As it travels over ZeroMQ."""
+    frame = _CODEC.encode(message)
+    return [frame.head, *(array.tobytes() for array in frame.arrays if array.nbytes)]
+
+
+def in_one_piece(message: Message) -> np.ndarray:
+    frame = _CODEC.encode(message)
     out = np.zeros(frame.num_bytes, np.uint8)
     frame.write(out.data)
     return out

@@ -33,7 +33,7 @@ from rworker.worker import serve
 from sworker.paged import PagedKV
 
 if TYPE_CHECKING:
-    from fastdecode.wire.zmq.listener import ZmqListener
+    from fastdecode.wire.zmq.hub import ZmqListener
 
 KV_BYTES = 4_000_000
 """Of an R-worker at an address."""
@@ -163,7 +163,7 @@ class ListeningLosses(Losses):
 
     def _start(self, number: int) -> str:
         """The address of an R-worker that is started."""
-        from fastdecode.wire.zmq.listener import ZmqListener
+        from fastdecode.wire.zmq.hub import ZmqListener
 
         listener = ZmqListener(f"tcp://127.0.0.1:{_kept_port()}", f"r{number}")
         executors = [AttentionExecutor(num_threads=1)]
@@ -190,11 +190,11 @@ def _kept_port() -> int:
 
 def _listen(listener: ZmqListener, executors: Sequence[AttentionExecutor]) -> None:
     """R-workers at one address, one after the other."""
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub
 
     address, name = listener.address, threading.current_thread().name
     for executor in executors:
-        with contextlib.closing(listener), contextlib.closing(ZmqNeighbours(None)) as others:
+        with contextlib.closing(listener), contextlib.closing(ZmqHub(None)) as others:
             state = RWorkerState(name, kv_bytes=KV_BYTES)
             serve(listener, state, executor, neighbours=others)
         if executor is not executors[-1]:

@@ -220,6 +220,18 @@ class TransportSuite:
         for i, row in enumerate(rows):
             assert same(row, answer(attend(2 if i % 3 else 300, step=i)).o[1:2])
 
+    def test_lent_arrays_may_be_overwritten_once_the_answer_is_here(self, star: MakeStar) -> None:
+        s = star(1)
+        s.peers[0].start("answer", 8)
+        lent, results = attend(700), []
+        for step in range(8):
+            lent.q[:] = step
+            s.hub.connections[0].send(Attend(step, 0, 0, lent.q, lent.k, lent.v))
+            results.append(s.hub.connections[0].receive(WAIT_S))
+        assert [set(result.o.ravel().tolist()) for result in results] == [  # type: ignore[union-attr]
+            {step + 1} for step in range(8)
+        ]
+
     def test_received_arrays_are_aligned_for_kernels(self, star: MakeStar) -> None:
         s = star(1)
         s.peers[0].start("answer", 2)

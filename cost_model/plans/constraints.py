@@ -132,7 +132,7 @@ def _io_threads(system: System, lane_batch: int, share_s: float) -> tuple[Constr
             f"layer at {bytes_text(transport.thread_bytes_per_s)}/s, to be done in "
             f"{seconds_text(share_s)} by {counted(transport.num_threads, 'thread')} at most",
             "more --io-threads (a quarter of the host's cores), MPI"
-            + (", a key that only authenticates" if transport.work == "encrypt" else ""),
+            + (", --key none on a trusted network" if transport.work == "encrypt" else ""),
         ),
     )
 

@@ -29,7 +29,7 @@ from fastdecode.core.errors import imports_for
 
 if TYPE_CHECKING:
     from fastdecode.core.measurement import RProfile
-    from fastdecode.wire.measure import RConnection
+    from fastdecode.measure.link import RConnection
 
 MAX_SIZES = 64
 LINK_BLOCK_SIZE = 16
@@ -237,7 +237,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile
-    from fastdecode.wire.measure import measure_link
+    from fastdecode.measure.link import measure_link
 
     asked = read_options(args, NetMeasurement)
     spec = read_model(args.model)
@@ -278,7 +278,7 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
         transport = f"MPI ({joining.join().library})"
     else:
         Cluster(r_worker_addresses=(asked.r_worker,), key=asked.key)
-        transport = "ZeroMQ" if asked.key is None else "ZeroMQ, encrypted"
+        transport = "ZeroMQ" if asked.key in (None, "none") else "ZeroMQ, encrypted"
         reached = workers.reach_addresses(
             [asked.r_worker], key_file=asked.key, silence_s=silence_s, ends_them=False
         )

@@ -38,8 +38,8 @@ from fastdecode.wire.mpi import joining, launcher
 if TYPE_CHECKING:
     from fastdecode.core.host.facts import HostFacts
     from fastdecode.measure.doctor import Finding, WorkerFacts
+    from fastdecode.measure.link import RConnection
     from fastdecode.measure.neighbours import NeighbourFacts
-    from fastdecode.wire.measure import RConnection
 
 EXIT_FAILED = 1
 T = TypeVar("T")

@@ -58,7 +58,12 @@ class Address:
     bind: str | None = option(
         None, "tcp://HOST:PORT; off loopback a key is needed too", metavar="ADDRESS"
     )
-    key: Path | None = option(None, "the cluster's key, the same file on every host")
+    key: str | None = option(
+        None,
+        "the cluster's key, the same file on every host; none: neither key nor encryption, on a "
+        "trusted network",
+        metavar="FILE",
+    )
     name: str | None = option(
         None, "what to be called in logs; default: the host and port", metavar="NAME"
     )
@@ -89,14 +94,6 @@ class Address:
     )
     keep_serving: bool = switch("when an S-worker leaves, wait for the next")
     new_key: Path | None = option(None, "write a new key to this file, and do nothing else")
-    link_security: str = option(
-        "encrypt",
-        "with --new-key, what the key does between hosts: encrypt, or authenticate (much faster; "
-        "for a trusted network: its members can read and change KV, queries, and the prompts and "
-        "texts of instances)",
-        choices=("encrypt", "authenticate"),
-        metavar="HOW",
-    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -132,13 +129,8 @@ def run_r_worker(args: argparse.Namespace) -> int:
     own, at = read_options(args, Resources), read_options(args, Address)
     rank = read_options(args, Rank)
     if at.new_key is not None:
-        _zmq_access().ClusterKey.create(at.new_key, at.link_security)
+        _zmq_keys().ClusterKey.create(at.new_key)
         return 0
-    if at.link_security != "encrypt":
-        raise ConfigError(
-            f"--link-security {at.link_security} is written into a key's file: make one with "
-            f"--new-key FILE --link-security {at.link_security}, and copy it to every host"
-        )
     from rworker.host import bind_cpus, serve_rank
 
     placed = Instances(rank.instances).placed
@@ -163,16 +155,15 @@ def run_r_worker(args: argparse.Namespace) -> int:
 
 def _serve_at(bind: str, own: Resources, at: Address) -> int:
     """Serve S-workers that connect to an address: one, or one after another."""
-    access = _zmq_access()
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    keys = _zmq_keys()
+    from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
     from rworker.grace_period import GracePeriod
     from rworker.host import make_worker
     from rworker.serving_terms import ServingTerms
     from rworker.tiers.disk import disk_of
     from rworker.worker import serve
 
-    key = None if at.key is None else access.ClusterKey.read(at.key)
+    key = keys.read_key(at.key)
     serving = ServingTerms(at.model_hash, at.keep_serving, at.return_s, at.session_keep_s)
     name = at.name or f"{socket.gethostname()} {bind.rpartition(':')[2]}"
     state, executor = make_worker(
@@ -188,7 +179,7 @@ def _serve_at(bind: str, own: Resources, at: Address) -> int:
     if soft == resource.RLIM_INFINITY or soft > MOST_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, hard))
     listener = ZmqListener(bind, name, key=key, silence_s=at.silence_s)
-    neighbours = ZmqNeighbours(key, at.silence_s)
+    neighbours = ZmqHub(key, silence_s=at.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
         serve(listener, state, executor, GracePeriod(serving), neighbours)
@@ -198,7 +189,7 @@ def _serve_at(bind: str, own: Resources, at: Address) -> int:
     return 0
 
 
-def _zmq_access() -> Any:
+def _zmq_keys() -> Any:
     with imports_for("an R-worker at an address"):
-        from fastdecode.wire.zmq import access
-    return access
+        from fastdecode.wire.zmq import keys
+    return keys

@@ -92,8 +92,8 @@ class Parts:
         "with --gpu none some of the sockets are S-workers"
     )
     transport: str = option(
-        "mpi", "mpi (default); zmq-encrypted, zmq-authenticated: ZeroMQ between hosts, with such "
-        "a key, whose I/O threads may be what limits a plan", choices=tuple(TRANSPORTS),
+        "mpi", "mpi (default); zmq-encrypted, zmq-plain: ZeroMQ between hosts, with a key or "
+        "--key none, whose I/O threads may be what limits a plan", choices=tuple(TRANSPORTS),
         metavar="HOW",
     )  # fmt: skip
     io_threads: int = option(

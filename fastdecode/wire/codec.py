@@ -2,14 +2,15 @@
 
 A message travels as a **head** and a **body**::
 
-    head   | prefix 20 | msgpack: [tag, field, field, ...] |
-    prefix | magic 3s, version u8 | epoch u32 | bytes of msgpack u32 | bytes of the body u64 |
+    head   | prefix 16 | msgpack: [tag, field, field, ...] |
+    prefix | magic 3s, version u8 | bytes of msgpack u32 | bytes of the body u64 |
     body   | array | pad to 64 | array | pad to 64 | ... | array |
 
 Everything is little-endian. In msgpack an array is its **header**, bytes: dtype u8, number of dims
 u8, dims u32 each. So a transport may send arrays from where they lie, and receive a body into
 memory that it already has: ``Prefix`` says how much to expect. In one piece, the body starts at
-the first multiple of 64 behind the head. Where a head would be too long (``Message.is_long``), the
+the first multiple of 64 behind the head. ZeroMQ sends each array in frames of its own, without
+padding. Where a head would be too long (``Message.is_long``), the
 prefix announces none, and the body is the msgpack.
 
 The codec refuses what a peer sent with ``ProtocolError``, before any state is touched, unless all
@@ -21,7 +22,7 @@ left to the network's own checksums.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from struct import Struct as Packer
 from struct import error as PackError
@@ -49,11 +50,11 @@ Array: TypeAlias = NDArray[Any]
 ALIGNMENT: Final = 64  # a cache line, and the widest vector
 MAX_HEAD_BYTES: Final = 1 << 18
 MAX_BODY_BYTES: Final = 1 << 30
-MAX_EPOCH: Final = (1 << 32) - 1
 _LONG_BYTES: Final = 1 << 16
-_NAME: Final = b"FDN"
-_MAGIC: Final = _NAME + bytes([PROTOCOL_VERSION])
-_PREFIX: Final = Packer("<4sIIQ")
+NAME: Final = b"FDN"
+"""What a message of any version begins with."""
+_MAGIC: Final = NAME + bytes([PROTOCOL_VERSION])
+_PREFIX: Final = Packer("<4sIQ")
 _DTYPES: Final = [np.dtype(name) for name in ("<f4", "<u2", "<i4", "<i8", "u1")]
 _CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _MAX_DIMS: Final = 3
@@ -81,7 +82,6 @@ def aligned(num_bytes: int) -> int:
 class Prefix(NamedTuple):
     """What the first bytes of a message say."""
 
-    epoch: int  # number of the connection, for transports that need it
     head_bytes: int  # with the prefix
     body_bytes: int
 
@@ -94,13 +94,13 @@ class Prefix(NamedTuple):
                 (code ``protocol_version``) If the peer speaks another version.
         """
         try:
-            magic, epoch, fields_bytes, body_bytes = _PREFIX.unpack_from(data)
+            magic, fields_bytes, body_bytes = _PREFIX.unpack_from(data)
         except PackError:
             raise ProtocolError(
                 f"{len(data)} bytes are too few for a message: is another program using this port?"
             ) from None
         if magic != _MAGIC:
-            if magic[:3] == _NAME:
+            if magic[:3] == NAME:
                 raise ProtocolError(
                     f"the peer speaks protocol version {magic[3]}, this side {PROTOCOL_VERSION}: "
                     "install the same FastDecode on every host",
@@ -116,7 +116,7 @@ class Prefix(NamedTuple):
                 f"a head of {head_bytes} bytes and a body of {body_bytes}, where "
                 f"{MAX_HEAD_BYTES} and {max_body_bytes} are allowed"
             )
-        return cls(epoch, head_bytes, body_bytes)
+        return cls(head_bytes, body_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -279,14 +279,6 @@ def _kind_of(fields: memoryview) -> type[Message] | None:
     return KINDS.get(tag[0]) if tag else None
 
 
-def epoch_of(data: bytes | memoryview) -> int | None:
-    """Return the epoch of what begins as a message of any version. None if it doesn't."""
-    if len(data) < _PREFIX.size:
-        return None
-    magic, epoch, _, _ = _PREFIX.unpack_from(data)
-    return int(epoch) if magic[:3] == _NAME else None
-
-
 def _readable(fields: Any) -> Any:
     """Return the same builtins with ``?`` for each lone surrogate, which UTF-8 hasn't."""
     if isinstance(fields, str):
@@ -311,11 +303,13 @@ class Codec:
         self._arrays: list[Array] = []
         self._body: Array = _NOTHING
         self._at = self._end = 0
+        self._frames: Iterator[Any] | None = None
+        self._take_buffer: Callable[[int], Array] = np.empty
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._encode_value).encode
         self._decode: Callable[[Any], Message]
         self._decode = msgspec.msgpack.Decoder(union, dec_hook=self._decode_value).decode
 
-    def encode(self, message: Message, epoch: int = 0) -> Frame:
+    def encode(self, message: Message) -> Frame:
         """Encode one message. Arrays are referred to, not copied.
 
         Raises:
@@ -351,7 +345,7 @@ class Codec:
                 f"{fields_bytes} bytes of fields and {body_bytes} of arrays exceed the "
                 f"{MAX_HEAD_BYTES} and {MAX_BODY_BYTES} of a message",
             )
-        head = _PREFIX.pack(_MAGIC, epoch, fields_bytes, body_bytes) + fields
+        head = _PREFIX.pack(_MAGIC, fields_bytes, body_bytes) + fields
         return Frame(head, arrays, body_bytes)
 
     def decode(self, piece: Array, prefix: Prefix | None = None) -> Message:
@@ -378,11 +372,41 @@ class Codec:
         """
         return self._decoded(head.data[_PREFIX.size :], body, 0)
 
-    def _decoded(self, fields: memoryview, body: Array, start: int) -> Message:
+    def decode_frames(
+        self, head: memoryview, frames: Sequence[Any], take: Callable[[int], Array]
+    ) -> Message:
+        """Decode a message whose arrays came in frames of their own, one or several each. Its
+        arrays are views of these, or of what ``take`` gives to join several in.
+
+        Raises:
+            ProtocolError: If this side receives no such message.
+        """
+        prefix = Prefix.of(head)
+        num_bytes = sum(map(len, frames))
+        if prefix.head_bytes != len(head) or num_bytes > prefix.body_bytes:
+            raise ProtocolError(
+                f"{len(head)} and {num_bytes} bytes came, where a head of {prefix.head_bytes} and "
+                f"a body of {prefix.body_bytes} were announced"
+            )
+        self._frames, self._take_buffer = iter(frames), take
+        try:
+            if len(head) > _PREFIX.size:
+                return self._decoded(head[_PREFIX.size :], _NOTHING, 0, num_bytes)
+            if not num_bytes:
+                raise ProtocolError("a message without fields came")
+            whole = np.frombuffer(self._joined(num_bytes), np.uint8)
+        finally:
+            self._frames = None
+        return self._decoded(head[_PREFIX.size :], whole, 0)
+
+    def _decoded(
+        self, fields: memoryview, body: Array, start: int, frame_bytes: int | None = None
+    ) -> Message:
         is_long = not fields
         if is_long:
             fields, start = body.data[start:], len(body)
-        self._body, self._at, self._end = body, start, len(body)
+        self._body, self._at = body, start
+        self._end = len(body) if frame_bytes is None else frame_bytes
         try:
             message = self._decode(fields)
         except (msgspec.MsgspecError, FastDecodeError, UnicodeError, RecursionError) as error:
@@ -431,5 +455,24 @@ class Codec:
         at = self._at
         if at + array.num_bytes > self._end:
             raise ValueError("its arrays go beyond its body")
+        if self._frames is not None:
+            self._at = at + array.num_bytes
+            decoded = np.ndarray(array.dims, array.dtype, self._joined(array.num_bytes))
+            return decoded if decoded.flags.aligned else decoded.copy()
         self._at = at + array.step
         return np.ndarray(array.dims, array.dtype, self._body, at)
+
+    def _joined(self, num_bytes: int) -> Any:
+        """Return the next frames as one buffer. Raises ProtocolError: If they don't fit."""
+        assert self._frames is not None
+        part = next(self._frames, b"") if num_bytes else b""
+        if len(part) == num_bytes:
+            return part
+        joined, at = self._take_buffer(num_bytes), 0
+        while at < num_bytes:
+            end = at + len(part)
+            if not at < end <= num_bytes:
+                raise ProtocolError("its frames don't fit its arrays")
+            joined[at:end] = np.frombuffer(part, np.uint8)
+            at, part = end, next(self._frames, b"") if end < num_bytes else b""
+        return joined

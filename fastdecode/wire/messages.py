@@ -163,7 +163,7 @@ from fastdecode.wire.traits import (
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -353,6 +353,7 @@ class Attend(ForHolder, frozen=True, tag=6, eq=False):
     v: Activations
     holder: Int = THE_ONLY
 
+    lends = True
     answers = (AttendResult,)
     repeated = ("step", "lane", "layer")
 

@@ -86,6 +86,9 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     and stages, from 65 on their answers, from 129 on those to instances, from 193 on theirs. A
     retired number is not used again."""
 
+    lends: ClassVar[bool] = False
+    """Its arrays are left alone until the answer is here, so that a transport may send them from
+    where they lie."""
     is_long: ClassVar[bool] = False
     """Its fields may need more than the head of a frame."""
 

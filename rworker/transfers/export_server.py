@@ -25,8 +25,8 @@ from rworker.transfers.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
-    from fastdecode.wire.zmq.access import ClusterKey
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from fastdecode.wire.zmq.hub import ZmqHub
+    from fastdecode.wire.zmq.keys import ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class ExportServers:
         self._silence_s = silence_s
         self._servers: dict[str, ExportServer] = {}
         self._addresses: dict[str, str] = {}
-        self._ways: list[ZmqNeighbours] = []
+        self._ways: list[ZmqHub] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
         """See ``rworker.transfers.neighbours.Neighbourhood``.
@@ -180,8 +180,7 @@ class ExportServers:
             ConfigError: the address is none, is in use, or may not be used without
                 a key.
         """
-        from fastdecode.wire.zmq.listener import ZmqListener
-        from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+        from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 
         address, silence_s = f"{self._host}:{self._next_port()}", self._silence_s
         listener = ZmqListener(
@@ -190,7 +189,7 @@ class ExportServers:
         self._addresses[name] = listener.address
         self._servers[name] = ExportServer(name, listener, hub)
         self._servers[name].start()
-        self._ways.append(ZmqNeighbours(self._key, silence_s))
+        self._ways.append(ZmqHub(self._key, silence_s=silence_s))
         return self._ways[-1]
 
     def address_of(self, name: str) -> str:

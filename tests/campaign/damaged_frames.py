@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from messages_for_tests import from_r_worker, in_one_piece, same, to_r_worker
+from messages_for_tests import from_r_worker, in_frames, in_one_piece, same, to_r_worker
 from state_machine import HELLO, HKV, HQ, KV, KV_BYTES, NUM_LAYERS, D, step_of
 from stream_suite import Memory
 from values import replace
@@ -42,8 +42,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.zmq.hub import ZmqHub
-from fastdecode.wire.zmq.listener import ZmqListener
+from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.instructions import HangUp
 from rworker.serving_terms import ServingTerms
@@ -58,10 +57,10 @@ _CODEC = Codec()
 _EDGES = (0, 1, -1, 2, 255, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, (1 << 63) - 1, -(1 << 63))
 
 
-def damaged(chance: random.Random, message: Message, epoch: int = 0) -> bytes:
+def damaged(chance: random.Random, message: Message) -> bytes:
     """Return a message with some of its bytes changed, cut off or added to."""
-    data = bytearray(in_one_piece(message, epoch=epoch).tobytes())
-    head_bytes = len(_CODEC.encode(message, epoch).head)
+    data = bytearray(in_one_piece(message).tobytes())
+    head_bytes = len(_CODEC.encode(message).head)
     kind = chance.randrange(8)
     if kind == 0:
         return bytes(data[: chance.randrange(len(data))])
@@ -265,11 +264,13 @@ def to_port(number: int, chance: random.Random) -> Counter[str]:
             with context.socket(zmq.DEALER) as stranger:
                 stranger.linger = 1000
                 stranger.connect(address)
-                epoch = chance.randrange(1, 1 << 32)
                 for message in any_conversation(chance, holder=1)[: chance.randrange(1, 30)] * 4:
                     is_damaged = chance.random() < 0.8
-                    whole = in_one_piece(message, epoch=epoch).tobytes()
-                    stranger.send(damaged(chance, message, epoch) if is_damaged else whole)
+                    head, *frames = in_frames(message)
+                    if is_damaged:
+                        head = damaged(chance, message)[: len(head)]
+                        frames = frames[: chance.randrange(len(frames) + 3)]
+                    stranger.send_multipart([head, *frames])
                     sent += is_damaged
             connection.send(OpenSequence(sent, 8))
             answer = connection.receive(WAIT_S)

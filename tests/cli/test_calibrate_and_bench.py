@@ -29,7 +29,7 @@ from fastdecode.core.measurement import (
     read_profile,
     write_profile,
 )
-from fastdecode.wire.measure import NUM_LAYERS
+from fastdecode.measure.link import NUM_LAYERS
 from sworker.measure import COLD, WARM_UP, measure_s_part
 
 

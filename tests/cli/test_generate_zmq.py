@@ -73,21 +73,17 @@ def test_tokens_are_those_of_threads_one_job_after_another(asked: Asked, tmp_pat
     assert (written["r_workers"], written["r_workers_lost"], written["r_threads"]) == (2, 0, 1)
 
 
-def test_ends_that_prove_the_key_and_encrypt_nothing(asked: Asked, tmp_path: Path) -> None:
-    """R-workers reach each other like that, too: a replica is kept."""
+def test_ends_without_key_or_encryption_that_say_so(asked: Asked, tmp_path: Path) -> None:
+    """R-workers reach each other like that, too: a replica is kept. A key finds none there."""
     options, output, expected = asked(6)
-    key = tmp_path / "key"
-    how = "--link-security", "authenticate"
-    assert main(["r-worker", "--new-key", str(key), *how]) == 0
-    proving = ["--key", str(key)]
-    encrypting = tmp_path / "encrypting"
-    encrypting.write_bytes(key.read_bytes().splitlines()[0])
-    encrypting.chmod(0o600)
-    with r_workers("*", "*", options=("--keep-serving", *proving)) as (_, addresses):
-        assert main([*options, *at(addresses), *proving, "--replicas", "1"]) == 0
+    assert main(["r-worker", "--new-key", str(tmp_path / "key")]) == 0
+    with r_workers("*", "*", options=("--keep-serving", "--key", "none")) as (jobs, addresses):
+        plain = [*at(addresses), "--key", "none"]
+        assert main([*options, *plain, "--replicas", "1"]) == 0
         assert output.read_text() == expected()
-        assert main(["doctor", *proving, *at(addresses)]) == 0
-        assert main(["doctor", "--key", str(encrypting), *at(addresses)]) == 1
+        assert main(["doctor", *plain]) == 0
+        assert main(["doctor", *at(addresses), "--key", str(tmp_path / "key")]) == 1
+        assert all("nothing between hosts is encrypted" in job.output() for job in jobs)
 
 
 def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[..., Path]) -> None:

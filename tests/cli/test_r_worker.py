@@ -39,8 +39,8 @@ from rworker.worker import start_worker_thread
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
-from fastdecode.wire.zmq.access import ClusterKey
 from fastdecode.wire.zmq.hub import ZmqHub
+from fastdecode.wire.zmq.keys import ClusterKey
 
 WAIT_S = 120.0
 SPEC = AttentionSpec(4, 2, 20, scale=0.2)  # its kernels are compiled by other tests, too

@@ -16,9 +16,8 @@ from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import LONGEST_PAUSE_S, HubReplacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.transport import SoleHub
-from fastdecode.wire.zmq.hub import ZmqHub
-from fastdecode.wire.zmq.line import wait_for
-from fastdecode.wire.zmq.listener import ZmqListener
+from fastdecode.wire.zmq.connection import wait_for
+from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.worker import serve
@@ -33,9 +32,6 @@ class Willing:
 
     def __init__(self) -> None:
         self._answers: deque[FromRWorker] = deque()
-
-    def check(self) -> None:
-        pass
 
     def send(self, message: ToRWorker) -> None:
         assert isinstance(message, Hello)
@@ -104,6 +100,18 @@ def test_one_that_has_served_for_long_comes_at_once() -> None:
 pytest.importorskip("zmq")
 
 
+class Greeted(SoleHub[Any, Any]):
+    """A listener's connection, of which the greeting was read."""
+
+    def __init__(self, listener: ZmqListener) -> None:
+        index, self._hello = listener.receive_any(30.0)
+        super().__init__(listener.connections[index])
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
+        hello, self._hello = self._hello, None  # type: ignore[assignment]
+        return super().receive_any(timeout_s) if hello is None else (0, hello)
+
+
 def test_one_that_was_given_up_though_it_lives_may_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,10 +119,8 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
 
     def serve_two() -> None:
         for _ in range(2):
-            connection = listener.accept(30.0)
-            assert connection is not None
             serve(
-                SoleHub(connection),
+                Greeted(listener),
                 RWorkerState("r", kv_bytes=1 << 20, num_threads=1),
                 AttentionExecutor(num_threads=1),
             )
@@ -138,7 +144,7 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
         replacements = HubReplacements(hub, hello, Deadlines(60.0))
         assert wait_for(
             lambda: replacements.look([0]) or None,
-            lambda: made[-1].sockets if made[-1].is_open else (),
+            lambda: made[-1].readable if made[-1].is_open else [],
             threading.RLock(),
             30.0,
         )

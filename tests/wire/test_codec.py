@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from messages_for_tests import (
     attend,
     from_r_worker,
+    in_frames,
     in_one_piece,
     packed_attend,
     same,
@@ -23,7 +24,7 @@ from values import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.codec import ALIGNMENT, KINDS, MAX_EPOCH, MAX_HEAD_BYTES, Codec, Prefix
+from fastdecode.wire.codec import ALIGNMENT, KINDS, MAX_HEAD_BYTES, Codec, Prefix
 from fastdecode.wire.instances.messages import Cancel, InstanceSays, ToInstance
 from fastdecode.wire.messages import (
     Accepted,
@@ -79,13 +80,15 @@ def test_every_message_of_the_protocol_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
-@given(data=st.data(), epoch=st.integers(0, MAX_EPOCH))
+@given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_round_trip(kind: type, data: st.DataObject, epoch: int) -> None:
+def test_round_trip(kind: type, data: st.DataObject) -> None:
     message = data.draw(MESSAGES[kind])
-    piece = in_one_piece(message, epoch=epoch)
-    assert same(message, CODEC.decode(piece))
-    assert Prefix.of(piece.data).epoch == epoch
+    assert same(message, CODEC.decode(in_one_piece(message)))
+    head, *frames = in_frames(message)
+    assert same(message, CODEC.decode_frames(memoryview(head), frames, take))
+    cut = [frame[at : at + 5] for frame in frames for at in range(0, len(frame), 5)]
+    assert same(message, CODEC.decode_frames(memoryview(head), cut, take))
 
 
 # What senders may do wrong.
@@ -147,3 +150,28 @@ def test_a_body_is_received_on_its_own() -> None:
     assert same(CODEC.decode_apart(head, body), small_attend())
     with pytest.raises(ProtocolError, match="Attend: its arrays go beyond its body"):
         CODEC.decode_apart(head, body[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda frames: frames[:-1], "go beyond its body"),
+        (lambda frames: [*frames, b"more"], "bytes too many|were announced"),
+        (lambda frames: [frames[0] + frames[1], *frames[2:]], "don't fit"),
+        (lambda frames: [b"", *frames], "don't fit"),
+        (lambda frames: [frames[0][:-1], *frames[1:]], "don't fit|go beyond"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(damage: Any, match: str) -> None:
+    head, *frames = in_frames(small_attend())
+    with pytest.raises(ProtocolError, match=match):
+        CODEC.decode_frames(memoryview(head), damage(frames), take)
+    with pytest.raises(ProtocolError, match="were announced"):
+        CODEC.decode_frames(memoryview(head)[:-1], frames, take)
+    empty = CODEC.encode(Cancel(("a" * (1 << 17),))).head
+    with pytest.raises(ProtocolError, match="without fields"):
+        CODEC.decode_frames(memoryview(empty), (), take)
+
+
+def take(num_bytes: int) -> Any:
+    return np.zeros(num_bytes, np.uint8)

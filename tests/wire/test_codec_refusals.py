@@ -32,7 +32,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.stages import StagePass
 
 CODEC = Codec()
-PREFIX = struct.Struct("<4sIIQ")
+PREFIX = struct.Struct("<4sIQ")
 
 
 def refuse(data: bytes | np.ndarray, match: str) -> ProtocolError:
@@ -47,7 +47,7 @@ def forged(said: Any, body: bytes = b"") -> bytes:
 
 
 def in_frame(head: bytes, body: bytes = b"") -> bytes:
-    start = PREFIX.pack(b"FDN" + bytes([PROTOCOL_VERSION]), 0, len(head), len(body)) + head
+    start = PREFIX.pack(b"FDN" + bytes([PROTOCOL_VERSION]), len(head), len(body)) + head
     return start + (bytes(-len(start) % 64) + body if body else b"")
 
 
@@ -103,7 +103,7 @@ def test_a_prefix_that_lies_is_refused() -> None:
         (4, 100, "a body of 100 bytes is missing"),
         (1000, 0, "were announced"),
     ):
-        start = PREFIX.pack(b"FDN" + bytes([PROTOCOL_VERSION]), 0, head_bytes, body_bytes)
+        start = PREFIX.pack(b"FDN" + bytes([PROTOCOL_VERSION]), head_bytes, body_bytes)
         refuse(start + bytes(4), match)
     refuse(b"HTTP/1.1 400 Bad Request\r\n", "another program")
     with pytest.raises(ProtocolError, match="are allowed"):
@@ -123,7 +123,7 @@ def test_kinds_that_this_side_does_not_receive_are_refused() -> None:
 def test_only_long_messages_may_have_fields_for_a_body() -> None:
     fields = msgspec.msgpack.encode([66, 3])
     refuse(
-        PREFIX.pack(b"FDN" + bytes([PROTOCOL_VERSION]), 0, 0, len(fields)) + bytes(44) + fields,
+        PREFIX.pack(b"FDN" + bytes([PROTOCOL_VERSION]), 0, len(fields)) + bytes(48) + fields,
         "in the place of arrays",
     )
 

@@ -13,8 +13,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from puppet import WAIT_S, obey  # noqa: E402
 
 from fastdecode.wire.traits import Role  # noqa: E402
-from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
-from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
+from fastdecode.wire.zmq.hub import ZmqListener  # noqa: E402
+from fastdecode.wire.zmq.keys import read_key  # noqa: E402
 
 
 class Side:
@@ -26,8 +26,9 @@ class Side:
 
     def accept(self) -> Any:
         """Wait for an S-worker, and give its Hello."""
-        self.connection = self.listener.accept(WAIT_S)
-        return self.connection.receive(WAIT_S)
+        index, hello = self.listener.receive_any(WAIT_S)
+        self.connection = self.listener.connections[index]
+        return hello
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.connection, name)
@@ -40,7 +41,7 @@ def main(path: str, number: str) -> None:
         nonlocal side
         if side is not None:
             side.listener.close()
-        key = None if key_file is None else ClusterKey.read(Path(key_file))
+        key = read_key(key_file)
         one = {Role.S_WORKER: 1}
         side = Side(
             ZmqListener(address, f"puppet {number}", key=key, silence_s=silence_s, most_peers=one)

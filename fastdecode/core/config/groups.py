@@ -253,7 +253,8 @@ class Cluster:
     )
     key: str | None = option(
         None,
-        "file with the cluster's key, for R-workers on other hosts over ZeroMQ",
+        "file with the cluster's key, for R-workers on other hosts over ZeroMQ; none: neither key "
+        "nor encryption, on a trusted network",
         metavar="FILE",
     )
     worker_silence_s: float = option(

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from fastdecode.core.config.engine import EngineConfig
@@ -326,10 +325,9 @@ def _open_hub(
         return ranks, ranks.names, None
     with imports_for("instances at addresses"):
         from fastdecode.engine.instances.addresses import InstanceHub
-        from fastdecode.wire.zmq.access import ClusterKey
+        from fastdecode.wire.zmq.keys import read_key
 
-    key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
-    hub = InstanceHub(instances.addresses, key, cluster.worker_silence_s)
+    hub = InstanceHub(instances.addresses, read_key(cluster.key), cluster.worker_silence_s)
     return hub, instances.addresses, hub
 
 

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -76,9 +75,9 @@ def serve_instance(
     _check(config, place)
     with imports_for("an instance at an address"):
         from fastdecode.engine.instances.addresses import InstanceListener
-        from fastdecode.wire.zmq.access import ClusterKey, check_address
+        from fastdecode.wire.zmq.keys import check_address, read_key
 
-    key = None if place.key is None else ClusterKey.read(Path(place.key))
+    key = read_key(place.key)
     silence_s = config.cluster.worker_silence_s
     host = place.bind.rpartition(":")[0]
     check_address(place.bind, key, parameter="bind")

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fastdecode.core.config.engine import EngineConfig
@@ -284,10 +283,9 @@ def reach_addresses(
     """
     with imports_for("the ZeroMQ transport"):
         from fastdecode.engine.fleet.replacements import HubReplacements
-        from fastdecode.wire.zmq.access import ClusterKey
-        from fastdecode.wire.zmq.hub import ZmqHub
-        from fastdecode.wire.zmq.io_threads import io_threads_for
-    key = None if key_file is None else ClusterKey.read(Path(key_file))
+        from fastdecode.wire.zmq.hub import ZmqHub, io_threads_for
+        from fastdecode.wire.zmq.keys import read_key
+    key = read_key(key_file)
     num_threads = io_threads_for(len(addresses), available_cores())
     hub = ZmqHub(key, silence_s=silence_s, num_io_threads=num_threads)
     try:

@@ -50,6 +50,8 @@ class AttendResult(Message, frozen=True, tag=68, eq=False):
     compute_s: float
     """Seconds spent appending and attending, waiting excluded."""
 
+    lends = True
+
     def check_arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, want_lse: bool) -> None:
         """Raises ProtocolError: o [T, Hq, D] or lse isn't what was asked for."""
         if (found := (self.o.dtype, self.o.shape)) != (dtype, shape):

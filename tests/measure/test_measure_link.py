@@ -11,7 +11,7 @@ import pytest
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.measure import NUM_LAYERS, measure_link
+from fastdecode.measure.link import NUM_LAYERS, measure_link
 from rworker.worker import WorkerThread, start_worker_thread
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)

@@ -43,10 +43,10 @@ T = TypeVar("T")
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
 NUM_LAYERS = 6
-"""Of a step: its first layer isn't counted, since the step's beginning travels before it."""
+"""Layers of a step: the first isn't counted, since the step's beginning travels before it."""
 WARM_UP_STEPS = 2
 TIMEOUT_S = 300.0
-"""Of an answer. The first may wait until kernels have been compiled."""
+"""Longest wait for an answer. The first may wait until kernels have been compiled."""
 WEIGHT_BYTES = 16 << 20
 """More than a core's caches hold."""
 SETTLE_S = 5e-3
@@ -82,7 +82,7 @@ def measure_link(
         repeats: steps of each batch, after ``WARM_UP_STEPS``.
 
     Raises:
-        WorkerError: the R-worker refused, failed, or didn't answer in time.
+        WorkerError: If the R-worker refused, failed, or didn't answer in time.
     """
     few = replace(kv, num_layers=NUM_LAYERS)
     hello = Hello(PROTOCOL_VERSION, "measured", few, (attention,) * NUM_LAYERS, activation_dtype)
@@ -104,7 +104,7 @@ def measure_link(
 
 
 def bytes_exchanged(transfer: Sequence[Point], repeats: int) -> float:
-    """Of q, k, v and o, that ``measure_link`` has sent and received for these
+    """Return the bytes of q, k, v and o that ``measure_link`` has sent and received for these
     results."""
     steps = WARM_UP_STEPS + repeats
     single = 2 * transfer[0].size * (steps + repeats)  # the first batch is one sequence
