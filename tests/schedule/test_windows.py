@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, keeping, play, traffic, turn
+from random_traffic import keeping, turn
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
@@ -23,7 +23,6 @@ from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.cache.reuse import reuses
 from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Submitted
-from fastdecode.schedule.options import MODES
 
 A = HolderId(0)
 WINDOWS = (1, 3, 4, 5, 9, 14)
@@ -47,35 +46,6 @@ def index_of(chat: Harness) -> BlockIndex:
 def ends(chat: Harness) -> list[int]:
     """Of the kept blocks: the tokens up to each."""
     return sorted(block.num_tokens for block in index_of(chat))
-
-
-@briefly
-@given(
-    st.data(),
-    traffic(forks=False) | traffic(forks=True),
-    st.sampled_from(WINDOWS),
-    st.sampled_from(MODES),
-    st.integers(1, 2),
-    st.booleans(),
-    st.sampled_from(POLICIES),
-    st.sampled_from((0, 3, 15)),
-    st.sampled_from((None, 0.3)),
-)
-def test_everybody_sees_what_was_written_for_it_as_far_as_it_sees(
-    data: st.DataObject,
-    requests: Requests,
-    window: int,
-    mode: str,
-    num_lanes: int,
-    lose: bool,
-    policy: str,
-    slots: int,
-    quantile: float | None,
-) -> None:
-    """Prompts all begin alike. Some sequences have to be suspended."""
-    more = {} if quantile is None else {"length_quantile": quantile}
-    busy = windowed(window, (12, 20), mode, num_lanes, policy=policy, slots=slots, **more)
-    play(data, busy, requests, lose=lose)
 
 
 @briefly
