@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -36,8 +36,6 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 from rworker import attention
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Drop, OpenTier, Prepare
-from rworker.tiers.tiers import Tiers
 from rworker.worker import WorkerThread, start_worker_thread
 
 
@@ -175,33 +173,12 @@ def test_no_step_compiles_after_hello(start: Callable[..., WorkerThread]) -> Non
     assert set(seen) <= warmed
 
 
-class Broken:
+class Broken(AttentionExecutor):
     """An executor whose ``stage`` raises."""
 
     def __init__(self, stage: str, error: BaseException) -> None:
-        self.stage, self.error = stage, error
-
-    def _at(self, stage: str) -> None:
-        if stage == self.stage:
-            raise self.error
-
-    def prepare(self, prepare: Prepare) -> None:
-        self._at("prepare")
-
-    def copy_blocks(self, copy: CopyBlocks) -> None:
-        self._at("copy_blocks")
-
-    def compute(self, compute: Compute) -> AttendResult:
-        self._at("compute")
-        raise AssertionError("not reached")
-
-    def drop(self, drop: Drop) -> None:
-        pass
-
-    tiers = Tiers()
-
-    def open_tier(self, wanted: OpenTier) -> list[Stocked]:
-        raise AssertionError("nobody wants one")
+        super().__init__()
+        setattr(self, stage, Mock(side_effect=error))
 
 
 def expect_failed_then_closed(worker: WorkerThread, code: str, *reasons: str) -> None:
@@ -300,11 +277,9 @@ def test_closing_ends_the_thread(start: Callable[..., WorkerThread]) -> None:
 def test_joining_a_busy_worker_fails_in_time(start: Callable[..., WorkerThread]) -> None:
     release = threading.Event()
 
-    class Stuck(Broken):
-        def prepare(self, prepare: Prepare) -> None:
-            assert release.wait(WAIT_S)
-
-    worker = start("r3", executor=Stuck("", ValueError()))
+    executor = AttentionExecutor()
+    executor.prepare = lambda prepare: release.wait(WAIT_S)  # type: ignore[assignment, method-assign, return-value]
+    worker = start("r3", executor=executor)
     worker.connection.send(hello(DType.FLOAT32))
     with pytest.raises(WorkerError, match="R-worker r3") as caught:
         worker.connection.receive(0.0)
