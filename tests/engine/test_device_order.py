@@ -65,33 +65,6 @@ def test_the_next_lane_is_queued_before_the_present_one_is_done() -> None:
     ]  # fmt: skip
 
 
-RUNS = [
-    Run(lanes, graphs, prompts, rows=rows)
-    for lanes in (1, 2, 3)
-    for graphs in (True, False)
-    for rows, prompts in (((6,), 0), ((5, 3, 7), 2), ((4,), 4))
-]
-RUNS += [
-    Run(2, True, 1, rows=(6,), later=2, draws=True),
-    Run(2, False, 1, rows=(7,), later=1, split=3, draws=True),
-    Run(3, True, 0, rows=(5, 2), split=2, draws=True, capture=True),
-    Run(2, True, rows=(5, 6), num_steps=4, feeds=True, capture=True),
-    Run(1, False, rows=(4, 6), num_steps=4, feeds=True),
-    Run(1, True, rows=(5, 3), direct=True),
-    Run(3, True, 2, rows=(5, 3, 7), direct=True),
-    Run(2, False, 1, rows=(7,), later=1, split=3, direct=True),
-]
-
-
-@pytest.mark.parametrize(
-    "run", RUNS, ids=lambda run: f"{run.lanes}-{run.graphs}-{run.rows}-{run.later}-{run.split}"
-)
-def test_no_races(run: Run) -> None:
-    checker = run.run().gpu.checker
-    assert checker.num_accesses > 500
-    assert checker.races == [] and checker.unkept == []
-
-
 def computed_before_it_arrived(run: Run) -> None:
     run.gpu.current_stream().wait_stream = lambda other: None  # type: ignore[method-assign]
 
