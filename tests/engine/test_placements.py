@@ -21,7 +21,6 @@ from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.sequence import PromptRequest
-from fastdecode.engine.figures import EngineFigures
 from sworker.worker import Pass, SWorker
 
 Make = Callable[..., Path]
@@ -199,19 +198,6 @@ def test_a_stage_without_r_workers_ends_the_job_at_once(
         assert not any(output.ok for output in outputs)
         assert all(reason in str(output.error) for output in outputs)
         assert llm.stats.num_rejoined == options.get("spare_r_workers", 0)
-
-
-def test_figures_say_once_which_r_worker_is_lost(
-    llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash_after(monkeypatch, {"r1": 0})
-    with LLM(llama, **OPTIONS, r_workers=2) as llm:
-        assert tokens(llm, mixed_requests()) == plain(llama)
-        figures: list[EngineFigures] = []
-        llm.service.call(lambda running: figures.append(running.engine.figures()))
-    alive, lost = figures[0].r_workers
-    assert alive.lost is None and lost.lost is not None
-    assert lost.name not in lost.lost and lost.lost.startswith("it "), lost
 
 
 def test_a_hung_r_worker_is_given_up(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:

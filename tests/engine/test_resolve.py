@@ -328,16 +328,18 @@ def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
         assert resolved(0, lanes=lanes, load_limit=100).schedule.batching.schedule == "stabilized"
 
 
-def test_swapped_lanes_stabilize_where_they_are_told_to(resolved: Resolve) -> None:
-    """The forecast knows no lanes that are swapped, however many there are."""
-    swapped = {"kv_placement": "swap", "pp": 3, "pp_layers": "1,1,1", "lanes": 6}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_placement": "swap", "pp": 3, "pp_layers": "1,1,1", "lanes": 6},
+        {"prompt_pp": 2, "lanes": 4},
+    ],
+    ids=str,
+)
+def test_resolve_stabilizes_lanes_without_forecast_on_request(
+    options: dict[str, Any], resolved: Resolve
+) -> None:
     for schedule, chosen in (("stabilized", "stabilized"), ("auto", "greedy")):
-        plan = resolved(1, device="cuda", schedule=schedule, **swapped)
-        assert plan.schedule.batching.schedule == chosen and plan.schedule.num_lanes == 6
-    assert resolved(1, device="cuda", lanes=2).schedule.batching.schedule == "auto"
-
-
-def test_prompt_stages_stabilize_where_they_are_told_to(resolved: Resolve) -> None:
-    for schedule, chosen in (("stabilized", "stabilized"), ("auto", "greedy")):
-        plan = resolved(1, device="cuda", schedule=schedule, prompt_pp=2, lanes=4)
-        assert plan.schedule.batching.schedule == chosen and plan.schedule.num_lanes == 4
+        plan = resolved(1, device="cuda", schedule=schedule, **options)
+        assert plan.schedule.batching.schedule == chosen
+        assert plan.schedule.num_lanes == options["lanes"]
