@@ -12,25 +12,24 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conversation import HKV, HQ, LAYERS, WAIT_S, Conversation, D, greeted, hello
-from values import replace
+from conversation import HKV, HQ, LAYERS, PLAIN, WAIT_S, Conversation, D, greeted, hello, to_bits
 
 import cpu_kernels
 from cpu_kernels import reference
 from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.wire.inproc import InprocHub
+from fastdecode.core.spec import KVSpec
 from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
     BeginStep,
     CloseSequence,
     Failed,
-    FromRWorker,
+    Hello,
     OpenSequence,
-    ToRWorker,
     Welcome,
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT
@@ -79,20 +78,6 @@ def test_random_ragged_steps_equal_dense_attention(
     assert greeted(worker, hello(kv_dtype, activation_dtype)) == welcome  # all is free again
 
 
-def test_one_hub_serves_several_workers(start: Callable[..., WorkerThread]) -> None:
-    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    workers = [start(f"r{i}", hub=hub) for i in range(3)]
-    assert [connection.peer for connection in hub.connections] == [
-        "R-worker r0",
-        "R-worker r1",
-        "R-worker r2",
-    ]
-    for worker in workers:
-        worker.connection.send(hello(DType.FLOAT32))
-    answers = dict(hub.receive_any(WAIT_S) for _ in workers)
-    assert {i: answer.worker for i, answer in answers.items()} == {0: "r0", 1: "r1", 2: "r2"}  # type: ignore[union-attr]
-
-
 def begin_one(sequence: int, past: int, new: int, step: int = 0) -> BeginStep:
     columns = [np.array([x], np.int32) for x in (past, new, new, past + new)]
     return BeginStep(step, 0, np.array([sequence], np.int64), *columns)
@@ -130,15 +115,6 @@ def test_outputs_use_the_same_memory_in_every_layer(start: Callable[..., WorkerT
         assert isinstance(result, AttendResult)
         outputs.append(result.o)
     assert np.shares_memory(outputs[0], outputs[2])
-
-
-def test_a_block_may_be_as_small_as_a_token(start: Callable[..., WorkerThread]) -> None:
-    worker = start()
-    asked = hello(DType.FLOAT32)
-    welcome = greeted(worker, replace(asked, kv=replace(asked.kv, block_size=1)))
-    assert welcome.block_size == 1
-    worker.connection.send(OpenSequence(1, 4))
-    assert worker.connection.receive(WAIT_S) == Accepted(1)
 
 
 def test_no_step_compiles_after_hello(start: Callable[..., WorkerThread]) -> None:
@@ -292,3 +268,58 @@ def test_joining_a_busy_worker_fails_in_time(start: Callable[..., WorkerThread])
 def test_bad_options_raise_at_the_start() -> None:
     with pytest.raises(ConfigError, match="R-worker r9: kv_bytes=0"):
         start_worker_thread("r9", kv_bytes=0)
+
+
+PAST, PROMPT = 40, 3
+
+
+def begin_both(step: int, num_past: list[int], num_new: list[int], *, attended: bool) -> BeginStep:
+    past, new = np.array(num_past, np.int32), np.array(num_new, np.int32)
+    queries = new if attended else np.zeros_like(new)
+    return BeginStep(step, 0, np.arange(len(past), dtype=np.int64), past, new, queries, past + new)
+
+
+def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) -> np.ndarray:
+    """o of sequence 0, which decodes; sequence 1 brings a chunk of its prompt, or nothing."""
+    rng = np.random.default_rng(7)
+
+    def rows(num_rows: int, num_heads: int) -> np.ndarray:
+        return to_bits(
+            rng.standard_normal((num_rows, num_heads, D)).astype(np.float32), activation_dtype
+        )
+
+    worker = start_worker_thread("r0", kv_bytes=1 << 22)
+    try:
+        kv = KVSpec(1, HKV, D, kv_dtype, 64)
+        worker.connection.send(Hello(PROTOCOL_VERSION, "hash", kv, (PLAIN,), activation_dtype))
+        worker.connection.receive(WAIT_S)
+        for sequence in (0, 1):
+            worker.connection.send(OpenSequence(sequence, 2 * PAST))
+            assert worker.connection.receive(WAIT_S) == Accepted(sequence)
+        worker.connection.send(begin_both(0, [0, 0], [PAST, PAST], attended=False))
+        worker.connection.send(
+            Attend(0, 0, 0, rows(0, HQ), rows(2 * PAST, HKV), rows(2 * PAST, HKV))
+        )
+        worker.connection.receive(WAIT_S)
+        q, k, v = rows(1 + PROMPT, HQ), rows(1 + PROMPT, HKV), rows(1 + PROMPT, HKV)
+        new = [1, PROMPT] if beside_a_prompt else [1]
+        worker.connection.send(begin_both(1, [PAST] * len(new), new, attended=True))
+        worker.connection.send(Attend(1, 0, 0, q[: sum(new)], k[: sum(new)], v[: sum(new)]))
+        answer = worker.connection.receive(WAIT_S)
+        assert isinstance(answer, AttendResult) and answer.o.shape == (sum(new), HQ, D)
+        return answer.o[0].copy()
+    finally:
+        worker.stop()
+        worker.join(WAIT_S)
+
+
+@pytest.mark.parametrize("activation_dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.INT8])
+def test_a_prompt_beside_it_changes_no_bit_of_what_decodes(
+    kv_dtype: DType, activation_dtype: DType
+) -> None:
+    alone, beside = (
+        decoded(kv_dtype, activation_dtype, beside_a_prompt=prompt) for prompt in (False, True)
+    )
+    assert alone.any()
+    np.testing.assert_array_equal(alone, beside)
