@@ -170,14 +170,6 @@ def recorded(
     return lanes
 
 
-def test_no_races() -> None:
-    lanes = recorded()
-    lanes.check()
-    checker = lanes.gpu.checker
-    assert checker.num_accesses > 500
-    assert checker.races == [] and checker.unkept == []
-
-
 def lent_again_while_it_leaves(lanes: Lanes) -> None:
     lanes.gpu.current_stream().wait_stream = lambda stream: None
 
