@@ -20,7 +20,7 @@ from fastdecode.core.holders import HolderId, Part, PartId, Residence
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.core.sequence import SamplingParams as Params
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.device_prefill import DevicePrefill, DevicePrefillChunks
+from fastdecode.engine.step.device_prefill import DevicePrefill
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.plan import Chunk
 from sworker.feed import Feed
@@ -192,19 +192,6 @@ def test_planted_mistakes_are_found(mistake: Callable[[Run], None], run: Run) ->
     assert checker.races or checker.unkept
 
 
-def test_at_most_one_lane_idles_with_its_answers() -> None:
-    """A lane that has all answers is launched before the loop waits for other lanes."""
-    log = Run(3, num_holders=1, at_once=True).run().fleet.log
-    received: set[str] = set()
-    for entry in log:
-        kind, what = entry.split()
-        if kind == "receive" and not what.endswith(str(NUM_LAYERS - 1)):
-            received.add(what[0])
-        elif kind == "launch":
-            received.discard(what[0])
-        assert len(received) <= 1
-
-
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_holders", [1, 4])
 def test_calls_a_lane_and_layer(num_holders: int, direct: bool) -> None:
@@ -274,38 +261,6 @@ def sequence(number: int, holder: int = 0) -> Sequence:
     return made
 
 
-def step(*chunks: Chunk) -> StepBatch:
-    return StepBatch.build(chunks, HOLDERS, step=0)
-
-
-def run_chunk(held: DevicePrefill, *sequences: Sequence) -> DevicePrefillChunks | None:
-    """Begin the next chunk of each, which is then over."""
-    nexts = [Chunk(one, CHUNKS[one.num_cached // 8]) for one in sequences]
-    begun = held.begin(step(*nexts))
-    for chunk in nexts:
-        chunk.sequence.num_cached += chunk.num_tokens
-    return begun
-
-
-def test_whoever_begins_anew_is_held_anew() -> None:
-    held, one, two = held_prompts(40), sequence(1), sequence(2)
-    run_chunk(held, one)
-    run_chunk(held, one)
-    one.num_cached = 0  # its R-worker was lost
-    assert run_chunk(held, one) is not None
-    assert held.num_held == 20
-    one.num_cached = 4  # a replica has four
-    begun = held.begin(step(Chunk(one, 8)))
-    assert begun is None
-    assert held.num_held == 0
-    run_chunk(held, two)
-    two.num_cached = 0  # cancelled, say
-    assert run_chunk(held, sequence(3)) is not None
-    assert held.num_held == 20
-    del two
-    assert held.num_held == 0
-
-
 @dataclass
 class HeldRun(Run):
     """Every second row's prompt comes in chunks; then it decodes, as the others do."""
@@ -349,30 +304,3 @@ def test_a_lane_of_prompts_runs_ahead_of_r_workers() -> None:
     ahead = [entry for entry in log if entry.startswith(("launch", "receive"))]
     second = ahead[ahead.index("launch A0", 1) :]
     assert second.index("receive A0") > second.index("launch A1")
-
-
-def test_places_are_nobody_elses_until_their_steps_are_over() -> None:
-    held, one, two, three = held_prompts(44), *map(sequence, (1, 2, 3))
-    steps = [run_chunk(held, one), run_chunk(held, two)]
-    assert held.num_held == 40
-    assert run_chunk(held, three) is None  # no room: R-workers attend what they have
-    (span,) = step(Chunk(three, 8)).spans
-    assert span.begin.num_queries.tolist() == [8]
-    assert run_chunk(held, three) is None
-    last = [run_chunk(held, one) for _ in CHUNKS[1:]][-1]
-    assert held.num_held == 40  # its last step continues
-    del last, steps
-    assert held.num_held == 20
-    four, begun = sequence(4), None
-    begun = run_chunk(held, four)
-    assert begun is not None and held.num_held == 40
-    slots = [slots.tolist() for _, slots in begun._stored]
-    assert slots == [list(range(8))]  # where the first one was
-
-
-def test_a_step_with_one_that_isnt_held_is_attended_as_ever() -> None:
-    held, one, other = held_prompts(20), sequence(1), sequence(2)
-    run_chunk(held, one)
-    other.num_cached = 8
-    assert held.begin(step(Chunk(one, 8), Chunk(other, 8))) is None
-    assert held.num_held == 0

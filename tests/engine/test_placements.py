@@ -256,18 +256,11 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"pp": 2, "r_partition": "heads", "replicas": 1}, "r_partition"),
-        ({"pp": 2, "kv_placement": "hybrid"}, "kv_placement"),
         ({"pp": 2, "r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),
         ({"pp": 2, "tp": 2}, "needs an MPI launcher: mpirun -n 4 "),
         ({"pp": 2, "pp_layers": "1,2,3"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "all"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "1,1"}, "pp_layers"),
-        ({"prompt_pp": 1, "r_partition": "heads", "replicas": 1}, "prompt_pp=1 and"),
-        ({"prompt_pp": 1, "kv_placement": "hybrid"}, "kv_placement"),
-        ({"prompt_pp": 1, "kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),
-        ({"prompt_pp": 1, "kv_placement": "swap", "pp": 3, "tp": 2}, "kv_placement='swap'"),
-        ({"prompt_pp": 1, "prompt_attention": "r"}, "prompt_attention"),
         ({"prompt_pp": 1, "prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
         ({**SWAPPED, "pp": 2, "pp_layers": None}, "raise pp=2"),
@@ -275,11 +268,6 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
         ({**SWAPPED, "kv_memory_gb": 1e5}, "3 lanes in each of 3 stages"),
         ({"split_tokens": 100}, "not a multiple of block_size=64: take 128"),
         ({"split_tokens": 0}, "split_tokens=0"),
-        ({"split_tokens": 128, "r_partition": "heads"}, "has a part of every sequence"),
-        ({"split_tokens": 128, "kv_placement": "gpu"}, "KV on the device needs no R-workers"),
-        ({"kv_placement": "hybrid", "lanes": 2}, "hybrid"),
-        ({"kv_placement": "hybrid", "schedule": "stabilized"}, "hybrid"),
-        ({"kv_placement": "hybrid", "tp": 2}, "hybrid"),
         ({"device_kv_gb": 1.0}, "needs kv_placement='hybrid'"),
         ({"r_partition": "heads", "r_workers": 4}, "4 R-workers"),
     ],
@@ -288,5 +276,6 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
 def test_what_does_not_fit_together_is_refused_by_name(
     options: dict[str, Any], reason: str, llama: str
 ) -> None:
+    """``core/test_features.py`` has pairs of features."""
     with pytest.raises(ConfigError, match=reason):
         LLM(llama, **options)

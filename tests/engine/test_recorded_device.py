@@ -100,15 +100,21 @@ def test_engine_equal_tokens_and_no_races(
     assert (gpu.calls["replay"] > 0) == ("captures" in MODES[mode])
 
 
+@pytest.mark.parametrize("held_tokens", [0, 48])
 def test_equal_tokens_though_an_r_worker_is_lost(
-    path: Path, expected: tuple[Tokens, int], monkeypatch: pytest.MonkeyPatch
+    held_tokens: int,
+    path: Path,
+    expected: tuple[Tokens, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With tokens on their way, or in steps that were fed them."""
     crash_after(monkeypatch, {"r1": 16})
     tokens, stop = expected
-    with device_engine(path, RecordedGpu(), lanes=2, workers=2) as engine:
+    gpu = RecordedGpu()
+    with device_engine(path, gpu, lanes=2, workers=2, held_tokens=held_tokens) as engine:
         assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens
         assert engine.stats.num_ahead > 0 and engine.stats.num_recomputed > 0
+    assert gpu.checker.races == []
 
 
 class LateStaged:

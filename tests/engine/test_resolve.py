@@ -168,6 +168,9 @@ def test_lanes_and_threads_beside_a_gpu(resolved: Resolve) -> None:
     beside, alone = resolved(1, device="cuda", r_workers=2), resolved(0, r_workers=2)
     assert (beside.schedule.num_lanes, beside.adapts_lanes, beside.r_threads) == (2, True, 7)
     assert (alone.schedule.num_lanes, alone.adapts_lanes, alone.r_threads) == (1, False, 8)
+    assert not resolved(
+        1, device="cuda", schedule="fixed-f", expected_output_tokens=32
+    ).adapts_lanes
     on_gpu = resolved(1, device="cuda", kv_placement="gpu")
     assert (on_gpu.schedule.num_lanes, on_gpu.transport) == (
         1,
@@ -200,14 +203,6 @@ def test_placement_auto(
 ) -> None:
     found = resolved(num_gpus, kv_placement="auto", **options)
     assert found.config.r_part.kv_placement == placement
-
-
-def test_a_gpu_is_used_by_default() -> None:
-    """Its 120 GB stayed empty: the S-part ran on a CPU, and with ``--device cuda``
-    KV was on this host's cores."""
-    config = EngineConfig.of("m")
-    assert (config.s_part.device, config.r_part.kv_placement) == ("auto", "auto")
-    EngineConfig.of("m", prefix_cache="on")  # auto may be one side
 
 
 HARDWARE = Hardware.load()
