@@ -32,11 +32,11 @@ NUM_DRAWS = examples(8000)
 LEAST_EXPECTED = 5.0
 """Draws of a cell of the chi-square test; rarer tokens are one cell."""
 NORMAL_QUANTILE = 3.719
-"""Of a probability of 0.9999: what a right sampler misses once in 10,000 tests."""
+"""The quantile for a probability of 0.9999: a right sampler misses it once in 10,000 tests."""
 
 
 def draw_row(row: NDArray[np.float32], state: SamplingState, count: int = NUM_DRAWS) -> list[int]:
-    """Tokens that so many seeds draw from one row of logits."""
+    """Draw tokens from one row of logits, each with a seed of its own."""
     states = []
     for seed in range(count):
         one = copy(state)
@@ -66,7 +66,7 @@ def assert_drawn_as(tokens: list[int], probabilities: NDArray[np.float64]) -> No
 
 
 def chi_square_quantile(degrees: int) -> float:
-    """Of ``NORMAL_QUANTILE``'s probability (Wilson and Hilferty, 1931)."""
+    """The quantile for ``NORMAL_QUANTILE``'s probability (Wilson and Hilferty, 1931)."""
     if degrees == 0:
         return 1e-9
     part = 2 / (9 * degrees)

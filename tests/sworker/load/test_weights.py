@@ -136,7 +136,7 @@ def test_dtype_without_one_in_the_config(
     dtypes: list[torch.dtype], said: dict[str, object] | None, expected: DType | None,
     tiny_checkpoint: Make, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Of several dtypes, the one of most bytes: here norms are in the second."""
+    """Several dtypes come to the one of most bytes: here norms are in the second."""
     dtype_of = {True: dtypes[-1], False: dtypes[0]}
     path = copy_with(
         tiny_checkpoint("llama"),

@@ -129,7 +129,7 @@ class Uploading:
 
 def test_penalties_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """With long prompts they are megabytes a step: CUDA waits for the stream before
-    it copies so much plain memory. Before, ``Tensor.to`` copied them."""
+    it copies that from plain memory. Before, ``Tensor.to`` copied them."""
     gpu: Any = Uploading()
     vocab, length = 5000, 4000
     rng = np.random.default_rng(0)
