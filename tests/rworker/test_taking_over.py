@@ -21,6 +21,7 @@ from fastdecode.wire.messages import (
     Failed,
     ForkSequence,
     OpenSequence,
+    Refused,
     Shutdown,
     Welcome,
 )
@@ -248,6 +249,18 @@ def test_a_session_does_not_change(peers: Peers) -> None:
 
 
 # Truncation.
+
+
+def test_truncation_that_would_break_a_promise_is_refused() -> None:
+    worker = Worker(4 * 3 * 2 * 16 * 4 * 2 * 4 * 100)
+    worker.tell(replace(HELLO, max_blocks=4))
+    worker.answer(OpenSequence(1, 12))
+    worker.run_step(step_of((1, 0, 12)))
+    worker.answer(ForkSequence(1, 2, 12, 16))
+    refused = worker.answer(TruncateSequence(1, 4))
+    assert isinstance(refused, Refused) and "others share blocks" in refused.message
+    worker.tell(CloseSequence(2))
+    assert worker.answer(TruncateSequence(1, 4)) == Accepted(1)
 
 
 @pytest.mark.parametrize(
