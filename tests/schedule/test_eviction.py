@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from published_configs import LLAMA2_7B, MISTRAL_7B
 
-from cost_model.turns import Tier
 from examples import examples
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.schedule.cache.costs import CostTable, costs_of
@@ -306,15 +305,6 @@ def test_size_and_idle_time_choose_whose_trailing_half_goes() -> None:
     assert odd is not None and odd[1] == [1, 2], "rounded up"
     oldest = victim_of(LeastRecent(), holdings, 100, 1)
     assert oldest is not None and (oldest[0].name, oldest[1]) == ("C", [99])
-
-
-def test_nobody_goes_where_nothing_is() -> None:
-    for policy in (Retention(SIZE), LeastRecent(), SizeIdle()):
-        tier = Tier(policy, SIZE)
-        assert tier.leave(9) is None
-        tier.hold(0, [0, 1], 3)
-        tier.hold(0, [], 3)
-        assert tier.leave(9) is None and tier.num_blocks == 0
 
 
 def test_the_threshold_is_strict() -> None:
