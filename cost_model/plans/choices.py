@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from cost_model.plans.constraints import MAX_SOCKETS
-from cost_model.plans.question import Goal, Prices, Setup, split_counts
+from cost_model.plans.question import MAX_SOCKETS, Goal, Prices, Setup, split_counts
 from cost_model.plans.size import Headline, Job, Sizing, job
 from cost_model.plans.stages import PlanOf, slowest_stage
 from cost_model.printing import counted, labelled, rate_text, round_to, seconds_text, table

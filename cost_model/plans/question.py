@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
-from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import MPI, LinkModel, RPartModel, SPartModel, Transport
 from cost_model.workload import FP8, TokenCosts, WeightBytes, Workload
@@ -22,6 +21,7 @@ from fastdecode.core.measurement import NetProfile, RProfile, SProfile
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_GPUS = 1024
+MAX_SOCKETS = 100_000
 MAX_NICS = 64
 MAX_BATCH = 1 << 20
 MAX_REQUESTS = 10**12
@@ -206,10 +206,6 @@ class Goal:
         if self.min_gain is not None:
             return self.min_gain
         return 0.10 if self.max_sockets is None else 0.01
-
-    def promises(self, system: System) -> Promises:
-        step_limit_s = system.step_limit_s(self.latency_s, self.tpot_s)
-        return Promises(step_limit_s, self.headroom, self.replicas)
 
 
 @dataclass(frozen=True)

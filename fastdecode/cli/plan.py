@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cost_model.disaggregate import Disaggregation, StageMemory, Streaming, Swapping
 from cost_model.hardware import Hardware
-from cost_model.plans.constraints import MAX_SOCKETS
-from cost_model.plans.question import Setup
+from cost_model.plans.question import MAX_SOCKETS, Setup
 from cost_model.workload import Workload
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
