@@ -27,11 +27,11 @@ from cost_model.plans.placement import (
     MOST_OF_GAIN,
     GpuOnly,
     Hybrid,
-    PlacementRates,
     best_gpu_only,
     best_hybrid,
     gpu_only_on,
     hybrid_on,
+    ranking,
 )
 from cost_model.plans.question import MAX_SOCKETS, Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose
@@ -212,11 +212,10 @@ class Sizing:
     @property
     def placement(self) -> str | None:
         """KV placement that gives most, as ``--kv-placement auto`` has it. None if none runs."""
-        return PlacementRates(
-            gpu=None if self.gpu_only is None else self.gpu_only.tokens_per_s,
-            r=None if self.plan is None else self.plan.expected.tokens_per_s,
-            hybrid=None if self.hybrid is None else self.hybrid.tokens_per_s,
-        ).best
+        plan = self.plan and self.plan.expected
+        placed = {"gpu": self.gpu_only, "r": plan, "hybrid": self.hybrid}
+        rates = {name: each.tokens_per_s for name, each in placed.items() if each is not None}
+        return next(iter(ranking(rates)), None)
 
 
 def size(

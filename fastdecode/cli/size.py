@@ -17,7 +17,7 @@ from cost_model.hardware import Cpu, Gpu, Hardware, described_cpu, is_described
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.shapes import known_models, read_model
 from cost_model.stages import MAX_IO_THREADS, TRANSPORTS
-from cost_model.workload import Workload, parse_kv_dtype
+from cost_model.workload import Workload
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
     add_options,
@@ -28,6 +28,7 @@ from fastdecode.cli.options import (
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.config.s_part import MAX_PP
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile, read_profile
 from fastdecode.core.os_errors import explained
@@ -313,10 +314,12 @@ def read_setup(
     asked = gpu.dtype if args.dtype == "auto" and isinstance(gpu, SProfile) else args.dtype
     dtype = spec.choose_dtype(asked)
     kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
+    if args.kv_dtype != "auto":
+        kv_dtype = DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True).value
     return Setup(
         spec=spec,
         dtype=dtype,
-        kv_dtype=kv_dtype if args.kv_dtype == "auto" else parse_kv_dtype(args.kv_dtype),
+        kv_dtype=kv_dtype,
         gpu=gpu,
         cpu=cpu,
         nic=_profile(parts.nic, "nic", NetProfile, "net") or hardware.nic(parts.nic),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.shapes import KnownModel, known_models, model_named, read_model
-from cost_model.workload import TokenCosts, Workload, kv_token_layer_bytes, parse_kv_dtype
+from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
@@ -71,18 +71,11 @@ def test_wire_bytes_a_token(name: str) -> None:
 
 
 def test_integers_shrink_the_cache_but_for_their_scales() -> None:
-    assert kv_token_layer_bytes(8, 128, "int8") == 2 * 8 * (128 + 4)
-    assert kv_token_layer_bytes(8, 128, "int4") == 2 * 8 * (64 + 4)
-    assert kv_token_layer_bytes(8, 128, "float16") == 2 * 8 * 256
-    assert costs("Llama-2 7B", "float32").kv_bytes == 2 * costs("Llama-2 7B").kv_bytes
+    layer = {dtype: costs("Llama-3 8B", dtype).kv_layer_bytes for dtype in KV_BYTES}
+    assert layer == {dtype: 2 * 8 * head for dtype, head in KV_BYTES.items()}
 
 
-def test_kv_dtype_names() -> None:
-    assert [parse_kv_dtype(name) for name in ("bf16", "fp16", "INT8", "int4", "float32")] == [
-        "bfloat16", "float16", "int8", "int4", "float32",
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match="kv_dtype='int3'"):
-        parse_kv_dtype("int3")
+KV_BYTES = {"int8": 128 + 4, "int4": 64 + 4, "float16": 256, "float32": 512, "fp8": 128}
 
 
 @given(prompt=st.integers(0, 300), output=st.integers(1, 300), window=st.integers(1, 600))
