@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cost_model.goodput.placements import Degrees, InstanceHardware
-from cost_model.goodput.rates import Load
 from cost_model.goodput.search import (
     Affinity,
     Objective,
@@ -19,7 +18,7 @@ from cost_model.goodput.search import (
     plan_high_affinity,
     plan_low_affinity,
 )
-from cost_model.goodput.simulator import simulate
+from cost_model.goodput.simulator import Load, simulate
 from cost_model.goodput.slo import Slo
 from cost_model.printing import counted, picked, round_to, seconds_text
 from fastdecode.core.config.placement import PLACEMENT_FORMAT

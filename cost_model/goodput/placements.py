@@ -16,8 +16,7 @@ from itertools import product
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
 from cost_model.hardware import Gpu
 from cost_model.plans.question import Setup
-from cost_model.predict import MAX_LANES, System
-from cost_model.step_time import SystemTime
+from cost_model.predict import MAX_LANES, System, SystemTime
 from cost_model.workload import Workload
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 

@@ -20,8 +20,14 @@ import numpy as np
 
 from cost_model.fit import non_negative
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
-from cost_model.goodput.rates import PRECISION, Load, greatest_rate
-from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    PRECISION,
+    GoodputRun,
+    Load,
+    greatest_rate,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Draw, drawn_from
 from cost_model.numbers import whole
@@ -292,7 +298,7 @@ def to_json(asked: RoleQuestion | JudgedRoles) -> str:
 
 
 def from_json(text: str, kind: type[T]) -> T:
-    """Raises ValueError: If the text is no ``RoleQuestion`` or ``JudgedRoles``, as ``kind`` says."""
+    """Raises ValueError: If the text is no ``kind``."""
     return msgspec.convert(json.loads(text), kind)
 
 

@@ -15,8 +15,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair, prompts_of
-from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    GoodputRun,
+    Load,
+    greatest_rate,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import RequestTimes
 from cost_model.numbers import largest, smallest, whole
 

@@ -16,8 +16,7 @@ from functools import cache, partial
 from cost_model.hardware import Cpu, Efficiency, Gpu, Hardware, Nic
 from cost_model.numbers import at_most, largest, smallest, whole
 from cost_model.plans.constraints import fastest, r_memory_bytes, s_worker_fits
-from cost_model.predict import MAX_LANES, System
-from cost_model.step_time import SystemTime
+from cost_model.predict import MAX_LANES, System, SystemTime
 from fastdecode.schedule.hybrid.forecast import Costs, Layout, paces
 
 _NEARLY = 0.95

@@ -203,7 +203,7 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.answer import Question
     from cost_model.goodput.placements import InstanceHardware
-    from cost_model.goodput.rates import Load
+    from cost_model.goodput.simulator import Load
     from cost_model.goodput.slo import Slo
 
     nodes = read_options(args, Nodes)
@@ -351,7 +351,7 @@ def _fill(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: If the model, the GPU, or what the times depend on is missing.
     """
-    from cost_model.step_time import machine_times
+    from cost_model.predict import machine_times
 
     _need(args, "model", "gpu", "batch", "prompt_tokens", "tokens")
     stages = args.machines or 1

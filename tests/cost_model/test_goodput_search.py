@@ -12,7 +12,6 @@ from sizing import HARDWARE, setup
 
 from cost_model.goodput.answer import Question, answer, as_json, as_text, placement_file
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
-from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.search import (
     STEP_TOKENS,
     Chosen,
@@ -20,7 +19,13 @@ from cost_model.goodput.search import (
     Search,
     plan_colocated,
 )
-from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    Load,
+    PrefillSpec,
+    greatest_rate,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn
 from cost_model.numbers import whole

@@ -21,8 +21,7 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes
-from cost_model.predict import MAX_LANES
-from cost_model.step_time import SystemTime
+from cost_model.predict import MAX_LANES, SystemTime
 from cost_model.workload import Workload
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 

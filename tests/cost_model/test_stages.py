@@ -9,10 +9,9 @@ import pytest
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import size
-from cost_model.predict import System
+from cost_model.predict import System, SystemTime
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
-from cost_model.step_time import SystemTime
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
