@@ -161,9 +161,11 @@ def test_bounds_enclose_the_prediction() -> None:
 
 @given(st.integers(1, 2000), st.integers(1, 100))
 def test_load_limit_is_where_r_meets_s(lane_batch: int, sockets: int) -> None:
-    system = ideal_system()
-    limit = system.load_limit_tokens(lane_batch, sockets)
-    assert limit == pytest.approx(sockets * 2e-3 / 5e-7, abs=1)
+    base = ideal_system()
+    system = replace(base, r=replace(base.r, call_s=1e-5, sequence_s=2e-7))
+    limit, each = system.load_limit_tokens(lane_batch, sockets), max(1.0, lane_batch / sockets)
+    r_part_s = [system.r.r_s(each, tokens / sockets) for tokens in (limit, limit + 1)]
+    assert r_part_s[0] <= system.s_s(lane_batch) < r_part_s[1]
 
 
 def test_step_limits() -> None:
