@@ -44,6 +44,9 @@ class LoggedLine(msgspec.Struct):
     time: Seconds
     prompt_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
     output_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    prompts: Count = 1
+    n: Count = 1
+    """Choices of each prompt."""
 
 
 def located(path: Path, name: str) -> Iterator[Located]:
@@ -64,7 +67,7 @@ def located(path: Path, name: str) -> Iterator[Located]:
                 if line.strip():
                     yield where, line
     except OSError as error:
-        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+        raise ConfigError(f"{name}: can't read it: {error.strerror}") from None
 
 
 def decoded(lines: Iterable[Located], kind: type[T]) -> Iterator[T]:
