@@ -159,12 +159,6 @@ def _best(
     return next(iter(sort_choices(found, by)), why)
 
 
-def check_sort(by: str, prices: Prices | None) -> None:
-    """Raises ConfigError: If by cost, without prices."""
-    if by == "cost" and prices is None:
-        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
-
-
 def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:
     return sorted(found, key=lambda choice: (SORTS[by](choice), -choice.tokens_per_s))
 

@@ -247,11 +247,10 @@ class Prices:
         names = ("gpu_per_hour", "socket_per_hour")
         if set(tree) - {"currency", *names}:
             raise refuse(' may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
-        currency = tree.get("currency", "USD")
+        currency, tables = tree.get("currency", "USD"), [tree.get(name) for name in names]
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:
             raise refuse(': "currency" must be a short string')
-        for name in names:
-            table = tree.get(name)
+        for name, table in zip(names, tables, strict=True):
             if not isinstance(table, dict) or not table:
                 words = 'must be a table of prices by hardware name, or "default"'
                 raise refuse(f': "{name}" {words}')
@@ -259,7 +258,7 @@ class Prices:
                 if type(value) not in (int, float) or not 0 < value < 1e6:
                     words = f"{value!r} is not a price an hour above 0 and below 1e6"
                     raise refuse(f": {name}.{key} = {words}")
-        return cls(currency, tree[names[0]], tree[names[1]])
+        return cls(currency, *tables)
 
 
 def split_counts(spec: ModelSpec, more_than: int) -> list[int]:

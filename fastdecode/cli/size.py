@@ -237,7 +237,7 @@ def _print_choices(
     args: argparse.Namespace, parts: Parts, hardware: Hardware, prices: Prices | None
 ) -> int:
     """Print one table instead of one plan. Returns the exit code."""
-    from cost_model.plans.choices import arrange, check_sort, choices_text, choose, sort_choices
+    from cost_model.plans.choices import arrange, choices_text, choose, sort_choices
     from cost_model.plans.size import size
     from cost_model.printing import json_text
 
@@ -249,7 +249,8 @@ def _print_choices(
     if parts.pp != 1:
         raise ConfigError(f"--pp {parts.pp} is for one plan, and this is a table. Remove it")
     by = args.sort or "tokens"
-    check_sort(by, prices)
+    if by == "cost" and prices is None:
+        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
     goal, workload = read_options(args, Goal), _workload(args)
 
     def plan(setup: Setup, asked: Goal) -> Any:
