@@ -53,9 +53,9 @@ def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
         rate: Requests per second, on average. Other rates have the same pattern.
         cv: Coefficient of variation of the gaps, which are gamma: 1 is Poisson, 0 is a clock.
     """
-    means = (shape.prompt_tokens, shape.output_tokens)
-    lengths = (Lengths(mean, shape.spread) for mean in means)
-    draw = drawn(*lengths, cv, shape.num_requests, shape.seed)
+    prompts = Lengths(shape.prompt_tokens, shape.spread)
+    outputs = Lengths(shape.output_tokens, shape.spread)
+    draw = drawn(prompts, outputs, cv, shape.num_requests, shape.seed)
     return [_planned(*each, shape, i) for i, each in enumerate(draw.at(rate))]
 
 
