@@ -14,7 +14,6 @@ from cost_model.goodput.answer import Question, answer, as_json, as_text, placem
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
 from cost_model.goodput.search import (
     STEP_TOKENS,
-    Chosen,
     PlacementPrices,
     Search,
     plan_colocated,
@@ -28,7 +27,6 @@ from cost_model.goodput.simulator import (
 )
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn
-from cost_model.numbers import whole
 from cost_model.printing import round_to
 from fastdecode.core.errors import ConfigError
 
@@ -135,26 +133,6 @@ def test_kv_on_a_gpu_is_not_missed(output: int, rate: float, cheapest: tuple[int
             specs = [here.decode(Degrees(1, 1), sockets)] * gpus
             run = simulate_colocated(load.requests(rate), specs, STEP_TOKENS)
             assert not load.is_carried(run)
-
-
-@pytest.mark.parametrize("most", [4, 5, 8, 13, 64])
-def test_where_the_search_ends_changes_nothing_unless_it_binds(most: int) -> None:
-    """Beyond six sockets they are only in each other's way. Two instances carry 7 with five
-    sockets each; with four, three do, and with three as well."""
-    one = Degrees(1, 1)
-
-    class Crowded(Search):
-        def fewest(self, kind: object, what: object, sockets: int, most: int) -> int:
-            goodput = 5.0 * min(1.0, sockets / 6) - 0.02 * max(0, sockets - 6)
-            count = whole(7.0 / goodput) if goodput else 0
-            return count if count <= most else 0
-
-    search = Crowded(replace(hardware(), max_sockets=most), question().load, 7.0)
-    found = search.choose("both", [one])
-    if most == 4:
-        assert (found, search.limits) == (Chosen(one, 3, 3), {one: (3, 5)})
-    else:
-        assert (found, search.limits) == (Chosen(one, 5, 2), {})
 
 
 def test_no_verdict_depends_on_where_the_search_ends() -> None:

@@ -42,32 +42,11 @@ def alone(goodputs: Mapping[Degrees, float]) -> dict[tuple[What, int], float]:
     return {(degrees, 0): goodput for degrees, goodput in goodputs.items()}
 
 
-def test_worked_case() -> None:
-    prefill, decode = {TP1: 3.0, TP2: 7.0}, {TP1: 10.0, TP2: 18.0}
-    assert best_per_gpu(prefill, 20) == (TP2, 3)
-    assert best_per_gpu(decode, 20) == (TP1, 2)
-    assert cheapest(alone(prefill), 20) == Chosen(TP2, 0, 3)
-    assert cheapest(alone(decode), 20) == Chosen(TP1, 0, 2)
-
-
 def test_the_best_a_gpu_may_take_more_gpus() -> None:
     """4.95 a GPU is more than 4, but two pairs of GPUs carry 10, and so do three single ones."""
     goodputs = {TP1: 4.0, TP2: 9.9}
     assert best_per_gpu(goodputs, 10.0) == (TP2, 2)
     assert cheapest(alone(goodputs), 10.0) == Chosen(TP1, 0, 3)
-
-
-def test_kv_on_the_gpu_where_that_takes_as_many_gpus() -> None:
-    """Sockets carry more each, but as many instances are needed without."""
-    goodputs: dict[tuple[What, int], float] = {(TP1, 0): 6.0, (TP1, 8): 9.0}
-    assert cheapest(goodputs, 10.0) == Chosen(TP1, 0, 2)
-    assert cheapest(goodputs, 9.0) == Chosen(TP1, 8, 1)
-    assert cheapest(goodputs, 9.0, "cost") == Chosen(TP1, 0, 2)
-
-
-def test_what_meets_no_slo_is_not_placed() -> None:
-    assert cheapest(alone({TP1: 0.0}), 1.0) is None
-    assert cheapest({(Pair(1, TP1, TP1), 0): 0.0}, 1.0) is None
 
 
 @given(st.data(), st.sampled_from(("gpu", "cost")), st.floats(0.01, 100))
