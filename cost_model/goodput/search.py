@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair, prompts_of
@@ -137,7 +137,8 @@ class PlacementPlan:
         return prices.of(self.num_gpus, self.num_sockets)
 
 
-class Chosen(NamedTuple):
+@dataclass(frozen=True)
+class Chosen:
     what: What
     sockets: int
     """Sockets of each that decodes. 0 if K and V are on its GPUs."""
@@ -227,9 +228,9 @@ class Search:
         found = [each for each in self.hardware.instances() if self.hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 
-    def _cost(self, what: What, sockets: int, count: int) -> tuple[float, float]:
-        gpus = count * what.num_gpus
-        price = self.prices.of(gpus, count * sockets)
+    def _cost(self, chosen: Chosen) -> tuple[float, float]:
+        gpus = chosen.count * chosen.what.num_gpus
+        price = self.prices.of(gpus, chosen.count * chosen.sockets)
         return (gpus, price) if self.objective == "gpu" else (price, gpus)
 
     def cheapest(
@@ -241,15 +242,18 @@ class Search:
             candidates: Instances or pairs, and the sockets of each.
             than: What the result must be cheaper than.
         """
-        best, least = None, (math.inf, math.inf) if than is None else self._cost(*than)
+        best, least = None, (math.inf, math.inf) if than is None else self._cost(than)
         for what, sockets in candidates:
-            # At first as many as would still cost less, if even one does.
-            most = largest(lambda n: self._cost(what, sockets, n) < least, _MAX_INSTANCES)  # noqa: B023
+            most = self._most_below(least, what, sockets)
             count = self.fewest(kind, what, sockets, most) if most else 0
             if count:
                 best = Chosen(what, sockets, count)
-                least = self._cost(*best)
+                least = self._cost(best)
         return best
+
+    def _most_below(self, least: tuple[float, float], what: What, sockets: int) -> int:
+        """Return how many instances would still cost less. 0 if not even one."""
+        return largest(lambda n: self._cost(Chosen(what, sockets, n)) < least, _MAX_INSTANCES)
 
     def choose(
         self, kind: Kind, whats: Sequence[What], sockets_per_node: int | None = None
@@ -344,8 +348,9 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     chosen = search.choose("pair", pairs, sockets_per_node)
     if chosen is None:
         return None
-    pair, roles = chosen.what, ("prefill", "decode")
+    pair = chosen.what
     assert isinstance(pair, Pair)
+    roles: tuple[Role, ...] = ("prefill", "decode")
     run, groups = search.run("pair", chosen), tuple(search.group(role, chosen) for role in roles)
     goodput = max(search.rate, chosen.count * search.goodput("pair", pair, chosen.sockets))
     return PlacementPlan("disaggregated", groups, goodput, search.load, run, pair.pp_cross)
