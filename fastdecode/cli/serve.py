@@ -226,7 +226,7 @@ def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, signals: Signals
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
-    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
+    from fastdecode.measure.status_file import RunningEngineStatus, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
@@ -253,7 +253,7 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
+    with status_file(args.status, "serve", RunningEngineStatus.of(llm), tell):
         return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 
