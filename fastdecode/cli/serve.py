@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
-    EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
     add_options,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
-EXIT_HTTP_LOST = 5
 ENDS_WITHIN_S = 60.0  # longest time for the step in flight once all requests are answered
 
 
@@ -106,7 +104,7 @@ class Signals:
             return
         self.num_stops += 1
         if self.ending is not None:
-            self._leave(exit_code(self.ending))
+            self._leave(self.ending)
         elif self.num_stops > 2:  # something hangs
             self._leave(EXIT_SOME_FAILED)
         elif self.num_stops == 1 and self._interrupts:
@@ -213,7 +211,7 @@ def _load_and_serve(
         ) as llm:
             signals.begin()
             signals.ending = _serve(args, llm, http, options, signals)
-            code = exit_code(signals.ending)
+            code = int(signals.ending)
             # Should a step never end.
             timer = threading.Timer(ENDS_WITHIN_S, os._exit, (code or EXIT_SOME_FAILED,))
             timer.daemon = True
@@ -285,15 +283,3 @@ def _opening(
         no_reuse=why_no_reuse(config),
         model_defaults=model_defaults(args),
     )
-
-
-def exit_code(ending: Ending) -> int:
-    """Return the exit code for the end of a server."""
-    from fastdecode.server.serving import Ending
-
-    return {
-        Ending.ALL_ANSWERED: 0,
-        Ending.SOME_CUT: EXIT_SOME_FAILED,
-        Ending.ENGINE_LOST: EXIT_WORKERS_LOST,
-        Ending.HTTP_LOST: EXIT_HTTP_LOST,
-    }[ending]
