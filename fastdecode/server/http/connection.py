@@ -21,6 +21,7 @@ MOST_UNREAD_CHUNKS: Final = 256 << 10
 CONNECTION: ContextVar[Connection] = ContextVar("connection")
 """The connection of the request that a task answers."""
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+_CLOSE: Final = b"connection: close\r\n"
 _OLD = re.compile(rb"[^\r\n]* HTTP/1\.0\r?\n")
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
 
@@ -59,7 +60,8 @@ class _WithoutChunks:
     def write(self, data: bytes) -> None:
         if not (self._is_streaming and data):
             self._is_streaming |= _CHUNKED in data
-            self._transport.write(data.replace(_CHUNKED, b"connection: close\r\n", 1))
+            close = b"" if _CLOSE in data else _CLOSE
+            self._transport.write(data.replace(_CHUNKED, close, 1))
             return
         size, _, rest = data.partition(b"\r\n")
         num_bytes = int(size, 16)
