@@ -46,7 +46,7 @@ async def tokenize(front: Front, request: Request) -> Response:
             }
             return json.dumps(answer).encode()
 
-        answer = await preparation.beside(front.threads.bodies, write)
+        answer = await preparation.queued(front.threads.bodies, write)
     return Response(answer, media_type="application/json")
 
 
