@@ -285,13 +285,15 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
         "--reasoning-parser": options.reasoning_parser,
         "--chat-template-content-format": options.chat_template_content_format,
     }
-    seed = {} if options.run_seed is None else {"run_seed": options.run_seed}
-    return Manifest(
+    manifest = Manifest(
         lines=lines, input_sha256=found.sha256,
         # As JSON gives it back, so that it can be compared.
         sampling=json.loads(json.dumps({**options.model_defaults, **options.sampling})),
         model={**files, **{name: given for name, given in formats.items() if given != AUTO}},
         dtype=identity.dtype.value, kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len, shard=str(found.shard),
-        num_lines=found.num_lines, last_line=found.last_line, **seed,
+        num_lines=found.num_lines, last_line=found.last_line,
     )  # fmt: skip
+    if options.run_seed is not None:
+        manifest = replace(manifest, run_seed=options.run_seed)
+    return manifest

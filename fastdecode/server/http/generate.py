@@ -144,8 +144,9 @@ class Completion:
             raise reasons[0] from None
         finally:
             front.num_exchanges -= 1
-            for each in (watching, *self._timers.values()):
-                each.cancel()
+            watching.cancel()
+            for timer in self._timers.values():
+                timer.cancel()
 
     async def _whole(self, asked: BodyRequest, opened: OpenRequests) -> Response:
         folds = [
