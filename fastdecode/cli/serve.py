@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from fastdecode.engine.llm import LLM
-    from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.server.link import Opening
     from fastdecode.server.serving import Ending, HttpProcess
 
@@ -224,12 +223,19 @@ def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, signals: Signals
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
+    from fastdecode.engine.instances.status_report import status_to_json
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
-    bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
+    bridge = Bridge(
+        llm.service,
+        http.channel,
+        limits,
+        lambda running: status_to_json(running.engine.stats, running.engine.figures()),
+        options.write_timeout_s,
+    )
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
     bridge.start()
@@ -255,12 +261,6 @@ def _serve(
         return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 
-def _figures(running: RunningEngine) -> dict[str, Any]:
-    from fastdecode.engine.instances.status_report import status_to_json
-
-    return status_to_json(running.engine.stats, running.engine.figures())
-
-
 def _opening(
     args: argparse.Namespace, config: EngineConfig, options: ServeOptions, keys: tuple[str, ...]
 ) -> Opening:
@@ -277,7 +277,7 @@ def _opening(
         sampling=sampling_given(args),
         max_model_len=identify(config, spec).max_model_len,
         vocab_size=spec.vocab_size,
-        expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
+        expected_output_tokens=args.expected_output_tokens,
         keys=keys,
         keeping=asdict(read_options(args, Keeping)),
         no_reuse=why_no_reuse(config),

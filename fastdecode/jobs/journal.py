@@ -45,6 +45,11 @@ class Recovered:
     num_torn_bytes: int = 0
     """Bytes that were cut off at the end."""
 
+    def has(self, name: str) -> bool:
+        """Return True if the line of a request or a turn of this name is answered."""
+        number = name.partition(".")[0]
+        return number.isdecimal() and int(number) in self.done
+
 
 class Journal:
     """An output that this process holds and no other, open for appending. Close it.

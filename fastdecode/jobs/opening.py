@@ -77,30 +77,43 @@ def open_job(
                 "were cut off"
             )
 
-        def is_done(name: str) -> bool:
-            number = name.partition(".")[0]
-            return number.isdecimal() and int(number) in recovered.done
-
-        turns: ConversationStore | None = None
-        if not recovered.done:
-            database.remove(turns_path)
-        if found.num_turns:
-            turns = ConversationStore(turns_path, identity_of(model), counts=is_done)
+        turns = _turns(turns_path, model, found, recovered)
+        if turns is not None:
             undo.callback(turns.close)
             journal.before_sync = turns.sync
-        session: JobSession | None = None
-        if addresses := _addresses_by_holder(config):
-            session = JobSession(
-                session_path(output),
-                addresses,
-                (lambda name: not is_done(name)) if options.resume else None,
-                num_replicas=config.r_part.num_replicas,
-            )
-            if options.resume and (why := why_no_reuse(config)):
-                tell(f"going on without KV of the run before: {why}")
+        session = _session(options, config, recovered, tell)
         rules = AnswerRules(manifest.run_seed, template, manifest.date)
         undo.pop_all()
         return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
+
+
+def _turns(
+    path: Path, model: Path, found: Survey, recovered: Recovered
+) -> ConversationStore | None:
+    """Return the turns of the lines that are answered, if lines are turns."""
+    if not recovered.done:
+        database.remove(path)
+    if not found.num_turns:
+        return None
+    return ConversationStore(path, identity_of(model), counts=recovered.has)
+
+
+def _session(
+    options: JobOptions, config: EngineConfig, recovered: Recovered, tell: Callable[[str], None]
+) -> JobSession | None:
+    """Return the job's session, if its R-workers may outlive it."""
+    addresses = _addresses_by_holder(config)
+    if not addresses:
+        return None
+    session = JobSession(
+        session_path(options.output),
+        addresses,
+        (lambda name: not recovered.has(name)) if options.resume else None,
+        num_replicas=config.r_part.num_replicas,
+    )
+    if options.resume and (why := why_no_reuse(config)):
+        tell(f"going on without KV of the run before: {why}")
+    return session
 
 
 def _resumable(output: Path) -> Path:

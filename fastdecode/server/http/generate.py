@@ -178,7 +178,7 @@ class Completion:
             num_words += num_of_prompts * (1 + params.prompt_logprobs)
         if num_words <= MOST_WORDS_AT_ONCE:
             return write()
-        threads = self._front.threads.bodies
+        threads = self._front.body_threads
         return await asyncio.get_running_loop().run_in_executor(threads, write)
 
     async def _stream(self, asked: BodyRequest, opened: OpenRequests, send: Send) -> None:

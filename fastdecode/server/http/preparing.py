@@ -93,7 +93,7 @@ class Preparation:
                 arrived = PromptRequest(name, token_ids, asked.params, asked.cache)
                 check = partial(self._front.checker.check, arrived, token_ids)
                 if asked.params.bad_words:  # words to be tokenised
-                    requests.append(await self.queued(self._front.threads.tokenizer, check))
+                    requests.append(await self.queued(self._front.tokenizer_thread, check))
                 else:
                     requests.append(check())
         return asked, requests
@@ -101,12 +101,12 @@ class Preparation:
     async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
         """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
-        front, threads = self._front, self._front.threads.tokenizer
+        front, threads = self._front, self._front.tokenizer_thread
         with _blaming_the_prompt(asked):
             new: ChatTurn | PromptTurn
             if isinstance(prompt, Chat):
                 assert front.template is not None, "the reader refuses chats without a template"
-                threads = front.threads.templates
+                threads = front.template_thread
                 new = ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
             else:
                 new = PromptTurn(prompt, front.codec)
@@ -140,11 +140,11 @@ class Preparation:
         if isinstance(prompt, Chat):
             assert front.template is not None, "the reader refuses chats without a template"
             render = partial(front.template.render, prompt.messages, datetime.now(), prompt.how)
-            text = await self.queued(front.threads.templates, render)
+            text = await self.queued(front.template_thread, render)
             return await self.encoded(text, add_special_tokens=False)
         tokenise = partial(front.checker.tokenise, prompt)
         if isinstance(prompt, str):
-            return await self.queued(front.threads.tokenizer, tokenise)
+            return await self.queued(front.tokenizer_thread, tokenise)
         return await self._maybe_beside(tokenise)
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Preparation:
             ids = front.codec.encode(text, add_special_tokens=add_special_tokens)
             return front.checker.tokenise(ids)
 
-        return await self.queued(front.threads.tokenizer, encode)
+        return await self.queued(front.tokenizer_thread, encode)
 
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
         """Return what ``act`` returns in one of these threads. The body gets a place in the queue
@@ -171,7 +171,7 @@ class Preparation:
     async def _maybe_beside(self, act: Callable[[], T]) -> T:
         if self._num_bytes <= SMALL_BYTES:
             return act()
-        return await self.queued(self._front.threads.bodies, act)
+        return await self.queued(self._front.body_threads, act)
 
 
 def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> None:
