@@ -144,6 +144,15 @@ def test_who_fits_nowhere_any_more_fails_unless_another_comes_in_time() -> None:
             assert isinstance(fail, events.Fail) and isinstance(fail.error, WorkerError)
 
 
+def test_who_never_fits_leaves_nothing_behind() -> None:
+    life = lifecycle((4,))
+    with pytest.raises(CapacityError) as caught:
+        submit(life, "long", num_prompt_tokens=20, max_tokens=20)
+    assert caught.value.code == "exceeds_capacity", "a server's client is told that it never will"
+    life.check_invariants()
+    assert not life.sequences.by_request and not life.sequences.of_request("long")
+
+
 def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling() -> None:
     life = lifecycle()
     submit(life, "a", num_prompt_tokens=4, n=2)
