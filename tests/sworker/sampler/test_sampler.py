@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
         "min_tokens": 8, "stop_token_ids": (11,),
     },
 }  # fmt: skip
-"""What ``test_sampler_transformers.py`` doesn't compare, and all of it together."""
+"""What the comparison with transformers leaves out, and all of it together."""
 
 
 @pytest.mark.parametrize("name", CASES)
