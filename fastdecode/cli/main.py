@@ -193,10 +193,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
-    wants_all = asked is None and "--help=all" in argv
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.help)
-        if name == asked or wants_all:
+        if name == asked:
             module = import_module(f"fastdecode.cli.{command.module}")
             getattr(module, "add_" + name.replace("-", "_"))(added)
             if command.log_level is not None:
