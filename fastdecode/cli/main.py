@@ -59,9 +59,9 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
         "bench", "run a plan, or its scaled-down twin here: predicted against measured"
     ),
     "simulate": Command("simulate", "compare schedules on a trace, without hardware"),
-    "r-worker": Command("r_worker", "serve as an R-worker, in an MPI job or at an address"),
+    "r-worker": Command("workers", "serve as an R-worker, in an MPI job or at an address"),
     "instance": Command(
-        "instance", "run one engine as an instance: it prefills or decodes for another process"
+        "workers", "run one engine as an instance: it prefills or decodes for another process"
     ),
     "launch": Command(
         "launch", "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts"
