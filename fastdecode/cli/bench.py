@@ -276,9 +276,10 @@ def run_bench(args: argparse.Namespace) -> int:
     planned = read_plan(args.plan)
     with imports_for("fastdecode bench (an S-worker)"):
         from fastdecode.measure.calibrate import SEffort, calibrate_s
-    spec, config, twin = _twin(args, planned.dtype, planned.kv_dtype, planned.steady)
-    if twin != planned.steady or spec.name != planned.model:
-        tell(f"the plan is for {_describe(planned.model, planned.steady)}")
+    asked = planned.question
+    spec, config, twin = _twin(args, asked.dtype, asked.kv_dtype, planned.steady)
+    if twin != planned.steady or spec.name != asked.model:
+        tell(f"the plan is for {_describe(asked.model, planned.steady)}")
     tell(f"here runs {_describe(spec.name, twin)}")
     s_profile = _read(args.gpu, SProfile, "--gpu", "s")
     r_profile = _read(args.cpu, RProfile, "--cpu", "r")

@@ -224,7 +224,7 @@ def _serve(
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.engine.instances.status_report import status_to_json
-    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
+    from fastdecode.measure.status_file import RunningEngineStatus, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
@@ -257,7 +257,7 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
+    with status_file(args.status, "serve", RunningEngineStatus.of(llm), tell):
         return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 

@@ -145,8 +145,8 @@ def test_bench_measures_what_it_is_not_given(
         (["--cpu", "none.json"], {}, "No such file"),
         ([], {"format": "x"}, "isn't a plan"),
         ([], {"plan": None}, "infeasible"),
-        ([], {"plan": {"batch": -1}}, "batch=-1 is not a whole number"),
-        ([], {"question": {}}, "prompt_tokens is missing"),
+        ([], {"plan": {"batch": -1}}, "missing required field `lanes`"),
+        ([], {"question": {}}, "missing required field `model`"),
     ],
 )
 def test_bench_refuses_bad_options_and_plans(

@@ -129,14 +129,6 @@ def test_bad_words_are_never_said(llm: LLM) -> None:
         assert not any(word in output.text.split() for word in words)
 
 
-def test_allowed_tokens_are_the_only_ones(llm: LLM) -> None:
-    allowed = llm.codec.encode(" the cat sat on a mat", add_special_tokens=False)
-    params = SamplingParams(temperature=1, seed=3, max_tokens=9, allowed_token_ids=allowed)
-    (output,) = llm.generate(PROMPTS[:1], params)
-    assert set(output.completions[0].token_ids) <= set(allowed)
-    assert output.completions[0].finish_reason == "length"
-
-
 def test_stop_strings_and_tokens_may_stay_in_the_text(llm: LLM) -> None:
     whole = continued(llm)
     stop = whole.text[5:9]
@@ -150,17 +142,6 @@ def test_stop_strings_and_tokens_may_stay_in_the_text(llm: LLM) -> None:
     )
     assert kept.token_ids == cut.token_ids and kept.token_ids[-1] == token
     assert kept.text == cut.text + llm.get_tokenizer().decode(token)
-
-
-def test_kept_stop_strings_come_as_a_stream_too(llm: LLM) -> None:
-    from fastdecode import PromptRequest
-
-    whole = continued(llm).text
-    params = SamplingParams(
-        temperature=0, max_tokens=24, stop=whole[5:9], include_stop_str_in_output=True
-    )
-    told = "".join(delta.text for delta in llm.deltas([PromptRequest("a", PROMPTS[0], params)]))
-    assert told == whole[: whole.index(whole[5:9]) + 4]
 
 
 def test_special_tokens_may_stay_in_the_text(llm: LLM) -> None:
