@@ -20,8 +20,8 @@ from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.host.processes import end_with
-from fastdecode.wire.mpi import joining
-from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.wire.mpi.job import join
+from fastdecode.wire.mpi.ranks import InstanceRanks
 
 MOST_FILES = 256
 """Files that an R-worker at an address may open. It needs about 50. The others are connections
@@ -141,7 +141,7 @@ def run_r_worker(args: argparse.Namespace) -> int:
         if at.key is not None or at.keep_serving or at.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
         serve_rank(
-            joining.join(),
+            join(),
             kv_memory_gb=own.kv_memory_gb,
             num_threads=own.threads,
             num_sharing_cpus=num_sharing,

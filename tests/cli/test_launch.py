@@ -20,9 +20,8 @@ from mpi_launch import FASTDECODE, PATHS, needs_mpi, run, running
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.launcher import LAUNCH_LINE
+from fastdecode.wire.mpi.ranks import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
-from fastdecode.wire.placed_line import PlacedLine
 from rworker.tiers.disk import slot_files
 
 ROOT = Path(__file__).parents[2]
@@ -74,15 +73,15 @@ def test_the_lines() -> None:
         ": -n 3 r",
     ]
     instances = tuple(PlacedInstance(InstanceRole.BOTH, num) for num in (1, 2, 1))
-    placed = PlacedLine(("s",), ("r",), parse_hosts("a:2,b:2"), instances=instances)
+    placed = JobLine(("s",), ("r",), parse_hosts("a:2,b:2"), instances=instances)
     assert placed.words()[-41:] == shlex.split(
         "-n 2 --host a:2 s : -n 1 --host a:1 r : -n 1 --host a:1 s : -n 1 --host a:1 r : "
         "-n 1 --host b:1 r : -n 1 --host b:1 s : -n 1 --host b:1 r"
     )
-    mpich = PlacedLine(("s",), ("r",), parse_hosts("a:2,b:2"), vendor="MPICH", instances=instances)
+    mpich = JobLine(("s",), ("r",), parse_hosts("a:2,b:2"), vendor="MPICH", instances=instances)
     assert mpich.shown().split(" \\\n    ")[0] == "mpirun -hosts a:5,b:3"
     with pytest.raises(ConfigError, match="take 4 R-workers' places, and --hosts has room for 3"):
-        PlacedLine(("s",), ("r",), parse_hosts("a:3"), instances=instances)
+        JobLine(("s",), ("r",), parse_hosts("a:3"), instances=instances)
     assert "-n 2 --host a:2 s : -n 2" in " ".join(
         JobLine(("s",), ("r",), hosts, num_s_ranks=2).words()
     )

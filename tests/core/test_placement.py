@@ -13,9 +13,8 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT, read_placement
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.roles import InstanceRanks, RankRole
-from fastdecode.wire.mpirun_line import JobHost
-from fastdecode.wire.placed_line import PlacedLine
+from fastdecode.wire.mpi.ranks import InstanceRanks, RankRole
+from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 PREFILL, DECODE = (
     {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": sockets}
@@ -58,7 +57,7 @@ def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path)
     assert own[0].s_part.prompt_pp == 1 and own[1].s_part.pp == 2
     path = written(tmp_path / "p.json", instances=[PREFILL, decode])
     assert list(map(str, read_placement(path, on_devices=True))) == ["prefill:0", "decode:0:pp=2"]
-    line = PlacedLine(
+    line = JobLine(
         ("s",), ("r",), (JobHost("a", 1), JobHost("b", 2)), instances=read_placement(path)
     )
     assert [host for host, _ in line._ranks()] == ["a", "a", "a", "b", "b"]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.roles import StageRanks
+from fastdecode.wire.mpi.ranks import StageRanks
 
 
 @dataclass(frozen=True)

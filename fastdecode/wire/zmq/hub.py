@@ -131,7 +131,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
         self._connections: list[DealerConnection[SendT, ReceiveT]] = []
         self._addresses: list[str] = []
         self._outside: set[DealerConnection[SendT, ReceiveT]] = set()
-        """Open connections without an index: candidates, and what ``connect`` made."""
+        """Open connections without an index: candidates, and what ``open`` made."""
         self._first = 0
 
     @property
@@ -140,7 +140,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
 
     @property
     def num_connections(self) -> int:
-        """Open connections of ``connect`` and ``reconnect``."""
+        """Open connections of ``open`` and ``reconnect``."""
         return len(self._outside)
 
     def add(self, address: str) -> DealerConnection[SendT, ReceiveT]:
@@ -157,9 +157,9 @@ class DealerHub(Generic[SendT, ReceiveT]):
     def reconnect(self, index: int) -> DealerConnection[SendT, ReceiveT]:
         """Connect to the same address, for the process that is there now. The connection has no
         index before ``replace``; closed, it leaves the hub."""
-        return self.connect(self._addresses[index])
+        return self.open(self._addresses[index])
 
-    def connect(self, address: str, line: int = 0) -> DealerConnection[SendT, ReceiveT]:
+    def open(self, address: str) -> DealerConnection[SendT, ReceiveT]:
         """Connect without an index: ``receive_any`` doesn't read it. Closed, it leaves the hub.
 
         Raises:
@@ -298,9 +298,6 @@ class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
     command = "fastdecode r-worker --bind"
     parameter = "r_worker_addresses"
     receives = frozenset(get_args(FromRWorker))
-
-    def expect(self, address: str, line: int) -> None:
-        """Any process with the key may connect at any time."""
 
 
 class PeerListener(Generic[SendT, ReceiveT]):
