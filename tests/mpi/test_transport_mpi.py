@@ -35,6 +35,15 @@ def test_the_transport_suite(btl: str) -> None:
     assert "passed" in outcome.output and "failed" not in outcome.output
 
 
+def test_r_workers_that_read_each_other() -> None:
+    """A first message that is a greeting opens a connection, also before the other rank has a hub;
+    one too many is refused, and what is no greeting is dropped."""
+    command = [*mpirun(3), sys.executable]
+    outcome = run([*command, str(RANKS / "greetings.py")], timeout_s=120.0)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert outcome.output.count("has read and been read") == 2, outcome.output
+
+
 @pytest.mark.parametrize(
     ("name", "btl"), [("killed_while_a_large_message_is_under_way", SHARED), ("stopped", TCP)]
 )

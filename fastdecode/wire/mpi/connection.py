@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import MAX_HEAD_BYTES, Array, Prefix
-from fastdecode.wire.messages import Attend
+from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.job import MpiJob, load_mpi
 from fastdecode.wire.patience import look_until_found
 from fastdecode.wire.transport import (
@@ -74,6 +74,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.is_open = True
         """False once this side has closed it, or its end was received."""
         self.is_closed = False
+        self.is_ready = False
+        """True while the hub is about to look at it."""
         self.gives_signs = False
         """True if the peer gives signs of life."""
         self.end: WorkerError | None = None
@@ -103,7 +105,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._send(message)
         self.hub.on_left()
 
-    def _send(self, message: SendT) -> None:
+    def _send(self, message: Any) -> None:
         frame = self.hub.codec.encode(message)
         if self.is_closed or self.is_gone:
             raise closed_error(self.peer, by_peer=not self.is_closed)
@@ -152,7 +154,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 self._isend(b"")
             self._exchange.on_close(self)
 
-    def say_last(self, message: SendT) -> None:
+    def say_last(self, message: Message) -> None:
         """Send a message and close it; the job's lock is held."""
         self._send(message)
         self._close()
@@ -220,7 +222,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.note_ready()
 
     def note_ready(self) -> None:
-        if self.index is not None and self.is_open:
+        """Have the hub look at it."""
+        if self.index is not None and self.is_open and not self.is_ready:
+            self.is_ready = True
             self.hub.ready.append(self)
 
     def let_go(self) -> None:

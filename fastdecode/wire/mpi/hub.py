@@ -180,7 +180,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         connection.index = index
         self.connections = *self.connections[:index], connection, *self.connections[index + 1 :]
         if connection.inbox or connection.end is not None:
-            self.ready.append(connection)
+            connection.note_ready()
 
     def wake(self) -> None:
         """Have the thread that waits in ``receive_any``, or does so next, look up, as if its time
@@ -250,6 +250,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
             while True:
                 for _ in range(len(self.ready)):
                     connection = self.ready.popleft()
+                    connection.is_ready = False
                     if not connection.is_open or connection.index is None:
                         continue
                     try:
@@ -257,7 +258,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
                     except WorkerError as error:
                         raise PeerLostError(connection.index, error) from None
                     if connection.inbox or connection.end is not None:
-                        self.ready.append(connection)
+                        connection.note_ready()
                     if message is not None:
                         return connection.index, message
                 if not self._exchange.take_in():

@@ -255,7 +255,7 @@ def _launcher() -> psutil.Process | None:
 
 def _ranks_here() -> dict[psutil.Process, int]:
     """Return the processes of ranks that this one's launcher has started on this host, and their
-    ranks. None if the launcher isn't known."""
+    ranks. Empty if the launcher isn't Open MPI's."""
     found: dict[psutil.Process, int] = {}
     with contextlib.suppress(psutil.Error):
         launcher = _launcher()
