@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,16 +94,23 @@ class RawMpi:
                 self._job.comm.Irecv([back, self._mpi.BYTE], rank, 7) for rank in self._ranks
             ]
             sends = [self._job.comm.Isend([out, self._mpi.BYTE], rank, 7) for rank in self._ranks]
-            self._wait([*sends, *receives])
+        self._wait([*sends, *receives])
 
     def answer(self, out: np.ndarray, back: np.ndarray) -> None:
         with self._job.lock:
-            self._wait([self._job.comm.Irecv([out, self._mpi.BYTE], self._ranks[0], 7)])
-            self._wait([self._job.comm.Isend([back, self._mpi.BYTE], self._ranks[0], 7)])
+            receive = self._job.comm.Irecv([out, self._mpi.BYTE], self._ranks[0], 7)
+        self._wait([receive])
+        with self._job.lock:
+            send = self._job.comm.Isend([back, self._mpi.BYTE], self._ranks[0], 7)
+        self._wait([send])
 
     def _wait(self, requests: list[Any]) -> None:
+        def has_ended(request: Any) -> bool | None:
+            with self._job.lock:
+                return request.Test() or None
+
         for request in requests:
-            assert look_until_found(lambda r=request: r.Test() or None, TIMEOUT_S)
+            assert look_until_found(partial(has_ended, request), TIMEOUT_S)
 
 
 class RawZmq:

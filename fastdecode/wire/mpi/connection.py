@@ -166,11 +166,6 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._exchange.job.hanging.add(self.rank)
         self.close()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of its buffers; 0 once it is closed."""
-        return self.pool.num_bytes
-
     def first_piece(self) -> Array | None:
         """Return the first message, or its head, if it is here."""
         if self.inbox and self.inbox[0][0].Test():
@@ -440,7 +435,7 @@ class Exchange:
 
     def _note_deaths(self, error: MPI.Exception) -> None:
         """Find out which ranks have died. Without a library that says so, all are lost."""
-        ranks, why = range(self.job.size), error.Get_error_string()
+        ranks, why = list(range(self.job.size)), error.Get_error_string()
         try:
             failed = self._comm.Get_failed()
             group = self._comm.Get_group()

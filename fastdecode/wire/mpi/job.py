@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 STUCK_AFTER_S: Final = 15.0
 """A call of MPI's that takes longer never returns."""
 _STUCK_TICKS: Final = 20
-_LEAVING_S: Final = 5
+_LEAVING_S: Final = 10
+_FIRST_TO_LEAVE_S: Final = 5.0
 _GOODBYE_S: Final = 1.0
 _FORWARDED_WITHIN_S: Final = 0.5
 _JOINING_TIMEOUT_S: Final = 120.0
@@ -386,8 +387,12 @@ def leave(code: int, *, hung: bool = False) -> NoReturn:
     signal.alarm(_LEAVING_S)  # the kernel ends this process if MPI doesn't let it go
     _flush()
     _say_goodbye()
-    is_leading = bool(joined) and joined[0].rank == S_RANK
-    if hung or any(job.hanging for job in joined) or (is_leading and stopped_ranks()):
+    job = joined[0] if joined else None
+    is_leading = job is not None and job.rank == S_RANK
+    if job is not None and code and not is_leading:
+        # Open MPI's launcher ends with the first rank that fails, and may leave rank 0 behind.
+        look_until_found(lambda: job.exchange.has_left(S_RANK) or None, _FIRST_TO_LEAVE_S)
+    if hung or (job is not None and job.hanging) or (is_leading and stopped_ranks()):
         _end_ranks(code or WorkerError.exit_code)
     elif joined and os.environ.get(_HAS_ULFM) != "1":
         load_mpi().Finalize()
