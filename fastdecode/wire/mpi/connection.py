@@ -297,6 +297,7 @@ class Exchange:
             self._take(found, status.source, status.tag, status.Get_count(MPI.BYTE))
         except MPI.Exception as error:
             self._note_deaths(error)
+            return False
         return True
 
     def _take(self, found: MPI.Message, rank: int, line: int, num_bytes: int) -> None:

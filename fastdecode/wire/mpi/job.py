@@ -261,7 +261,7 @@ def _ranks_here() -> dict[psutil.Process, int]:
     with contextlib.suppress(psutil.Error):
         launcher = _launcher()
         for process in launcher.children() if launcher is not None else ():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, ValueError):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     environ = process.environ()
                     names = [name for name in RANK_VARIABLES if name in environ]
