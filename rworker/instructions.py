@@ -280,13 +280,6 @@ class DropStored:
 
 
 @dataclass(frozen=True)
-class Admit:
-    """Others may connect to this R-worker, to bring prompts."""
-
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Unlink:
     """Nothing is transferred to or from a holder's cache any more, and its lower tier is
     closed; nobody gets a report."""
@@ -331,7 +324,6 @@ Occasional: TypeAlias = (
     | EndStep
     | BeginPull
     | EndPull
-    | Admit
     | OpenTier
     | MoveBlocks
     | DropStored

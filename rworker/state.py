@@ -62,7 +62,6 @@ from rworker.caches import NOBODY, Caches, HolderCache
 from rworker.checks import check_hello, check_integer
 from rworker.instructions import (
     RESTORER,
-    Admit,
     Drop,
     Follow,
     HangUp,
@@ -365,13 +364,12 @@ class RWorkerState:
         mine = (self.name, num_blocks, kv.block_size, self._num_threads)
         is_resumed = resumed is not None
         welcome = Send(number, Welcome(*mine, has_tier=self._has_tier, is_resumed=is_resumed))
-        admit = (Admit(hello.feeders),) if hello.feeders else ()
         if resumed is not None:
             fence = _fence(self.name, number, resumed[1])
-            return (Unlink(cache.holder), welcome, *admit, *fence)
+            return (Unlink(cache.holder), welcome, *fence)
         specs = (hello.attention, hello.activation_dtype)
         prepare = Prepare(cache.holder, layout, num_blocks, *specs, on_disk)
-        return (*late, prepare, welcome, *admit)
+        return (*late, prepare, welcome)
 
     def _drop_late(self, hello: Hello) -> list[Instruction]:
         """An S-worker that greets its R-worker wants it to keep no replica yet. One that is

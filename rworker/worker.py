@@ -32,7 +32,6 @@ from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
 from rworker.instructions import (
     RESTORER,
-    Admit,
     BeginPull,
     Compute,
     CopyBlocks,
@@ -227,7 +226,6 @@ class RWorker:
                 | EndPull()
                 | MoveBlocks()
                 | DropStored()
-                | Admit()
             ):
                 self.behind.obey(instruction)
             case ReadReplica():

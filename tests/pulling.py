@@ -49,15 +49,12 @@ class Hosts:
         self.by_name[name] = Host(self, name, kv, first_head)
         return self.by_name[name]
 
-    def connect(self, address: str, line: int) -> NeighbourConnection:
+    def open(self, address: str) -> NeighbourConnection:
         if address not in self.by_name:
             raise ConfigError(f"there is no R-worker {address!r}")
         here, there = connect(InprocHub(), "a reader", self.by_name[address].hub, address)
         self.by_name[address].readers.append(there)
         return here
-
-    def expect(self, address: str, line: int) -> None:
-        """A connection is there as soon as it is made."""
 
     def run(self, most_turns: int = 10_000) -> None:
         """Until nobody has anything to do."""

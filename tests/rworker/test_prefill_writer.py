@@ -14,7 +14,6 @@ from state_machine import HELLO, HKV, NUM_LAYERS, D, Worker, attend, step_of
 from values import replace
 
 from examples import examples
-from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import (
@@ -27,10 +26,7 @@ from fastdecode.wire.messages import (
     Shutdown,
     StorePrompt,
 )
-from rworker.attention import AttentionExecutor
-from rworker.instructions import Admit, Compute, HangUp, ReadChunk, Send, Stop
-from rworker.transfers.background_transfers import BackgroundTransfers
-from rworker.transfers.neighbours import NoNeighbours
+from rworker.instructions import Compute, HangUp, ReadChunk, Send, Stop
 
 SESSION = 77
 FED = replace(HELLO, session=SESSION, feeders=("prompt stage 0", "prompt stage 1"))
@@ -50,8 +46,7 @@ class Fed(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        *_, admit = self.tell(FED)
-        assert admit == Admit(FED.feeders)
+        self.tell(FED)
 
     def refuses(self, peer: int, message: Any) -> str:
         send, hang_up = self.say(peer, message)
@@ -59,22 +54,6 @@ class Fed(Worker):
         assert hang_up == HangUp(peer)
         assert self.lose(peer, may_return=False) == ()
         return send.message.message
-
-
-def test_a_prompt_stage_is_let_in_once_however_often_its_cache_is_greeted() -> None:
-    """Two connections to one rank would share its messages, and mix up their order."""
-    expected: list[tuple[str, int]] = []
-
-    class Recording(NoNeighbours):
-        def expect(self, address: str, line: int) -> None:
-            expected.append((address, line))
-
-    behind = BackgroundTransfers(AttentionExecutor(), Recording(), lambda peer, news: None)
-    worker = Worker()
-    for _ in range(2):
-        *_, admit = worker.tell(FED)
-        behind.obey(admit)
-    assert expected == [(name, FEEDING_LINE) for name in FED.feeders]
 
 
 @settings(max_examples=examples(200, share=4), deadline=None)

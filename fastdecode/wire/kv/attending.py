@@ -27,7 +27,7 @@ that prompts come from elsewhere (``Hello.feeders``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -35,9 +35,6 @@ from msgspec.structs import replace
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
 from fastdecode.wire.traits import I32, I64, Activations, Asking, F32Rows, Int, Message, Role
-
-FEEDING_LINE: Final = 0
-"""Of the links over which they come, where links have numbers."""
 
 
 class AttendResult(Message, frozen=True, tag=68, eq=False):

@@ -76,19 +76,19 @@ class ZmqHub(SocketHub):
 
     def add(self, address: str) -> ZmqConnection:
         """Connect. The connection keeps its index, closed or not, until it is replaced."""
-        self.connections.append(self.connect(address))
+        self.connections.append(self.open(address))
         return self.connections[-1]
 
     def reconnect(self, index: int) -> ZmqConnection:
         """Connect to the same address without an index, which ``replace`` gives."""
-        return self.connect(self.connections[index].address)
+        return self.open(self.connections[index].address)
 
     def replace(self, index: int, connection: ZmqConnection) -> None:
         """Give a connection of ``reconnect`` the index of the one before it, which is closed."""
         self.connections[index].close()
         self.connections[index] = connection
 
-    def connect(self, address: str, line: int = 0) -> ZmqConnection:
+    def open(self, address: str) -> ZmqConnection:
         """Connect without an index: ``receive_any`` doesn't read it. The peer needn't be there yet.
 
         Raises:
@@ -149,9 +149,6 @@ class ZmqHub(SocketHub):
                 elif error:
                     logger.warning("%s yet, trying for %g s more: %s", what, left_s, why)
         return reasons
-
-    def expect(self, address: str, line: int) -> None:
-        """Any process with the key may connect at any time."""
 
 
 class ZmqListener(SocketHub):
