@@ -31,7 +31,7 @@ import numpy as np
 from provenance import provenance
 
 from fastdecode.wire.messages import Attend, AttendResult, Shutdown
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 SIZES_R = (1, 2, 3)

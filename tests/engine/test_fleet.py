@@ -25,9 +25,8 @@ from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads, share_heads
+from fastdecode.wire.blocks import Moved, Stocked, keys_of, words_of
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.kept import keys_of, words_of
-from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.messages import (
     Accepted,
     Attend,

@@ -17,8 +17,7 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.stages.prompts import LanePrompts, PastStep, PromptPlan
 from fastdecode.engine.stages.stage_forward import LaterStageForward
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.wire.kv.attending import AttendResult
-from fastdecode.wire.kv.chunks import FetchChunk, FetchedChunk
+from fastdecode.wire.blocks import AttendResult, FetchChunk, FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.buffers import Fetched
 from sworker.paged import PagedKV

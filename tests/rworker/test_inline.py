@@ -13,7 +13,7 @@ from values import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.tiers import Stocked
+from fastdecode.wire.blocks import Stocked
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,

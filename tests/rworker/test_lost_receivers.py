@@ -6,8 +6,8 @@ from state_machine import HELLO, KV_BYTES
 from values import replace
 
 from cpu_kernels import reference
+from fastdecode.wire.blocks import SESSION_RESUMED
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.taking_over import SESSION_RESUMED
 from fastdecode.wire.messages import Failed, FromRWorker, Inspect, Report, ToRWorker, Welcome
 from rworker.attention import AttentionExecutor
 from rworker.serving_terms import ServingTerms

@@ -13,10 +13,16 @@ from values import replace
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.wire.kv.kept import EndSequence, KeepBlocks
-from fastdecode.wire.kv.replicating import Replicate
-from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
-from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
+from fastdecode.wire.blocks import (
+    SESSION_RESUMED,
+    EndSequence,
+    FetchBlocks,
+    KeepBlocks,
+    Replicate,
+    StoreBlocks,
+    TakenOver,
+    TakeOver,
+)
 from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welcome
 from rworker.grace_period import GracePeriod
 from rworker.instructions import Admit, Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink

@@ -19,8 +19,8 @@ from cpu_kernels import reference
 from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.wire.blocks import Stocked
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     Accepted,
     Attend,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from fastdecode.wire.patience import Pump, look_until_found
 from fastdecode.wire.transport import timeout_error
+from fastdecode.wire.waiting import Pump, look_until_found
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.wire.messages import Message
 from fastdecode.wire.mpi.hub import PULSE_S, MpiHub, ReceiveT, SendT
 from fastdecode.wire.mpi.job import CONTROL_TAG, DEFAULT_TAG, S_RANK, MpiJob
-from fastdecode.wire.patience import look_until_found
 from fastdecode.wire.transport import TIMEOUT, PeerLostError, timeout_error
+from fastdecode.wire.waiting import look_until_found
 
 _LOOK_S: Final = 1e-3
 _FIRST_SIGN_S: Final = 120.0

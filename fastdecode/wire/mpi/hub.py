@@ -30,8 +30,8 @@ from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob
 from fastdecode.wire.mpi.leaving import leave_stuck
 from fastdecode.wire.mpi.siblings import ranks_here, stopped_siblings
-from fastdecode.wire.patience import Pump, Watchdog, look_until_found
 from fastdecode.wire.transport import PeerLostError, closed_error
+from fastdecode.wire.waiting import Pump, Watchdog, look_until_found
 
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 
 if TYPE_CHECKING:
     from mpi4py import MPI

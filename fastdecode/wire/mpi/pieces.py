@@ -15,8 +15,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.codec import MAX_HEAD_BYTES, Codec, Frame, Prefix
+from fastdecode.wire.buffers import BufferPool, in_one_array
+from fastdecode.wire.codec import (
+    ALIGNMENT,
+    MAX_HEAD_BYTES,
+    Codec,
+    Frame,
+    piece_bytes,
+    read_prefix,
+)
 from fastdecode.wire.messages import Message
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.library import MPI
@@ -66,7 +73,7 @@ class Outgoing:
             self.leaving.append(way.isend(whole, way.tag))
             return
         self.leaving.append(way.isend(frame.head, way.tag))
-        body = frame.body_in_place() if is_lent else None
+        body = in_one_array(frame.arrays, ALIGNMENT) if is_lent else None
         if body is None:
             body = way.pool.take(frame.body_bytes)
             frame.write_body(body.data)
@@ -136,11 +143,11 @@ class Incoming:
         Raises:
             ProtocolError: If this side does not receive it.
         """
-        prefix = Prefix.of(piece.data)
-        if prefix.is_whole(len(piece)):
-            self.arrived.append(self._codec.decode(piece, prefix))
+        head_bytes, body_bytes = read_prefix(piece.data)
+        if len(piece) == piece_bytes(head_bytes, body_bytes):
+            self.arrived.append(self._codec.decode(piece))
         else:
-            body = self._way.pool.take(prefix.body_bytes)
+            body = self._way.pool.take(body_bytes)
             self.arrived.append(Coming(piece, self._way.irecv(body, self._way.tag + 1)))
 
     def take(self) -> Any:
@@ -157,7 +164,7 @@ class Incoming:
         if not request.Test():
             return None
         self.arrived.popleft()
-        return self._codec.decode_apart(first.head, body)
+        return self._codec.decode(first.head, body)
 
     def take_back(self) -> list[InFlight]:
         """Nothing more is wanted: cancel what is posted. What has to be seen off then."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final, get_args
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.kv.attending import FEEDING_LINE
+from fastdecode.wire.blocks import FEEDING_LINE
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.hub import PULSE_S, MpiHub

@@ -178,7 +178,7 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                     head = frames[0].buffer
                     if len(head) > 1:
                         take = self._pool.take
-                        received: Any = self._codec.decode_frames(head, frames[1:], take)
+                        received: Any = self._codec.decode(head, frames=frames[1:], take=take)
                         return received  # type: ignore[no-any-return]
                     if not head:
                         self._is_gone = True

@@ -32,9 +32,9 @@ import zmq
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire.codec import NAME, Codec, Prefix, kind_of
-from fastdecode.wire.instances.messages import InstanceHello
-from fastdecode.wire.kv.chunks import FetchChunk
+from fastdecode.wire.blocks import FetchChunk
+from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
+from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
@@ -440,7 +440,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Give a peer that says what it is a connection, if there is room for its role."""
         head = frames[0].buffer
-        if len(head) <= 1 or (Prefix.of(head) and kind_of(head) not in _GREETINGS):
+        if len(head) <= 1 or (read_prefix(head) and kind_of(head) not in _GREETINGS):
             return  # a peer that was lost speaks on
         role = _role_of(head)
         taken = [x for x in self._connections if x.is_open and x.role is role]
@@ -491,7 +491,7 @@ def _role_of(head: memoryview) -> Role:
     read."""
     if kind_of(head) in _OF_PROMPT_STAGES:
         return Role.FEEDER
-    greeting = Codec(_GREETINGS).decode_frames(head, (), bytearray)
+    greeting = Codec(_GREETINGS).decode(head)
     if isinstance(greeting, InstanceHello):
         return Role.CONTROLLER
     return greeting.role if isinstance(greeting, Hello) else Role.READER

@@ -7,7 +7,7 @@ import contextlib
 import time
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.kv.exporting import DescribeExport, ExportExpired
+from fastdecode.wire.blocks import DescribeExport, ExportExpired
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi import joining, leaving
 from fastdecode.wire.mpi.control import TheEnd
