@@ -66,25 +66,21 @@ def aligned(num_bytes: int) -> int:
 
 
 def read_prefix(data: bytes | memoryview) -> tuple[int, int]:
-    """Return the bytes of the head, prefix included, and of the body of the message that begins.
-
-    Raises:
-        ProtocolError: If these bytes begin no message, or announce more than is allowed.
-            (code ``protocol_version``) If the peer speaks another version.
-    """
-    if data[:4] != _MAGIC or len(data) < _PREFIX.size:
-        start = bytes(data[:4])
-        if start[:3] == NAME and len(data) >= _PREFIX.size:
+    """Return the bytes of the head, prefix included, and of the body. Raises ProtocolError: If no
+    message begins here, or one of another version (``protocol_version``), or one too large."""
+    is_short = len(data) < _PREFIX.size
+    magic, fields_bytes, body_bytes = (b"", 0, 0) if is_short else _PREFIX.unpack_from(data)
+    if magic != _MAGIC:
+        if magic[:3] == NAME:
             raise ProtocolError(
-                f"the peer speaks protocol version {start[3]}, this side {PROTOCOL_VERSION}: "
+                f"the peer speaks protocol version {magic[3]}, this side {PROTOCOL_VERSION}: "
                 "install the same FastDecode on every host",
                 code="protocol_version",
             )
         raise ProtocolError(
-            f"{len(data)} bytes start with {start!r}, where a message starts with {_MAGIC!r}: is "
-            "another program using this port?"
+            f"{len(data)} bytes start with {bytes(data[:4])!r}, where a message starts with "
+            f"{_MAGIC!r}: is another program using this port?"
         )
-    _, fields_bytes, body_bytes = _PREFIX.unpack_from(data)
     head_bytes = _PREFIX.size + fields_bytes
     if head_bytes > MAX_HEAD_BYTES or body_bytes > MAX_BODY_BYTES:
         raise ProtocolError(
@@ -196,12 +192,8 @@ class Codec:
         return msgspec.msgpack.Decoder(union, dec_hook=self._decode_value).decode
 
     def encode(self, message: Message) -> Frame:
-        """Encode one message. Arrays are referred to, not copied.
-
-        Raises:
-            ProtocolError: If the message can't travel: an array of another dtype, a number beyond
-                64 bits, more bytes than a message may have.
-        """
+        """Encode one message. Arrays are referred to, not copied. Raises ProtocolError: If it can't
+        travel: an array of another dtype, a number beyond 64 bits, too many bytes."""
         arrays = self._arrays = []
         try:
             fields = self._encode(message)
@@ -227,13 +219,8 @@ class Codec:
         frames: Sequence[Any] = (),
         take: Callable[[int], Array] = np.empty,
     ) -> Message:
-        """Decode a message in one piece, or one whose body came apart. Arrays are views of it.
-
-        Args:
-            head: Head, or the whole piece, uint8.
-            body: Body without the head.
-            frames: Arrays in place of a body, each in one frame or several.
-            take: Gives memory to join several frames in.
+        """Decode a message in one piece, or its head and a body, or its head and arrays in frames,
+        one or several each. Arrays are views of these, or of what ``take`` gives to join frames in.
 
         Raises:
             ProtocolError: If this side does not receive such a message.
@@ -268,23 +255,28 @@ class Codec:
             raise ProtocolError("its body has bytes too many")
         except (msgspec.MsgspecError, FastDecodeError, UnicodeError, RecursionError) as error:
             kind = kind_of(fields, 0)
-            if kind is not None and kind not in self._receives:
+            if kind is None:
+                raise ProtocolError(f"an unknown message: {error}") from None
+            if kind not in self._receives:
                 raise ProtocolError(f"{kind.__name__} is not for this side") from None
-            names = dict(enumerate(kind.__struct_fields__, start=1)) if kind else {}
+            names = dict(enumerate(kind.__struct_fields__, start=1))
             reason = re.sub(r"\$\[(\d+)\]", lambda at: names.get(int(at[1]), at[0]), str(error))
-            name = kind.__name__ if kind else "an unknown message"
-            raise ProtocolError(f"{name}: {reason}") from None
+            raise ProtocolError(f"{kind.__name__}: {reason}") from None
 
     def _encode_value(self, value: Any) -> Any:
         """Return what stands for an array or an error in msgpack; msgspec's hook."""
-        if isinstance(value, FastDecodeError):
+        try:
+            dims: tuple[int, ...] = value.shape
+        except AttributeError:
+            if not isinstance(value, FastDecodeError):
+                raise TypeError(f"{type(value).__name__} has no place in a message") from None
             kind = next(x.__name__ for x in type(value).__mro__ if x.__name__ in _ERRORS)
             # UTF-8 has no lone surrogates, which a client's text may have.
             return kind, value.message.encode("utf-8", "replace").decode(), value.code
-        if not value.shape:
+        if not dims:
             return value.item()  # a number of NumPy's
         self._arrays.append(value)
-        return _header_of(value.dtype, value.shape)
+        return _header_of(value.dtype, dims)
 
     def _decode_value(self, hint: Any, value: Any) -> Any:
         """Return the next array of the body, or an error; msgspec's hook."""
