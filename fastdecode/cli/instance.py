@@ -87,7 +87,7 @@ def _instance(args: argparse.Namespace) -> int:
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
-        from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
+        from fastdecode.measure.status_file import RunningEngineStatus, status_file
     if args.status is not None:
         check_writable(args.status, "status")
     name = own.name or f"{socket.gethostname()} {own.bind.rpartition(':')[2]}"
@@ -99,7 +99,7 @@ def _instance(args: argparse.Namespace) -> int:
 
         stops.enter_context(stop_signals(end))
         status = RunningEngineStatus(args.model, serving.service, lambda: serving.stats)
-        stops.enter_context(StatusFile(args.status, "instance", status, tell))
+        stops.enter_context(status_file(args.status, "instance", status, tell))
         print(f"instance {name} ({own.role}) listens at {address}", flush=True)
 
     with contextlib.ExitStack() as stops:

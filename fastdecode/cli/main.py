@@ -49,14 +49,14 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
     ),
     "merge": Command("jobs", "join the answers of a job's shards, in the order of the input"),
     "serve": Command("serve", "answer OpenAI's API over HTTP"),
-    "bench-serve": Command("bench.serve", "measure a server of OpenAI's API under a load"),
+    "bench-serve": Command("bench", "measure a server of OpenAI's API under a load"),
     "size": Command("size", "plan: which batch and how many CPU sockets keep a GPU busy"),
     "plan": Command("plan", "plan: machines for prompts and for tokens, and whether it pays", None),
     "calibrate": Command(
         "calibrate", "measure this machine, to plan with `fastdecode size`", None
     ),
     "bench": Command(
-        "bench.plan", "run a plan, or its scaled-down twin here: predicted against measured"
+        "bench", "run a plan, or its scaled-down twin here: predicted against measured"
     ),
     "simulate": Command("simulate", "compare schedules on a trace, without hardware"),
     "r-worker": Command("r_worker", "serve as an R-worker, in an MPI job or at an address"),

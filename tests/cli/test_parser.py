@@ -228,22 +228,6 @@ def test_a_key_in_a_command_line_is_refused_and_not_shown(
             assert "--api-key-file" in said and "first-key" not in said
 
 
-@pytest.mark.parametrize(
-    ("option", "mend"),
-    [
-        ("--hostname", "--host?"),
-        ("--api-key-flie", "--api-key-file?"),
-        ("--max-tokns", "--max-tokens?"),
-        ("--root-path", "see fastdecode serve --help=all"),
-    ],
-)
-def test_unknown_option_suggests_what_is_like_it(
-    option: str, mend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = ended(["serve", "m", option, "1"], capsys)
-    assert f"unknown option {option}: " in said and said.splitlines()[1].endswith(mend), said
-
-
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
     for words, shown in ((["help"], "COMMAND"), (["help", "size"], "fastdecode size")):
         assert shown in ended(words, capsys, code=0).splitlines()[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from state_machine import HELLO, KV, KV_BYTES, Worker, attend, step_of
 from values import replace
 
 from fastdecode.core.errors import ConfigError
@@ -47,25 +47,10 @@ class Peers(Worker):
         self.say(FIRST, OURS)
         for sequence, num_tokens in ((4, 3), (9, 20)):
             self.say(FIRST, OpenSequence(sequence, 40))
-            self.run(FIRST, step_of((sequence, 0, num_tokens)))
+            self.step_from(FIRST, step_of((sequence, 0, num_tokens)))
         begin = step_of((9, 20, 1), step=1)
         self.say(FIRST, begin)
         self.say(FIRST, attend(begin, 0))
-
-    def say(self, peer: int, message: Any) -> tuple[Any, ...]:
-        instructions = self.state.handle(peer, message)
-        self.state.check_invariants()
-        return instructions
-
-    def run(self, peer: int, begin: Any) -> None:
-        self.say(peer, begin)
-        for layer in range(NUM_LAYERS):
-            self.say(peer, attend(begin, layer))
-
-    def lose(self, peer: int, *, may_return: bool = True) -> tuple[Any, ...]:
-        instructions = self.state.lost(peer, may_return=may_return)
-        self.state.check_invariants()
-        return instructions
 
     def hold(self, peer: int, **counts: int) -> list[int]:
         """What it says that it has of sequences, asked for so many tokens of each."""
@@ -84,7 +69,7 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
     assert unlink == Unlink(HolderId(0)) and welcome.message.is_resumed
     assert not peers.state.is_deserted
     assert peers.hold(SECOND, _9=40, _4=2, _5=8) == [20, 2, -1]
-    peers.run(SECOND, step_of((9, 20, 1), (4, 2, 1)))
+    peers.step_from(SECOND, step_of((9, 20, 1), (4, 2, 1)))
 
 
 def test_a_resumed_cache_takes_prompts_from_the_stages_that_the_second_has() -> None:
@@ -133,7 +118,7 @@ def test_a_stranger_beside_one_that_lives_is_refused_too() -> None:
     peers = Peers()
     refusal, _ = peers.say(STRANGER, replace(THEIRS, resumes=True))
     assert refusal.message.code == "busy"
-    peers.run(FIRST, step_of((4, 3, 1), step=2, lane=1))
+    peers.step_from(FIRST, step_of((4, 3, 1), step=2, lane=1))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_frequencies import assert_drawn_as, draws_of
 from numpy.typing import NDArray
-from sampling_rows import EOS, V, make_state
+from sampling_rows import EOS, V, assert_drawn_as, draws_of, make_state
 
 from examples import examples
 from fastdecode.core.sequence import SamplingParams
@@ -114,13 +113,6 @@ def test_greedy_ties_give_the_lowest_id(params: dict[str, Any]) -> None:
     assert [s.token_id for s in sample(logits, states)] == [17, 5, 0]
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
-def test_no_impossible_token_is_drawn(options: dict[str, Any]) -> None:
-    row = np.full(V, -np.inf, np.float32)
-    row[30:] = 1.0
-    assert min(draws_of(row, SamplingParams(**options))) == 30
-
-
 def test_top_p_is_of_the_mass_that_its_own_rows_top_k_leaves() -> None:
     row = np.zeros(V, np.float32)
     row[5] = 0.1
@@ -171,20 +163,6 @@ def test_seeds_of_every_kind_give_distinct_streams() -> None:
     assert len(streams) == 64 * len(seeds) - 64  # -(2^63) and 2^63 are the same 64 bits
 
 
-def test_a_resumed_sequence_draws_what_it_would_have_drawn() -> None:
-    params = SamplingParams(
-        repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4, max_tokens=20, top_p=0.9
-    )
-    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 3, (20, V)).astype(np.float32))
-    whole, tokens = make_state(params, seed=9, prompt=(1, 2)), []
-    for row in logits:
-        tokens.append(sample(row[None].clone(), [whole])[0].token_id)
-        whole.observe(tokens[-1])
-    for cut in (1, 7, 19):
-        resumed = make_state(params, seed=9, prompt=(1, 2), output=tuple(tokens[:cut]))
-        assert sample(logits[cut : cut + 1].clone(), [resumed])[0].token_id == tokens[cut]
-
-
 def test_prompt_of_many_tokens_and_long_outputs_are_all_counted() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5)
     state = SamplingState(params, 0, range(0, 500, 2), (), 1000)
@@ -227,14 +205,6 @@ def test_logprobs_are_of_the_adjusted_untruncated_distribution() -> None:
         np.testing.assert_allclose(
             [value for _, value in result.logprob.top], expected[order], atol=2e-6
         )
-
-
-def test_masked_tokens_are_not_among_the_likeliest() -> None:
-    params = SamplingParams(logprobs=100, min_tokens=2, stop_token_ids=(8,))
-    (result,) = sample(torch.zeros(1, V), [make_state(params)])
-    assert result.logprob is not None
-    assert {token for token, _ in result.logprob.top} == set(range(V)) - {3, 8, 60}
-    assert result.logprob.logprob == pytest.approx(-math.log(V - 3), abs=1e-9)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_frequencies import assert_drawn_as, draw_row
+from sampling_rows import assert_drawn_as, draw_row
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
