@@ -35,7 +35,7 @@ from cpu_kernels import allocate_pool
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Hello, OpenSequence, Shutdown
 from rworker.cache_state import CacheState
 from rworker.stream.chunk_endpoints import MemoryCache, WorkerCache

@@ -34,7 +34,7 @@ from provenance import provenance
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, AttendResult, Hello, Shutdown
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 SIZES_R = (1, 2, 3)

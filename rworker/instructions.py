@@ -16,8 +16,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
-from fastdecode.wire.kv.exporting import Pull
+from fastdecode.wire.blocks import FetchChunk, Pull, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.stream.changes import Change
 from rworker.tiers.lower_tier import MoveJob

@@ -16,29 +16,30 @@ from typing import NoReturn
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.exporting import DescribeExport, ExportSequence, Pull
-from fastdecode.wire.kv.kept import (
+from fastdecode.wire.blocks import (
+    SESSION_RESUMED,
+    DescribeExport,
+    DropBlocks,
+    DropCache,
+    Dropped,
     EndSequence,
+    ExpectTokens,
+    ExportSequence,
+    FetchBlocks,
+    FetchChunk,
     ForgetBlocks,
     KeepBlocks,
+    Pull,
+    Replicate,
+    Restore,
     ResumeSequence,
-)
-from fastdecode.wire.kv.replicating import Dropped, Replicate, Restore
-from fastdecode.wire.kv.taking_over import (
-    SESSION_RESUMED,
-    DropCache,
+    StoreBlocks,
+    StoreChunk,
     TakeOver,
     TruncateSequence,
-)
-from fastdecode.wire.kv.tiers import (
-    DropBlocks,
-    FetchBlocks,
-    StoreBlocks,
     UseTier,
 )
 from fastdecode.wire.messages import (
-    MAX_ID,
     AboutCaches,
     Accepted,
     Attend,
@@ -59,7 +60,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import ANYBODY, OWNERS, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
-from rworker.checks import check_hello, check_integer
+from rworker.checks import check_hello
 from rworker.instructions import (
     RESTORER,
     Drop,
@@ -401,8 +402,7 @@ class RWorkerState:
         """Another peer that used the cache is hung up on."""
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
-        session = check_integer("session", message.session, 0, MAX_ID)
-        link = check_integer("link", message.link, 0, MAX_ID)
+        session, link = message.session, message.link
         found = self._caches.remove(number, message.cache, session)
         files = (RemoveReplica(HolderId(message.cache), session, link),) if link else ()
         answer = (*files, Send(number, Dropped(message.holder, message.cache)))

@@ -13,9 +13,8 @@ from cpu_kernels import allocate_tokens, reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import ChunkForm, ExportSequence, KVSource, Pull, Pulled, StoreChunk
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.chunks import ChunkForm, StoreChunk
-from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.wire.kv.replicating import ReplicationNews
+from fastdecode.wire.blocks import ReplicationNews
 from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.attention import AttentionExecutor

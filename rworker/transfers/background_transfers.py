@@ -31,9 +31,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.exporting import Pulled
-from fastdecode.wire.kv.replicating import ON_DISK, Replicated, Unprotected
-from fastdecode.wire.kv.tiers import Fetching, Moved
+from fastdecode.wire.blocks import ON_DISK, Fetching, Moved, Pulled, Replicated, Unprotected
 from rworker.instructions import (
     BeginPull,
     DropStored,

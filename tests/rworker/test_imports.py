@@ -25,14 +25,16 @@ from values import replace
 from examples import examples
 from fastdecode.core.clock import Clock
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
-from fastdecode.wire.kv.exporting import (
+from fastdecode.wire.blocks import (
+    ChunkForm,
     DescribeExport,
     ExportDescription,
     ExportExpired,
     ExportSequence,
+    FetchChunk,
+    FetchedChunk,
 )
+from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
 from rworker.stream.transfer_plan import TransferPlan
 from rworker.transfers import import_transfer

@@ -17,9 +17,9 @@ from stream_suite import (
 )
 from values import replace
 
-from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
+from fastdecode.wire.blocks import NO_STEP, Replicate, Replicated
 from fastdecode.wire.messages import Welcome
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 from rworker.serving_terms import ServingTerms
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")

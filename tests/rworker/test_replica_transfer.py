@@ -11,9 +11,9 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.messages import (
     Accepted,
     FromRWorker,

@@ -15,11 +15,17 @@ from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.wire.blocks import (
+    SESSION_RESUMED,
+    EndSequence,
+    FetchBlocks,
+    KeepBlocks,
+    Replicate,
+    StoreBlocks,
+    TakenOver,
+    TakeOver,
+)
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.kept import EndSequence, KeepBlocks
-from fastdecode.wire.kv.replicating import Replicate
-from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
-from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,

@@ -35,7 +35,7 @@ from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     Deltas,
     InstanceHello,
     InstanceWelcome,

@@ -23,7 +23,7 @@ from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.reach import resolve_beside
-from fastdecode.wire.instances.messages import InstanceWelcome, ToInstance
+from fastdecode.wire.instances import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.ranks import S_RANK, RankRole, launched_size, local_rank, local_size
 from rworker.transfers.export_server import ExportServers, RankExports

@@ -9,7 +9,7 @@ from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.engine.instances.connections import FromInstance, greet_together
 from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     InstanceHello,
     InstanceSays,
     InstanceWelcome,

@@ -20,9 +20,8 @@ from fastdecode.engine.fleet.replacements import Places, Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.joined import HubBehind, JoinedHub, PeerHere
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
-from fastdecode.wire.transport import Connection, Hub, SoleHub
+from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, PeerHere, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import ThreadNeighbours

@@ -24,11 +24,10 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.codec import MAX_HEAD_BYTES, Array, Prefix
+from fastdecode.wire.buffers import BufferPool, in_one_array
+from fastdecode.wire.codec import ALIGNMENT, MAX_HEAD_BYTES, Array, piece_bytes, read_prefix
 from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.job import MpiJob, load_mpi
-from fastdecode.wire.patience import look_until_found
 from fastdecode.wire.transport import (
     CLOSED,
     TIMEOUT,
@@ -37,6 +36,7 @@ from fastdecode.wire.transport import (
     closed_error,
     unreadable,
 )
+from fastdecode.wire.waiting import look_until_found
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -116,7 +116,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._isend(whole)
         else:
             self._isend(frame.head)
-            body = frame.body_in_place() if isinstance(message, Attend) else None
+            is_lent = isinstance(message, Attend)
+            body = in_one_array(frame.arrays, ALIGNMENT) if is_lent else None
             if body is None:
                 body = self.pool.take(frame.body_bytes)
                 frame.write_body(body.data)
@@ -183,10 +184,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 piece = self.inbox.popleft()[1]
                 if self._head is not None:
                     head, self._head = self._head, None
-                    return self.hub.codec.decode_apart(head, piece)  # type: ignore[return-value]
-                prefix = Prefix.of(piece.data)
-                if prefix.is_whole(len(piece)):
-                    return self.hub.codec.decode(piece, prefix)  # type: ignore[return-value]
+                    return self.hub.codec.decode(head, piece)  # type: ignore[return-value]
+                if len(piece) == piece_bytes(*read_prefix(piece.data)):
+                    return self.hub.codec.decode(piece)  # type: ignore[return-value]
                 self._head = piece
         except MPI.Exception as error:
             self._exchange.on_error(self, error)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.wire.blocks import FetchChunk
 from fastdecode.wire.codec import Array, Codec, kind_of
-from fastdecode.wire.kv.chunks import FetchChunk
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
@@ -28,7 +28,6 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, link_address
-from fastdecode.wire.patience import Pump, T, look_until_found
 from fastdecode.wire.stages import FromStage, StageMessage, stage_name
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import (
@@ -38,6 +37,7 @@ from fastdecode.wire.transport import (
     closed_error,
     timeout_error,
 )
+from fastdecode.wire.waiting import Pump, T, look_until_found
 
 Greetings: TypeAlias = Mapping[type[Message], int]
 """First messages that open a connection, and how many of each may be open."""

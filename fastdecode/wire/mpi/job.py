@@ -38,7 +38,7 @@ from fastdecode.core.errors import (
     imports_for,
 )
 from fastdecode.wire.mpi.ranks import RANK_VARIABLES, S_RANK, launched_size, local_size
-from fastdecode.wire.patience import Watchdog, look_until_found
+from fastdecode.wire.waiting import Watchdog, look_until_found
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -19,10 +19,9 @@ import zmq
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire.codec import NAME, Codec, Prefix, kind_of
-from fastdecode.wire.instances.messages import InstanceHello
-from fastdecode.wire.kv.chunks import FetchChunk
-from fastdecode.wire.kv.exporting import DescribeExport
+from fastdecode.wire.blocks import DescribeExport, FetchChunk
+from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
+from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
@@ -231,11 +230,11 @@ class ZmqListener(SocketHub):
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Give a peer that says what it is a connection, if there is room for its role."""
         head = frames[0].buffer
-        Prefix.of(head)
+        read_prefix(head)
         kind = kind_of(head)
         role = _ROLES.get(kind)
         if kind is Hello:
-            greeting: Any = self._codec.decode_frames(head, frames[1:], bytearray)
+            greeting: Any = self._codec.decode(head, frames=frames[1:])
             role = greeting.role
         if role is None:
             return  # one that was lost speaks on

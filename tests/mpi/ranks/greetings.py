@@ -6,14 +6,14 @@ from __future__ import annotations
 import contextlib
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.kv.exporting import DescribeExport, ExportExpired
+from fastdecode.wire.blocks import DescribeExport, ExportExpired
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
 from fastdecode.wire.mpi.job import join, leave, receive_text, send_text, wait_for_end
-from fastdecode.wire.patience import look_until_found
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
+from fastdecode.wire.waiting import look_until_found
 
 ROUNDS = 12
 AHEAD = 3

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[3])]
 
 from fastdecode.wire.mpi.job import _ranks_here, join, leave, stopped_ranks  # noqa: E402
 from fastdecode.wire.mpi.ranks import let_rank_0_stop  # noqa: E402
-from fastdecode.wire.patience import look_until_found  # noqa: E402
+from fastdecode.wire.waiting import look_until_found  # noqa: E402
 
 WAIT_S = 60.0
 
