@@ -124,19 +124,14 @@ def _score_tiles(
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
                     _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
-                    for w in range(0, job.dim_words, variant.step_words):
+                for w in range(0, job.dim_words, variant.step_words):
+                    if walk < num_asking:
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
-                        tile = accumulate_scores(
-                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, job.dim_words - w,
-                        )  # fmt: skip
-                else:
-                    for w in range(0, job.dim_words, variant.step_words):
-                        tile = accumulate_scores(
-                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, job.dim_words - w,
-                        )  # fmt: skip
+                    tile = accumulate_scores(
+                        variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                        row_bytes, job.dim_words - w,
+                    )  # fmt: skip
             store_scores(variant, tile, operands, target + 4 * t)
 
 
@@ -171,19 +166,14 @@ def _add_values(
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
                     _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
-                    for w in range(0, num_words, variant.step_words):
+                for w in range(0, num_words, variant.step_words):
+                    if walk < num_asking:
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
-                        tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, num_words - w,
-                        )  # fmt: skip
-                else:
-                    for w in range(0, num_words, variant.step_words):
-                        tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, num_words - w,
-                        )  # fmt: skip
+                    tile = accumulate_values(
+                        variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                        row_bytes, num_words - w,
+                    )  # fmt: skip
             end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
 
 
