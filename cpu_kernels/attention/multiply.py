@@ -22,8 +22,7 @@ MULTIPLY_JOB = np.dtype([(name, np.int64) for name in ("dim_words", "padded_toke
 
 @entry
 def multiply_unit(variant, job_address, unit, scratch):
-    """Multiply the rows of one product with a block of K and V in L1 and weigh their scores, over
-    and over: what every kernel must do. V's products are as many as K's, and made as these."""
+    """Multiply one product's rows with a block in L1, and weigh their scores, over and over."""
     job = as_record(job_address, MULTIPLY_JOB)
     tile_bytes = variant.rows * ROW_BYTES
     operands = scratch + FILE_BYTES
@@ -36,7 +35,7 @@ def multiply_unit(variant, job_address, unit, scratch):
     fill_row(variant.plain, operands, (end - operands) // 4, np.float32(0))
     configure_tiles(variant, scratch, job.dim_words)
     for _ in range(job.repeats):
-        for _ in range(2):
+        for _ in range(2):  # products of K, and of V, which are as many
             score_block(
                 variant, job, scratch, cells, False, cells, operands, scores, job.padded_tokens,
                 variant.product_tiles,

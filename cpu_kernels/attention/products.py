@@ -28,9 +28,8 @@ from cpu_kernels.codegen.memory import LINE_BYTES, prefetch_line
 @part
 def _ask_for_others(variant, ahead, walk, num_walks, share_bytes, num_bytes):
     """Prefetch ``num_bytes`` of each share that no walk has, where there are fewer walks
-    than shares. A **walk** is one plane of one tile of rows, and prefetches its own share
-    of the piece ``ahead`` step by step.
-    """
+    than shares. A **walk** is one plane of one tile of rows. It prefetches its own share of
+    the piece ``ahead`` step by step."""
     if variant.spread > 1:
         for _ in range(walk + num_walks, variant.spread, num_walks):
             ahead += num_walks * share_bytes
@@ -70,9 +69,7 @@ def score_block(variant, job, file, keys, is_asking, ahead, queries, scores, num
     step = variant.score_vectors * variant.lanes
     whole = num_scores // step * step
     row_bytes = job.padded_tokens * variant.cell_bytes
-    _score_tiles(
-        variant, job, file, keys, is_asking, ahead, queries, scores, whole, num_tiles,
-    )  # fmt: skip
+    _score_tiles(variant, job, file, keys, is_asking, ahead, queries, scores, whole, num_tiles)
     if variant.score_vectors > 1:
         for t in range(whole, num_scores, variant.lanes):
             _score_vector(
@@ -124,14 +121,19 @@ def _score_tiles(
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
                     _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
-                for w in range(0, job.dim_words, variant.step_words):
-                    if walk < num_asking:
+                    for w in range(0, job.dim_words, variant.step_words):
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
-                    tile = accumulate_scores(
-                        variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
-                        row_bytes, job.dim_words - w,
-                    )  # fmt: skip
+                        tile = accumulate_scores(
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, job.dim_words - w,
+                        )  # fmt: skip
+                else:
+                    for w in range(0, job.dim_words, variant.step_words):
+                        tile = accumulate_scores(
+                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, job.dim_words - w,
+                        )  # fmt: skip
             store_scores(variant, tile, operands, target + 4 * t)
 
 
@@ -166,14 +168,19 @@ def _add_values(
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
                     _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
-                for w in range(0, num_words, variant.step_words):
-                    if walk < num_asking:
+                    for w in range(0, num_words, variant.step_words):
                         prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
-                    tile = accumulate_values(
-                        variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
-                        row_bytes, num_words - w,
-                    )  # fmt: skip
+                        tile = accumulate_values(
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, num_words - w,
+                        )  # fmt: skip
+                else:
+                    for w in range(0, num_words, variant.step_words):
+                        tile = accumulate_values(
+                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+                            row_bytes, num_words - w,
+                        )  # fmt: skip
             end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
 
 
