@@ -16,22 +16,22 @@ from reading import entered_by_a_decode_step, entered_by_a_loss
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
-    "fastdecode/cli": 4482,
-    "fastdecode/conversations": 1498,
+    "fastdecode/cli": 4458,
+    "fastdecode/conversations": 1493,
     "fastdecode/core": 10209,
-    "fastdecode/engine": 21824,
+    "fastdecode/engine": 21822,
     "fastdecode/jobs": 2738,
     "fastdecode/measure": 2453,
     "fastdecode/openai": 1468,
     "fastdecode/schedule": 10899,
     "fastdecode/server": 3298,
     "fastdecode/text": 3602,
-    "fastdecode/wire": 6965,
-    "rworker": 10745,
+    "fastdecode/wire": 5459,
+    "rworker": 10570,
     "sworker": 12473,
     "cpu_kernels": 6526,
     "cost_model": 7641,
-    "tests": 67282,
+    "tests": 67048,
     "benchmarks": 5344,
     "examples": 2062,
 }
