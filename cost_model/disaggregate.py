@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cost_model.numbers import LARGEST, at_most
+from cost_model.numbers import at_most
 from cost_model.printing import counted, labelled, round_to, seconds_text
 from fastdecode.core.config.options import REQUIRED, check_options, option
 
@@ -24,7 +24,7 @@ MAX_MACHINES = 10_000
 MAX_LAYERS = 10_000
 MAX_TOKENS = 10_000_000
 MAX_SEQUENCES = 1 << 20
-_LEAST = 1e-15
+LARGEST, _LEAST = 1e15, 1e-15
 
 
 def _positive(help: str, metavar: str, low: float = _LEAST) -> Any:

@@ -156,9 +156,6 @@ class DecodeFit:
     token_s: float
     relative_error: float
 
-    def __call__(self, num_sequences: float, num_tokens: float) -> float:
-        return self.call_s + self.sequence_s * num_sequences + self.token_s * num_tokens
-
 
 def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     if len(points) < 3:

@@ -3,10 +3,11 @@ their sources, and our efficiencies."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import resources
@@ -25,9 +26,14 @@ else:
 MAX_BYTES = 1 << 20
 
 
-def _within(least: float, most: float) -> Any:
-    """Return a field with limits far beyond any part that is sold, in units of the file."""
-    return field(metadata={"limits": (least, most)})
+def _within(least: float, most: float, key: str = "", unit: int = 1) -> Any:
+    """Return a field with limits far beyond any part that is sold, in units of the file.
+
+    Args:
+        key: What the file calls it, if not by its name.
+        unit: How much one of the file's is.
+    """
+    return field(metadata={"limits": (least, most), "key": key, "unit": unit})
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,6 @@ class Efficiency:
 
     value: float
     source: str
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.value < 1.0:
-            raise ConfigError(f"an efficiency lies between 0 and 1, got {self.value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Gpu:
     """None if the GPU has no bfloat16 units."""
     fp8_flops_per_s: float | None = _within(1e9, 1e19)
     """None if the GPU has no FP8 units."""
-    memory_bytes: int
+    memory_bytes: int = _within(1, 1 << 26, "memory_mib", 1 << 20)
     memory_bytes_per_s: float = _within(1e6, 1e16)
     pcie_bytes_per_s: float = _within(1e6, 1e16)
     """To the host, one direction."""
@@ -113,7 +115,7 @@ class Cpu:
     memory_channels: int = _within(1, 1024)
     transfers_per_s: float = _within(1e6, 1e12)
     """Transfers of one channel of 8 bytes."""
-    memory_bytes: int
+    memory_bytes: int = _within(1, 65536, "memory_gib", 1 << 30)
     memory_source: str
     sockets_per_host: int = _within(1, 1024)
     power_w: float | None = _within(0.1, 1e6)
@@ -196,10 +198,8 @@ class Nic:
         return self.line_bits_per_s / 8 * self.line_efficiency.value
 
 
-def parse_toml(text: str) -> dict[str, Any]:
-    """Raises ValueError if it isn't TOML."""
-    tables: dict[str, Any] = tomllib.loads(text)
-    return tables
+parse_toml: Callable[[str], dict[str, Any]] = tomllib.loads
+"""Raises ValueError if a text isn't TOML."""
 
 
 class Hardware:
@@ -274,10 +274,8 @@ class Hardware:
         None if it is unknown."""
         words = name.split()
         for count in range(len(words), 0, -1):
-            try:
+            with contextlib.suppress(ConfigError):
                 return self.gpu(" ".join(words[:count]))
-            except ConfigError:
-                continue
         return None
 
     def cpu(self, name: str) -> Cpu:
@@ -365,52 +363,37 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9+]", "", _NOISE.sub("", name.lower()))
 
 
-def _number(
-    row: Mapping[str, Any], name: str, limits: tuple[float, float], *, is_whole: bool = False
-) -> float:
-    value, (least, most) = row[name], limits
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = is_number and least <= value <= most
+def _read_field(field: Field[Any], key: str, row: Mapping[str, Any]) -> Any:
+    if field.type == "str":
+        return str(row[key])
+    if field.type == "float | None" and key not in row:
+        return None
+    value, is_whole = row[key], field.type == "int"
+    least, most = field.metadata.get("limits", (0.001, 0.999))
+    fits = type(value) in (int, float) and least <= value <= most
     if not fits or (is_whole and value != int(value)):
-        raise ConfigError(
-            f"{name} = {value!r} is not a {'whole ' if is_whole else ''}number from {least:.9g} "
-            f"to {most:.9g}"
-        )
-    return float(value)
-
-
-def _read_field(field: Field[Any], row: Mapping[str, Any]) -> Any:
-    name, limits = field.name, field.metadata.get("limits", (0.001, 0.999))
-    match field.type:
-        case "str":
-            return str(row[name])
-        case "int":
-            return int(_number(row, name, limits, is_whole=True))
-        case "float | None" if name not in row:
-            return None
-        case "Efficiency":
-            return Efficiency(_number(row, name, limits), str(row[f"{name}_source"]))
-    return _number(row, name, limits)
+        words = f"{'whole ' if is_whole else ''}number from {least:.9g} to {most:.9g}"
+        raise ConfigError(f"{key} = {value!r} is not a {words}")
+    if field.type == "Efficiency":
+        return Efficiency(float(value), str(row[f"{key}_source"]))
+    return int(value) * field.metadata["unit"] if is_whole else float(value)
 
 
 def _read(kind: str, name: str, row: Mapping[str, Any]) -> Any:
     """Return a part from a row of the file, which has all fields but its name."""
-    of_kind = [each for each in fields(_KINDS[kind]) if each.default_factory is MISSING]
-    needed = {each.name for each in of_kind if "None" not in str(each.type)}
-    size, unit, most = _MEMORY.get(kind, ("", 0, 0))
-    missing = sorted((needed - {"memory_bytes"} | {size} - {""}) - {"name", *row})
+    keys = {
+        each: each.metadata.get("key") or each.name
+        for each in fields(_KINDS[kind])
+        if each.name != "name" and each.default_factory is MISSING
+    }
+    missing = [key for each, key in keys.items() if key not in row and "None" not in str(each.type)]
     if missing:
-        raise ConfigError(f'{missing[0]} is missing; or say which part it is like: like = "NAME"')
-    read = [each for each in of_kind if each.name not in ("name", "memory_bytes")]
-    given = {each.name: _read_field(each, row) for each in read}
-    if size:
-        given["memory_bytes"] = int(_number(row, size, (1, most), is_whole=True)) * unit
-    return _KINDS[kind](name=name, **given)
+        raise ConfigError(f'{min(missing)} is missing; or say which part it is like: like = "NAME"')
+    read = {each.name: _read_field(each, key, row) for each, key in keys.items()}
+    return _KINDS[kind](name=name, **read)
 
 
 _KINDS: dict[str, type[Any]] = {"gpu": Gpu, "cpu": Cpu, "nic": Nic}
-_MEMORY = {"gpu": ("memory_mib", 1 << 20, 1 << 26), "cpu": ("memory_gib", 1 << 30, 65536)}
-"""Field of the file that says ``memory_bytes``, its unit in bytes, and its most."""
 _WORDS = {
     "channels": r"(?P<memory_channels>\d+) ?(?:x|ch|channels?(?: of)?) ?(?:[a-z0-9]*ddr\dx?[ -]?)?"
     r"(?P<transfers_per_s>\d{4,5})(?: ?mt/s)?",

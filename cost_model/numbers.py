@@ -1,17 +1,11 @@
-"""Numbers: whole but for rounding, searched for, and as fields of JSON objects. An error names the
-value and where it was given."""
+"""Numbers: whole but for rounding, and searched for."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from fastdecode.core.errors import ConfigError
-
-LARGEST = 1e15
-MAX_TOKENS = 1 << 24
 # Far above what rounding adds to a handful of products (a few 1e-16).
 _ROUNDING = 1e-12
 
@@ -42,34 +36,3 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
     while high <= most and holds(high):
         low, high = high, 2 * high
     return smallest(lambda number: not holds(number), min(high, most + 1), above=low) - 1
-
-
-def count(
-    fields: Mapping[str, Any], name: str, where: str, low: int = 1, most: int = MAX_TOKENS
-) -> int:
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
-        raise _refused(fields, name, where, f"a whole number from {low} to {most}")
-    return value
-
-
-def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool = False) -> float:
-    """Return a number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
-    value: Any = fields.get(name)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and (0 < value < LARGEST or (may_be_0 and value == 0)):
-        return float(value)
-    least = "of at least" if may_be_0 else "above"
-    raise _refused(fields, name, where, f"a number {least} 0 and below {LARGEST:g}")
-
-
-def _refused(fields: Mapping[str, Any], name: str, where: str, wanted: str) -> ConfigError:
-    if name not in fields:
-        return ConfigError(f"{where}: {name} is missing; give {wanted}")
-    return ConfigError(f"{where}: {name}={fields[name]!r} is not {wanted}")
-
-
-def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    unknown = sorted(set(fields) - set(known))
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}")

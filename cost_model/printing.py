@@ -17,21 +17,17 @@ def labelled(rows: Iterable[tuple[str, str]], *, label_width: int = 12) -> list[
     """Return lines of labels and their texts, wrapped and indented. An empty label continues the
     one above."""
     indent = " " * (label_width + 3)
-    lines: list[str] = []
-    for label, text in rows:
-        first = f"  {label:<{label_width}} "
-        lines += _wrapped(text, first, indent)
-    return lines
+    wrapped = (paragraph(text, f"  {label:<{label_width}} ", indent) for label, text in rows)
+    return [line for lines in wrapped for line in lines]
 
 
-def paragraph(text: str, *, indent: int = 0, bullet: str = "") -> list[str]:
-    """Return one paragraph, wrapped. ``bullet`` stands before its first line."""
-    rest = " " * (indent + len(bullet))
-    first = " " * indent + bullet
-    return _wrapped(text, first, rest)
+def paragraph(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    """Return one paragraph, wrapped.
 
-
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    Args:
+        first, rest: Before the first line, and before the others. None repeats ``first``.
+    """
+    rest = first if rest is None else rest
     return textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
-from cost_model.numbers import at_most, count
+import msgspec
+
+from cost_model.numbers import at_most
 from cost_model.predict import System
+from cost_model.traces import Count
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_object
@@ -56,17 +60,42 @@ def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class PlannedBatch:
+class _Plan(msgspec.Struct):
+    batch: Count
+    lanes: Count
+    sockets: Count
+
+
+class _Question(msgspec.Struct):
     model: str
     dtype: str
     kv_dtype: str
-    steady: SteadyBatch
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    output_tokens: Count
+    start_interval_steps: Count
 
 
-def read_plan(path: Path) -> PlannedBatch:
-    """Read the batch of a plan that ``fastdecode size --json`` or ``--emit`` wrote.
+class PlanFile(msgspec.Struct):
+    """What counts of a file of ``fastdecode size --json`` or ``--emit``."""
 
+    format: Literal["fastdecode.plan"]
+    version: Literal[1]
+    question: _Question
+    plan: _Plan | None
+
+    @property
+    def steady(self) -> SteadyBatch:
+        plan, question = self.plan, self.question
+        assert plan is not None, "as read_plan has it"
+        workload = Workload(
+            question.prompt_tokens, question.output_tokens, question.start_interval_steps
+        )
+        context = round(workload.mean_context_tokens)
+        return SteadyBatch(plan.batch, plan.lanes, plan.sockets, context)
+
+
+def read_plan(path: Path) -> PlanFile:
+    """
     Raises:
         ConfigError: If the file isn't such a plan, or its question was infeasible.
     """
@@ -74,25 +103,14 @@ def read_plan(path: Path) -> PlannedBatch:
     tree = read_object(
         path, most_bytes=MAX_PLAN_BYTES, refuse=lambda why: ConfigError(given, f": {why}")
     )
-    if (tree.get("format"), tree.get("version")) != ("fastdecode.plan", 1):
-        raise ConfigError(
-            given, " isn't a plan of this release: write it with fastdecode size --json"
-        )
-    plan, question = tree.get("plan"), tree.get("question")
-    if not isinstance(plan, dict) or not isinstance(question, dict):
+    try:
+        read = msgspec.convert(tree, PlanFile)
+    except msgspec.ValidationError as error:
+        why = f" isn't a plan of this release: {error}. Write it with fastdecode size --json"
+        raise ConfigError(given, why) from None
+    if read.plan is None:
         raise ConfigError(given, " holds no plan: what it asks is infeasible")
-    where = f"--plan {path}"
-    batch, lanes, sockets = (count(plan, name, where) for name in ("batch", "lanes", "sockets"))
-    workload = Workload(
-        count(question, "prompt_tokens", where, low=0),
-        count(question, "output_tokens", where),
-        count(question, "start_interval_steps", where),
-    )
-    model, dtype, kv_dtype = (question.get(name) for name in ("model", "dtype", "kv_dtype"))
-    if not (isinstance(model, str) and isinstance(dtype, str) and isinstance(kv_dtype, str)):
-        raise ConfigError(given, ": model, dtype and kv_dtype must be strings")
-    steady = SteadyBatch(batch, lanes, sockets, round(workload.mean_context_tokens))
-    return PlannedBatch(model, dtype, kv_dtype, steady)
+    return read
 
 
 def scale_down(

@@ -1,33 +1,83 @@
-"""Traces of requests: own JSON Lines ``{"num_prompt_tokens": 512, "num_output_tokens": 128}``, or
-lines of ``fastdecode serve --request-log``.
+"""Traces of requests: own JSON Lines (``OwnLine``), or lines of ``fastdecode serve --request-log``.
 
-Own lines may have ``max_tokens``, all that the scheduler knows of the output's length (if
-absent, it knows the length), and ``arrival_s`` or ``arrival_step``, when the request arrives (0
-if absent; all lines have the same of the two). Requests of a log without a prompt or without an
-answer are left out, and counted.
+All own lines that say when they arrive have the same of ``arrival_s`` and ``arrival_step``.
+Requests of a log without a prompt or without an answer are left out, and counted.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from cost_model.numbers import check_known, count, number
+import msgspec
+from msgspec import Meta
+
 from fastdecode.core.errors import ConfigError
-from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 T = TypeVar("T")
-Fields: TypeAlias = Mapping[str, Any]
 Located: TypeAlias = tuple[str, bytes]
 """Where a line is, for errors, and the line."""
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 24)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=1e15)]
 
 MAX_REQUESTS = 10_000_000
 MAX_LINE_BYTES = 1 << 16
-_FIELDS = ("num_prompt_tokens", "num_output_tokens", "max_tokens", "arrival_s", "arrival_step")
+
+
+class OwnLine(msgspec.Struct, forbid_unknown_fields=True):
+    num_prompt_tokens: Count
+    num_output_tokens: Count
+    max_tokens: Count | None = None
+    """All that the scheduler knows of the output's length. None if it knows the length."""
+    arrival_s: Seconds | None = None
+    """When it arrives, or ``arrival_step``. 0 without both."""
+    arrival_step: Seconds | None = None
+
+
+class LoggedLine(msgspec.Struct):
+    """A request of a log. One that failed has no answer."""
+
+    time: Seconds
+    prompt_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    output_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    prompts: Count = 1
+    n: Count = 1
+    """Choices of each prompt."""
+
+
+def located(path: Path, name: str) -> Iterator[Located]:
+    """Yield lines of a file that aren't blank, which errors call ``name``.
+
+    Raises:
+        ConfigError: If it can't be read, has too many lines, or one is too long.
+    """
+    try:
+        with path.open("rb") as lines:
+            for place, line in enumerate(lines, 1):
+                where = f"{name}, line {place}"
+                if len(line) > MAX_LINE_BYTES or place > MAX_REQUESTS:
+                    raise ConfigError(
+                        f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} "
+                        "bytes"
+                    )
+                if line.strip():
+                    yield where, line
+    except OSError as error:
+        raise ConfigError(f"{name}: can't read it: {error.strerror}") from None
+
+
+def decoded(lines: Iterable[Located], kind: type[T]) -> Iterator[T]:
+    """Decode JSON lines. Raises ConfigError: If one is not of ``kind``."""
+    decoder = msgspec.json.Decoder(kind)
+    for where, line in lines:
+        try:
+            yield decoder.decode(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: {error}") from None
 
 
 def read_trace(path: Path) -> RequestTrace:
@@ -36,80 +86,27 @@ def read_trace(path: Path) -> RequestTrace:
     Raises:
         ConfigError: If it can't be read, or a line is broken.
     """
-    return read_file(path, parse_trace, str(path))
+    return _own(located(path, str(path)), str(path))
 
 
-def parse_trace(lines: Iterable[bytes], name: str) -> RequestTrace:
-    return _own(bounded(lines, name), name)
-
-
-def _own(lines: Iterable[Located], name: str) -> RequestTrace:
-    units: set[ArrivalUnit] = set()
-    found = ((known_fields(line, where, _FIELDS), where) for where, line in lines)
-    requests = [_own_request(fields, where, units) for fields, where in found]
-    if not requests:
+def _own(located: Iterable[Located], name: str) -> RequestTrace:
+    lines = list(decoded(located, OwnLine))
+    if not lines:
         raise ConfigError(f"{name} holds no requests")
-    if len(units) > 1:
+    in_steps = any(line.arrival_step is not None for line in lines)
+    if in_steps and any(line.arrival_s is not None for line in lines):
         raise ConfigError(
             f"{name} says arrival_s in some lines and arrival_step in others: choose one"
         )
-    return RequestTrace(tuple(sorted(requests, key=lambda request: request.arrival)), *units)
-
-
-def _own_request(fields: Fields, where: str, units: set[ArrivalUnit]) -> TracedRequest:
-    num_prompt_tokens = count(fields, "num_prompt_tokens", where)
-    num_output_tokens = count(fields, "num_output_tokens", where)
-    max_tokens = num_output_tokens
-    if "max_tokens" in fields:
-        max_tokens = count(fields, "max_tokens", where, num_output_tokens)
-    arrival = 0.0
-    named: tuple[tuple[str, ArrivalUnit], ...] = (("arrival_s", "s"), ("arrival_step", "step"))
-    for name, unit in named:
-        if name in fields:
-            units.add(unit)
-            arrival = number(fields, name, where, may_be_0=True)
-    return TracedRequest(num_prompt_tokens, num_output_tokens, max_tokens, arrival)
-
-
-def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str) -> T:
-    """Parse a trace file, which errors call ``name``."""
-    try:
-        with path.open("rb") as lines:
-            return parse(lines, name)
-    except OSError as error:
-        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
-
-
-def bounded(lines: Iterable[bytes], name: str) -> Iterator[Located]:
-    """Yield lines that aren't blank, and where each is.
-
-    Raises:
-        ConfigError: If there are too many, or one is too long.
-    """
-    for place, line in enumerate(lines, 1):
-        where = f"{name}, line {place}"
-        if len(line) > MAX_LINE_BYTES or place > MAX_REQUESTS:
-            raise ConfigError(
-                f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes"
-            )
-        if line.strip():
-            yield where, line
-
-
-def known_fields(line: bytes, where: str, known: Sequence[str]) -> dict[str, Any]:
-    fields = json_object(line, where)
-    check_known(fields, known, where)
-    return fields
-
-
-def json_object(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} isn't JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where} isn't a JSON object")
-    return fields
+    requests = []
+    for line in lines:
+        most, output = line.max_tokens or line.num_output_tokens, line.num_output_tokens
+        if most < output:
+            raise ConfigError(f"{name}: max_tokens={most} of a line with {output} output tokens")
+        arrival = line.arrival_s or line.arrival_step or 0.0
+        requests.append(TracedRequest(line.num_prompt_tokens, output, most, arrival))
+    ordered = sorted(requests, key=lambda request: request.arrival)
+    return RequestTrace(tuple(ordered), "step" if in_steps else "s")
 
 
 @dataclass(frozen=True)
@@ -126,43 +123,34 @@ def read_any_trace(path: Path) -> ReadTrace:
     Raises:
         ConfigError: If it can't be read, is neither, or a line is broken.
     """
-    return read_file(path, _read, f"--trace {path}")
-
-
-def _read(file: Iterable[bytes], name: str) -> ReadTrace:
-    lines = bounded(file, name)
+    name = f"--trace {path}"
+    lines = located(path, name)
     first = next(lines, None)
     if first is None:
         raise ConfigError(f"{name} holds no requests")
-    names = set(json_object(first[1], first[0]))
+    (names,) = decoded([first], dict[str, Any])
     if "num_prompt_tokens" in names:
         trace = _own(chain([first], lines), name)
         if trace.unit != "s":
             raise ConfigError(f"{name}: arrivals are steps; a plan needs arrival_s")
-        return ReadTrace(_from_zero(list(trace.requests)), "own", 0)
-    if not {"time", "status"} <= names and not {"time", "prompt_tokens"} <= names:
+        return ReadTrace(_from_zero(trace.requests), "own", 0)
+    if "time" not in names or not names.keys() & {"status", "prompt_tokens"}:
         raise ConfigError(
             f"{first[0]}: neither a server's log nor a trace, whose lines are like "
             '{"num_prompt_tokens": 512, "num_output_tokens": 128, "arrival_s": 0.5}'
         )
-    found = [_logged(json_object(line, where), where) for where, line in chain([first], lines)]
-    requests = [request for request in found if request is not None]
+    logged = list(decoded(chain([first], lines), LoggedLine))
+    requests = [
+        TracedRequest(line.prompt_tokens, line.output_tokens, line.output_tokens, line.time)
+        for line in logged
+        if line.prompt_tokens and line.output_tokens
+    ]
     if not requests:
         raise ConfigError(f"{name} holds no request with a prompt and an answer")
-    return ReadTrace(_from_zero(requests), "server", len(found) - len(requests))
+    return ReadTrace(_from_zero(requests), "server", len(logged) - len(requests))
 
 
-def _logged(record: Fields, where: str) -> TracedRequest | None:
-    # A request that failed has no answer.
-    prompt, output = (
-        0 if record.get(name) is None else count(record, name, where, low=0)
-        for name in ("prompt_tokens", "output_tokens")
-    )
-    time = number(record, "time", where, may_be_0=True)
-    return TracedRequest(prompt, output, output, time) if prompt and output else None
-
-
-def _from_zero(requests: list[TracedRequest]) -> RequestTrace:
-    start = min(each.arrival for each in requests)
-    moved = (replace(each, arrival=each.arrival - start) for each in requests)
-    return RequestTrace(tuple(sorted(moved, key=lambda each: each.arrival)))
+def _from_zero(requests: Iterable[TracedRequest]) -> RequestTrace:
+    found = sorted(requests, key=lambda each: each.arrival)
+    start = found[0].arrival
+    return RequestTrace(tuple(replace(each, arrival=each.arrival - start) for each in found))

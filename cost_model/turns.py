@@ -9,30 +9,27 @@ by the same policy before it takes more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from cost_model.numbers import count, number
 from cost_model.printing import table
-from cost_model.traces import bounded, known_fields, read_file
+from cost_model.traces import Count, Seconds, decoded, located
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import TierPolicy, is_short
 
-_FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")
 
-
-@dataclass(frozen=True)
-class TracedTurn:
-    conversation: str
-    num_prompt_tokens: int
+class TracedTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    conversation: Annotated[str, msgspec.Meta(min_length=1)]
+    num_prompt_tokens: Count
     """New tokens."""
-    num_output_tokens: int
-    arrival_s: float = 0.0
+    num_output_tokens: Count
+    arrival_s: Seconds = 0.0
 
 
 @dataclass
@@ -220,23 +217,10 @@ class TierSimulator:
 def read_turns(path: Path) -> list[TracedTurn]:
     """Read turns in order of arrival, as JSON Lines: ``{"conversation": "A",
     "num_prompt_tokens": 24, "num_output_tokens": 8, "arrival_s": 0}``."""
-    return read_file(path, parse_turns, str(path))
-
-
-def parse_turns(lines: Iterable[bytes], name: str) -> list[TracedTurn]:
-    turns = [_turn(known_fields(line, at, _FIELDS), at) for at, line in bounded(lines, name)]
+    turns = list(decoded(located(path, str(path)), TracedTurn))
     if not turns:
-        raise ConfigError(f"{name} holds no turns")
+        raise ConfigError(f"{path} holds no turns")
     return sorted(turns, key=lambda turn: turn.arrival_s)
-
-
-def _turn(fields: Mapping[str, Any], where: str) -> TracedTurn:
-    name = fields.get("conversation")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: conversation={name!r} is no name")
-    num_prompt, num_output = (count(fields, each, where) for each in _FIELDS[1:3])
-    arrival_s = number({"arrival_s": 0, **fields}, "arrival_s", where, may_be_0=True)
-    return TracedTurn(name, num_prompt, num_output, arrival_s)
 
 
 def as_json(played: Mapping[str, TierSimulator]) -> dict[str, Any]:

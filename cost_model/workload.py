@@ -14,35 +14,8 @@ from fastdecode.core.model.spec import ModelSpec
 
 MAX_TOKENS = 10_000_000
 
-# Bits of one element of K or V, and bits of what K and V of a token and head
-# carry beside, each: one float32 scale.
-_KV_BITS = {
-    "float32": (32, 0),
-    "float16": (16, 0),
-    "bfloat16": (16, 0),
-    "int8": (8, 32),
-    "int4": (4, 32),
-    "fp8": (8, 0),
-}
 FP8 = "fp8"
-"""Only for rivals, with one scale per tensor: FastDecode has no such cache."""
-KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
-
-
-def parse_kv_dtype(name: str) -> str:
-    if name.lower() in ("int8", "int4"):
-        return name.lower()
-    try:
-        return DType.parse(name).value
-    except ConfigError:
-        raise ConfigError(
-            Given("kv_dtype", name), f" is not one of {', '.join(KV_DTYPES)}"
-        ) from None
-
-
-def kv_token_layer_bytes(num_kv_heads: int, head_dim: int, kv_dtype: str) -> float:
-    element_bits, scale_bits = _KV_BITS[kv_dtype]
-    return 2 * num_kv_heads * (head_dim * element_bits + scale_bits) / 8
+"""A KV dtype for rivals only, with one scale per tensor: FastDecode has no such cache."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +225,10 @@ class TokenCosts:
     @cached_property
     def kv_layer_bytes(self) -> float:
         """K and V of one cached token and layer."""
-        return kv_token_layer_bytes(self.spec.num_kv_heads, self.spec.head_dim, self.kv_dtype)
+        if self.kv_dtype == FP8:
+            return 2.0 * self.spec.num_kv_heads * self.spec.head_dim
+        kv = self.spec.kv_spec(DType.parse(self.kv_dtype, of_kv=True))
+        return kv.token_bytes / self.num_layers
 
     @property
     def kv_bytes(self) -> float:

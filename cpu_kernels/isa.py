@@ -18,17 +18,12 @@ class Isa:
     before it in ``LEVELS``."""
 
     name: str
-    lanes: int
-    """float32 elements in a vector."""
+    lanes: int  # float32 elements in a vector
     registers: int
-    has_fma: bool = True
-    """Fused multiply-add, and conversions from and to float16."""
-    has_bf16_dot: bool = False
-    """``vdpbf16ps``: two bf16 products a lane."""
-    has_int8_dot: bool = False
-    """``vpdpbusd``: four u8 · s8 products a lane."""
-    tiles: str = ""
-    """What makes products in tiles: a key of ``amx.TILE_UNITS``, or nothing."""
+    has_fma: bool = True  # fused multiply-add, and conversions from and to float16
+    has_bf16_dot: bool = False  # ``vdpbf16ps``: two bf16 products a lane
+    has_int8_dot: bool = False  # ``vpdpbusd``: four u8 · s8 products a lane
+    tiles: str = ""  # what makes products in tiles: a key of ``amx.TILE_UNITS``, or nothing
 
 
 LEVELS: Final = (

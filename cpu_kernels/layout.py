@@ -55,8 +55,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LANES: Final = 16
-"""Rows of cells are padded to a multiple of this: the lanes of the widest vector."""
+LANES: Final = 16  # rows of cells are padded to a multiple of this: the lanes of the widest vector
 ALIGNMENT: Final = 64
 HUGE_PAGE_BYTES: Final = 2 << 20
 
@@ -92,8 +91,7 @@ class BlockLayout:
 
     num_kv_heads: int
     head_dim: int
-    dtype: str
-    """One of ``DTYPES``."""
+    dtype: str  # one of ``DTYPES``
     block_size: int = 64
 
     def __post_init__(self) -> None:

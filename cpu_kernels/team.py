@@ -52,8 +52,7 @@ _SHARED_BYTES = 640
 _AT_WORK = 0xFFFF
 _OPEN = 1 << 16
 _GENERATION = 17
-_SPINS = 1500
-"""About 20 to 50 µs of ``pause``: the gap between two layers is often shorter."""
+_SPINS = 1500  # about 20 to 50 µs of ``pause``: the gap between two layers is often shorter
 SCRATCH_BYTES = 2 << 20
 """Memory of each thread's own; pages that a kernel doesn't touch cost nothing."""
 MAX_THREADS = 1024
@@ -277,8 +276,7 @@ class Team:
         self.num_threads = num_threads
         self._shared = aligned_bytes(_SHARED_BYTES)
         self._shared[:] = 0
-        self.address = 0
-        """What ``run_units`` takes; 0 for a team of one."""
+        self.address = 0  # what ``run_units`` takes; 0 for a team of one
         self._helpers: list[threading.Thread] = []
         if num_threads == 1 or not _FUTEX:
             return
@@ -345,8 +343,7 @@ class OpenMPTeam:
         fields[_HELP // 8] = address_of(help_once, types.int64)
         fields[_NUM_THREADS // 8] = num_threads
         fields[_SCRATCHES // 8] = self._scratches.ctypes.data
-        self.address = self._shared.ctypes.data
-        """What ``run_units`` takes."""
+        self.address = self._shared.ctypes.data  # what ``run_units`` takes
 
 
 def _check_size(num_threads: int) -> None:

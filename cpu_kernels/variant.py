@@ -26,35 +26,25 @@ from numba.extending import (
 class Variant:
     """What one compiled attention kernel is made for."""
 
-    dtype: str
-    """Element type of the cache."""
+    dtype: str  # element type of the cache
     dot: str
     """How products are summed: "fma" on unpacked floats, "bf16", "int8" on packed words,
     "int16" on bytes unpacked to pairs, "amx" on tiles of bfloat16."""
     lanes: int
     has_fma: bool
     has_f16c: bool
-    rows: int
-    """Query rows in a register tile."""
-    score_vectors: int
-    """Vectors of tokens in a register tile of scores."""
-    value_vectors: int
-    """Vectors of dims in a register tile of outputs."""
+    rows: int  # query rows in a register tile
+    score_vectors: int  # vectors of tokens in a register tile of scores
+    value_vectors: int  # vectors of dims in a register tile of outputs
     q_planes: int
     """Operands that a query is split into, so that low-precision products lose
     nothing that matters."""
-    p_planes: int
-    """The same for the softmax weights."""
-    spread: int
-    """Planes of tiles of rows over which asking for the next piece of memory is spread."""
-    words: int = 1
-    """Words that one step of a product sums up, where vectors make it."""
-    product_tiles: int = 1
-    """Register tiles of rows that are multiplied as one."""
-    tiles: str = ""
-    """What makes the products, where AMX tiles do: a key of ``amx.TILE_UNITS``."""
-    has_prefetch: bool = True
-    """Whether the next piece of memory is prefetched, into all caches."""
+    p_planes: int  # the same for the softmax weights
+    spread: int  # planes of tiles of rows over which asking for the next piece of memory is spread
+    words: int = 1  # words that one step of a product sums up, where vectors make it
+    product_tiles: int = 1  # register tiles of rows that are multiplied as one
+    tiles: str = ""  # what makes the products, where AMX tiles do: a key of ``amx.TILE_UNITS``
+    has_prefetch: bool = True  # whether the next piece of memory is prefetched, into all caches
 
     @property
     def pack(self) -> int:

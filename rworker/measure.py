@@ -20,7 +20,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels.isa import default_level
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
@@ -60,11 +59,6 @@ class Host:
     num_workers: int
     num_threads: int
     """Of each."""
-
-
-def attention_isa() -> str:
-    """Return the instruction set that this host's attention kernels use."""
-    return default_level().name
 
 
 @dataclass(frozen=True)

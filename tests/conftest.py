@@ -73,7 +73,7 @@ LONGEST = (
     "cli/test_doctor.py",
     "server/test_serve_over_mpi_and_zmq.py",
     "server/test_openai_client.py",
-    "engine/test_late_device.py",
+    "engine/test_recorded_device.py",
     "server/test_conversations.py",
     "engine/test_simulated_faults.py",
     "cost_model/test_replanning.py",

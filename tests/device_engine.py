@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from checkpoints import prompts
+from recorded_gpu import RecordedGpu
 from schedule_choices import schedule_options
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +45,7 @@ from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import GrammarMasks
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
+from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, AttendResult, Hello, ToRWorker
 from sworker.device import Gpu
 from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
@@ -50,6 +54,7 @@ from sworker.paged import PagedKV
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
 from sworker.ranks.sharding import parallelize, shard_kv
+from sworker.sampling.sampler import Drawing, SampledToken
 from sworker.worker import SWorker
 
 CPU = torch.device("cpu")
@@ -62,9 +67,13 @@ SWAPPED_BYTES = 2_000_000
 def device_engine(
     path: Path, gpu: Gpu | None, ranks: Ranks | None = None, **options: Any
 ) -> Iterator[Engine]:
-    """An engine of float32 on ``gpu``, which takes in operators from then on;
-    None: on the CPU. ``ranks``: S-workers that act as one, of which this one is
-    the first; each keeps K and V on its device."""
+    """Start an engine of float32 on ``gpu``, which takes in operators from then on.
+
+    Args:
+        gpu: None for the CPU.
+        ranks: S-workers that act as one, of which this one is the first. Each keeps K and V
+            on its device.
+    """
     shard = None if ranks is None else ranks.shard
     spec, model = load_model(path, device=CPU, dtype=torch.float32, shard=shard)
     if ranks is not None:
@@ -138,12 +147,20 @@ def _running(
         for lane in range(lanes if direct else 0):
             staging: Any = plan.staging(lane)
             staging._direct_bytes = 0
+        if isinstance(gpu, RecordedGpu):
+            record_messages(gpu, fleet)
+            for lane in range(lanes):
+                record_landing(gpu, plan.staging(lane))
+                if graphs is not None:
+                    gpu.stays(graphs.buffers(lane).o)
         attention = plan
         if beside is not None:
             whole = whole_steps(s_worker, beside)
             if whole is not None:
                 whole.prepare(only_lane=0)
             attention = MixedAttention(plan, beside, gpu, DeviceLane(whole))
+    if isinstance(gpu, RecordedGpu):
+        record_drawn(gpu, s_worker)
     see(attention)
     options = schedule_options(
         "greedy", 1 if device_blocks else lanes, max_num_sequences=8, max_step_tokens=8 + 24,
@@ -167,6 +184,58 @@ def _running(
         )
     finally:
         reached.close(fleet.lost, 30.0)
+
+
+def record_messages(gpu: RecordedGpu, fleet: WorkerPool) -> None:
+    """R-workers read what was lent to them until they answer, and write their answers."""
+    lent: dict[HolderId, deque[Attend]] = defaultdict(deque)
+    send, receive = fleet.send, fleet.receive
+
+    def sent(holder: HolderId, message: ToRWorker) -> None:
+        if isinstance(message, Attend):
+            read(message, "what is sent")
+            lent[holder].append(message)
+        send(holder, message)
+
+    def received(*, most_s: float = math.inf) -> Any:
+        found = receive(most_s=most_s)
+        if found is not None and isinstance(found[1], AttendResult):
+            if lent[found[0]]:  # not of a device, which is sent nothing
+                read(lent[found[0]].popleft(), "what was lent")
+            if not gpu.reads(found[1].o):
+                gpu.host(found[1].o)
+            gpu.write(found[1].o, "an answer")
+        return found
+
+    def read(message: Attend, what: str) -> None:
+        for array in (message.q, message.k, message.v):
+            gpu.read(array, what)
+
+    fleet.send, fleet.receive = sent, received  # type: ignore[method-assign]
+
+
+def record_landing(gpu: RecordedGpu, staging: Any) -> None:
+    """The host writes what arrives beside torch, unless the device reads it from where it is."""
+    receive = staging.receive
+
+    def received(array: np.ndarray, o: torch.Tensor, rows: slice) -> None:
+        if array.nbytes < staging._direct_bytes:
+            gpu.write(staging._step.landing[rows], "what arrives")
+        receive(array, o, rows)
+
+    staging.receive = received
+
+
+def record_drawn(gpu: RecordedGpu, s_worker: SWorker) -> None:
+    """The host reads drawn tokens once they have come."""
+    drawn = s_worker.drawn
+
+    def read(drawing: Drawing) -> list[SampledToken]:
+        drawing.wait()
+        gpu.read(drawing._fetched.host.numpy(), "what was drawn")
+        return drawn(drawing)
+
+    s_worker.drawn = read  # type: ignore[method-assign]
 
 
 def _sent_away(device: HolderId, layout: Layout) -> HybridOptions:

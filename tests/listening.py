@@ -33,13 +33,10 @@ class RWorker:
     def address(self) -> str:
         return self.listener.address
 
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(connection.buffer_bytes for connection in self.listener.connections)
-
     def has_nothing(self) -> bool | None:
-        is_idle = not self.neighbours.num_connections and not self.buffer_bytes
-        return True if is_idle and not list(self.state._caches) else None
+        has_buffers = any(x.pool.num_bytes for x in self.listener.connections)
+        is_connected = any(x.readable for x in self.neighbours.made)
+        return not (has_buffers or is_connected or list(self.state._caches)) or None
 
 
 @contextlib.contextmanager

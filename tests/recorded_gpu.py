@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from sworker.swap.host import HostKV, Staged
+
 HOST, COMPUTE = "host", "compute"
 _PAGE_BITS = 12
 Clock = dict[str, int]
@@ -362,3 +364,18 @@ def _spans(values: object) -> Iterator[Span]:
     for x in tree_iter(values):
         if isinstance(x, Tensor) and (span := span_of(x)):
             yield span
+
+
+def record_places(gpu: RecordedGpu, host: HostKV) -> None:
+    """Record the host's own writes to swapped KV, which torch does not see."""
+    place = host.place
+
+    def placed(slots: np.ndarray, staged: Staged) -> None:
+        for rows, came in zip(host._rows, staged.rows, strict=True):
+            gpu.read(came, "what has come")
+            for there in rows:
+                for slot in slots.tolist():
+                    gpu.write(there[slot], "its place on the host")
+        place(slots, staged)
+
+    host.place = placed  # type: ignore[method-assign]

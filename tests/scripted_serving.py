@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdecode.cli.options import add_options, given
-from fastdecode.cli.serve import exit_code
 from fastdecode.conversations.conversations import Keeping
 from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
@@ -187,7 +186,7 @@ def main() -> int:
     serve = Serving(service, bridge, signals, lambda: None, lambda text: print(text, flush=True))
     ending = serve.run(options.drain_timeout_s)
     http.close()
-    return exit_code(ending)
+    return ending
 
 
 if __name__ == "__main__":

@@ -28,15 +28,31 @@ KV_BYTES = 200_000
 
 
 class Worker:
-    """A state machine whose books are checked after every message."""
+    """A state machine whose books are checked after every message; its peer is 0,
+    where none is named."""
 
     def __init__(self, kv_bytes: int = KV_BYTES, **options: Any) -> None:
         self.state = RWorkerState("r7", kv_bytes=kv_bytes, num_threads=3, **options)
 
     def tell(self, message: Any) -> tuple[Instruction, ...]:
-        instructions = self.state.handle(0, message)
+        return self.say(0, message)
+
+    def say(self, peer: int, message: Any) -> tuple[Any, ...]:
+        instructions = self.state.handle(peer, message)
         self.state.check_invariants()
         return instructions
+
+    def lose(self, peer: int, *, may_return: bool = True) -> tuple[Instruction, ...]:
+        instructions = self.state.lost(peer, may_return=may_return)
+        self.state.check_invariants()
+        return instructions
+
+    def step_from(self, peer: int, begin: BeginStep, num_layers: int = NUM_LAYERS) -> None:
+        """All of a step, or only its first layers."""
+        self.say(peer, begin)
+        for layer in range(num_layers):
+            (compute,) = self.say(peer, attend(begin, layer, holder=begin.holder))
+            assert isinstance(compute, Compute) and compute.to == peer
 
     def answer(self, message: Any) -> Any:
         (instruction,) = self.tell(message)

@@ -3,13 +3,11 @@ file."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cost_model.goodput.placements import Degrees, InstanceHardware
-from cost_model.goodput.rates import Load, crossing, mean_ttft_s
 from cost_model.goodput.search import (
     Affinity,
     Objective,
@@ -20,7 +18,7 @@ from cost_model.goodput.search import (
     plan_high_affinity,
     plan_low_affinity,
 )
-from cost_model.goodput.simulator import simulate
+from cost_model.goodput.simulator import Load, simulate
 from cost_model.goodput.slo import Slo
 from cost_model.printing import counted, picked, round_to, seconds_text
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
@@ -52,7 +50,7 @@ class Question:
 
     @property
     def num_gpus(self) -> int:
-        return self.hardware.cluster.num_gpus
+        return self.hardware.num_gpus
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ class Answer:
     nearest: Nearest | None
     """Set if no plan keeps the SLO."""
     provenance: str
-    notes: tuple[str, ...]
     limits: tuple[str, ...]
     """Limits of the search that bind."""
 
@@ -170,7 +167,7 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
     )
     if not search.degrees():
         raise ConfigError(
-            f"{question.model} fits on no instance of up to {hardware.cluster.num_gpus} GPUs: take "
+            f"{question.model} fits on no instance of up to {hardware.num_gpus} GPUs: take "
             "larger GPUs, more a node, or a smaller dtype"
         )
     if question.affinity == "high":
@@ -190,7 +187,7 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
         f"{enough} each fewer instances would do"
         for degrees, (few, enough) in sorted(search.limits.items())
     )
-    return Answer(question, apart, colocated, nearest, times, tuple(_notes(search)), limits)
+    return Answer(question, apart, colocated, nearest, times, limits)
 
 
 def _nearest(search: Search) -> Nearest:
@@ -224,29 +221,6 @@ def _nearest(search: Search) -> Nearest:
     return Nearest(ttft_s, max(load.slo.tpot_s, _SLACK * tpot_s), degrees, sockets, is_bound)
 
 
-def _notes(search: Search) -> Iterator[str]:
-    """Yield what closed forms say of a mean prompt and its batches."""
-    hardware, (one, *more) = search.hardware, search.degrees()
-    mean_prompt = [max(1, round(hardware.mean_prompt))]
-
-    def prompt_s(degrees: Degrees) -> float:
-        return hardware.prefill(degrees).times.prefill_s(mean_prompt)
-
-    batch, prompt = hardware.prefill(one).batch_tokens, prompt_s(one)
-    mean_s = mean_ttft_s(prompt, prompt, search.rate)
-    mean = seconds_text(mean_s) if math.isfinite(mean_s) else "grows without end"
-    yield f"batches of prompts: up to {batch} tokens ({one})"
-    yield f"one GPU, prompts alone, closed form: mean TTFT {mean} at {search.rate:g}/s"
-    two = Degrees(2, 1)
-    speed_up = prompt / prompt_s(two) if one == Degrees(1, 1) and two in more else 0.0
-    if 1.0 <= speed_up <= 2.0:
-        below = round_to(crossing(speed_up) / prompt, 3)
-        yield (
-            f"two GPUs: tensor parallel is {round_to(speed_up, 3):g} times as fast, better than a "
-            f"pipeline below {below:g} requests a second"
-        )
-
-
 def as_json(answer: Answer) -> dict[str, Any]:
     question, best = answer.question, answer.best
     return {
@@ -261,7 +235,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "plans": {plan.kind: _plan_as_json(plan, answer) for plan in answer.plans},
         "times": answer.provenance,
         "workload": question.described,
-        **picked(answer, "notes limits"),
+        "limits": answer.limits,
     }
 
 
@@ -307,7 +281,6 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
         lines += ["", f"  Times     {answer.provenance}"]
         for plan in answer.plans:
             lines += _busy_lines(plan)
-        lines += [f"  Note      {note}" for note in answer.notes]
     return "\n".join(lines)
 
 

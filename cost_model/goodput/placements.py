@@ -16,8 +16,7 @@ from itertools import product
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
 from cost_model.hardware import Gpu
 from cost_model.plans.question import Setup
-from cost_model.predict import MAX_LANES, System
-from cost_model.step_time import SystemTime
+from cost_model.predict import MAX_LANES, System, SystemTime
 from cost_model.workload import Workload
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
@@ -54,60 +53,12 @@ class Pair:
     """A prefill and a decode instance, each cut in ``pp_cross`` segments, one per node."""
 
     pp_cross: int
-    tp_prefill: int
-    pp_prefill: int
-    tp_decode: int
-    pp_decode: int
+    prefill: Degrees
+    decode: Degrees
 
     @property
     def num_gpus(self) -> int:
-        return self.pp_cross * self.segment_gpus
-
-    @property
-    def segment_gpus(self) -> int:
-        return self.tp_prefill * self.pp_prefill + self.tp_decode * self.pp_decode
-
-    @property
-    def prefill(self) -> Degrees:
-        return Degrees(self.tp_prefill, self.pp_cross * self.pp_prefill)
-
-    @property
-    def decode(self) -> Degrees:
-        return Degrees(self.tp_decode, self.pp_cross * self.pp_decode)
-
-
-@dataclass(frozen=True)
-class GpuCluster:
-    """GPUs, and the model that is to be cut in parts."""
-
-    num_nodes: int
-    gpus_per_node: int
-    heads: int
-    layers: int
-
-    @property
-    def num_gpus(self) -> int:
-        return self.num_nodes * self.gpus_per_node
-
-    def instances(self) -> Iterator[Degrees]:
-        """Yield instances of one phase: stages of a node's GPUs, on as many nodes as they need.
-        Degrees divide heads and layers."""
-        for tp, pp in product(_divisors(self.heads), _divisors(self.layers)):
-            if tp <= self.gpus_per_node and tp * pp <= self.num_gpus:
-                stages_per_node = self.gpus_per_node // tp
-                if math.ceil(pp / stages_per_node) <= self.num_nodes:
-                    yield Degrees(tp, pp)
-
-    def pairs(self) -> Iterator[Pair]:
-        """Yield pairs whose segments fit on a node, in at most as many segments as nodes."""
-        layers, few = _divisors(self.layers), self.gpus_per_node
-        crosses = [pp for pp in layers if pp <= self.num_nodes]
-        tps = [tp for tp in _divisors(self.heads) if tp <= few]
-        pps = [pp for pp in layers if pp <= few]
-        for pair in map(Pair, *zip(*product(crosses, tps, pps, tps, pps), strict=True)):
-            divides = all(degrees.pp in layers for degrees in (pair.prefill, pair.decode))
-            if pair.segment_gpus <= few and divides:
-                yield pair
+        return self.prefill.num_gpus + self.decode.num_gpus
 
 
 def _divisors(number: int) -> list[int]:
@@ -136,9 +87,28 @@ class InstanceHardware:
     _systems: dict[int, System] = field(default_factory=dict)
 
     @property
-    def cluster(self) -> GpuCluster:
+    def num_gpus(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    def _degrees(self) -> Iterator[Degrees]:
+        """Yield degrees that divide heads and layers."""
         spec = self.setup.spec
-        return GpuCluster(self.num_nodes, self.gpus_per_node, spec.num_q_heads, spec.num_layers)
+        for tp, pp in product(_divisors(spec.num_q_heads), _divisors(spec.num_layers)):
+            yield Degrees(tp, pp)
+
+    def instances(self) -> Iterator[Degrees]:
+        """Yield instances of one phase: stages of a node's GPUs, on as many nodes as they need."""
+        for each in self._degrees():
+            if each.pp <= self.num_nodes * (self.gpus_per_node // each.tp):
+                yield each
+
+    def pairs(self) -> Iterator[Pair]:
+        """Yield pairs whose segments fit on a node, in at most as many segments as nodes."""
+        for cross in _divisors(self.setup.spec.num_layers):
+            most = cross * self.gpus_per_node if cross <= self.num_nodes else 0
+            cut = [x for x in self._degrees() if x.pp % cross == 0 and x.num_gpus < most]
+            pairs = (Pair(cross, *two) for two in product(cut, cut))
+            yield from (pair for pair in pairs if pair.num_gpus <= most)
 
     @property
     def token_bytes(self) -> float:

@@ -12,21 +12,29 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TextIO
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import TextIO, TypeVar
 
+import msgspec
 import numpy as np
 
 from cost_model.fit import non_negative
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
-from cost_model.goodput.rates import PRECISION, Load, greatest_rate
-from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    PRECISION,
+    GoodputRun,
+    Load,
+    greatest_rate,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Draw, drawn_from
 from cost_model.numbers import whole
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 from fastdecode.schedule.times import Prompts, StepTime
 
+T = TypeVar("T")
 HEADROOM = 1.2
 """Goodput above this many times the arriving rate counts for nothing."""
 SEEDS = (0, 1, 2, 3, 4)
@@ -59,8 +67,8 @@ class InstanceTotals:
     """Time in which tokens were being fetched."""
 
     def since(self, before: InstanceTotals) -> InstanceTotals:
-        names = [field.name for field in fields(self)]
-        return InstanceTotals(*(getattr(self, name) - getattr(before, name) for name in names))
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return InstanceTotals(*(now - then for now, then in pairs))
 
 
 @dataclass(frozen=True)
@@ -289,28 +297,12 @@ def to_json(asked: RoleQuestion | JudgedRoles) -> str:
     return json.dumps(asdict(asked))
 
 
-def question_from_json(text: str) -> RoleQuestion:
-    """
-    Raises:
-        ValueError, KeyError or TypeError: If the text is not a question.
-    """
-    tree = json.loads(text)
-    profile = {**tree["profile"], "times": LinearTimes(**tree["profile"]["times"])}
-    lengths = tuple((int(prompt), int(output)) for prompt, output in tree["sample"]["lengths"])
-    sample = TrafficSample(**{**tree["sample"], "lengths": lengths})
-    slo, present = Slo(**tree["slo"]), Roles(**tree["present"])
-    return RoleQuestion(InstanceProfile(**profile), sample, slo, present)
-
-
-def judged_from_json(text: str) -> JudgedRoles:
-    """
-    Raises:
-        ValueError, KeyError or TypeError: If the text is not an answer.
-    """
-    tree: dict[str, Any] = json.loads(text)
-    return JudgedRoles(**{**tree, **{name: Roles(**tree[name]) for name in ("present", "best")}})
+def from_json(text: str, kind: type[T]) -> T:
+    """Raises ValueError: If the text is not one of ``kind``."""
+    return msgspec.convert(json.loads(text), kind)
 
 
 def main(questions: TextIO = sys.stdin, answers: TextIO = sys.stdout) -> None:
     os.nice(_NICEST)
-    print(to_json(question_from_json(questions.read()).answer()), file=answers, flush=True)
+    question = from_json(questions.read(), RoleQuestion)
+    print(to_json(question.answer()), file=answers, flush=True)

@@ -15,16 +15,23 @@ from typing import Literal, TypeAlias
 
 from cost_model.goodput.instances import DecodeSpec, PrefillSpec
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair, prompts_of
-from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.simulator import GoodputRun, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    GoodputRun,
+    Load,
+    greatest_rate,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import RequestTimes
 from cost_model.numbers import largest, smallest, whole
 
 Role = Literal["prefill", "decode", "both"]
 Affinity = Literal["high", "low"]
 Objective = Literal["gpu", "cost"]
+Kind: TypeAlias = Role | Literal["pair"]
 What: TypeAlias = Degrees | Pair
-Requests: TypeAlias = list[tuple[float, int, int]]
+Run: TypeAlias = Callable[[list[tuple[float, int, int]], int], GoodputRun]
+"""Runs requests through a number of instances or pairs."""
 _SLACK = 1.25
 """Bounds from means are this much above what they say."""
 _MAX_INSTANCES = 1 << 12
@@ -131,61 +138,6 @@ class PlacementPlan:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    run: Callable[[Requests, int], GoodputRun]
-    """Runs requests through this many of them."""
-    most: float
-    """Requests per second of one: about an upper bound."""
-
-
-@dataclass
-class Phase:
-    """Instances of one kind and number of sockets, and how many carry the rate."""
-
-    load: Load
-    rate: float
-    """Requests per second. More counts for nothing."""
-    num_gpus: int
-    """GPUs at hand. If more instances are needed, one is simulated with its part of the rate."""
-    simulated: Callable[[What, int], Simulated]
-    progress: Callable[[], object] = lambda: None
-    _goodputs: dict[tuple[What, int], float] = field(default_factory=dict)
-
-    def goodput(self, what: What, sockets: int) -> float:
-        """Return requests per second of one. 0 if it meets the SLO at no rate."""
-        found = self._goodputs.get((what, sockets))
-        if found is None:
-            one = self.simulated(what, sockets)
-            most = min(self.rate, one.most)
-            found = greatest_rate(self.load, lambda r: one.run(r, 1), most, self.rate)
-            self._goodputs[what, sockets] = found
-        return found
-
-    def fewest(self, what: What, sockets: int, most: int) -> int:
-        """Return the fewest, up to ``most``, that carry the rate together. 0 if none do."""
-        one = self.simulated(what, sockets)
-        least = whole(self.rate / one.most)
-        if least > most:
-            return 0
-        self.progress()
-
-        def carry(count: int) -> bool:
-            together = count if count * what.num_gpus <= self.num_gpus else 1
-            requests = self.load.requests(self.rate * together / count)
-            return self.load.is_carried(one.run(requests, together))
-
-        if most == _MAX_INSTANCES:
-            # As many as one's goodput says. With queues of their own it may take some more.
-            goodput = self.goodput(what, sockets)
-            most = whole(self.rate / goodput) if goodput else 0
-            while 0 < most < _MAX_INSTANCES and not carry(most):
-                most += 1 + most // 8
-        if most and carry(most):
-            return smallest(carry, most, above=least - 1)
-        return 0
-
-
-@dataclass(frozen=True)
 class Chosen:
     what: What
     sockets: int
@@ -206,20 +158,46 @@ class Search:
     """Where more sockets than there may be would do with fewer instances: the chosen number of
     sockets, and that number."""
     _num_found: int = 0
+    _goodputs: dict[tuple[Kind, What, int], float] = field(default_factory=dict)
 
-    def phase(self, kind: Role | Literal["pair"]) -> Phase:
-        """Return prompts alone, judged by TTFT; tokens alone, by TPOT; or both, by both."""
+    def goodput(self, kind: Kind, what: What, sockets: int) -> float:
+        """Return requests per second of one. 0 if it meets the SLO at no rate."""
+        found = self._goodputs.get((kind, what, sockets))
+        if found is None:
+            run, most = self.simulated(kind, what, sockets)
+            most = min(self.rate, most)
+            found = greatest_rate(self.load, lambda r: run(r, 1), most, self.rate)
+            self._goodputs[kind, what, sockets] = found
+        return found
 
-        def simulated(what: What, sockets: int) -> Simulated:
-            return self._simulated(kind, what, sockets)
+    def fewest(self, kind: Kind, what: What, sockets: int, most: int) -> int:
+        """Return the fewest, up to ``most``, that carry the rate together. 0 if none do."""
+        run, most_each = self.simulated(kind, what, sockets)
+        least = whole(self.rate / most_each)
+        if least > most:
+            return 0
+        self._num_found += 1
+        self.progress(f"{self._num_found} instances and pairs simulated")
 
-        def tell() -> None:
-            self._num_found += 1
-            self.progress(f"{self._num_found} instances and pairs simulated")
+        def carry(count: int) -> bool:
+            # Of more than there are GPUs for, one is simulated with its part of the rate.
+            together = count if count * what.num_gpus <= self.hardware.num_gpus else 1
+            requests = self.load.requests(self.rate * together / count)
+            return self.load.is_carried(run(requests, together))
 
-        return Phase(self.load, self.rate, self.hardware.cluster.num_gpus, simulated, tell)
+        if most == _MAX_INSTANCES:
+            # As many as one's goodput says. With queues of their own it may take some more.
+            goodput = self.goodput(kind, what, sockets)
+            most = whole(self.rate / goodput) if goodput else 0
+            while 0 < most < _MAX_INSTANCES and not carry(most):
+                most += 1 + most // 8
+        if most and carry(most):
+            return smallest(carry, most, above=least - 1)
+        return 0
 
-    def _simulated(self, kind: str, what: What, sockets: int) -> Simulated:
+    def simulated(self, kind: Kind, what: What, sockets: int) -> tuple[Run, float]:
+        """Return what runs requests through a number of them, and about the most requests per
+        second of one. Prompts alone are judged by TTFT, tokens alone by TPOT."""
         most, prefill, decode = math.inf, list[PrefillSpec](), list[DecodeSpec]()
         if kind != "decode":
             prefill = [self.hardware.prefill(what.prefill)]
@@ -229,8 +207,8 @@ class Search:
             decode = [self.hardware.decode(what.decode, sockets)]
             most = min(most, self._max_decoding(decode[0]))
         if kind == "both":
-            return Simulated(lambda r, num: simulate_colocated(r, decode * num, STEP_TOKENS), most)
-        return Simulated(lambda r, num: simulate(r, prefill * num, decode * num), most)
+            return lambda r, num: simulate_colocated(r, decode * num, STEP_TOKENS), most
+        return lambda r, num: simulate(r, prefill * num, decode * num), most
 
     def _max_decoding(self, spec: DecodeSpec) -> float:
         """Return requests per second of the largest batch that keeps the TPOT at mean contexts."""
@@ -247,16 +225,16 @@ class Search:
         return _SLACK * most
 
     def degrees(self) -> list[Degrees]:
-        found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
+        found = [each for each in self.hardware.instances() if self.hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 
-    def _cost(self, what: What, sockets: int, count: int) -> tuple[float, float]:
-        gpus = count * what.num_gpus
-        price = self.prices.of(gpus, count * sockets)
+    def _cost(self, chosen: Chosen) -> tuple[float, float]:
+        gpus = chosen.count * chosen.what.num_gpus
+        price = self.prices.of(gpus, chosen.count * chosen.sockets)
         return (gpus, price) if self.objective == "gpu" else (price, gpus)
 
     def cheapest(
-        self, phase: Phase, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
+        self, kind: Kind, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
     ) -> Chosen | None:
         """Return what carries the rate at the least cost. None if nothing does.
 
@@ -264,23 +242,21 @@ class Search:
             candidates: Instances or pairs, and the sockets of each.
             than: What the result must be cheaper than.
         """
-        best, least = None, (math.inf, math.inf)
-        if than is not None:
-            least = self._cost(than.what, than.sockets, than.count)
+        best, least = None, (math.inf, math.inf) if than is None else self._cost(than)
         for what, sockets in candidates:
             most = self._most_below(least, what, sockets)
-            count = phase.fewest(what, sockets, most) if most else 0
+            count = self.fewest(kind, what, sockets, most) if most else 0
             if count:
                 best = Chosen(what, sockets, count)
-                least = self._cost(what, sockets, count)
+                least = self._cost(best)
         return best
 
     def _most_below(self, least: tuple[float, float], what: What, sockets: int) -> int:
         """Return how many instances would still cost less. 0 if not even one."""
-        return largest(lambda count: self._cost(what, sockets, count) < least, _MAX_INSTANCES)
+        return largest(lambda n: self._cost(Chosen(what, sockets, n)) < least, _MAX_INSTANCES)
 
     def choose(
-        self, phase: Phase, whats: Sequence[What], sockets_per_node: int | None = None
+        self, kind: Kind, whats: Sequence[What], sockets_per_node: int | None = None
     ) -> Chosen | None:
         """Return the cheapest, with K and V on GPUs or on R-workers, and set ``limits``.
 
@@ -288,12 +264,12 @@ class Search:
             sockets_per_node: Sockets that a node's instances share by their GPUs. None if an
                 instance may have as many as there are.
         """
-        best = self.cheapest(phase, self._with_sockets(whats, sockets_per_node))
+        best = self.cheapest(kind, self._with_sockets(whats, sockets_per_node))
         if best is not None:
             tried = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}
             every = self.hardware.sockets(best.what.decode, limited=False)
             beyond = ((best.what, count) for count in every if count > max(tried))
-            cheaper = self.cheapest(phase, beyond, best)
+            cheaper = self.cheapest(kind, beyond, best)
             if cheaper is not None:
                 self.limits[best.what.decode] = best.sockets, cheaper.sockets
         return best
@@ -310,22 +286,24 @@ class Search:
             for sockets in self.hardware.sockets(what.decode, share):
                 yield what, sockets
 
-    def group(self, role: Role, phase: Phase, chosen: Chosen) -> InstanceGroup:
+    def group(self, role: Role, chosen: Chosen) -> InstanceGroup:
         """Return the instances of one role. One by itself carries at least its share."""
         what, sockets = chosen.what, 0 if role == "prefill" else chosen.sockets
-        goodput = max(phase.goodput(what, sockets), self.rate / chosen.count)
+        goodput = max(self.goodput(role, what, sockets), self.rate / chosen.count)
         degrees = what.prefill if role == "prefill" else what.decode
         return InstanceGroup(role, degrees, chosen.count, sockets, goodput)
+
+    def run(self, kind: Kind, chosen: Chosen) -> GoodputRun:
+        run, _ = self.simulated(kind, chosen.what, chosen.sockets)
+        return run(self.load.requests(self.rate), chosen.count)
 
 
 def plan_colocated(search: Search, sockets_per_node: int | None = None) -> PlacementPlan | None:
     """Plan instances for both phases. None if none keeps the SLO."""
-    phase, requests = search.phase("both"), search.load.requests(search.rate)
-    chosen = search.choose(phase, search.degrees(), sockets_per_node)
+    chosen = search.choose("both", search.degrees(), sockets_per_node)
     if chosen is None:
         return None
-    run = phase.simulated(chosen.what, chosen.sockets).run(requests, chosen.count)
-    group = search.group("both", phase, chosen)
+    group, run = search.group("both", chosen), search.run("both", chosen)
     return PlacementPlan("colocated", (group,), chosen.count * group.goodput, search.load, run)
 
 
@@ -337,13 +315,11 @@ def plan_high_affinity(search: Search) -> PlacementPlan | None:
     breaks more gets an instance more, a few times.
     """
     hardware, load, degrees = search.hardware, search.load, search.degrees()
-    prompts, tokens = search.phase("prefill"), search.phase("decode")
-    best_prompts = search.cheapest(prompts, ((each, 0) for each in degrees))
-    best_tokens = search.choose(tokens, degrees) if best_prompts is not None else None
+    best_prompts = search.cheapest("prefill", ((each, 0) for each in degrees))
+    best_tokens = search.choose("decode", degrees) if best_prompts is not None else None
     if best_prompts is None or best_tokens is None:
         return None
-    prefill = search.group("prefill", prompts, best_prompts)
-    decode = search.group("decode", tokens, best_tokens)
+    prefill, decode = search.group("prefill", best_prompts), search.group("decode", best_tokens)
     first = hardware.prefill(prefill.degrees)
     second = hardware.decode(decode.degrees, decode.sockets)
     requests = load.requests(search.rate)
@@ -354,7 +330,7 @@ def plan_high_affinity(search: Search) -> PlacementPlan | None:
         is_first_late = 2 * late >= len(broken)
         more = prefill if is_first_late else decode
         used = prefill.num_gpus + decode.num_gpus + more.degrees.num_gpus
-        if load.is_carried(run) or used > hardware.cluster.num_gpus:
+        if load.is_carried(run) or used > hardware.num_gpus:
             break
         more = replace(more, count=more.count + 1)
         prefill, decode = (more, decode) if is_first_late else (prefill, more)
@@ -366,17 +342,15 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     """Plan pairs whose segments stay on a node, as algorithm 2 has them, with their part of its
     sockets. None if no pair keeps the SLO."""
     hardware = replace(search.hardware, crosses_nodes=False)
-    search = replace(search, hardware=hardware)
-    every = sorted(hardware.cluster.pairs(), key=lambda each: (each.num_gpus, each))
+    search = replace(search, hardware=hardware, _goodputs={})
+    every = sorted(hardware.pairs(), key=lambda each: (each.num_gpus, each))
     pairs = [each for each in every if hardware.fits(each.prefill) and hardware.fits(each.decode)]
-    phase, requests = search.phase("pair"), search.load.requests(search.rate)
-    chosen = search.choose(phase, pairs, sockets_per_node)
+    chosen = search.choose("pair", pairs, sockets_per_node)
     if chosen is None:
         return None
     pair = chosen.what
     assert isinstance(pair, Pair)
-    run = phase.simulated(pair, chosen.sockets).run(requests, chosen.count)
     roles: tuple[Role, ...] = ("prefill", "decode")
-    groups = tuple(search.group(role, search.phase(role), chosen) for role in roles)
-    goodput = max(search.rate, chosen.count * phase.goodput(pair, chosen.sockets))
+    run, groups = search.run("pair", chosen), tuple(search.group(role, chosen) for role in roles)
+    goodput = max(search.rate, chosen.count * search.goodput("pair", pair, chosen.sockets))
     return PlacementPlan("disaggregated", groups, goodput, search.load, run, pair.pp_cross)

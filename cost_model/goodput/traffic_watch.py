@@ -52,7 +52,6 @@ class Estimate:
 class Traffic:
     """Arrivals as a gamma process, lengths, and the share that kept the SLO."""
 
-    num_requests: int
     rate: Estimate
     """Requests per second."""
     cv: Estimate
@@ -64,21 +63,6 @@ class Traffic:
     """Prompt and output tokens of finished requests."""
     kept: Estimate
     """Share of finished requests that kept the SLO."""
-
-    def shift_from(self, planned: Traffic, shift: float) -> str | None:
-        """Return what differs by more than this part. None if nothing does."""
-        for name in ("rate", "cv", "prompts", "outputs"):
-            now, then = getattr(self, name), getattr(planned, name)
-            if now.is_off(then, shift):
-                return f"{name} {then.value:.4g} -> {now.value:.4g}"
-        return None
-
-    def shortfall(self, slo: Slo, points: float) -> str | None:
-        """Return how far attainment falls short, if by more than this. None if it does not."""
-        short = slo.attainment - self.kept.value
-        if short > points and short - points > SURE * self.kept.error:
-            return f"{self.kept.value:.1%} keep the SLO, not {slo.attainment:.0%}"
-        return None
 
 
 def traffic(
@@ -102,7 +86,6 @@ def traffic(
         means = [float(batch.mean()) for batch in np.array_split(kept, _BATCHES)]
         error = float(np.std(means, ddof=1)) / math.sqrt(_BATCHES)
     return Traffic(
-        num,
         # The error of renewals, and that of gamma gaps' coefficient by the delta method.
         Estimate(rate, rate * cv / math.sqrt(num)),
         Estimate(cv, cv * math.sqrt((1 + cv * cv) / 2 / num)),
@@ -190,11 +173,15 @@ class TrafficWatch:
         if self.better is not None:
             return f"a second window, after one that wants {self.better}"
         rules = self.rules
-        shifted = found.shift_from(self._planned, rules.shift)
-        shifted = shifted or found.shortfall(self.slo, rules.short)
-        if shifted is None and now_s - self._judged_at >= rules.period_s:
-            return f"{rules.period_s:g} s are over"
-        return shifted
+        for name in ("rate", "cv", "prompts", "outputs"):
+            now, then = getattr(found, name), getattr(self._planned, name)
+            if now.is_off(then, rules.shift):
+                return f"{name} {then.value:.4g} -> {now.value:.4g}"
+        short = self.slo.attainment - found.kept.value
+        if short > rules.short and short - rules.short > SURE * found.kept.error:
+            return f"{found.kept.value:.1%} keep the SLO, not {self.slo.attainment:.0%}"
+        is_due = now_s - self._judged_at >= rules.period_s
+        return f"{rules.period_s:g} s are over" if is_due else None
 
     def decided(self, now_s: float, due: ReplanTrigger, judged: JudgedRoles | None) -> bool:
         """Take the judgement. None if there is none.

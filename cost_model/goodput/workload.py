@@ -24,10 +24,6 @@ GENERATOR = "NumPy PCG64"
 MAX_CV = 100.0
 MAX_LOG_SPREAD = 5.0
 MIN_REQUESTS = 300
-BAD_DISTANCE = 0.1
-_KS_POINTS = 20_001
-_SHORTEST_GAP = 1e-6
-"""Part of the mean. Clocks do not tell shorter gaps apart."""
 
 
 def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
@@ -91,24 +87,10 @@ def fit_trace(trace: RequestTrace) -> Fit:
         warnings.append(f"only {num} requests: a plan wants {MIN_REQUESTS} or more")
     if mean_s > 0:
         rate, cv = 1 / mean_s, min(MAX_CV, float(gaps.std() / mean_s))
-        distance = _gamma_distance(gaps / mean_s, cv)
-        if distance > BAD_DISTANCE:
-            warnings.append(
-                f"gamma gaps fit badly (distance {distance:.2f}): --replay keeps the trace's own"
-            )
     else:
         warnings.append("the requests arrive all at once: give --rate")
     prompt, output = np.mean(lengths_of(trace), axis=0).tolist()
     return Fit(num, rate, cv, prompt, output, tuple(warnings))
-
-
-def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
-    drawn = np.sort(np.maximum(unit_gaps(_KS_POINTS, cv, 0), _SHORTEST_GAP))
-    ordered = np.sort(np.maximum(gaps, _SHORTEST_GAP))
-    values = np.concatenate([ordered, drawn])
-    ours = np.searchsorted(ordered, values, side="right") / len(ordered)
-    theirs = np.searchsorted(drawn, values, side="right") / len(drawn)
-    return float(np.abs(ours - theirs).max())
 
 
 def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, seed: int) -> Draw:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from cost_model.plans.constraints import MAX_SOCKETS
-from cost_model.plans.question import Goal, Prices, Setup, split_counts
+from cost_model.plans.question import MAX_SOCKETS, Goal, Prices, Setup, split_counts
 from cost_model.plans.size import Headline, Job, Sizing, job
 from cost_model.plans.stages import PlanOf, slowest_stage
 from cost_model.printing import counted, labelled, rate_text, round_to, seconds_text, table
@@ -158,12 +157,6 @@ def _best(
         found.append(Choice(name, headline, copies, num_stages, cost, sizing.setup.is_without_gpu))
     why = f"{', '.join(row.name for row in sizing.in_the_way)}. Nearest: {sizing.nearest}"
     return next(iter(sort_choices(found, by)), why)
-
-
-def check_sort(by: str, prices: Prices | None) -> None:
-    """Raises ConfigError: If by cost, without prices."""
-    if by == "cost" and prices is None:
-        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
 
 
 def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:

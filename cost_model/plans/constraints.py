@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_model.numbers import at_most, smallest, whole
+from cost_model.plans.question import MAX_SOCKETS, Goal
 from cost_model.predict import System
 from cost_model.printing import bytes_text, counted, seconds_text
 
-MAX_SOCKETS = 100_000
 _FLAT = 4
 """Most sockets that share a host, and so its port."""
 _ROUNDING = 1e-12
@@ -25,18 +25,6 @@ class Constraint:
     detail: str
     """The numbers behind it, in words."""
     mend: str
-
-
-@dataclass(frozen=True)
-class Promises:
-    """What the user asked to hold. Steps of a sequence may take
-    ``step_limit_s``; inf if nothing was asked."""
-
-    step_limit_s: float
-    headroom: float
-    """The R-part must fit even if it takes this much longer than predicted: 0.1 is a tenth."""
-    replicas: int = 0
-    """Copies of every KV cache, on other R-workers."""
 
 
 def s_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
@@ -63,26 +51,24 @@ def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
 
 
 def constraints(
-    system: System, lane_batch: int, lanes: int, promises: Promises, cycle_s: float
+    system: System, lane_batch: int, lanes: int, goal: Goal, cycle_s: float
 ) -> tuple[Constraint, ...]:
     """Return what it takes that ``lanes`` lanes pass a layer every ``cycle_s``, that every promise
     is kept and that everything fits. Each resource serves the lanes in turn."""
     share_s = cycle_s / lanes
     rows = (
-        *_stages(system, lane_batch, promises, share_s),
-        _round_trips(system, lane_batch, promises, cycle_s),
-        *_room_and_latency(system, lane_batch, lanes, promises),
+        *_stages(system, lane_batch, goal, share_s),
+        _round_trips(system, lane_batch, goal, cycle_s),
+        *_room_and_latency(system, lane_batch, lanes, goal),
     )
     return (*rows[:-3], _messages(system, lane_batch, rows, share_s), *rows[-3:])
 
 
-def _stages(
-    system: System, lane_batch: int, promises: Promises, share_s: float
-) -> tuple[Constraint, ...]:
+def _stages(system: System, lane_batch: int, goal: Goal, share_s: float) -> tuple[Constraint, ...]:
     """Return stages whose time depends on the number of sockets, each within ``share_s``."""
     load = lane_batch * system.attended_tokens
     token_s, share = system.r.pace * system.r.token_s, seconds_text(share_s)
-    slow = 1.0 + promises.headroom
+    slow = 1.0 + goal.headroom
     balance = sockets_for(lambda p: system.r_s(lane_batch, p) * slow, share_s)
     read_s = load * system.r.read_token_s
     out, back = system.way_bytes(lane_batch)
@@ -153,13 +139,13 @@ def _messages(
     )
 
 
-def _round_trips(system: System, lane_batch: int, promises: Promises, cycle_s: float) -> Constraint:
+def _round_trips(system: System, lane_batch: int, goal: Goal, cycle_s: float) -> Constraint:
     """Check that a lane gets through S-part, network and R-part within a cycle."""
     lane_over = system.lane_over(lane_batch)
 
     def chain_s(sockets: float) -> float:
         lane = lane_over(sockets)
-        return lane.chain_s + lane.r_s * promises.headroom
+        return lane.chain_s + lane.r_s * goal.headroom
 
     lane = lane_over(1)
     s, out, back = (seconds_text(x) for x in (lane.s_s, lane.out_s, lane.back_s))
@@ -173,13 +159,13 @@ def _round_trips(system: System, lane_batch: int, promises: Promises, cycle_s: f
 
 
 def _room_and_latency(
-    system: System, lane_batch: int, lanes: int, promises: Promises
+    system: System, lane_batch: int, lanes: int, goal: Goal
 ) -> tuple[Constraint, ...]:
-    kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + promises.replicas)
-    copies = ", replicas included" if promises.replicas else ""
+    kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + goal.replicas)
+    copies = ", replicas included" if goal.replicas else ""
     s_bytes = s_memory_bytes(system, lane_batch, lanes)
-    limit_s = promises.step_limit_s
-    cycle_s = system.cycle_over(lane_batch, lanes, promises.headroom)
+    limit_s = system.step_limit_s(goal.latency_s, goal.tpot_s)
+    cycle_s = system.cycle_over(lane_batch, lanes, goal.headroom)
     if limit_s == math.inf:
         latency = Constraint("latency", 0, "nothing was asked", "")
     else:
@@ -195,7 +181,7 @@ def _room_and_latency(
     return (
         Constraint(
             "R DRAM capacity",
-            sockets_with_room(system, lane_batch, lanes, promises.replicas),
+            sockets_with_room(system, lane_batch, lanes, goal.replicas),
             f"{bytes_text(kv_bytes)} of KV cache{copies}, "
             f"{bytes_text(system.r.capacity_bytes)} usable a socket",
             "more memory, a smaller KV dtype",

@@ -67,8 +67,7 @@ def _generate(sizing: Sizing, plan: Plan, model: str) -> tuple[str, ...]:
     return ("generate", *(str(word) for option in options.items() for word in option))
 
 
-def _for_shell(line: str) -> str:
-    """Let the shell put the script's arguments in."""
+def _with_arguments(line: str) -> str:
     return line.replace("'$INPUT'", '"$INPUT"').replace("'$OUTPUT'", '"$OUTPUT"')
 
 
@@ -101,7 +100,7 @@ def _run_script(sizing: Sizing, plan: Plan, model: str, hosts: tuple[JobHost, ..
 set -eu
 INPUT=$1
 OUTPUT=$2
-{_for_shell(line.shown())}
+{_with_arguments(line.shown())}
 """
 
 
@@ -129,5 +128,5 @@ for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
   left=$((left - count))
 done
 fastdecode launch --hosts "$hosts" -- \\
-    {_for_shell(shlex.join(_generate(sizing, plan, model)))}
+    {_with_arguments(shlex.join(_generate(sizing, plan, model)))}
 """

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from cost_model.hardware import Cpu, Efficiency, Gpu, Hardware, Nic
 from cost_model.numbers import at_most, largest, smallest, whole
 from cost_model.plans.constraints import fastest, r_memory_bytes, s_worker_fits
-from cost_model.predict import MAX_LANES, System
-from cost_model.step_time import SystemTime
+from cost_model.predict import MAX_LANES, System, SystemTime
 from fastdecode.schedule.hybrid.forecast import Costs, Layout, paces
 
 _NEARLY = 0.95
@@ -244,46 +243,32 @@ def costs_of(
     return Costs(s_part, partial(device.r_part_s, 0), r_part, times.trip_s(lane_batch))
 
 
-@dataclass(frozen=True)
-class PlacementRates:
-    """Tokens per second by placement. None for one that can't run."""
-
-    gpu: float | None
-    r: float | None
-    hybrid: float | None
-
-    @property
-    def ranking(self) -> tuple[str, ...]:
-        """Placements that can run, the best first. Of those that give nearly the most, the
-        simplest is first: the GPU alone, R-workers, both."""
-        found = {name: rate for name, rate in vars(self).items() if rate is not None}
-        most = max(found.values(), default=0.0)
-        near = [name for name, rate in found.items() if rate >= _NEARLY * most]
-        rest = sorted(set(found).difference(near), key=lambda name: -found[name])
-        return (*near, *rest)
-
-    @property
-    def best(self) -> str | None:
-        return next(iter(self.ranking), None)
+def ranking(rates: Mapping[str, float]) -> list[str]:
+    """Return placements by tokens per second, the best first. Of those that give nearly the most,
+    the simplest is first: the GPU alone, R-workers, both."""
+    most = max(rates.values(), default=0.0)
+    near = [each for each in ("gpu", "r", "hybrid") if rates.get(each, -1.0) >= _NEARLY * most]
+    return near + sorted(rates.keys() - set(near), key=lambda each: -rates[each])
 
 
-def placement_rates(system: System, sockets: int, most_sequences: int) -> PlacementRates:
-    """Return what each placement gives with this many R-workers, one per socket."""
+def placement_rates(system: System, sockets: int, most_sequences: int) -> dict[str, float]:
+    """Return what each placement that can run gives with this many R-workers, one per socket."""
     alone = best_gpu_only(system, math.inf, most_sequences)
-    gpu = None if alone is None else alone.tokens_per_s
+    found = {} if alone is None else {"gpu": alone.tokens_per_s}
     if not sockets:
-        return PlacementRates(gpu, None, None)
-    rates = (
+        return found
+    rates = [
         system.predict(lane_batch, lanes, sockets).tokens_per_s
         for lane_batch, lanes in _lanes(most_sequences)
         if s_worker_fits(system, lane_batch, lanes)
         and r_memory_bytes(system, lane_batch, lanes) <= sockets * system.r.capacity_bytes
-    )
-    both = None
+    ]
+    if rates:
+        found["r"] = max(rates)
     if alone is not None:
         both = best_hybrid(system, alone, sockets, math.inf, most_sequences=most_sequences)
-    added = None if both is None else both.tokens_per_s
-    return PlacementRates(gpu, max(rates, default=None), added)
+        found["hybrid"] = both.tokens_per_s
+    return found
 
 
 def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:

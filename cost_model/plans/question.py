@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
-from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import MPI, LinkModel, RPartModel, SPartModel, Transport
 from cost_model.workload import FP8, TokenCosts, WeightBytes, Workload
@@ -22,6 +21,7 @@ from fastdecode.core.measurement import NetProfile, RProfile, SProfile
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_GPUS = 1024
+MAX_SOCKETS = 100_000
 MAX_NICS = 64
 MAX_BATCH = 1 << 20
 MAX_REQUESTS = 10**12
@@ -207,10 +207,6 @@ class Goal:
             return self.min_gain
         return 0.10 if self.max_sockets is None else 0.01
 
-    def promises(self, system: System) -> Promises:
-        step_limit_s = system.step_limit_s(self.latency_s, self.tpot_s)
-        return Promises(step_limit_s, self.headroom, self.replicas)
-
 
 @dataclass(frozen=True)
 class Prices:
@@ -251,11 +247,10 @@ class Prices:
         names = ("gpu_per_hour", "socket_per_hour")
         if set(tree) - {"currency", *names}:
             raise refuse(' may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
-        currency = tree.get("currency", "USD")
+        currency, tables = tree.get("currency", "USD"), [tree.get(name) for name in names]
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:
             raise refuse(': "currency" must be a short string')
-        for name in names:
-            table = tree.get(name)
+        for name, table in zip(names, tables, strict=True):
             if not isinstance(table, dict) or not table:
                 words = 'must be a table of prices by hardware name, or "default"'
                 raise refuse(f': "{name}" {words}')
@@ -263,7 +258,7 @@ class Prices:
                 if type(value) not in (int, float) or not 0 < value < 1e6:
                     words = f"{value!r} is not a price an hour above 0 and below 1e6"
                     raise refuse(f": {name}.{key} = {words}")
-        return cls(currency, tree[names[0]], tree[names[1]])
+        return cls(currency, *tables)
 
 
 def split_counts(spec: ModelSpec, more_than: int) -> list[int]:

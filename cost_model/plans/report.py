@@ -40,20 +40,6 @@ _PLAN = (
 )
 
 
-_RULES = (
-    "A step takes layers x max(lanes x S, lanes x messages, lanes x I/O, lanes x out, lanes x R, "
-    "lanes x back, S + messages + out + R + back + latency): each resource serves the lanes in "
-    "turn, and no lane overtakes itself.",
-    "The batch is the smallest, and the sockets are the fewest, that give all but {gain:.0%} of "
-    "the tokens/s that any batch gives; more sequences at once are taken if they save a fifth of "
-    "the sockets.",
-    "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
-    "The range in brackets has every input better, or worse, than thought by its own relative "
-    "error at once.",
-    "The GPU alone is taken at its best: attention at full bandwidth, no memory lost to paging.",
-)
-
-
 def as_text(sizing: Sizing, *, explain: bool = False) -> str:
     """Return the answer for people. ``explain`` adds the numbers behind every constraint and the
     source of every input."""
@@ -64,10 +50,6 @@ def as_text(sizing: Sizing, *, explain: bool = False) -> str:
             parts.append(f"With every KV cache on R-workers: {_pace(sizing.plan.expected)}")
         parts += [_constraints(sizing.plan, explain), _over_sockets(sizing), _what_ifs(sizing)]
     parts.append(_inputs(sizing, explain))
-    if explain:
-        rules = (rule.format(gain=sizing.goal.gain) for rule in _RULES)
-        lines = [line for rule in rules for line in paragraph(rule, indent=2, bullet="- ")]
-        parts.append("\n".join(["Rules", *lines]))
     return "\n\n".join(parts)
 
 
@@ -294,7 +276,7 @@ def _constraints(plan: Plan, explain: bool) -> str:
         asks = f"{row.min_sockets:,}" if row.min_sockets else "met"
         lines.append(f"  {row.name:<16} {asks:>7}{mark}")
         if explain:
-            lines += paragraph(row.detail, indent=6)
+            lines += paragraph(row.detail, " " * 6)
     return "\n".join(lines)
 
 
@@ -333,7 +315,7 @@ def _inputs(sizing: Sizing, explain: bool) -> str:
     for row in inputs_of(sizing):
         lines.append(f"  {row.name:<14} {row.value:<38} {row.provenance}")
         if explain and row.source:
-            lines += paragraph(row.source, indent=6)
+            lines += paragraph(row.source, " " * 6)
     return "\n".join(lines)
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cost_model.hardware import Gpu
 from cost_model.numbers import at_most, largest, smallest
 from cost_model.plans.constraints import (
-    MAX_SOCKETS,
     Constraint,
-    Promises,
     constraints,
     fastest,
     r_memory_bytes,
@@ -26,7 +25,7 @@ from cost_model.plans.constraints import (
     sockets_with_room,
 )
 from cost_model.plans.placement import best_gpu_only
-from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
+from cost_model.plans.question import MAX_BATCH, MAX_SOCKETS, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.printing import counted, rate_text, seconds_text
 from fastdecode.core.errors import ConfigError, Given
@@ -88,7 +87,10 @@ class Search:
 
     system: System
     goal: Goal
-    promises: Promises
+
+    @cached_property
+    def step_limit_s(self) -> float:
+        return self.system.step_limit_s(self.goal.latency_s, self.goal.tpot_s)
 
     @property
     def most_sockets(self) -> int:
@@ -110,19 +112,19 @@ class Search:
         S-worker's memory is too small."""
         if not s_worker_fits(self.system, lane_batch, lanes):
             return None
-        room = sockets_with_room(self.system, lane_batch, lanes, self.promises.replicas)
+        room = sockets_with_room(self.system, lane_batch, lanes, self.goal.replicas)
         return room if room <= self.most_sockets else None
 
     def best_sockets(self, lane_batch: int, lanes: int) -> int | None:
         """Return the sockets that give the most tokens per second. None if no number keeps the
         promises."""
-        system, promises = self.system, self.promises
+        system = self.system
         room = self._room(lane_batch, lanes)
         if room is None:
             return None
         best = max(room, fastest(system.cycle_over(lane_batch, lanes), self.most_sockets))
-        slow_s = system.cycle_over(lane_batch, lanes, promises.headroom)
-        limit_s = promises.step_limit_s / system.costs.num_layers
+        slow_s = system.cycle_over(lane_batch, lanes, self.goal.headroom)
+        limit_s = self.step_limit_s / system.costs.num_layers
         if limit_s != math.inf and not at_most(slow_s(best), limit_s):
             best = max(best, sockets_for(slow_s, limit_s) or MAX_SOCKETS + 1)
             if best > self.most_sockets or not at_most(slow_s(best), limit_s):
@@ -163,7 +165,7 @@ class Search:
             yield from (lane_batch,) if measured is None or lane_batch <= measured else ()
             return
         # Where nothing is promised of a step, room is all that it takes.
-        runs = self._room if self.promises.step_limit_s == math.inf else self.best_sockets
+        runs = self._room if self.step_limit_s == math.inf else self.best_sockets
         most = largest(lambda n: runs(n, lanes) is not None, measured or MAX_BATCH // lanes)
         if measured is not None:
             yield from (1 << i for i in range(most.bit_length()) if 1 << i < most)
@@ -187,8 +189,8 @@ class Search:
         return smallest(lambda batch: self.rate(batch, lanes) >= rate, known)
 
     def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:
-        for promises in (self.promises, replace(self.promises, headroom=0.0)):
-            rows = self.rows(lane_batch, lanes, wanted, promises)
+        for goal in (self.goal, replace(self.goal, headroom=0.0)):
+            rows = self.rows(lane_batch, lanes, wanted, goal)
             sockets = sockets_of(rows)
             if sockets is not None and sockets <= self.most_sockets:
                 break
@@ -200,18 +202,16 @@ class Search:
         def is_enough(batch: int) -> bool:
             if self.rate_on(batch, lanes, working) < wanted:
                 return False
-            needed = sockets_of(self.rows(batch, lanes, wanted, promises))
+            needed = sockets_of(self.rows(batch, lanes, wanted, goal))
             return needed is not None and needed <= working
 
         if self.goal.batch is None:
             lane_batch = smallest(is_enough, lane_batch)
-        return self.plan(lane_batch, lanes, working, self.rows(lane_batch, lanes, wanted, promises))
+        return self.plan(lane_batch, lanes, working, self.rows(lane_batch, lanes, wanted, goal))
 
-    def rows(
-        self, lane_batch: int, lanes: int, rate: float, promises: Promises
-    ) -> tuple[Constraint, ...]:
+    def rows(self, lane_batch: int, lanes: int, rate: float, goal: Goal) -> tuple[Constraint, ...]:
         cycle_s = self.batch(lane_batch, lanes) / (self.system.costs.num_layers * rate)
-        return constraints(self.system, lane_batch, lanes, promises, cycle_s)
+        return constraints(self.system, lane_batch, lanes, goal, cycle_s)
 
     def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
         """Return a plan. ``working``: sockets without spare ones."""
@@ -261,7 +261,7 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
     batch = 1 if goal.batch is None else goal.batch
     rows: list[tuple[Constraint, ...]] = []
     for lanes in search.num_lanes:
-        free = constraints(system, -(-batch // lanes), lanes, search.promises, math.inf)
+        free = constraints(system, -(-batch // lanes), lanes, goal, math.inf)
         if setup.is_without_gpu:
             advice = (row.mend.replace("more GPUs", "more memory") for row in free)
             free = tuple(
@@ -282,11 +282,11 @@ def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str,
                 f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
             )
             return in_the_way, nearest, plan
-    relaxed = replace(search, promises=replace(search.promises, step_limit_s=math.inf))
-    plan, _ = replace(relaxed, goal=replace(goal, batch=None)).best()
+    relaxed = replace(goal, latency_s=None, tpot_s=None)
+    plan, _ = replace(search, goal=replace(relaxed, batch=None)).best()
     if plan is not None:
-        return in_the_way, _shortest_step(relaxed), None
-    needed = sockets_of(constraints(system, 1, 1, search.promises, math.inf))
+        return in_the_way, _shortest_step(replace(search, goal=relaxed)), None
+    needed = sockets_of(constraints(system, 1, 1, goal, math.inf))
     if needed is None:
         return in_the_way, "more memory on the R-workers: not even one sequence has room", None
     room = f"{counted(needed + goal.survive, 'socket')}: one sequence has room there"
@@ -304,10 +304,10 @@ def _capped(row: Constraint, goal: Goal) -> Constraint:
 
 def _shortest_step(search: Search) -> str:
     """Return the latency that can be kept."""
-    system, headroom = search.system, search.promises.headroom
-    lanes = search.goal.lanes or 1
-    lane_batch = -(-(search.goal.batch or 1) // lanes)
-    cycle_s = system.cycle_over(lane_batch, lanes, headroom)
+    system, goal = search.system, search.goal
+    lanes = goal.lanes or 1
+    lane_batch = -(-(goal.batch or 1) // lanes)
+    cycle_s = system.cycle_over(lane_batch, lanes, goal.headroom)
     sockets = fastest(cycle_s, search.most_sockets)
     step_s = system.costs.num_layers * cycle_s(sockets)
     gpu, alone = best_gpu_only(system, math.inf, 1), ""

@@ -17,7 +17,6 @@ from typing import TypeAlias
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.numbers import at_most, smallest, whole
 from cost_model.plans.constraints import (
-    MAX_SOCKETS,
     Constraint,
     fastest,
     s_worker_fits,
@@ -28,13 +27,13 @@ from cost_model.plans.placement import (
     MOST_OF_GAIN,
     GpuOnly,
     Hybrid,
-    PlacementRates,
     best_gpu_only,
     best_hybrid,
     gpu_only_on,
     hybrid_on,
+    ranking,
 )
-from cost_model.plans.question import Goal, Prices, Setup, split_counts
+from cost_model.plans.question import MAX_SOCKETS, Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.printing import counted, rate_text
@@ -213,11 +212,10 @@ class Sizing:
     @property
     def placement(self) -> str | None:
         """KV placement that gives most, as ``--kv-placement auto`` has it. None if none runs."""
-        return PlacementRates(
-            gpu=None if self.gpu_only is None else self.gpu_only.tokens_per_s,
-            r=None if self.plan is None else self.plan.expected.tokens_per_s,
-            hybrid=None if self.hybrid is None else self.hybrid.tokens_per_s,
-        ).best
+        plan = self.plan and self.plan.expected
+        placed = {"gpu": self.gpu_only, "r": plan, "hybrid": self.hybrid}
+        rates = {name: each.tokens_per_s for name, each in placed.items() if each is not None}
+        return next(iter(ranking(rates)), None)
 
 
 def size(
@@ -252,14 +250,14 @@ def size(
 
 def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | None) -> Sizing:
     system = setup.system()
-    search = Search(system, goal, goal.promises(system))
+    search = Search(system, goal)
     plan, most = search.best()
     in_the_way: tuple[Constraint, ...] = ()
     feasible, nearest = plan is not None, ""
     if plan is None:
         in_the_way, nearest, plan = diagnose(setup, search)
     gain = 0.10 if setup.is_without_gpu else 0.0
-    limit_s, both = search.promises.step_limit_s, None
+    limit_s, both = search.step_limit_s, None
     gpu_only = best_gpu_only(system, limit_s, goal.batch, gain)
     if plan is not None and gpu_only is not None and not setup.is_without_gpu:
         sockets, part = plan.sockets, MOST_OF_GAIN
@@ -373,8 +371,7 @@ def _rivals(setup: Setup, goal: Goal) -> Iterator[WhatIf]:
 
 def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     system = setup.system()
-    step_limit_s = system.step_limit_s(goal.latency_s, goal.tpot_s)
-    alone = best_gpu_only(system, step_limit_s, goal.batch)
+    alone = best_gpu_only(system, Search(system, goal).step_limit_s, goal.batch)
     change = f"{setup.num_gpus} x {how}"
     if alone is None:
         return WhatIf(change, note="too small or too slow")

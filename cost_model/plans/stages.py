@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from cost_model.plans.constraints import s_worker_fits
@@ -20,18 +20,6 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.stages import layers_of_stages, stage_spec
 
 PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
-
-
-@dataclass(frozen=True)
-class StageShare:
-    stage: int
-    first_layer: int
-    num_layers: int
-    weight_bytes: int
-    """Bytes on each of its GPUs."""
-    num_gpus: int
-    sockets: int | None
-    """R-workers, one per socket. None if there is no plan."""
 
 
 def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Sizing:
@@ -74,18 +62,22 @@ def _stage_goal(goal: Goal, num_stages: int) -> Goal:
     )
 
 
-def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
-    """Return each stage's share. ``setup`` is the whole model's, ``sizing`` one stage's."""
+def _stages(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[dict[str, Any]]:
+    """Yield each stage's share: bytes of weights on each of its GPUs, and R-workers, one per
+    socket. ``setup`` is the whole model's, ``sizing`` one stage's."""
     spec, costs = setup.spec, setup.costs
     ends = spec.num_embedding_parameters + spec.num_head_parameters
-    sockets, shares = None if sizing.plan is None else sizing.plan.sockets, []
     for number, layers in enumerate(layers_of_stages(spec, num_stages)):
         num_bytes = sum(costs.layer_read_bytes(layer, math.inf) for layer in layers)
         num_bytes += 0 if number else ends * costs.weights.others
-        each_bytes, gpus = int(num_bytes / setup.num_gpus), setup.num_gpus
-        share = StageShare(number, layers.start, len(layers), each_bytes, gpus, sockets)
-        shares.append(share)
-    return tuple(shares)
+        yield {
+            "stage": number,
+            "first_layer": layers.start,
+            "num_layers": len(layers),
+            "weight_bytes": int(num_bytes / setup.num_gpus),
+            "num_gpus": setup.num_gpus,
+            "sockets": sizing.plan and sizing.plan.sockets,
+        }
 
 
 def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
@@ -94,7 +86,7 @@ def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any]
     if plan is None:
         return None
     return {
-        "stages": stage_shares(setup, num_stages, sizing),
+        "stages": tuple(_stages(setup, num_stages, sizing)),
         "batch": plan.batch * num_stages,
         "lanes": plan.lanes * num_stages,
         "sockets": plan.sockets * num_stages,
@@ -112,14 +104,14 @@ def stages_text(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
             f"at once in {counted(staged['lanes'], 'lane')}; {rate_text(staged['tokens_per_s'])} "
             f"tokens/s, {seconds_text(staged['tpot_s'])} a token"
         )
-    for share in stage_shares(setup, num_stages, sizing):
-        last = share.first_layer + share.num_layers - 1
-        beside = "" if share.stage else ", embedding and head"
-        gpus = f"on each of {share.num_gpus} GPUs" if share.num_gpus > 1 else "on a GPU"
-        gpus = "on a socket" if setup.is_without_gpu else gpus
-        r_workers = "" if share.sockets is None else f"; {counted(share.sockets, 'R-worker')}"
+    gpus = f"on each of {setup.num_gpus} GPUs" if setup.num_gpus > 1 else "on a GPU"
+    gpus = "on a socket" if setup.is_without_gpu else gpus
+    r_workers = "" if sizing.plan is None else f"; {counted(sizing.plan.sockets, 'R-worker')}"
+    for each in _stages(setup, num_stages, sizing):
+        last = each["first_layer"] + each["num_layers"] - 1
+        beside = "" if each["stage"] else ", embedding and head"
         yield (
-            f"  Stage {share.stage:<7}layers {share.first_layer}-{last}{beside}: weights "
-            f"{bytes_text(share.weight_bytes)} {gpus}{r_workers}"
+            f"  Stage {each['stage']:<7}layers {each['first_layer']}-{last}{beside}: weights "
+            f"{bytes_text(each['weight_bytes'])} {gpus}{r_workers}"
         )
     yield "Below, the plan of the slowest stage, as of a model of its own"

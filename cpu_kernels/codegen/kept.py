@@ -33,8 +33,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = sha256().digest_size
-_LONGEST_WAIT_S = 60.0
-"""For a process that compiles. It may have been stopped."""
+_LONGEST_WAIT_S = 60.0  # for a process that compiles, which may have been stopped
 _LOOK_EVERY_S = 0.02
 
 

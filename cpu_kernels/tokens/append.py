@@ -50,10 +50,8 @@ from cpu_kernels.tokens.job import (
     shift_of,
 )
 
-APPEND_SCRATCH_BYTES = 16 << 10
-"""What ``append_unit`` takes of a thread's memory."""
-TOKENS_AHEAD = 2
-"""Whose memory is asked for while a token is written."""
+APPEND_SCRATCH_BYTES = 16 << 10  # what ``append_unit`` takes of a thread's memory
+TOKENS_AHEAD = 2  # whose memory is asked for while a token is written
 
 
 @part

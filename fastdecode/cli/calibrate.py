@@ -28,7 +28,6 @@ from fastdecode.core.config.options import REQUIRED, check_options, option
 from fastdecode.core.errors import imports_for
 
 if TYPE_CHECKING:
-    from fastdecode.core.measurement import RProfile
     from fastdecode.measure.link import RConnection
 
 MAX_SIZES = 64
@@ -206,28 +205,8 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         f"R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
         f"read ceiling of {ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
         f"{seconds_text(fit.call_s)} a call; fit error {fit.relative_error:.1%}",
-        *_attention_rate(profile, fit.token_s),
     ]
     return _finish(asked.out, profile, doubts(profile, bytes_per_s=rate), lines, "cpu")
-
-
-def _attention_rate(profile: RProfile, token_s: float) -> list[str]:
-    """Return a line about what attention computes, beside the part of the peak that ``size``
-    counts, if that is known."""
-    from cost_model.hardware import Hardware
-    from rworker.measure import attention_isa
-
-    isa, group = attention_isa(), profile.num_q_heads // profile.num_kv_heads
-    alike = (cpu for cpu in Hardware.load().cpus.values() if isa.startswith(cpu.isa))
-    cpu = next(alike, None)
-    if cpu is None or token_s <= 0:
-        return []
-    rate = 4 * profile.num_q_heads * profile.head_dim / token_s / 1e9
-    share = cpu.attention_peak(profile.kv_dtype, group).value
-    return [
-        f"{rate:.3g} GFLOP/s of attention; by name, size counts at most {share:.0%} of the FMA "
-        f"peak at base clock ({cpu.isa}, {profile.kv_dtype}, {group} query heads a KV head)"
-    ]
 
 
 def run_calibrate_net(args: argparse.Namespace) -> int:

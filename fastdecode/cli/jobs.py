@@ -260,7 +260,7 @@ def _run(
     """
     from fastdecode.engine.llm import LLM
     from fastdecode.measure.chrome_trace import open_trace
-    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
+    from fastdecode.measure.status_file import RunningEngineStatus, status_file
     from fastdecode.measure.summary import render, summarise
 
     options = {**engine_options(args), **options}
@@ -269,7 +269,7 @@ def _run(
         open_trace(args.trace) as trace,
         LLM(args.model, progress=tell, trace=trace, **options) as llm,
         progress,
-        StatusFile(
+        status_file(
             args.status, args.command, RunningEngineStatus.of(llm, lambda: progress.state), tell
         ),
         asked_by_signals(stopping, f"fastdecode {args.command}"),

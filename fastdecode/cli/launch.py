@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +145,10 @@ def run_launch(args: argparse.Namespace) -> int:
         code, was_stopped = _run(line.words(), stop_signal, environ, report)
         truth = _truthful(code, report if reports else None, was_stopped=was_stopped)
         if truth not in (0, EXIT_INTERRUPTED) and not report.exists():
-            tell(_why_none_reported(code, [host.name for host in hosts]))
+            tell(
+                f"fastdecode launch: mpirun ended with exit code {code}, and the S-worker reported "
+                "no exit code: see the messages above, and check the names in --hosts"
+            )
         return truth
 
 
@@ -279,26 +281,6 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
         if code > 128:  # a signal ended the S-worker or mpirun
             return EXIT_WORKERS_LOST
         return code or 1
-
-
-def _why_none_reported(mpirun_code: int, hosts: Sequence[str]) -> str:
-    """Return a message for a job that failed without a report of its S-worker."""
-    unknown = []
-    for host in hosts:
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:
-            unknown.append(host)
-    said = (
-        f"fastdecode launch: mpirun ended with exit code {mpirun_code}, and the S-worker reported "
-        "no exit code: see the messages above"
-    )
-    if not unknown:
-        return said
-    return (
-        f"{said}. This host cannot resolve {', '.join(unknown)}: check --hosts, or name them by "
-        "IP address"
-    )
 
 
 def find_mpirun(given: str | None = None) -> str:

@@ -50,19 +50,19 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType({
     ),
     "merge": Command("jobs", "join the answers of a job's shards, in the order of the input"),
     "serve": Command("serve", "answer OpenAI's API over HTTP"),
-    "bench-serve": Command("bench.serve", "measure a server of OpenAI's API under a load"),
+    "bench-serve": Command("bench", "measure a server of OpenAI's API under a load"),
     "size": Command("size", "plan: which batch and how many CPU sockets keep a GPU busy"),
     "plan": Command("plan", "plan: machines for prompts and for tokens, and whether it pays", None),
     "calibrate": Command(
         "calibrate", "measure this machine, to plan with `fastdecode size`", None
     ),
     "bench": Command(
-        "bench.plan", "run a plan, or its scaled-down twin here: predicted against measured"
+        "bench", "run a plan, or its scaled-down twin here: predicted against measured"
     ),
     "simulate": Command("simulate", "compare schedules on a trace, without hardware"),
-    "r-worker": Command("r_worker", "serve as an R-worker, in an MPI job or at an address"),
+    "r-worker": Command("workers", "serve as an R-worker, in an MPI job or at an address"),
     "instance": Command(
-        "instance", "run one engine as an instance: it prefills or decodes for another process"
+        "workers", "run one engine as an instance: it prefills or decodes for another process"
     ),
     "launch": Command(
         "launch", "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts"
@@ -192,10 +192,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
-    wants_all = asked is None and "--help=all" in argv
     for name, command in COMMANDS.items():
         added = commands.add_parser(name, help=command.help)
-        if name == asked or wants_all:
+        if name == asked:
             module = import_module(f"fastdecode.cli.{command.module}")
             getattr(module, "add_" + name.replace("-", "_"))(added)
             if command.log_level is not None:

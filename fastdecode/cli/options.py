@@ -366,10 +366,10 @@ def measuring(
     Raises:
         ConfigError: If the file can't be written, or is one of ``outputs``.
     """
-    from fastdecode.measure.status_file import Measuring, StatusFile
+    from fastdecode.measure.status_file import Measuring, status_file
 
     if args.status is not None:
         check_paths(STANDARD, status=args.status, **outputs)
     watched = Measuring(tell, getattr(args, "model", None), progress)
-    with StatusFile(args.status, command, watched, tell):
+    with status_file(args.status, command, watched, tell):
         yield watched.say

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cost_model.disaggregate import Disaggregation, StageMemory, Streaming, Swapping
 from cost_model.hardware import Hardware
-from cost_model.plans.constraints import MAX_SOCKETS
-from cost_model.plans.question import Setup
+from cost_model.plans.question import MAX_SOCKETS, Setup
 from cost_model.workload import Workload
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
@@ -204,7 +203,7 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.answer import Question
     from cost_model.goodput.placements import InstanceHardware
-    from cost_model.goodput.rates import Load
+    from cost_model.goodput.simulator import Load
     from cost_model.goodput.slo import Slo
 
     nodes = read_options(args, Nodes)
@@ -352,7 +351,7 @@ def _fill(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: If the model, the GPU, or what the times depend on is missing.
     """
-    from cost_model.step_time import machine_times
+    from cost_model.predict import machine_times
 
     _need(args, "model", "gpu", "batch", "prompt_tokens", "tokens")
     stages = args.machines or 1

@@ -15,11 +15,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
-    EXIT_WORKERS_LOST,
     add_engine_options,
     add_exit_code_option,
     add_options,
@@ -50,14 +49,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from fastdecode.engine.llm import LLM
-    from fastdecode.engine.setup.launch import RunningEngine
     from fastdecode.server.link import Opening
     from fastdecode.server.serving import Ending, HttpProcess
 
 COMMAND = "fastdecode serve"
 EXPECTED_OUTPUT_TOKENS = 256
 LENGTH_QUANTILE = 0.9
-EXIT_HTTP_LOST = 5
 ENDS_WITHIN_S = 60.0  # longest time for the step in flight once all requests are answered
 
 
@@ -107,7 +104,7 @@ class Signals:
             return
         self.num_stops += 1
         if self.ending is not None:
-            self._leave(exit_code(self.ending))
+            self._leave(self.ending)
         elif self.num_stops > 2:  # something hangs
             self._leave(EXIT_SOME_FAILED)
         elif self.num_stops == 1 and self._interrupts:
@@ -214,7 +211,7 @@ def _load_and_serve(
         ) as llm:
             signals.begin()
             signals.ending = _serve(args, llm, http, options, signals)
-            code = exit_code(signals.ending)
+            code = int(signals.ending)
             # Should a step never end.
             timer = threading.Timer(ENDS_WITHIN_S, os._exit, (code or EXIT_SOME_FAILED,))
             timer.daemon = True
@@ -227,12 +224,19 @@ def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, signals: Signals
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
-    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
+    from fastdecode.engine.instances.status_report import status_to_json
+    from fastdecode.measure.status_file import RunningEngineStatus, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
-    bridge = Bridge(llm.service, http.channel, limits, _figures, options.write_timeout_s)
+    bridge = Bridge(
+        llm.service,
+        http.channel,
+        limits,
+        lambda running: status_to_json(running.engine.stats, running.engine.figures()),
+        options.write_timeout_s,
+    )
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
     bridge.start()
@@ -254,14 +258,8 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
+    with status_file(args.status, "serve", RunningEngineStatus.of(llm), tell):
         return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
-
-
-def _figures(running: RunningEngine) -> dict[str, Any]:
-    from fastdecode.engine.instances.status_report import status_to_json
-
-    return status_to_json(running.engine.stats, running.engine.figures())
 
 
 def _opening(
@@ -280,21 +278,9 @@ def _opening(
         sampling=sampling_given(args),
         max_model_len=identify(config, spec).max_model_len,
         vocab_size=spec.vocab_size,
-        expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
+        expected_output_tokens=args.expected_output_tokens,
         keys=keys,
         keeping=asdict(read_options(args, Keeping)),
         no_reuse=why_no_reuse(config),
         model_defaults=model_defaults(args),
     )
-
-
-def exit_code(ending: Ending) -> int:
-    """Return the exit code for the end of a server."""
-    from fastdecode.server.serving import Ending
-
-    return {
-        Ending.ALL_ANSWERED: 0,
-        Ending.SOME_CUT: EXIT_SOME_FAILED,
-        Ending.ENGINE_LOST: EXIT_WORKERS_LOST,
-        Ending.HTTP_LOST: EXIT_HTTP_LOST,
-    }[ending]

@@ -17,7 +17,7 @@ from cost_model.hardware import Cpu, Gpu, Hardware, described_cpu, is_described
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.shapes import known_models, read_model
 from cost_model.stages import MAX_IO_THREADS, TRANSPORTS
-from cost_model.workload import Workload, parse_kv_dtype
+from cost_model.workload import Workload
 from fastdecode.cli.options import (
     EXIT_INFEASIBLE,
     add_options,
@@ -28,6 +28,7 @@ from fastdecode.cli.options import (
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.config.s_part import MAX_PP
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile, read_profile
 from fastdecode.core.os_errors import explained
@@ -236,7 +237,7 @@ def _print_choices(
     args: argparse.Namespace, parts: Parts, hardware: Hardware, prices: Prices | None
 ) -> int:
     """Print one table instead of one plan. Returns the exit code."""
-    from cost_model.plans.choices import arrange, check_sort, choices_text, choose, sort_choices
+    from cost_model.plans.choices import arrange, choices_text, choose, sort_choices
     from cost_model.plans.size import size
     from cost_model.printing import json_text
 
@@ -248,7 +249,8 @@ def _print_choices(
     if parts.pp != 1:
         raise ConfigError(f"--pp {parts.pp} is for one plan, and this is a table. Remove it")
     by = args.sort or "tokens"
-    check_sort(by, prices)
+    if by == "cost" and prices is None:
+        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
     goal, workload = read_options(args, Goal), _workload(args)
 
     def plan(setup: Setup, asked: Goal) -> Any:
@@ -313,10 +315,12 @@ def read_setup(
     asked = gpu.dtype if args.dtype == "auto" and isinstance(gpu, SProfile) else args.dtype
     dtype = spec.choose_dtype(asked)
     kv_dtype = cpu.kv_dtype if isinstance(cpu, RProfile) else dtype.value
+    if args.kv_dtype != "auto":
+        kv_dtype = DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True).value
     return Setup(
         spec=spec,
         dtype=dtype,
-        kv_dtype=kv_dtype if args.kv_dtype == "auto" else parse_kv_dtype(args.kv_dtype),
+        kv_dtype=kv_dtype,
         gpu=gpu,
         cpu=cpu,
         nic=_profile(parts.nic, "nic", NetProfile, "net") or hardware.nic(parts.nic),

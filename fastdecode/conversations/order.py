@@ -232,16 +232,17 @@ class OpenTurn:
             if output is None:
                 continue
             self._is_over = True
-            kept = self._turns.act(
-                self._begun.end, self._turns.conversations, output.completions[0]
-            )
-            has_failed = True
+            end = self._begun.end, self._turns.conversations, output.completions[0]
+            kept = asyncio.wrap_future(self._turns.act(*end))
             try:
-                # A client that leaves during this leaves after it.
-                await asyncio.shield(asyncio.wrap_future(kept))
-                has_failed = False
+                await asyncio.wait({kept})
+            except asyncio.CancelledError:  # a client that leaves during this leaves after it
+                await asyncio.wait({kept})
+                raise
             finally:
+                has_failed = not kept.done() or kept.cancelled() or kept.exception() is not None
                 self._turns.leave(self, has_failed=has_failed)
+            kept.result()
 
     def leave(self, *, has_failed: bool) -> None:
         """End a turn that failed, or whose client left, without an answer. No effect once over."""

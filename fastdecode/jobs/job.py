@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -94,17 +94,6 @@ class AnswerRules:
     """True if lines whose workers were lost are answered with that error, not left to resume."""
 
 
-@dataclass
-class _OpenLine:
-    """A line whose prompts run."""
-
-    place: int
-    """Its place among the lines that are answered now."""
-    request: LineRequest
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
-    """Outputs by the prompt's place in the line."""
-
-
 class BatchJob:
     """A job that holds its output. ``opening`` makes it. Close it."""
 
@@ -133,11 +122,11 @@ class BatchJob:
         self._output = output
         self._done = recovered.done
         self._result = JobResult(found.num_lines, len(self._done), recovered.num_failed)
-        self._num_taken = 0
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: int | None = None
-        self._open: dict[int, _OpenLine] = {}
+        self._open: dict[int, tuple[LineRequest, dict[int, RequestOutput]]] = {}
+        """Lines whose prompts run, and outputs by the prompt's place in the line."""
         self._input_changed = False
 
     def __enter__(self) -> BatchJob:
@@ -219,8 +208,8 @@ class BatchJob:
                 if number in self._done:
                     self._note_done_turn(number, raw)
                     continue
-                place, self._num_taken = self._num_taken, self._num_taken + 1
-                for request in self._read(number, place, raw, llm):
+                self._output.expect(number)
+                for request in self._read(number, raw, llm):
                     if stopping.wanted:
                         return
                     yield request
@@ -228,9 +217,7 @@ class BatchJob:
                     return
             self._input_changed = reader.sha256 != self._survey.sha256
 
-    def _read(
-        self, number: int, place: int, raw: bytes | None, llm: LLM
-    ) -> list[PromptRequest | Turn]:
+    def _read(self, number: int, raw: bytes | None, llm: LLM) -> list[PromptRequest | Turn]:
         """Return a line's prompts, or answer it with an error and return none."""
         line_id: LineId | None = None
         conversation_id: str | None = None
@@ -253,9 +240,9 @@ class BatchJob:
                 conversation_id = conversation_id or error.conversation_id
             if conversation_id is not None:
                 self._failed_conversations.add(conversation_id)
-            self._refuse(number, place, None, line_id, error)
+            self._refuse(number, None, line_id, error)
             return []
-        self._open[number] = _OpenLine(place, request)
+        self._open[number] = request, {}
         return asked
 
     def _note_done_turn(self, number: int, raw: bytes | None) -> None:
@@ -301,16 +288,16 @@ class BatchJob:
     def _collect(self, output: RequestOutput, llm: LLM) -> None:
         """Answer a line once all of its prompts are done, or one has failed."""
         number, index = map(int, output.request_id.split("."))
-        line = self._open.get(number)
-        if line is None:
+        request, outputs = self._open.get(number, (None, {}))
+        if request is None:
             return  # another prompt of the line has failed
         if output.error is None:
-            line.outputs[index] = output
-            if len(line.outputs) == len(line.request.prompts):
+            outputs[index] = output
+            if len(outputs) == len(request.prompts):
                 del self._open[number]
-                outputs = [line.outputs[i] for i in range(len(line.outputs))]
-                answer = self._lines.answer(number, line.request, outputs, llm.codec)
-                self._write(number, line.place, output.prompt, answer, failed=False)
+                ordered = [outputs[i] for i in range(len(outputs))]
+                answer = self._lines.answer(number, request, ordered, llm.codec)
+                self._write(number, output.prompt, answer, failed=False)
             return
         del self._open[number]
         is_lost = not isinstance(output.error, (RequestError, CapacityError))
@@ -318,15 +305,10 @@ class BatchJob:
             self._result.lost = output.error
         # A line whose workers were lost stays as it was, to be answered by a resumed job.
         if not is_lost or self._rules.answers_lost:
-            self._refuse(number, line.place, output.prompt, line.request.line_id, output.error)
+            self._refuse(number, output.prompt, request.line_id, output.error)
 
     def _refuse(
-        self,
-        number: int,
-        place: int,
-        prompt: str | None,
-        line_id: LineId | None,
-        error: FastDecodeError,
+        self, number: int, prompt: str | None, line_id: LineId | None, error: FastDecodeError
     ) -> None:
         if self._first_failed is None or number < self._first_failed:
             named = "" if line_id is None else f" ({line_id!r})"
@@ -334,16 +316,16 @@ class BatchJob:
             self._result.first_error = f"line {number}{named}: {error.code}: {error}"
         is_hopeless = isinstance(error, RequestError) and error.code not in _MAY_PASS
         self._num_hopeless += is_hopeless and number not in self._survey.bad
-        self._write(number, place, prompt, self._lines.refusal(number, line_id, error), failed=True)
+        self._write(number, prompt, self._lines.refusal(number, line_id, error), failed=True)
 
     def _write(
-        self, number: int, place: int, prompt: str | None, answer: dict[str, Any], *, failed: bool
+        self, number: int, prompt: str | None, answer: dict[str, Any], *, failed: bool
     ) -> None:
         self._done.add(number)
         self._result.num_failed += failed
         self._result.num_run += 1
         self._result.num_run_failed += failed
-        self._output.append(place, prompt, answer)
+        self._output.append(number, prompt, answer)
 
 
 def _refuse_later_turn(history: History) -> TurnPrompt:

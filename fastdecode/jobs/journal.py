@@ -15,6 +15,7 @@ import json
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,11 @@ class Recovered:
     """Lines that are answered with an error."""
     num_torn_bytes: int = 0
     """Bytes that were cut off at the end."""
+
+    def has(self, name: str) -> bool:
+        """Return True if the line of a request or a turn of this name is answered."""
+        number = name.partition(".")[0]
+        return number.isdecimal() and int(number) in self.done
 
 
 class Journal:
@@ -159,8 +165,11 @@ class Journal:
     def begin(self) -> None:
         """Do nothing: the output is open."""
 
-    def append(self, place: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write one answer, whichever line it is for.
+    def expect(self, number: int) -> None:
+        """Do nothing: answers stand in the order in which they come."""
+
+    def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
+        """Write one answer.
 
         Raises:
             FastDecodeError: If the disk is full, or gone (code ``output_failed``).
@@ -309,34 +318,38 @@ class OrderedOutput:
             max_bytes_in_memory, dir=str(path.resolve().parent)
         )
         self._offsets: dict[int, int] = {}
-        """Places of answers that wait, and where in the file they begin."""
-        self._next = 0
+        """Lines whose answers wait, and where in the file these begin."""
+        self._expected: deque[int] = deque()
+        """Lines that have no answer in the output yet, in order."""
         self._is_failed = False
 
     def begin(self) -> None:
         """Replace the output by an empty one. Raises: ConfigError: If it can't be opened."""
         self._sink = LineSink(self._path)
 
-    def append(self, place: int, prompt: str | None, answer: dict[str, Any]) -> None:
+    def expect(self, number: int) -> None:
+        """Note that a line is read, whose answer comes after those of the lines before."""
+        self._expected.append(number)
+
+    def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
         """Write an answer and those that waited for it, or let it wait.
 
         Raises:
             FastDecodeError: If the disk is full, or gone (code ``output_failed``).
         """
         line = _encoded(answer)
-        if place != self._next:
+        if number != self._expected[0]:
             try:
                 self._early.seek(0, os.SEEK_END)
-                self._offsets[place] = self._early.tell()
+                self._offsets[number] = self._early.tell()
                 self._early.write(json.dumps(prompt).encode() + b"\n" + line)
             except OSError as error:
                 raise self._failed("keep an answer beside", error) from None
             return
         self._write(prompt, line)
-        self._next += 1
-        while self._next in self._offsets:
-            self._write_early(self._next)
-            self._next += 1
+        self._expected.popleft()
+        while self._expected and self._expected[0] in self._offsets:
+            self._write_early(self._expected.popleft())
             if not self._offsets:
                 self._early.seek(0)
                 self._early.truncate()
@@ -352,8 +365,8 @@ class OrderedOutput:
         sink = self._sink
         try:
             if sink is not None and not self._is_failed:
-                for place in sorted(self._offsets):
-                    self._write_early(place)
+                for number in sorted(self._offsets):
+                    self._write_early(number)
         finally:
             with contextlib.suppress(OSError):  # what can't be written is wanted no more
                 self._early.close()
@@ -363,9 +376,9 @@ class OrderedOutput:
                 except OSError as error:
                     raise self._failed("write", error) from None
 
-    def _write_early(self, place: int) -> None:
+    def _write_early(self, number: int) -> None:
         try:
-            self._early.seek(self._offsets.pop(place))
+            self._early.seek(self._offsets.pop(number))
             prompt, line = json.loads(self._early.readline()), self._early.readline()
         except OSError as error:
             raise self._failed("read an answer that was kept beside", error) from None

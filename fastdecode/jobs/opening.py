@@ -50,90 +50,96 @@ def open_job(
         ConfigError, ModelError: If something is wrong with options, files or the model directory.
             Nothing was changed.
     """
-    if options.output == STANDARD or options.output.suffix == ".gz":
-        raise ConfigError(
-            f"the output {options.output} can't be resumed: give a file that isn't compressed, and "
-            "pack it when the job is done (fastdecode merge OUTPUT -o all.jsonl.gz)"
-        )
-    options = replace(options, output=options.output.resolve())
-    output = options.output
-    if output.exists() and not output.is_file():
-        raise ConfigError(f"the output {output} is not a file: a job resumes from what is in it")
-    manifest_path, turns_path = Manifest.path_for(output), output.with_name(output.name + ".turns")
+    options = replace(options, output=_resumable(options.output))
+    output, turns_path = options.output, options.output.with_name(options.output.name + ".turns")
     check_paths(
-        options.input, output=output, manifest=manifest_path, turns=turns_path,
+        options.input, output=output, manifest=Manifest.path_for(output), turns=turns_path,
         session=session_path(output),
     )  # fmt: skip
     check_model(config.model)
     model = find_model(config.model)
-    is_resumed = options.resume
-    shard = Shard.of(options.shard)
     with contextlib.ExitStack() as undo:
         source = LineSource.of(options.input, output.parent)
         undo.callback(source.close)
-        template: ChatTemplate | None = None
-        reader: RequestReader | None = None
-        lines: LineFormat
-        if kind_of_lines(source) == "simple":
-            lines = simple_lines(options)
-        else:
-            template = ChatTemplate.load(model, _template_file(options))
-            if template is not None:
-                undo.callback(template.close)
-            reader = _reader(options, config, template)
-            lines = OpenAILines(reader, run_id="")
+        lines, template = _lines(options, config, model, source)
+        if template is not None:
+            undo.callback(template.close)
         found = _survey(options, source, model, lines, tell, on_look)
-        if found.num_turns and shard != WHOLE:
-            raise ConfigError(
-                f"--shard {shard} would part the turns of a conversation, which {source} "
-                "has: give the file to one job, or split it between conversations"
-            )
-        if found.num_turns and (why := no_reuse_warning(why_no_reuse(config))):
-            tell(f"warning: {why}")
+        _check_turns(found, source, config, tell)
         journal = Journal(output, sync_lines=options.sync_lines, sync_s=options.sync_s)
         undo.callback(journal.give_up)
-        manifest = _manifest(options, config, lines.name, found, is_empty=journal.is_empty)
-        if reader is not None:
-            lines = OpenAILines(reader, manifest.run_id)
-        if is_resumed and not journal.is_empty:
-            recovered = journal.recover(
-                identifier(manifest.lines, manifest.run_id), found.last_line, shard,
-                retry_errors=options.retry_errors,
-            )  # fmt: skip
-        else:
-            journal.empty()  # first: an old output never stands beside a new manifest
-            manifest.write(manifest_path)
-            recovered = Recovered()
+        manifest, recovered = _begin(options, config, journal, lines.name, found)
+        if isinstance(lines, OpenAILines):
+            lines = replace(lines, run_id=manifest.run_id)
         if recovered.num_torn_bytes:
             tell(
                 f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes "
                 "were cut off"
             )
 
-        def is_done(name: str) -> bool:
-            number = name.partition(".")[0]
-            return number.isdecimal() and int(number) in recovered.done
-
-        turns: ConversationStore | None = None
-        if not recovered.done:
-            database.remove(turns_path)
-        if found.num_turns:
-            turns = ConversationStore(turns_path, identity_of(model), counts=is_done)
+        turns = _turns(turns_path, model, found, recovered)
+        if turns is not None:
             undo.callback(turns.close)
             journal.before_sync = turns.sync
-        session: JobSession | None = None
-        if addresses := _addresses_by_holder(config):
-            session = JobSession(
-                session_path(output),
-                addresses,
-                (lambda name: not is_done(name)) if is_resumed else None,
-                num_replicas=config.r_part.num_replicas,
-            )
-            if is_resumed and (why := why_no_reuse(config)):
-                tell(f"going on without KV of the run before: {why}")
+        session = _session(options, config, recovered, tell)
         rules = AnswerRules(manifest.run_seed, template, manifest.date)
         undo.pop_all()
         return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
+
+
+def _turns(
+    path: Path, model: Path, found: Survey, recovered: Recovered
+) -> ConversationStore | None:
+    """Return the turns of the lines that are answered, if lines are turns."""
+    if not recovered.done:
+        database.remove(path)
+    if not found.num_turns:
+        return None
+    return ConversationStore(path, identity_of(model), counts=recovered.has)
+
+
+def _session(
+    options: JobOptions, config: EngineConfig, recovered: Recovered, tell: Callable[[str], None]
+) -> JobSession | None:
+    """Return the job's session, if its R-workers may outlive it."""
+    addresses = _addresses_by_holder(config)
+    if not addresses:
+        return None
+    session = JobSession(
+        session_path(options.output),
+        addresses,
+        (lambda name: not recovered.has(name)) if options.resume else None,
+        num_replicas=config.r_part.num_replicas,
+    )
+    if options.resume and (why := why_no_reuse(config)):
+        tell(f"going on without KV of the run before: {why}")
+    return session
+
+
+def _resumable(output: Path) -> Path:
+    """Return the output's real path. Raises: ConfigError: If no job could resume from it."""
+    if output == STANDARD or output.suffix == ".gz":
+        raise ConfigError(
+            f"the output {output} can't be resumed: give a file that isn't compressed, and "
+            "pack it when the job is done (fastdecode merge OUTPUT -o all.jsonl.gz)"
+        )
+    output = output.resolve()
+    if output.exists() and not output.is_file():
+        raise ConfigError(f"the output {output} is not a file: a job resumes from what is in it")
+    return output
+
+
+def _check_turns(
+    found: Survey, source: LineSource, config: EngineConfig, tell: Callable[[str], None]
+) -> None:
+    """Raises: ConfigError: If a shard would part the turns of a conversation."""
+    if found.num_turns and found.shard != WHOLE:
+        raise ConfigError(
+            f"--shard {found.shard} would part the turns of a conversation, which {source} "
+            "has: give the file to one job, or split it between conversations"
+        )
+    if found.num_turns and (why := no_reuse_warning(why_no_reuse(config))):
+        tell(f"warning: {why}")
 
 
 def open_ordered_job(
@@ -176,18 +182,31 @@ def simple_lines(options: JobOptions, *, numbers: bool = True) -> SimpleLines:
     return SimpleLines(defaults, greedy, numbers=numbers)
 
 
-def _reader(
-    options: JobOptions, config: EngineConfig, template: ChatTemplate | None
-) -> RequestReader:
-    names = options.served_model_name or (config.model, Path(os.path.abspath(config.model)).name)
-    special = TokenizerFiles.read(find_model(config.model)).special_ids() if template else {}
-    return RequestReader(
-        options.sampling, names, template is not None, model_defaults=options.model_defaults,
-        chat_format=ChatFormat.of(
-            template, special, options.tool_parser, options.reasoning_parser,
-            options.chat_template_content_format,
-        ),
-    )  # fmt: skip
+def _lines(
+    options: JobOptions, config: EngineConfig, model: Path, source: LineSource
+) -> tuple[LineFormat, ChatTemplate | None]:
+    """Return the format of a job's lines, without a run's id, and the template of its chats."""
+    if kind_of_lines(source) == "simple":
+        return simple_lines(options), None
+    template = ChatTemplate.load(model, _template_file(options))
+    try:
+        special = TokenizerFiles.read(model).special_ids() if template else {}
+        names = options.served_model_name or (
+            config.model,
+            Path(os.path.abspath(config.model)).name,
+        )
+        reader = RequestReader(
+            options.sampling, names, template is not None, model_defaults=options.model_defaults,
+            chat_format=ChatFormat.of(
+                template, special, options.tool_parser, options.reasoning_parser,
+                options.chat_template_content_format,
+            ),
+        )  # fmt: skip
+    except BaseException:
+        if template is not None:
+            template.close()
+        raise
+    return OpenAILines(reader, run_id=""), template
 
 
 def _survey(
@@ -223,26 +242,53 @@ def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
     return [addresses[index::num_holders] for index in range(num_holders)]
 
 
-def _manifest(
-    options: JobOptions, config: EngineConfig, lines: str, found: Survey, *, is_empty: bool
-) -> Manifest:
-    """Return the manifest of the run that is resumed, or a new one.
+def _begin(
+    options: JobOptions, config: EngineConfig, journal: Journal, lines: str, found: Survey
+) -> tuple[Manifest, Recovered]:
+    """Begin or resume a run. Return its manifest, and what is in its output.
 
     Args:
-        is_empty: True if nothing is in the output.
+        lines: Format of the lines.
 
     Raises:
         ConfigError: If there is an output, and this job may not resume it.
     """
-    path = Manifest.path_for(options.output)
+    path, is_empty = Manifest.path_for(options.output), journal.is_empty
     if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(
             f"the output {options.output} exists: go on with its run by --resume, or throw it "
             "away by --overwrite"
         )
-    before = None
+    is_resumed = options.resume and not is_empty
+    manifest = _manifest(options, config, lines, found)
     if options.resume and (not is_empty or path.exists()):
         before = Manifest.read(path)
+        if options.run_seed is None:
+            manifest = replace(manifest, run_seed=before.run_seed)
+        differences = before.differences(manifest)
+        if not differences:
+            manifest = before
+        elif is_resumed:
+            told = "\n".join(f"  {difference}" for difference in differences)
+            raise ConfigError(
+                f"this run differs from the one that began {options.output}:\n{told}\n"
+                "To resume, use the same input, model and options. Or start anew, with another "
+                "--output or with --overwrite",
+                code="manifest_mismatch",
+            )
+    if is_resumed:
+        identify = identifier(manifest.lines, manifest.run_id)
+        retries = options.retry_errors
+        return manifest, journal.recover(
+            identify, found.last_line, found.shard, retry_errors=retries
+        )
+    journal.empty()  # first: an old output never stands beside a new manifest
+    manifest.write(path)
+    return manifest, Recovered()
+
+
+def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Survey) -> Manifest:
+    """Return the manifest of a new run."""
     directory = find_model(config.model)
     checkpoint = open_checkpoint(directory, config.s_part.load_format)
     identity = identify(config, checkpoint.spec(max_model_len=config.s_part.max_model_len))
@@ -252,7 +298,7 @@ def _manifest(
         "--reasoning-parser": options.reasoning_parser,
         "--chat-template-content-format": options.chat_template_content_format,
     }
-    now = Manifest(
+    manifest = Manifest(
         lines=lines, input_sha256=found.sha256,
         # As JSON gives it back, so that it can be compared.
         sampling=json.loads(json.dumps({**options.model_defaults, **options.sampling})),
@@ -262,20 +308,5 @@ def _manifest(
         num_lines=found.num_lines, last_line=found.last_line,
     )  # fmt: skip
     if options.run_seed is not None:
-        now = replace(now, run_seed=options.run_seed)
-    elif before is not None:
-        now = replace(now, run_seed=before.run_seed)
-    if before is None:
-        return now
-    differences = before.differences(now)
-    if not differences:
-        return before
-    if is_empty:
-        return now
-    told = "\n".join(f"  {difference}" for difference in differences)
-    raise ConfigError(
-        f"this run differs from the one that began {options.output}:\n{told}\n"
-        f"To resume, use the same input, model and options. Or start anew, with another --output "
-        "or with --overwrite",
-        code="manifest_mismatch",
-    )
+        manifest = replace(manifest, run_seed=options.run_seed)
+    return manifest

@@ -11,51 +11,65 @@ every token is drawn alike. What the file says of tokens is taken as drawn.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final, TypeAlias
 
-import numpy as np
+from msgspec import Meta, MsgspecError, Struct, field
+from msgspec.json import Decoder, Encoder
 
 from fastdecode.conversations import database
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.core.os_errors import explained
 from fastdecode.core.resuming import BegunRequest, HeldSequence, begun_requests, known_tokens
 from fastdecode.core.sequence import Sequence as TokenSequence
 
 logger = logging.getLogger(__name__)
 
-_KIND: Final = int.from_bytes(b"FDS2", "big")
-_SCHEMA: Final = "CREATE TABLE records (number INTEGER PRIMARY KEY, about TEXT, tokens BLOB);"
-"""In order of time. The first record describes the session, without tokens. That of a start
-describes a sequence and has its tokens so far (int32). That of a step describes nothing and has
-sequences (int64), their lengths before the token (int32), and tokens (int32)."""
-_UNREADABLE: Final = (
-    LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError,
-)  # fmt: skip
-_TOKEN_BYTES: Final = 16
+_KIND: Final = int.from_bytes(b"FDS3", "big")
+_SCHEMA: Final = "CREATE TABLE records (number INTEGER PRIMARY KEY, content BLOB);"
+"""In order of time. Each content is a ``_Record`` in JSON."""
+_MAX_TOKEN: Final = (1 << 31) - 1
 Addresses = tuple[str, ...]
 """R-workers that keep one holder."""
 
 
-def session_path(output: Path) -> Path:
-    return output.with_name(output.name + ".session")
+class _Opened(Struct, tag="session"):
+    """The session. The first record."""
 
-
-@dataclass(frozen=True)
-class _Recorded:
-    """Content of a session's file."""
-
-    number: int
+    number: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)] = field(
+        default_factory=lambda: 1 + secrets.randbelow((1 << 63) - 1)
+    )
     addresses: Sequence[Addresses] = ()
     num_replicas: int = 0
-    held: Sequence[HeldSequence] = ()
+
+
+class _Started(Struct, tag="start"):
+    """A sequence has a place. Later records call it by its number."""
+
+    number: int
+    held: HeldSequence
+
+
+class _Drawn(Struct, tag="step"):
+    """Tokens of a step: of each, the number of its sequence, and its place there."""
+
+    numbers: list[int]
+    places: list[int]
+    tokens: list[Annotated[int, Meta(ge=0, le=_MAX_TOKEN)]]
+
+
+_Record: TypeAlias = _Opened | _Started | _Drawn
+_ENCODER: Final = Encoder(enc_hook=int)  # for NumPy's integers
+_DECODER: Final[Decoder[_Record]] = Decoder(_Record)
+
+
+def session_path(output: Path) -> Path:
+    return output.with_name(output.name + ".session")
 
 
 class JobSession:
@@ -84,16 +98,13 @@ class JobSession:
     ) -> None:
         self._max_more_bytes = max_more_bytes
         self._path = path
-        self._addresses = list(addresses)
-        self._num_replicas = num_replicas
         self._num_bytes = self._num_condensed_bytes = 0
-        self._num_known: dict[SequenceId, int] = {}
+        self._num_known: dict[int, int] = {}
         """Recorded tokens of the sequences that have started."""
         self._database: database.Database | None = self._open()
-        found = self._read(self._database)
-        before = found or _Recorded(1 + secrets.randbelow((1 << 63) - 1))
-        self.number: int = before.number
-        """The secret of an output, kept when the output is begun again."""
+        found, held = self._read(self._database)
+        before = found or _Opened()
+        self._session = _Opened(before.number, addresses, num_replicas)
         self.held: list[HeldSequence] = []
         fits = before.num_replicas == num_replicas
         self.is_resumed = found is not None and counts is not None and fits
@@ -101,7 +112,7 @@ class JobSession:
             # KV of holders whose R-workers have other addresses is not there.
             pairs = enumerate(zip(before.addresses, addresses, strict=False))
             same = {holder for holder, (was, now) in pairs if fits and was == now}
-            for each in before.held:
+            for each in held:
                 if counts(each.request_id):
                     parts = tuple(part for part in each.parts if part.holder in same)
                     self.held.append(replace(each, parts=parts))
@@ -111,6 +122,11 @@ class JobSession:
                 self._write(())
             except sqlite3.Error as error:
                 raise ConfigError(f"can't write {path}: {error}") from None
+
+    @property
+    def number(self) -> int:
+        """The secret of an output, kept when the output is begun again."""
+        return self._session.number
 
     def begin(self) -> None:
         """Record that this process resumes what was held, under names that it gives.
@@ -138,25 +154,21 @@ class JobSession:
     def place(self, sequence: TokenSequence) -> None:
         held = _held_of(sequence)
         self._num_known[sequence.sequence_id] = len(held.token_ids)
-        self._try(lambda: self._insert_start(sequence.sequence_id, held))
+        self._try(lambda: self._insert(_Started(sequence.sequence_id, held)))
 
     def add(self, sequences: Iterable[TokenSequence]) -> None:
-        ids: list[int] = []
-        places: list[int] = []
-        tokens: list[int] = []
-        known = self._num_known
+        step, known = _Drawn([], [], []), self._num_known
         for sequence in sequences:
             first = known.get(sequence.sequence_id)
             if first is None:
                 continue
             for place in range(first, len(sequence.token_ids) - sequence.is_coming):
-                ids.append(sequence.sequence_id)
-                places.append(place)
-                tokens.append(sequence.token_ids[place])
+                step.numbers.append(sequence.sequence_id)
+                step.places.append(place)
+                step.tokens.append(sequence.token_ids[place])
                 known[sequence.sequence_id] = place + 1
-        if ids:
-            columns = np.array(ids, "<i8").tobytes() + _int32(places) + _int32(tokens)
-            self._try(lambda: self._insert(None, columns))
+        if step.numbers:
+            self._try(lambda: self._insert(step))
 
     @property
     def is_long(self) -> bool:
@@ -195,13 +207,13 @@ class JobSession:
         except sqlite3.Error as error:
             raise ConfigError(f"can't write {self._path}: {error}") from None
 
-    def _read(self, opened: database.Database) -> _Recorded | None:
-        """Return what the file says. None if it is new or damaged."""
+    def _read(self, opened: database.Database) -> tuple[_Opened | None, list[HeldSequence]]:
+        """Return what the file says: nothing if it is new or damaged."""
         try:
-            return _recorded(opened.execute("SELECT about, tokens FROM records ORDER BY number"))
-        except (*_UNREADABLE, sqlite3.Error):
+            return _recorded(opened.execute("SELECT content FROM records ORDER BY number"))
+        except (MsgspecError, LookupError, ValueError, TypeError, sqlite3.Error):
             logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
-            return None
+            return None, []
 
     def _write(self, sequences: Iterable[TokenSequence]) -> None:
         """Replace the content: ``sequences``, and held ones that have not been submitted yet.
@@ -213,38 +225,22 @@ class JobSession:
         assert self._database is not None
         every = list(sequences)
         submitted = {sequence.request.request_id for sequence in every}
-        session = {
-            "session": self.number,
-            "addresses": self._addresses,
-            "replicas": self._num_replicas,
-        }
         self._num_bytes = 0
         with self._database.transaction():
             self._database.execute("DELETE FROM records")
-            self._insert(json.dumps(session), b"")
+            self._insert(self._session)
             for number, held in enumerate(self.held, 1):
                 if held.request_id not in submitted:
-                    self._insert_start(-number, replace(held, parts=()))
+                    self._insert(_Started(-number, replace(held, parts=())))
             for sequence in every:
-                self._insert_start(sequence.sequence_id, _held_of(sequence))
+                self._insert(_Started(sequence.sequence_id, _held_of(sequence)))
         self._num_condensed_bytes = self._num_bytes
 
-    def _insert_start(self, number: int, held: HeldSequence) -> None:
-        about = {
-            "number": number,
-            "request": held.request_id,
-            "index": held.index,
-            "n": held.num_siblings,
-            "salt": held.salt,
-            "prompt": held.num_prompt_tokens,
-            "parts": [[x.part_id, x.holder, x.first_token, x.num_tokens] for x in held.parts],
-        }
-        self._insert(json.dumps(about), _int32(held.token_ids))
-
-    def _insert(self, about: str | None, tokens: bytes) -> None:
+    def _insert(self, record: _Record) -> None:
         assert self._database is not None
-        self._database.execute("INSERT INTO records VALUES (NULL, ?, ?)", about, tokens)
-        self._num_bytes += len(about or "") + len(tokens)
+        content = _ENCODER.encode(record)
+        self._database.execute("INSERT INTO records VALUES (NULL, ?)", content)
+        self._num_bytes += len(content)
 
     def _try(self, act: Callable[[], None]) -> None:
         """Write, or stop recording without room. What is recorded stays right."""
@@ -277,65 +273,41 @@ def _held_of(sequence: TokenSequence) -> HeldSequence:
     )  # fmt: skip
 
 
-def _int32(numbers: Sequence[int]) -> bytes:
-    data: bytes = np.array(numbers, "<i4").tobytes()
-    return data
-
-
-def _recorded(rows: sqlite3.Cursor) -> _Recorded | None:
-    """Return what records say. None if there are none.
+def _recorded(rows: Iterable[tuple[bytes]]) -> tuple[_Opened | None, list[HeldSequence]]:
+    """Return what records say.
 
     Raises:
-        LookupError, TypeError, ValueError, ArithmeticError: If they form no session.
+        MsgspecError, LookupError, ValueError, TypeError: If they form no session.
     """
-    first = rows.fetchone()
-    if first is None:
-        return None
-    session = json.loads(first[0])
-    number, num_replicas = session["session"], int(session["replicas"])
-    if not isinstance(number, int) or not 0 < number < 1 << 63:
-        raise ValueError("it has no number")
+    session: _Opened | None = None
     held: dict[int, HeldSequence] = {}
     tokens_of: dict[int, list[int]] = {}
-    for about, data in rows:
-        if about is None:
-            _add_tokens(data, held, tokens_of)
-            continue
-        start = json.loads(about)
-        name = int(start["number"])
-        held.pop(name, None)  # the latest comes last
-        tokens_of[name] = np.frombuffer(data, "<i4").tolist()
-        held[name] = _start(start, len(tokens_of[name]))
+    for (content,) in rows:
+        record = _DECODER.decode(content)
+        match record:
+            case _Opened():
+                session = record
+            case _Started(number, each):
+                _check(each)
+                held.pop(number, None)  # the latest comes last
+                held[number], tokens_of[number] = each, list(each.token_ids)
+            case _Drawn(numbers, places, tokens):
+                for number, place, token in zip(numbers, places, tokens, strict=True):
+                    if held[number].num_prompt_tokens <= place <= len(tokens_of[number]):
+                        tokens_of[number][place:] = [token]
     latest = {
-        (each.request_id, each.index): replace(each, token_ids=tuple(tokens_of[name]))
-        for name, each in held.items()
+        (each.request_id, each.index): replace(each, token_ids=tuple(tokens_of[number]))
+        for number, each in held.items()
     }
-    addresses = tuple(tuple(map(str, each)) for each in session["addresses"])
-    return _Recorded(number, addresses, num_replicas, list(latest.values()))
+    return session, list(latest.values())
 
 
-def _start(about: dict[str, Any], num_tokens: int) -> HeldSequence:
-    parts = []
-    for part_id, holder, first_token, count in about["parts"]:
-        part = Part(PartId(int(part_id)), HolderId(int(holder)), int(first_token), int(count))
+def _check(held: HeldSequence) -> None:
+    """Raises ValueError: If there is no such sequence."""
+    is_one_of_n = 0 <= held.index < held.num_siblings
+    is_begun = 0 < held.num_prompt_tokens <= len(held.token_ids)
+    if not (is_one_of_n and is_begun and all(0 <= x <= _MAX_TOKEN for x in held.token_ids)):
+        raise ValueError("that is no start")
+    for part in held.parts:
         if min(part.part_id, part.holder, part.first_token) < 0 or part.num_tokens < 1:
             raise ValueError("that is no part")
-        parts.append(part)
-    index, num_siblings, num_prompt = int(about["index"]), int(about["n"]), int(about["prompt"])
-    if not (0 <= index < num_siblings and 0 < num_prompt <= num_tokens):
-        raise ValueError("that is no start")
-    name, salt = str(about["request"]), str(about["salt"])
-    return HeldSequence(name, index, num_siblings, salt, num_prompt, (), tuple(parts))
-
-
-def _add_tokens(
-    step: bytes, held: dict[int, HeldSequence], tokens_of: dict[int, list[int]]
-) -> None:
-    count = len(step) // _TOKEN_BYTES
-    ids = np.frombuffer(step[: 8 * count], "<i8")
-    places = np.frombuffer(step[8 * count : 12 * count], "<i4")
-    tokens = np.frombuffer(step[12 * count :], "<i4")
-    for number, place, token in zip(ids.tolist(), places.tolist(), tokens.tolist(), strict=True):
-        if held[number].num_prompt_tokens <= place <= len(tokens_of[number]):
-            del tokens_of[number][place:]
-            tokens_of[number].append(token)

@@ -3,10 +3,12 @@ judges the answers. Judging is pure."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Final, Literal
@@ -22,7 +24,7 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.measure.link import RConnection, bytes_exchanged, measure_link
 from fastdecode.measure.neighbours import NeighbourFacts
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
-from fastdecode.wire.zmq.hub import io_cpu_s, io_threads_for
+from fastdecode.wire.zmq.hub import io_threads_for
 from rworker.binding import parse_cpu_list
 
 ANSWER_TIMEOUT_S: Final = 30.0
@@ -123,16 +125,26 @@ def _report(connection: RConnection, timeout_s: float) -> Report | str:
 
 def _with_link(connection: RConnection, report: Report, repeats: int) -> WorkerFacts:
     kv = KVSpec(1, _PROBE.num_kv_heads, _PROBE.head_dim, DType.FLOAT16, 16)
-    before_s = io_cpu_s()
+    before_s = _io_cpu_s()
     try:
         times = measure_link(connection, kv, _PROBE, DType.FLOAT16, _BATCHES, repeats=repeats)
     except FastDecodeError as error:
         return WorkerFacts(connection.peer, report, error=error.message)
     large = times.transfer[-1]
-    io_s, num_bytes = io_cpu_s() - before_s, bytes_exchanged(times.transfer, repeats)
+    io_s, num_bytes = _io_cpu_s() - before_s, bytes_exchanged(times.transfer, repeats)
     rate = num_bytes / io_s if io_s > 0 else None
     link = LinkFacts(times.round_trip.median_s, large.size / large.timing.median_s, rate)
     return WorkerFacts(connection.peer, report, link)
+
+
+def _io_cpu_s() -> float:
+    """Return the CPU seconds of ZeroMQ's I/O threads so far; 0 where the system has no figure."""
+    total_ns = 0
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            if (task / "comm").read_text().startswith("ZMQbg/IO"):
+                total_ns += int((task / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,17 @@
-"""Measures the way to one R-worker and back, in the messages that decode steps
-are made of.
+"""Measurement of the way to one R-worker and back, in the messages that decode steps are made of.
 
-What counts is what the S-worker sees: from handing over an ``Attend`` to having
-its ``AttendResult``, less the seconds that the R-worker says it computed.
-Codec, transport, wire and both loops are in it. Before each round trip the
-S-worker reads memory, as much as a layer's weights: as in a step, nothing of the
-message is in its caches then, and the R-worker has been waiting.
+A round trip is from handing over an ``Attend`` to having its ``AttendResult``, less the seconds
+that the R-worker reports it computed: codec, transport, wire and both loops. Before each one the
+S-worker reads as much memory as a layer's weights: as in a step, nothing of the message is in its
+caches then, and the R-worker has been waiting.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias, TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -53,8 +51,7 @@ SETTLE_S = 5e-3
 """Longer than a small answer takes."""
 
 
-@dataclass(frozen=True)
-class LinkTimes:
+class LinkTimes(NamedTuple):
     """As the fields of the same names in ``fastdecode.core.measurement.NetProfile``."""
 
     transfer: tuple[Point, ...]
@@ -98,7 +95,7 @@ def measure_link(
     single = _Peer(connection, 1, attention, activation_dtype, clock)
     single.open(WARM_UP_STEPS + 2 * repeats)
     trips = [trip for _ in range(WARM_UP_STEPS + repeats) for trip in single.step()]
-    costs = [cost for _ in range(repeats) for cost in single.step_at_leisure(wait)]
+    costs = [cost for _ in range(repeats) for cost in single.step(wait)]
     single.close()
     return LinkTimes(tuple(transfer), Timing(tuple(trips[WARM_UP_STEPS:])), Timing(tuple(costs)))
 
@@ -115,12 +112,7 @@ class _Peer:
     """An R-worker, and a batch of sequences on it that step together."""
 
     def __init__(
-        self,
-        connection: RConnection,
-        batch: int,
-        spec: AttentionSpec,
-        activation_dtype: DType,
-        clock: Clock,
+        self, connection: RConnection, batch: int, spec: AttentionSpec, dtype: DType, clock: Clock
     ) -> None:
         self._connection, self._clock = connection, clock
         self._ids = np.arange(batch, dtype=np.int64)
@@ -130,7 +122,7 @@ class _Peer:
             (batch, heads, spec.head_dim)
             for heads in (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         ]
-        self._q, self._k, self._v = (np.ones(shape, activation_dtype.carrier) for shape in shapes)
+        self._q, self._k, self._v = (np.ones(shape, dtype.carrier) for shape in shapes)
 
     @property
     def bytes_one_way(self) -> int:
@@ -145,54 +137,34 @@ class _Peer:
         for sequence in self._ids.tolist():
             self._connection.send(CloseSequence(sequence))
 
-    def step(self) -> list[float]:
-        """One step. The round trips of all layers but the first, the R-worker's
-        compute taken off."""
-        self._begin()
-        trips = []
-        for layer in range(NUM_LAYERS):
-            attend = self._attend(layer)
-            self._weights.max()
-            started = self._clock()
-            result = _ask(self._connection, attend)
-            elapsed = self._clock() - started
-            trips.append(max(1e-9, elapsed - _expect(result, AttendResult).compute_s))
-        return trips[1:]
+    def step(self, wait: Callable[[float], None] | None = None) -> list[float]:
+        """Run a step. Return seconds of all layers but the first.
 
-    def step_at_leisure(self, wait: Callable[[float], None]) -> list[float]:
-        """One step. What sending and receiving take of this thread when it
-        needn't wait, for all layers but the first."""
-        self._begin()
-        costs = []
+        Args:
+            wait: None returns round trips without the R-worker's compute. Otherwise what sending
+                and receiving take of this thread, which sleeps by this while the answer arrives.
+        """
+        step, count = self._num_steps, len(self._ids)
+        self._num_steps += 1
+        one = np.ones(count, np.int32)
+        begin = BeginStep(step, 0, self._ids, one * step, one, one, one * (step + 1))
+        self._connection.send(begin)
+        seconds = []
         for layer in range(NUM_LAYERS):
-            attend = self._attend(layer)
+            attend, waited_s = Attend(step, 0, layer, self._q, self._k, self._v), 0.0
+            if wait is None:
+                self._weights.max()
             started = self._clock()
             self._connection.send(attend)
-            sent = self._clock()
-            wait(SETTLE_S)
-            resumed = self._clock()
-            result = self._connection.receive(TIMEOUT_S)
-            costs.append(max(1e-9, sent - started + self._clock() - resumed))
-            _expect(result, AttendResult)
-        return costs[1:]
-
-    def _begin(self) -> None:
-        count, past = len(self._ids), self._num_steps
-        one = np.ones(count, np.int32)
-        begin = BeginStep(
-            step=self._num_steps,
-            lane=0,
-            sequence_ids=self._ids,
-            num_past=one * past,
-            num_new=one,
-            num_queries=one,
-            num_visible=one * (past + 1),
-        )
-        self._connection.send(begin)
-        self._num_steps += 1
-
-    def _attend(self, layer: int) -> Attend:
-        return Attend(self._num_steps - 1, 0, layer, self._q, self._k, self._v)
+            if wait is not None:
+                sent = self._clock()
+                wait(SETTLE_S)
+                waited_s = self._clock() - sent
+            answer = self._connection.receive(TIMEOUT_S)
+            busy_s = self._clock() - started - waited_s
+            compute_s = _expect(answer, AttendResult).compute_s
+            seconds.append(max(1e-9, busy_s - compute_s if wait is None else busy_s))
+        return seconds[1:]
 
 
 def _ask(connection: RConnection, message: ToRWorker) -> FromRWorker:

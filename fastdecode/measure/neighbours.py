@@ -1,6 +1,6 @@
 """Links between R-workers, on which replicas travel.
 
-An R-worker gets a few sequences and replicates them to its neighbour. Then one token is appended.
+An R-worker stores a few sequences and replicates them to its neighbour. Then one token is appended.
 The neighbour reports that token once it has everything before it. The time from when the
 neighbour has made room to that report is the time of the copy, over the links of ``--replicas``.
 """
@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, WorkerError
-from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, Unprotected
 from fastdecode.wire.kv.taking_over import DropCache
@@ -38,12 +37,7 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.transport import Connection
-from rworker.cache_state import CacheState
-from rworker.stream.chunk_endpoints import LINK_BYTES, MemoryCache, WorkerCache
-from rworker.stream.cutting import CacheKind
-from rworker.stream.memory import new_pool
-from rworker.stream.pieces import Box, Piece, Region
-from rworker.stream.streams import expect_pieces, stream_out
+from rworker.stream.chunk_endpoints import LINK_BYTES
 
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 MOST_SEQUENCES: Final = 8
@@ -55,9 +49,6 @@ KV: Final = KVSpec(4, 8, 128, DType.BFLOAT16, 64)
 TOKENS: Final = 256
 """Tokens of each sequence: 4 MiB."""
 SEQUENCE_BYTES: Final = TOKENS * KV.token_bytes
-_MODEL: Final = "streamed"
-_HERE: Final = HolderId(0)
-_THERE: Final = HolderId(1)
 
 
 @dataclass(frozen=True)
@@ -131,23 +122,14 @@ class _Member:
         if self._is_full:
             return
         # An earlier measurement may hold all memory, and the name of a neighbour's cache.
-        self._connection.send(_hello(session=self._session, max_blocks=1))
-        self._receive(Welcome)
-        self._connection.send(DropCache(self._session, 0, self._holder))
-        self._receive(Dropped)
-        num_sequences = self._num_sequences
-        most = num_sequences * KV.num_blocks_for(TOKENS) + 1
-        self._connection.send(_hello(holder=self._holder, session=self._session, max_blocks=most))
-        self._receive(Welcome)
-        for i in range(num_sequences):
-            self._connection.send(OpenSequence(i, TOKENS))
-            self._receive(Accepted)
-        sink = WorkerCache(self._connection, CacheKind(_MODEL, KV))
-        some = _pieces(num_sequences)
-        expect_pieces(some, {_THERE: sink})
-        stream_out(some, {_HERE: _filled(num_sequences)}, {_THERE: sink})
-        self._connection.send(OpenSequence(num_sequences, 1))
-        self._receive(Accepted)
+        self._open(holder=0, max_blocks=1)
+        self._ask(DropCache(self._session, 0, self._holder), Dropped)
+        num_blocks = self._num_sequences * KV.num_blocks_for(TOKENS)
+        self._open(holder=self._holder, max_blocks=num_blocks + 1)
+        for sequence in range(self._num_sequences):
+            self._append(sequence, TOKENS)
+            for _ in range(KV.num_layers):
+                self._receive(AttendResult)
         self._is_full = True
 
     def expect_guest(self, address: str, line: int) -> None:
@@ -159,15 +141,26 @@ class _Member:
         self._replicate(Replicate(address, "", LINK_BYTES, 0, REACH_S, line=line))
         self._await(NO_STEP)
         started = time.perf_counter()
-        # One token of one more sequence, in every layer.
-        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
-        ids = np.array([self._num_sequences], np.int64)
-        self._connection.send(BeginStep(0, 0, ids, none, one, none, one))
-        rows = np.zeros((1, KV.num_kv_heads, KV.head_dim), np.uint16)
-        for layer in range(KV.num_layers):
-            self._connection.send(Attend(0, 0, layer, rows[:0], rows, rows))
-        self._await(0)
+        self._append(self._num_sequences, 1)
+        self._await(self._num_sequences)
         return time.perf_counter() - started
+
+    def _open(self, holder: int, max_blocks: int) -> None:
+        specs = (AttentionSpec(KV.num_kv_heads, KV.num_kv_heads, KV.head_dim, 0.1),) * KV.num_layers
+        hello = Hello(PROTOCOL_VERSION, "streamed", KV, specs, DType.BFLOAT16)
+        self._ask(
+            replace(hello, holder=holder, session=self._session, max_blocks=max_blocks), Welcome
+        )
+
+    def _append(self, sequence: int, num_tokens: int) -> None:
+        """Open a sequence, and store its tokens in a step of the same number, without queries."""
+        self._ask(OpenSequence(sequence, num_tokens), Accepted)
+        none, new = np.zeros(1, np.int32), np.full(1, num_tokens, np.int32)
+        ids = np.array([sequence], np.int64)
+        self._connection.send(BeginStep(sequence, 0, ids, none, new, none, new))
+        rows = np.ones((num_tokens, KV.num_kv_heads, KV.head_dim), np.uint16)
+        for layer in range(KV.num_layers):
+            self._connection.send(Attend(sequence, 0, layer, rows[:0], rows, rows))
 
     def _replicate(self, message: Replicate) -> None:
         self._num_links += 1
@@ -180,6 +173,10 @@ class _Member:
             if isinstance(news, Replicated) and (news.link, news.step) == (self._num_links, step):
                 return
 
+    def _ask(self, message: ToRWorker, answer: type[FromRWorker]) -> None:
+        self._connection.send(message)
+        self._receive(answer)
+
     def _receive(self, *kinds: type[FromRWorker]) -> FromRWorker:
         answer = self._connection.receive(TIMEOUT_S)
         if isinstance(answer, (Failed, Refused)):
@@ -191,30 +188,3 @@ class _Member:
         if not isinstance(answer, kinds):
             raise WorkerError(f"it answered {type(answer).__name__}")
         return answer
-
-
-def _hello(**more: object) -> Hello:
-    """Return the message that opens a cache. ``more``: its other fields."""
-    spec = AttentionSpec(KV.num_kv_heads, KV.num_kv_heads, KV.head_dim, 0.1)
-    specs = (spec,) * KV.num_layers
-    return Hello(PROTOCOL_VERSION, _MODEL, KV, specs, DType.BFLOAT16, **more)  # type: ignore[arg-type]
-
-
-def _filled(num_sequences: int) -> MemoryCache:
-    """Return a cache of this process with all sequences, each page of it written."""
-    num_blocks = num_sequences * KV.num_blocks_for(TOKENS)
-    books = CacheState(_hello(), num_blocks)
-    pool = new_pool(KV, num_blocks)
-    pool[:] = 1
-    for i in range(num_sequences):
-        books.reserve(OpenSequence(i, TOKENS))
-        books.store.append(np.array([i], np.int64), np.array([TOKENS], np.int32))
-    return MemoryCache(books, pool)
-
-
-def _pieces(num_sequences: int) -> list[Piece]:
-    whole = Box(range(KV.num_layers), range(KV.num_kv_heads), range(TOKENS))
-    return [
-        Piece(Region(_HERE, PartId(i), whole), Region(_THERE, PartId(i), whole), whole)
-        for i in range(num_sequences)
-    ]

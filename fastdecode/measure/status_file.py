@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdecode import __version__
@@ -67,14 +67,14 @@ class RunningEngineStatus:
         return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
 
     def look(self) -> str:
-        self.service.look(self._look)
-        return self.service.snapshot().state
-
-    def _look(self, running: Any) -> None:
-        """Take the figures, in the engine's thread between two steps."""
         from fastdecode.engine.instances.status_report import status_to_json
 
-        self.figures = status_to_json(running.engine.stats, running.engine.figures())
+        def take(running: Any) -> None:
+            """Take the figures, in the engine's thread between two steps."""
+            self.figures = status_to_json(running.engine.stats, running.engine.figures())
+
+        self.service.look(take)
+        return self.service.snapshot().state
 
     def fields(self) -> Mapping[str, Any]:
         stats = self.stats()
@@ -88,8 +88,14 @@ class RunningEngineStatus:
         }
 
 
-class StatusFile:
-    """Writes a status until the context ends, and then once more how the command ended.
+@contextlib.contextmanager
+def status_file(
+    path: Path | None,
+    command: str,
+    watched: Measuring | RunningEngineStatus,
+    tell: Callable[[str], None],
+) -> Iterator[None]:
+    """Write a status until the context ends, and then once more how the command ended.
 
     A failure to write is reported once, and ends no work.
 
@@ -97,64 +103,44 @@ class StatusFile:
         path: The file. None writes nothing.
         tell: Prints a failure.
     """
+    if path is None:
+        yield
+        return
+    started_at, is_over, failures = time.monotonic(), threading.Event(), list[str]()
 
-    def __init__(
-        self,
-        path: Path | None,
-        command: str,
-        watched: Measuring | RunningEngineStatus,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._path = path
-        self._command = command
-        self._watched = watched
-        self._tell = tell
-        self._began_s = time.monotonic()
-        self._is_over = threading.Event()
-        self._has_failed = False
-        self._thread = threading.Thread(target=self._run, name="status file", daemon=True)
-
-    def __enter__(self) -> StatusFile:
-        if self._path is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._is_over.set()
-        if self._path is not None:
-            self._thread.join()
-            self._write(self._path, "ended" if kind is None else f"ended by {kind.__name__}")
-
-    def _run(self) -> None:
-        assert self._path is not None
-        while not self._is_over.is_set():
-            self._write(self._path, self._watched.look())
-            self._is_over.wait(EVERY_S)
-
-    def _write(self, path: Path, state: str) -> None:
-        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-        try:
-            beside.write_text(json.dumps(self.status(state)) + "\n", "utf-8")
-            os.replace(beside, path)
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self._tell(f"the status file {path} can't be written: {explained(error)}")
-
-    def status(self, state: str) -> dict[str, Any]:
-        """Return the fields of the file."""
-        return {
-            "command": self._command,
+    def write(state: str) -> None:
+        status = {
+            "command": command,
             "version": __version__,
             "pid": os.getpid(),
             "state": state,
             "written": time.time(),
             "time_s": time.monotonic(),
-            "uptime_s": time.monotonic() - self._began_s,
-            **self._watched.fields(),
+            "uptime_s": time.monotonic() - started_at,
+            **watched.fields(),
         }
+        beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+        try:
+            beside.write_text(json.dumps(status) + "\n", "utf-8")
+            os.replace(beside, path)
+        except OSError as error:
+            failures.append(explained(error))
+            if len(failures) == 1:
+                tell(f"the status file {path} can't be written: {failures[0]}")
+
+    def run() -> None:
+        while not is_over.is_set():
+            write(watched.look())
+            is_over.wait(EVERY_S)
+
+    thread, state = threading.Thread(target=run, name="status file", daemon=True), "ended"
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        state = f"ended by {type(error).__name__}"
+        raise
+    finally:
+        is_over.set()
+        thread.join()
+        write(state)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode.core.clock import Clock
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.sequence import Request, SamplingParams
@@ -40,13 +39,7 @@ class SteadySteps:
 
 
 def time_steady_steps(
-    running: RunningEngine,
-    batch: int,
-    context_tokens: int,
-    num_steps: int,
-    *,
-    seed: int = 0,
-    clock: Clock = time.perf_counter,
+    running: RunningEngine, batch: int, context_tokens: int, num_steps: int
 ) -> SteadySteps:
     """Run prompts of about ``context_tokens`` random tokens, then time ``num_steps`` steps.
 
@@ -66,15 +59,15 @@ def time_steady_steps(
     chunk = running.resolved.schedule.batching.chunk_tokens()
     prompt_steps = 2 * -(-batch * prompt_len // budget) + -(-prompt_len // chunk)
     max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
-    over = _submit(running, _requests(running, batch, prompt_len, max_tokens, seed))
+    over = _submit(running, _requests(running, batch, prompt_len, max_tokens))
     try:
         num_generated = _run_prompts(running, batch, prompt_len, over)
         steps, computes = [], []
         for _ in range(WARM_UP_STEPS + num_steps):
-            r_before, started = engine.stats.r_compute_s, clock()
+            r_before, started = engine.stats.r_compute_s, time.perf_counter()
             for _ in range(num_lanes):
                 _step(engine)
-            steps.append(clock() - started)
+            steps.append(time.perf_counter() - started)
             computes.append(engine.stats.r_compute_s - r_before)
     finally:
         cancel_all(engine)
@@ -92,23 +85,21 @@ def cancel_all(engine: Engine) -> None:
         engine.step()
 
 
-def time_prompt(
-    running: RunningEngine, num_tokens: int, *, seed: int = 0, clock: Clock = time.perf_counter
-) -> float:
+def time_prompt(running: RunningEngine, num_tokens: int) -> float:
     """Return the seconds from submitting a prompt of random tokens to its first token.
 
     Raises:
         CapacityError: If the R-workers can't hold the prompt.
     """
     assert not running.engine.requests, "the engine is busy"
-    requests, started = _requests(running, 1, num_tokens, 1, seed), clock()
+    requests, started = _requests(running, 1, num_tokens, 1), time.perf_counter()
     over = _submit(running, requests)
     while running.engine.requests:
         _step(running.engine)
     for delta in over:
         if delta.error is not None:
             raise delta.error
-    return clock() - started
+    return time.perf_counter() - started
 
 
 def _step(engine: Engine) -> None:
@@ -117,10 +108,8 @@ def _step(engine: Engine) -> None:
         time.sleep(engine.pause_s)
 
 
-def _requests(
-    running: RunningEngine, num: int, prompt_len: int, max_tokens: int, seed: int
-) -> list[Request]:
-    rng = np.random.default_rng(seed)
+def _requests(running: RunningEngine, num: int, prompt_len: int, max_tokens: int) -> list[Request]:
+    rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     prompts = [rng.integers(0, running.spec.vocab_size, prompt_len).tolist() for _ in range(num)]
     return [

@@ -38,12 +38,11 @@ class OpenRequests:
         self._cached: dict[int, int] = {}
         """Tokens of each request's prompt that were in the prefix cache."""
         self._waiter: asyncio.Future[None] | None = None
-        self.is_left = False  # the client has disconnected
 
     def put(self, place: int, delta: Delta) -> bool:
         """Add a delta of the request at ``place``. Return True if all of these requests are over.
 
-        An error ends its own request; the others run until ``leave``."""
+        An error ends its own request; the others run until ``RequestTable.leave``."""
         now = time.monotonic()
         if delta.token_ids:
             self._count((place, delta.index), len(delta.token_ids), now)
@@ -96,15 +95,11 @@ class OpenRequests:
 
     async def take(self, timeout_s: float | None) -> list[tuple[int, Delta]]:
         """Wait for output. Return one merged delta per sequence with its request's place; none on
-        time-out, or after ``leave``."""
-        if not self._piles and not self.is_left:
+        time-out."""
+        if not self._piles:
             await self._sleep(timeout_s)
         taken, self._piles = self._piles, {}
         return [(place, pile.whole()) for (place, _), pile in taken.items()]
-
-    def leave(self) -> None:
-        self.is_left = True
-        self._wake()
 
     async def _sleep(self, timeout_s: float | None) -> None:
         """Wait for ``_wake``. ``asyncio.wait_for`` makes a task each time, and costs more than all

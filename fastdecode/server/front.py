@@ -73,23 +73,6 @@ class Outlook:
         return None if seen.num_live_r_workers or not seen.num_r_workers else "no_r_worker"
 
 
-class Threads:
-    """Pools for work that takes a while. One process each renders and tokenises, so one thread
-    asks it."""
-
-    def __init__(self) -> None:
-        self.bodies = ThreadPoolExecutor(2, "bodies")
-        """Parse what was asked, put together what is answered."""
-        self.templates = ThreadPoolExecutor(1, "templates")
-        self.tokenizer = ThreadPoolExecutor(1, "tokenizer")
-        self.conversations = ThreadPoolExecutor(1, "conversations")
-        """Keep turns, on a disk perhaps: one after the other."""
-
-    def close(self) -> None:
-        for pool in (self.bodies, self.templates, self.tokenizer, self.conversations):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
 @dataclass(eq=False)
 class Front:
     """What all requests share. Belongs to one event loop."""
@@ -101,7 +84,6 @@ class Front:
     client: RequestTable
     log: RequestLog
     conversations: Conversations = field(default_factory=Conversations)
-    threads: Threads = field(default_factory=Threads)
     outlook: Outlook = field(default_factory=Outlook)
     started_s: int = field(default_factory=lambda: int(time.time()))
     run_id: str = field(default_factory=partial(secrets.token_hex, 8))
@@ -132,7 +114,13 @@ class Front:
         self.metrics = Metrics(opening.max_model_len, self.names[0])
         most = self.options.max_queued_tokens or _TOKENS_UNTIL_READY
         self.admission = QueueAdmission(self.options.max_queued_requests, most)
-        self.turns = OpenTurns(self.conversations, self.threads.conversations)
+        # A process renders and another tokenises, so one thread asks each.
+        self.body_threads = ThreadPoolExecutor(2, "bodies")
+        """Parse what was asked, put together what is answered."""
+        self.template_thread = ThreadPoolExecutor(1, "templates")
+        self.tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
+        self._turn_thread = ThreadPoolExecutor(1, "conversations")
+        self.turns = OpenTurns(self.conversations, self._turn_thread)
         self._numbers = itertools.count(1)
 
     def trouble(self) -> str | None:
@@ -157,7 +145,10 @@ class Front:
 
     def close(self) -> None:
         """End the processes that encode and render, and the threads."""
-        self.threads.close()
+        for pool in (
+            self.body_threads, self.template_thread, self.tokenizer_thread, self._turn_thread,
+        ):  # fmt: skip
+            pool.shutdown(wait=False, cancel_futures=True)
         self.conversations.close()
         self.codec.close()
         if self.template is not None:

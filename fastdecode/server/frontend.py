@@ -33,7 +33,7 @@ from fastdecode.core.secret_file import exposure
 from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
 from fastdecode.server.http.app import Routes
-from fastdecode.server.http.connection import Connections
+from fastdecode.server.http.connection import bounded
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.link import (
     AsyncChannel,
@@ -151,7 +151,7 @@ def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
         raise ConfigError(f"{files} {why}") from None
     kind: Any = config.http_protocol_class
     most = _room_for_connections(options.max_connections)
-    config.http_protocol_class = Connections(kind, most, options.header_timeout_s)  # type: ignore[assignment]  # makes one
+    config.http_protocol_class = bounded(kind, most, options.header_timeout_s)  # type: ignore[assignment]  # makes one
     return config
 
 

@@ -1,5 +1,5 @@
 """The link between the HTTP process and the process of the engine: messages as ``wire.codec``
-writes them, each behind its length, over a socket pair.
+writes them, framed as ``multiprocessing.connection`` frames them, over a socket pair.
 
 ============  ============  ====================================================
 Opening       engine        the first: what to serve
@@ -17,7 +17,6 @@ Drained       HTTP          no request is open any more
 StatusAck     HTTP          it reads: the answer to StatusReport
 ============  ============  ====================================================
 
-
 Either end may close the socket: the other one ends, too. Threads use a ``Channel`` at the engine's
 end, and an event loop an ``AsyncChannel`` at the other.
 """
@@ -26,11 +25,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import socket
 import struct
 import threading
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any, Final, TypeAlias, cast, get_args
 
 import numpy as np
@@ -45,8 +46,7 @@ from fastdecode.wire.instances.messages import Submit as Submit
 from fastdecode.wire.traits import Message
 
 MAX_MESSAGE_BYTES: Final = 512 << 20
-_LENGTH: Final = struct.Struct("!i")  # stands before each message
-_MOST_AT_ONCE: Final = 1 << 20
+_LENGTH: Final = struct.Struct("!i")  # before each message, as ``multiprocessing`` has it
 
 
 class Opening(Message, frozen=True, tag=201):
@@ -107,29 +107,20 @@ ServerMessage: TypeAlias = (
 
 
 class Packing:
-    """Messages as they travel. One thread encodes at a time, and one decodes."""
+    """Messages as bytes. One thread encodes at a time, and one decodes."""
 
     def __init__(self) -> None:
         self._codec = Codec(get_args(ServerMessage))
 
     def packed(self, message: ServerMessage) -> bytearray:
-        """Return a message behind its length."""
         frame = self._codec.encode(message)
-        raw = bytearray(_LENGTH.size + frame.num_bytes)
-        _LENGTH.pack_into(raw, 0, frame.num_bytes)
-        frame.write(memoryview(raw)[_LENGTH.size :])
+        raw = bytearray(frame.num_bytes)
+        frame.write(memoryview(raw))
         return raw
 
     def parsed(self, raw: bytes) -> ServerMessage:
-        """Return a message without its length. Raises: ProtocolError: If it is invalid."""
+        """Raises: ProtocolError: If that is no message."""
         return cast(ServerMessage, self._codec.decode(np.frombuffer(raw, np.uint8)))
-
-
-def _length(head: bytes | bytearray) -> int:
-    (length,) = _LENGTH.unpack(head)
-    if not 0 <= length <= MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"the other process wants to send {length} bytes at once")
-    return int(length)
 
 
 class Channel:
@@ -137,52 +128,38 @@ class Channel:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._received = bytearray()
+        self._connection = Connection(os.dup(connected.fileno()))
         self._sending = threading.Lock()
         self._packing = Packing()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self._connection, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
 
     def send(self, message: ServerMessage) -> None:
         """Send, once the other end has room. Raises: OSError: If it is gone."""
         with self._sending:
-            self._socket.sendall(self._packing.packed(message))
+            self._connection.send_bytes(self._packing.packed(message))
 
     def receive(self, timeout_s: float | None = None) -> ServerMessage | None:
-        """Return the next message, or None if none was complete in time or ``wake`` was called.
+        """Return the next message, or None if none came in time or ``wake`` was called.
 
         Raises:
             OSError: If the other end is gone, or ``end`` was called.
             ProtocolError: If it sent anything else.
         """
-        message = self._next()
-        if message is not None:
-            return message
         ready = [fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)]
-        if self._socket.fileno() < 0:
+        if self._connection.closed:
             raise BrokenPipeError("the channel is closed")
         if self._woken.fileno() in ready:
             self._woken.recv(1 << 12)
-        if self._socket.fileno() in ready:
-            received = self._socket.recv(_MOST_AT_ONCE)
-            if not received:
-                raise BrokenPipeError("the other end is gone")
-            self._received += received
-        return self._next()
-
-    def _next(self) -> ServerMessage | None:
-        """Take the next message out of what was received, if it is complete."""
-        if len(self._received) < _LENGTH.size:
+        if self._connection.fileno() not in ready:
             return None
-        end = _LENGTH.size + _length(self._received[: _LENGTH.size])
-        if len(self._received) < end:
-            return None
-        raw = bytes(self._received[_LENGTH.size : end])
-        del self._received[:end]
-        return self._packing.parsed(raw)
+        try:
+            return self._packing.parsed(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        except EOFError:
+            raise BrokenPipeError("the other end is gone") from None
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will return
@@ -195,7 +172,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the channel, after ``end``. Safe to call twice."""
-        for each in (self._socket, self._waker, self._woken):
+        for each in (self._socket, self._connection, self._waker, self._woken):
             each.close()
 
 
@@ -214,7 +191,8 @@ class AsyncChannel:
     def send(self, message: ServerMessage) -> None:
         """Send without waiting. The message is lost if the other end is gone."""
         if not self._writer.is_closing():
-            self._writer.write(self._packing.packed(message))
+            raw = self._packing.packed(message)
+            self._writer.write(_LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> ServerMessage | None:
         """Return the next message, or None if the other end is gone.
@@ -223,7 +201,9 @@ class AsyncChannel:
             ProtocolError: If it sent anything else.
         """
         try:
-            length = _length(await self._reader.readexactly(_LENGTH.size))
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if not 0 <= length <= MAX_MESSAGE_BYTES:
+                raise ProtocolError(f"the other process wants to send {length} bytes at once")
             raw = await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return None

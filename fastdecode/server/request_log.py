@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 import threading
-from logging.handlers import QueueHandler, QueueListener, WatchedFileHandler
+from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from fastdecode.core.errors import ConfigError
@@ -35,77 +35,62 @@ class RequestLog:
     """
 
     def __init__(self, path: str | None, max_waiting_lines: int = MAX_WAITING_LINES) -> None:
-        self._listener: QueueListener | None = None
-        if path is None:
-            return
-        target = _Stdout(sys.stdout) if path == "-" else _LogFile(path)
-        lines: queue.Queue[Any] = queue.Queue(max_waiting_lines)
-        self._handler = _Waiting(lines)
-        self._listener = QueueListener(lines, target)
-        self._listener.start()
+        self._lines: queue.Queue[str | None] = queue.Queue(max_waiting_lines)
+        self._is_full = False
+        self._thread: threading.Thread | None = None
+        if path is not None:
+            target = logging.StreamHandler(sys.stdout) if path == "-" else _opened(path)
+            target.handleError = _raise  # type: ignore[method-assign]
+            self._thread = threading.Thread(target=self._write_all, args=(target,), daemon=True)
+            self._thread.start()
 
     def write(self, line: dict[str, Any]) -> None:
         """Write one line, whole, soon; that it can't be written ends no request."""
-        if self._listener is not None:
-            self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
+        if self._thread is None:
+            return
+        try:
+            self._lines.put_nowait(json.dumps(line))
+        except queue.Full:
+            if not self._is_full:
+                logger.error("the request log takes nothing: lines are left out")
+            self._is_full = True
 
     def close(self) -> None:
         """Write what is left, if that takes no more than a moment. Safe to call twice."""
-        if self._listener is not None:
-            stopping = threading.Thread(target=self._stop, args=(self._listener,), daemon=True)
-            stopping.start()
-            stopping.join(_LAST_LINES_S)
-        self._listener = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with contextlib.suppress(queue.Full):
+                self._lines.put_nowait(None)
+            thread.join(_LAST_LINES_S)
 
-    def _stop(self, listener: QueueListener) -> None:
-        with contextlib.suppress(queue.Full):
-            listener.stop()
-
-
-class _Waiting(QueueHandler):
-    """Lines that wait for the thread."""
-
-    is_full = False
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's)
-        if not self.is_full:
-            logger.error("the request log takes nothing: lines are left out")
-        self.is_full = True
+    def _write_all(self, target: logging.Handler) -> None:
+        """Write lines until None comes. Report the first one of those that can't be written."""
+        is_failing = False
+        while (line := self._lines.get()) is not None:
+            try:
+                target.emit(logging.makeLogRecord({"msg": line}))
+                is_failing = False
+            except Exception as error:
+                if not is_failing:
+                    logger.error("the request log can't be written: %s", error)
+                is_failing = True
 
 
-class _Reported(logging.Handler):
-    """Reports lines that can't be written, once until a line could be."""
-
-    is_failing = False
-    reason: BaseException | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        was_failing, self.is_failing = self.is_failing, False
-        try:
-            super().emit(record)
-        except OSError:  # of reopening a file
-            self.handleError(record)
-        if self.is_failing and not was_failing:
-            logger.error("the request log can't be written: %s", self.reason)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's)
-        self.is_failing, self.reason = True, sys.exc_info()[1]
-
-
-class _Stdout(_Reported, logging.StreamHandler):  # type: ignore[type-arg]  # until 3.11
-    """The command's own output."""
-
-
-class _LogFile(_Reported, WatchedFileHandler):
-    """A file, readable for its owner only."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            # Not to wait for a pipe's reader: without one, it fails.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-            fd = os.open(path, flags, 0o600)
-        except OSError as error:
-            text = f"--request-log {path} can't be written: {explained(error)}"
-            raise ConfigError(text) from None
-        super().__init__(path)
+def _opened(path: str) -> logging.Handler:
+    """Return a file, readable for its owner only. Raises: ConfigError: If it can't be opened."""
+    try:
+        # Not to wait for a pipe's reader: without one, it fails.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        text = f"--request-log {path} can't be written: {explained(error)}"
+        raise ConfigError(text) from None
+    try:
+        return WatchedFileHandler(path)
+    finally:
         os.close(fd)
+
+
+def _raise(record: logging.LogRecord) -> None:
+    """Raise the error of a line that can't be written, which ``logging`` would print."""
+    raise

@@ -11,9 +11,9 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from enum import Enum, auto
-from queue import Empty, SimpleQueue
+from enum import IntEnum
 from typing import Any, Final, Protocol
 
 from fastdecode.core.clock import Clock
@@ -77,9 +77,7 @@ class HttpProcess:
         self.channel = Channel(ours)
         try:
             self.channel.send(opening)
-            while (answer := self.channel.receive()) is None:
-                pass  # it is incomplete
-            match answer:
+            match self.channel.receive():
                 case Listening(address):
                     self.address = address
                 case Unfit(message):
@@ -133,7 +131,7 @@ class Bridge(threading.Thread):
         self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
-        self._outbox: SimpleQueue[ServerMessage] = SimpleQueue()
+        self._outbox: deque[ServerMessage] = deque()
         self.is_gone = threading.Event()  # set when the HTTP process has ended
         self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
@@ -160,7 +158,7 @@ class Bridge(threading.Thread):
 
     def send(self, message: ServerMessage) -> None:
         """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
-        self._outbox.put(message)
+        self._outbox.append(message)
         self._channel.wake()
 
     def cancel_all(self, error: FastDecodeError) -> None:
@@ -179,11 +177,8 @@ class Bridge(threading.Thread):
         return self.is_silent != was_silent
 
     def _send_all(self) -> None:
-        try:
-            while True:
-                self._channel.send(self._outbox.get_nowait())
-        except Empty:
-            pass
+        while self._outbox:
+            self._channel.send(self._outbox.popleft())
         for message in self._server.messages():
             if isinstance(message, StatusReport):
                 self._owes_answer, self.report = True, message
@@ -229,13 +224,13 @@ class ActivityLines:
         )
 
 
-class Ending(Enum):
-    """How a server ended."""
+class Ending(IntEnum):
+    """How a server ended, and its exit code."""
 
-    ALL_ANSWERED = auto()
-    SOME_CUT = auto()
-    ENGINE_LOST = auto()
-    HTTP_LOST = auto()
+    ALL_ANSWERED = 0
+    SOME_CUT = 3
+    ENGINE_LOST = 4
+    HTTP_LOST = 5
 
 
 class Signals(Protocol):
@@ -289,9 +284,8 @@ class Serving:
         if not bridge.drained.is_set():
             bridge.send(CutOff())
             end_s = time.monotonic() + _CUT_WITHIN_S
-            while not (bridge.drained.is_set() or bridge.is_gone.is_set()):
-                if time.monotonic() >= end_s:
-                    break
+            is_answered = bridge.drained.is_set
+            while not (is_answered() or bridge.is_gone.is_set() or time.monotonic() >= end_s):
                 self._service.take(self._nothing, _LOOK_EVERY_S)
         if self._service.snapshot().error is not None:
             return Ending.ENGINE_LOST

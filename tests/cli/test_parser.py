@@ -148,14 +148,6 @@ def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> Non
     assert "top run: error: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
 
 
-def test_the_whole_help_of_a_command_with_subcommands_lists_their_groups(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    short, whole = (ended([word], capsys, code=0) for word in ("--help", "--help=all"))
-    assert "prefix-cache" in whole and "plan goodput" in whole
-    assert "prefix-cache" not in short
-
-
 @pytest.mark.parametrize("command", ["generate", "run-batch", "serve"])
 def test_no_default_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "None" not in ended([command, "--help=all"], capsys, code=0)
@@ -226,22 +218,6 @@ def test_a_key_in_a_command_line_is_refused_and_not_shown(
         for command in (["serve", "m"], ["top", "http://localhost:1"]):
             said = ended([*command, *words], capsys)
             assert "--api-key-file" in said and "first-key" not in said
-
-
-@pytest.mark.parametrize(
-    ("option", "mend"),
-    [
-        ("--hostname", "--host?"),
-        ("--api-key-flie", "--api-key-file?"),
-        ("--max-tokns", "--max-tokens?"),
-        ("--root-path", "see fastdecode serve --help=all"),
-    ],
-)
-def test_unknown_option_suggests_what_is_like_it(
-    option: str, mend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = ended(["serve", "m", option, "1"], capsys)
-    assert f"unknown option {option}: " in said and said.splitlines()[1].endswith(mend), said
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:

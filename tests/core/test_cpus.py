@@ -1,5 +1,5 @@
-"""CPUs and memory that a process may use, under control groups of version 1 and 2, and a user
-without a home."""
+"""CPUs and memory that a process may use, under control groups of version 1 and 2; NUMA nodes;
+and a user without a home."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 import fastdecode
 from fastdecode.core.host import cpus
+from fastdecode.core.host import facts as host
 from fastdecode.core.host.cpus import available_cores, cpu_quota
 from fastdecode.core.host.machine import default_kv_bytes, free_memory_bytes
 from fastdecode.core.host.user_cache import user_cache
@@ -197,3 +198,13 @@ def test_no_limit_of_memory(text: str, tmp_path: Path, own: Path) -> None:
 def test_half_of_the_memory_is_for_caches() -> None:
     assert default_kv_bytes(3, 600) == 100
     assert 0 < default_kv_bytes(1) <= psutil.virtual_memory().total // 2
+
+
+def test_numa_nodes_are_known_by_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_NODES", tmp_path)
+    assert host.this_host().numa_cpus == (), "a host that does not say"
+    for node, cpulist in {0: "0-3", 2: "4-7", 10: "8"}.items():
+        write(tmp_path / f"node{node}", cpulist=f"{cpulist}\n")
+    assert host.this_host().numa_cpus == ("0-3", "", "4-7", *[""] * 7, "8")

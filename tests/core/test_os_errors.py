@@ -1,4 +1,5 @@
-"""What the system refused is said with the mend, in the same words everywhere."""
+"""What the system refused is said with the mend, in the same words everywhere; and errors name
+files of keys, and never a key that was given in place of a file."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_paths, check_writable
 from fastdecode.core.os_errors import explained
+from fastdecode.core.secret_file import shown
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,16 @@ def test_paths_that_cannot_be_used_name_the_mend(tmp_path: Path) -> None:
         tmp_path.chmod(0o500)
         with pytest.raises(ConfigError, match=r"Permission denied: choose another path"):
             check_writable(tmp_path / "out", "output")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["aB3/dEf+Gh1JkLmN0pQrStUv==", "/aB3dEf+Gh1JkLmN0pQrStUv", "sk-proj.abcDEF123456", "a" * 40],
+)
+def test_shown_hides_what_may_be_a_key(key: str) -> None:
+    assert key not in shown(Path(key))
+
+
+def test_shown_names_files(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", Path("missing.key"), Path("keys")):
+        assert shown(path) == str(path)

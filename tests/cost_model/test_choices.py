@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sizing
 
-from cost_model.plans.choices import arrange, check_sort, choose, sort_choices
+from cost_model.plans.choices import arrange, choose, sort_choices
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.plans.size import Job, job, size
 from cost_model.workload import Workload
@@ -53,8 +53,6 @@ def test_gpus_side_by_side() -> None:
     assert first is not None and second is not None and first <= second
     by_energy = sort_choices(found, "energy")
     assert by_energy[0].job.kwh == min(each.job.kwh or 0.0 for each in found)
-    with pytest.raises(ConfigError, match="what do they cost"):
-        check_sort("cost", None)
     bfloat16 = replace(setup("V100"), dtype=DType.BFLOAT16)
     left = choose([("V100", bfloat16)], Goal(), size, None)
     assert not left.found and "no bfloat16 units" in left.left_out["V100"]

@@ -20,26 +20,23 @@ def shown(asked: Disaggregation) -> list[tuple[int, int]]:
     return [(split.prompt_machines, split.token_machines) for split in asked.best]
 
 
-def test_split_wins_that_parts_of_machines_name_too() -> None:
-    asked = Disaggregation(8, 100.0, 5.0, 200)
-    (best,) = asked.best
-    assert shown(asked) == [(1, 7)] and asked.wins
-    assert best.interval_s == pytest.approx(1142.857142857143)
-    assert (asked.colocated_s, asked.break_even_ratio) == (1183.125, 1)
-
-
-def test_whole_machines_may_lose_where_parts_of_them_win() -> None:
-    asked = Disaggregation(2, 100.0, 1.0, 10)
-    (best,) = asked.best
-    assert best.interval_s == 200 and asked.colocated_s == 159.5 and not asked.wins
-    assert asked.break_even_ratio == 1, "parts of machines win from there on"
-
-
-def test_streaming_that_takes_too_long_never_pays() -> None:
-    asked = Disaggregation(4, 100.0, 5.0, 50, overhead=1.75)  # 2 - 1/D exactly
-    assert asked.break_even_ratio is None and not asked.wins
-    assert asked.colocated_s == 421.25
-    assert shown(asked) == [(2, 2)] and asked.best[0].interval_s == 500
+@pytest.mark.parametrize(
+    ("asked", "splits", "interval_s", "colocated_s", "ratio", "wins"),
+    [
+        (Disaggregation(8, 100.0, 5.0, 200), [(1, 7)], 1142.857142857143, 1183.125, 1, True),
+        # Parts of machines win from the ratio on, whole ones lose.
+        (Disaggregation(2, 100.0, 1.0, 10), [(1, 1)], 200, 159.5, 1, False),
+        # Streaming that takes 2 - 1/D times as long never pays.
+        (Disaggregation(4, 100.0, 5.0, 50, 1.75), [(2, 2)], 500, 421.25, None, False),
+    ],
+)
+def test_worked_splits(
+    asked: Disaggregation, splits: list[tuple[int, int]], interval_s: float, colocated_s: float,
+    ratio: float | None, wins: bool,
+) -> None:  # fmt: skip
+    assert (shown(asked), asked.wins) == (splits, wins)
+    assert asked.best[0].interval_s == pytest.approx(interval_s)
+    assert (asked.colocated_s, asked.break_even_ratio) == (colocated_s, ratio)
 
 
 def test_ties_are_all_shown() -> None:
@@ -97,13 +94,6 @@ def test_more_memory_allows_no_fewer_splits(
     assert not small.best or large.best[0].interval_s <= small.best[0].interval_s
 
 
-def test_swapping_moves_the_kv_of_2b_sequences_for_n_tokens() -> None:
-    swap = Swapping(500, 500, 0.04, 8, 458.752, 12)
-    assert swap.unswapped_s == 40
-    assert swap.swapped_s == pytest.approx(229.52891733333335, rel=1e-9) and not swap.pays
-    assert swap.crossover_tokens == pytest.approx(130.78962053571428 / 2, rel=1e-9)
-
-
 @given(
     prompt=st.integers(0, 60), tokens=st.integers(1, 60), token_time=times,
     batch=st.integers(1, 16), kv_kb=st.integers(1, 10**8), bandwidth=st.integers(1, 50),
@@ -143,6 +133,7 @@ def test_everything_is_json() -> None:
     swap = Swapping(500, 500, 0.04, 8, 458.752, 12)
     tree = json.loads(json_text(as_json(asked, swap)))
     assert tree["wins"] and tree["min_token_machines"] == 1 and not tree["swap"]["pays"]
+    assert swap.unswapped_s == 40 and swap.crossover_tokens == pytest.approx(65.39481026785714)
     assert tree["splits"][0]["prompt_machines"] == 1
     text = as_text(asked, swap)
     assert "disaggregate: 1.04 times" in text and "don't swap" in text

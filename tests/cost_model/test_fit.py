@@ -21,14 +21,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 def points(time_of: Callable[[float], float], noise: float = 0.0, seed: int = 0) -> list[Point]:
     rng = np.random.default_rng(seed)
     return [
-        Point(
-            size,
-            Timing(
-                tuple(
-                    time_of(size) * float(np.exp(noise * rng.standard_normal())) for _ in range(5)
-                )
-            ),
-        )
+        Point(size, Timing(tuple(time_of(size) * np.exp(noise * rng.standard_normal(5)))))
         for size in SIZES
     ]
 
@@ -73,14 +66,10 @@ def test_more_work_never_takes_less_time(
     measured: list[tuple[int, float]], asked: list[float]
 ) -> None:
     curve = fit_curve([Point(size, Timing((seconds,))) for size, seconds in measured])
+    assert len(measured) > 1 or curve(measured[0][0]) == pytest.approx(measured[0][1])
     times = [curve(size) for size in sorted(asked)]
     assert all(math.isfinite(t) and t > 0 for t in times)
     assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(times))
-
-
-def test_one_point_is_a_constant() -> None:
-    curve = fit_curve([Point(64, Timing((2e-3, 2e-3)))])
-    assert curve(64) == pytest.approx(2e-3) and curve(1) <= curve(1000)
 
 
 def test_decode_terms_are_told_apart() -> None:
@@ -95,7 +84,6 @@ def test_decode_terms_are_told_apart() -> None:
     assert fit.sequence_s == pytest.approx(sequence_s, rel=1e-6)
     assert fit.token_s == pytest.approx(token_s, rel=1e-6)
     assert fit.relative_error < 1e-6
-    assert fit(10, 1000) == pytest.approx(call_s + 10 * sequence_s + 1000 * token_s)
 
 
 def test_decode_coefficients_are_never_negative() -> None:

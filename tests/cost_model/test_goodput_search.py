@@ -12,19 +12,21 @@ from sizing import HARDWARE, setup
 
 from cost_model.goodput.answer import Question, answer, as_json, as_text, placement_file
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
-from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.search import (
     STEP_TOKENS,
-    Chosen,
-    Phase,
     PlacementPrices,
     Search,
     plan_colocated,
 )
-from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    Load,
+    PrefillSpec,
+    greatest_rate,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn
-from cost_model.numbers import whole
 from cost_model.printing import round_to
 from fastdecode.core.errors import ConfigError
 
@@ -133,26 +135,6 @@ def test_kv_on_a_gpu_is_not_missed(output: int, rate: float, cheapest: tuple[int
             assert not load.is_carried(run)
 
 
-@pytest.mark.parametrize("most", [4, 5, 8, 13, 64])
-def test_where_the_search_ends_changes_nothing_unless_it_binds(most: int) -> None:
-    """Beyond six sockets they are only in each other's way. Two instances carry 7 with five
-    sockets each; with four, three do, and with three as well."""
-    search = Search(replace(hardware(), max_sockets=most), question().load, 7.0)
-    one = Degrees(1, 1)
-
-    class Crowded(Phase):
-        def fewest(self, what: object, sockets: int, most: int) -> int:
-            goodput = 5.0 * min(1.0, sockets / 6) - 0.02 * max(0, sockets - 6)
-            count = whole(7.0 / goodput) if goodput else 0
-            return count if count <= most else 0
-
-    found = search.choose(Crowded(search.load, 7.0, 8, None), [one])  # type: ignore[arg-type]
-    if most == 4:
-        assert (found, search.limits) == (Chosen(one, 3, 3), {one: (3, 5)})
-    else:
-        assert (found, search.limits) == (Chosen(one, 5, 2), {})
-
-
 def test_no_verdict_depends_on_where_the_search_ends() -> None:
     asked = question(rate=6.0)
     trees = []
@@ -221,9 +203,11 @@ def test_refuses_what_fits_nowhere() -> None:
 
 def test_a_pair_carries_no_more_than_either_phase() -> None:
     search = Search(hardware(), question().load, 8.0)
-    pair = Pair(1, 1, 1, 1, 1)
+    pair = Pair(1, Degrees(1, 1), Degrees(1, 1))
     together, prompts, tokens = (
-        search.phase(kind).goodput(pair, 4) for kind in ("pair", "prefill", "decode")
+        search.goodput("pair", pair, 4),
+        search.goodput("prefill", pair, 4),
+        search.goodput("decode", pair, 4),
     )
     assert 0 < together <= 1.02 * min(prompts, tokens)
 

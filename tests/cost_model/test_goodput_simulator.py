@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizing import setup
 
-from cost_model.goodput.rates import mean_ttft_s
 from cost_model.goodput.simulator import (
     DecodeSpec,
     GoodputRun,
@@ -22,8 +21,7 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes
-from cost_model.predict import MAX_LANES
-from cost_model.step_time import SystemTime
+from cost_model.predict import MAX_LANES, SystemTime
 from cost_model.workload import Workload
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
@@ -52,7 +50,8 @@ def test_waits_as_in_a_queue_of_equal_prompts(
     rate = utilisation / prompt_s
     run = simulate(poisson(num, rate, 1), [PrefillSpec(fixed(prompt_s), 100)], [])
     found_s = sum(each.ttft_s for each in run.times) / num
-    assert found_s == pytest.approx(mean_ttft_s(prompt_s, prompt_s, rate), rel=tolerance)
+    mean_s = prompt_s + utilisation * prompt_s / (2 * (1 - utilisation))  # M/D/1
+    assert found_s == pytest.approx(mean_s, rel=tolerance)
     assert run.prefill_busy == pytest.approx([utilisation], rel=0.02) and run.is_sustained
 
 

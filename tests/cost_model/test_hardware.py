@@ -139,18 +139,9 @@ def test_parts_of_ones_own(tmp_path: Path) -> None:
             "[gpu.x]\nmemory_mib = 1",
             "[gpu.x]: fp16_flops_per_s is missing; or say which part it is like",
         ),
-        ('[gpu.x]\nlike = "A10"\npower_w = -1', "[gpu.x]: power_w = -1 is not a number from 0.1"),
         ('[gpu.x]\nlike = "A10"\npower_w = "much"', "power_w = 'much' is not a number"),
         ('[gpu.x]\nlike = "A10"\nspeed = 1', "[gpu.x]: speed is not known; there are aliases"),
         ('[gpu.x]\nlike = "A1O"', "Did you mean A10"),
-        (
-            '[gpu.x]\nlike = "A10"\ncompute_efficiency = 1.0',
-            "compute_efficiency = 1.0 is not a number",
-        ),
-        (
-            '[gpu.x]\nlike = "A10"\nmemory_mib = 1e300',
-            "[gpu.x]: memory_mib = 1e+300 is not a whole number from 1 to 67108864",
-        ),
         (
             '[cpu.x]\nlike = "EPYC 7452"\ncores = 0.5',
             "[cpu.x]: cores = 0.5 is not a whole number from 1 to 65536",
@@ -171,16 +162,12 @@ def test_parts_that_make_no_sense(tmp_path: Path, text: str, why: str) -> None:
 
 def test_each_number_of_a_part_has_bounds(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    kinds: tuple[tuple[str, object], ...] = (
-        ("gpu", HARDWARE.gpu("A10")),
-        ("cpu", HARDWARE.cpu("EPYC 7452")),
-        ("nic", HARDWARE.nic("100GbE")),
-    )
-    for kind, part in kinds:
+    named = {"memory_bytes": {"gpu": "memory_mib", "cpu": "memory_gib"}}
+    for kind, name in (("gpu", "A10"), ("cpu", "EPYC 7452"), ("nic", "100GbE")):
+        part = getattr(HARDWARE, kind)(name)
         names = {each for each, value in vars(part).items() if not isinstance(value, str)}
-        names -= {"kernels"}  # not a field of the file
-        sizes = {"memory_mib"} if kind == "gpu" else {"memory_gib"} if kind == "cpu" else set()
-        for field in names - {"memory_bytes"} | sizes:
+        for each in names - {"kernels"}:  # not a field of the file
+            field = named.get(each, {}).get(kind, each)
             for value in ("1e300", "1e-300"):
                 file.write_text(f'[{kind}.x]\nlike = "{vars(part)["name"]}"\n{field} = {value}\n')
                 with pytest.raises(ConfigError, match=rf"\[{kind}\.x\]: {field} = .* from .* to "):
@@ -191,8 +178,6 @@ def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean H100-PCIe") as caught:
         HARDWARE.gpu("H100-PCI")
     assert caught.value.exit_code == 2 and caught.value.code == "unknown_gpu"
-    with pytest.raises(ConfigError, match="EPYC 7452"):
-        HARDWARE.cpu("EPYC 7425")
     with pytest.raises(ConfigError, match="Known: 10GbE"):
         HARDWARE.nic("carrier pigeon")
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.placement_algorithms import best_per_gpu
 
-from cost_model.goodput.placements import Degrees, GpuCluster, Pair
-from cost_model.goodput.search import Chosen, Objective, Phase, PlacementPrices, Search, What
+from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
+from cost_model.goodput.search import Chosen, Objective, PlacementPrices, Search, What
 from cost_model.numbers import whole
 
 TP1, TP2, TP4, PP2 = Degrees(1, 1), Degrees(2, 1), Degrees(4, 1), Degrees(1, 2)
 PRICES = PlacementPrices(1.0, 0.25)
 
 
-class Known(Phase):
+class Known(Search):
     """Instances whose goodputs are known, by what they are and how many sockets each has."""
 
-    def __init__(self, goodputs: Mapping[tuple[What, int], float], rate: float) -> None:
-        super().__init__(None, rate, 1, None)  # type: ignore[arg-type]
-        self.goodputs = goodputs
+    known: Mapping[tuple[What, int], float]
 
-    def fewest(self, what: What, sockets: int, most: int) -> int:
-        goodput = self.goodputs[what, sockets]
+    def fewest(self, kind: object, what: What, sockets: int, most: int) -> int:
+        goodput = self.known[what, sockets]
         count = whole(self.rate / goodput) if goodput else 0
         return count if count <= most else 0
 
@@ -34,20 +33,13 @@ class Known(Phase):
 def cheapest(
     goodputs: Mapping[tuple[What, int], float], rate: float, objective: Objective = "gpu"
 ) -> Chosen | None:
-    search = Search(None, None, rate, objective, PRICES)  # type: ignore[arg-type]
-    return search.cheapest(Known(goodputs, rate), goodputs)
+    search = Known(None, None, rate, objective, PRICES)  # type: ignore[arg-type]
+    search.known = goodputs
+    return search.cheapest("both", goodputs)
 
 
 def alone(goodputs: Mapping[Degrees, float]) -> dict[tuple[What, int], float]:
     return {(degrees, 0): goodput for degrees, goodput in goodputs.items()}
-
-
-def test_worked_case() -> None:
-    prefill, decode = {TP1: 3.0, TP2: 7.0}, {TP1: 10.0, TP2: 18.0}
-    assert best_per_gpu(prefill, 20) == (TP2, 3)
-    assert best_per_gpu(decode, 20) == (TP1, 2)
-    assert cheapest(alone(prefill), 20) == Chosen(TP2, 0, 3)
-    assert cheapest(alone(decode), 20) == Chosen(TP1, 0, 2)
 
 
 def test_the_best_a_gpu_may_take_more_gpus() -> None:
@@ -55,19 +47,6 @@ def test_the_best_a_gpu_may_take_more_gpus() -> None:
     goodputs = {TP1: 4.0, TP2: 9.9}
     assert best_per_gpu(goodputs, 10.0) == (TP2, 2)
     assert cheapest(alone(goodputs), 10.0) == Chosen(TP1, 0, 3)
-
-
-def test_kv_on_the_gpu_where_that_takes_as_many_gpus() -> None:
-    """Sockets carry more each, but as many instances are needed without."""
-    goodputs: dict[tuple[What, int], float] = {(TP1, 0): 6.0, (TP1, 8): 9.0}
-    assert cheapest(goodputs, 10.0) == Chosen(TP1, 0, 2)
-    assert cheapest(goodputs, 9.0) == Chosen(TP1, 8, 1)
-    assert cheapest(goodputs, 9.0, "cost") == Chosen(TP1, 0, 2)
-
-
-def test_what_meets_no_slo_is_not_placed() -> None:
-    assert cheapest(alone({TP1: 0.0}), 1.0) is None
-    assert cheapest({(Pair(1, 1, 1, 1, 1), 0): 0.0}, 1.0) is None
 
 
 @given(st.data(), st.sampled_from(("gpu", "cost")), st.floats(0.01, 100))
@@ -99,24 +78,18 @@ def test_none_is_cheaper(data: st.DataObject, objective: Objective, rate: float)
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 3), (1, 4), (2, 1), (2, 2)])
 def test_all_instances_and_pairs_that_there_are(nodes: int, per_node: int) -> None:
-    cluster, total = GpuCluster(nodes, per_node, heads=12, layers=8), nodes * per_node
-    assert set(cluster.instances()) == {
+    model = SimpleNamespace(spec=SimpleNamespace(num_q_heads=12, num_layers=8))
+    hardware = InstanceHardware(model, nodes, per_node, 8, 512.0)  # type: ignore[arg-type]
+    total = nodes * per_node
+    assert set(hardware.instances()) == {
         Degrees(tp, pp)
         for tp, pp in product(range(1, total + 1), repeat=2)
         if 12 % tp == 0 and 8 % pp == 0 and tp <= per_node and tp * pp <= total
         and -(-pp // (per_node // tp)) <= nodes
     }  # fmt: skip
-    assert set(cluster.pairs()) == {
-        Pair(*key)
-        for key in product(*[range(1, 5)] * 5)
-        if key[0] <= nodes and key[1] * key[2] + key[3] * key[4] <= per_node
-        and all(12 % key[i] == 0 for i in (1, 3))
-        and all(8 % (key[0] * key[i]) == 0 for i in (2, 4))
+    assert set(hardware.pairs()) == {
+        Pair(cross, Degrees(tp, cross * pp), Degrees(other_tp, cross * other_pp))
+        for cross, tp, pp, other_tp, other_pp in product(*[range(1, 5)] * 5)
+        if cross <= nodes and tp * pp + other_tp * other_pp <= per_node
+        and 12 % tp == 12 % other_tp == 8 % (cross * pp) == 8 % (cross * other_pp) == 0
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_segments_stay_on_a_node(nodes: int) -> None:
-    for pair in GpuCluster(nodes, 4, heads=40, layers=40).pairs():
-        assert pair.segment_gpus <= 4 and pair.pp_cross <= nodes
-        assert 40 % pair.prefill.pp == 40 % pair.decode.pp == 0

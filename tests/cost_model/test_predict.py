@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.sizing_forms import required_cpus
 
-from cost_model.plans.constraints import Constraint, Promises, constraints
+from cost_model.plans.constraints import Constraint, constraints
+from cost_model.plans.question import Goal
 from cost_model.predict import LaneTimes, System
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
@@ -63,17 +64,17 @@ def test_what_limits() -> None:
     assert LaneTimes(2.0, 1.0, 1.0, 1.0, 0.0).limit(1) == "round trip"
 
 
-def busy_rows(
-    system: System, lane_batch: int, lanes: int, promises: Promises
-) -> tuple[Constraint, ...]:
+def busy_rows(system: System, lane_batch: int, lanes: int) -> dict[str, Constraint]:
     """What it takes that the GPU never waits."""
-    return constraints(system, lane_batch, lanes, promises, lanes * system.s_s(lane_batch))
+    cycle_s = lanes * system.s_s(lane_batch)
+    rows = constraints(system, lane_batch, lanes, Goal(headroom=0.0), cycle_s)
+    return {row.name: row for row in rows}
 
 
 def test_two_lanes_and_a_perfect_network_are_the_paper() -> None:
     """Latency 2·N·S·T(B), P = B·S·R / 2T(B) but for the (S+1)/S of whole tokens."""
     system, batch, seq_len = ideal_system(), 512, 1024
-    rows = {r.name: r for r in busy_rows(system, batch, 2, Promises(float("inf"), 0.0))}
+    rows = busy_rows(system, batch, 2)
     paper = required_cpus(batch, seq_len, 5e-7, 2e-3, 1e12)
     assert paper.compute_bound == pytest.approx(65.536, rel=1e-9)
     assert rows["R-part"].min_sockets == 66
@@ -89,8 +90,7 @@ def test_two_lanes_and_a_perfect_network_are_the_paper() -> None:
 def test_starting_together_needs_twice_the_sockets() -> None:
     spread = ideal_system()
     together = replace(spread, workload=Workload(0, 1024, 1024))
-    promises = Promises(float("inf"), 0.0)
-    counts = [busy_rows(each, 512, 2, promises)[0].min_sockets or 0 for each in (spread, together)]
+    counts = [busy_rows(each, 512, 2)["R-part"].min_sockets for each in (spread, together)]
     assert counts == [66, 132]
 
 
@@ -111,7 +111,7 @@ def test_messages_limit_the_sockets_from_above() -> None:
     for message_s, met in ((30e-6, True), (31e-6, False)):
         base = ideal_system()
         system = replace(base, link=replace(base.link, message_s=message_s))
-        rows = {r.name: r for r in busy_rows(system, 512, 4, Promises(float("inf"), 0.0))}
+        rows = busy_rows(system, 512, 4)
         assert rows["R-part"].min_sockets == 66
         assert rows["messages"].min_sockets == (0 if met else None)
         assert system.lane(512, 66).messages_s == pytest.approx(66 * message_s)
@@ -124,7 +124,7 @@ def test_the_fewest_sockets_are_found_though_messages_add_up() -> None:
     base = ideal_system()
     system = replace(base, link=replace(base.link, message_s=10e-6))
     for lanes in (2, 3, 4):
-        rows = {r.name: r for r in busy_rows(system, 512, lanes, Promises(float("inf"), 0.0))}
+        rows = busy_rows(system, 512, lanes)
         hidden_s = (lanes - 1) * system.s_s(512)
         brute = [
             p for p in range(1, 600) if system.lane(512, p).chain_s - system.s_s(512) <= hidden_s
@@ -161,9 +161,11 @@ def test_bounds_enclose_the_prediction() -> None:
 
 @given(st.integers(1, 2000), st.integers(1, 100))
 def test_load_limit_is_where_r_meets_s(lane_batch: int, sockets: int) -> None:
-    system = ideal_system()
-    limit = system.load_limit_tokens(lane_batch, sockets)
-    assert limit == pytest.approx(sockets * 2e-3 / 5e-7, abs=1)
+    base = ideal_system()
+    system = replace(base, r=replace(base.r, call_s=1e-5, sequence_s=2e-7))
+    limit, each = system.load_limit_tokens(lane_batch, sockets), max(1.0, lane_batch / sockets)
+    r_part_s = [system.r.r_s(each, tokens / sockets) for tokens in (limit, limit + 1)]
+    assert r_part_s[0] <= system.s_s(lane_batch) < r_part_s[1]
 
 
 def test_step_limits() -> None:

@@ -22,7 +22,7 @@ def test_text_is_wrapped_under_its_label() -> None:
     lines = labelled([("Verdict", "word " * 40), ("", "more")])
     assert lines[0].startswith("  Verdict      word") and lines[1].startswith(" " * 15 + "word")
     assert lines[-1] == " " * 15 + "more"
-    assert max(map(len, lines + paragraph("word " * 40, indent=6, bullet="- "))) <= WIDTH
+    assert max(map(len, lines + paragraph("word " * 40, " " * 6))) <= WIDTH
 
 
 @dataclass(frozen=True)

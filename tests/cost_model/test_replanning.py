@@ -24,9 +24,8 @@ from cost_model.goodput.replanning import (
     RoleQuestion,
     Roles,
     TrafficSample,
-    judged_from_json,
+    from_json,
     main,
-    question_from_json,
     simulation_of,
     to_json,
 )
@@ -333,14 +332,14 @@ def test_fewest_flips() -> None:
 def test_questions_and_answers_come_through_json() -> None:
     sample = TrafficSample(2.0, 1.0, ((100, 10), (50, 5)))
     asked = RoleQuestion(PROFILE, sample, STRICT, Roles(1, 1))
-    assert question_from_json(to_json(asked)) == asked
+    assert from_json(to_json(asked), RoleQuestion) == asked
     told = io.StringIO()
     nice: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.nice", nice.append)
         main(io.StringIO(to_json(asked)), told)
     assert nice == [19]
-    assert judged_from_json(told.getvalue()) == asked.answer()
+    assert from_json(told.getvalue(), JudgedRoles) == asked.answer()
     assert json.loads(to_json(STAY))["best"] == {"prefill": 1, "decode": 1, "both": 0}
 
 

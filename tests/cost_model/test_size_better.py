@@ -118,7 +118,7 @@ def test_better_machine_needs_no_more_sockets_for_the_same_plan(
     plan = sizing.plan
     if plan is None or not sizing.feasible:
         return
-    search = Search(sizing.system, goal, goal.promises(sizing.system))
+    search = Search(sizing.system, goal)
     row = what_if(search, plan, what, BETTER[what](setup, factor), plan.lanes)
     rows = [row, *(each for each in sizing.what_ifs if each.change.startswith("NIC"))]
     for each in rows:

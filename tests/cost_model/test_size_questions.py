@@ -21,10 +21,7 @@ from cost_model.shapes import model_named
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 
-# 7B of Llama 2: 6.74 G weights of 2 bytes; 2 x 32 layers x 4,096 x 2 bytes of KV a token.
-KV_7B, WEIGHTS_7B = 524_288, 13.48e9
-# 8B of Llama 3: 8.03 G weights; 8 of 32 heads have KV.
-KV_8B, WEIGHTS_8B = 131_072, 16.06e9
+WEIGHTS_8B = 16.06e9
 
 
 def ask(goal: Goal | None = None, **more: Any) -> Sizing:
@@ -47,31 +44,7 @@ def _plan(sizing: Sizing) -> Any:
 
 
 _QUESTIONS: dict[str, tuple[Callable[[], float], float, float]] = {
-    # 0.55 of 125 TFLOP/s over two operations a weight and token.
-    "most tokens/s of 7B on an A10": (
-        lambda: ask().most_tokens_per_s, 0.55 * 125e12 / WEIGHTS_7B, 0.05),
-    # What the A10 takes at its most, over what a socket reads: 0.68 of 204.8 GB/s, 512 tokens.
-    "sockets that keep it busy": (
-        lambda: _plan(ask()).sockets, 4750 * 512 * KV_7B / (0.68 * 204.8e9) * 1.10, 0.1),
-    "sequences beside the weights in 22.9 GB": (
-        lambda: _alone(ask()).batch, (22.94e9 - WEIGHTS_7B) / (512.5 * KV_7B), 0.03),
-    "ms a token of them: the memory read once at 480 GB/s": (
-        lambda: _alone(ask()).tpot_s, 22.94e9 / 480e9, 0.05),
-    "ms a token of one sequence: weights at 480 GB/s": (
-        lambda: _alone(ask(Goal(batch=1))).tpot_s, WEIGHTS_7B / 480e9, 0.06),
-    "tokens/s of 4 sockets: reads": (
-        lambda: _plan(ask(Goal(max_sockets=4))).expected.tokens_per_s,
-        4 * 0.68 * 204.8e9 / (512.5 * KV_7B), 0.05),
-    "of 4 sockets with int8: 132 bytes where float16 has 256": (
-        lambda: _plan(ask(Goal(max_sockets=4), kv="int8")).expected.tokens_per_s,
-        4 * 0.68 * 204.8e9 / (512.5 * KV_7B * 132 / 256), 0.1),
-    "most tokens/s over 10GbE: q, k, v of 32 layers": (
-        lambda: ask(gpu="A100", nic="10GbE").most_tokens_per_s,
-        0.9 * 1.25e9 / (3 * 4096 * 2 * 32), 0.03),
-    "sequences of 8B on an H100 alone": (
-        lambda: _alone(ask(model="Llama-3 8B", gpu="H100")).batch,
-        (0.95 * 81559 * 2**20 - WEIGHTS_8B) / (512.5 * KV_8B), 0.03),
-    "seconds of a whole 8B sequence on it: tokens by time a token": (
+    "seconds of a whole 8B sequence on an H100: tokens by time a token": (
         lambda: ask(Goal(batch=1), model="Llama-3 8B", gpu="H100").headlines[0].latency_s,
         1024 * (WEIGHTS_8B - 128256 * 4096 * 2) / (0.8 * 3350e9), 0.25),
     "first token of 4,096 prompt tokens on an A100: 2 operations a layer weight, and attention": (
@@ -88,9 +61,6 @@ _QUESTIONS: dict[str, tuple[Callable[[], float], float, float]] = {
         lambda: ask(Goal(users=100, think_s=60.0), model="Llama-3 8B", gpu="H100", output=128)
         .served.requests_per_s,  # type: ignore[union-attr]
         100 / (60 + 128 * WEIGHTS_8B / (0.8 * 3350e9)), 0.05),
-    "hours of 1e6 requests of 1,024 tokens": (
-        lambda: ask(Goal(requests=10**6)).job.hours,  # type: ignore[union-attr]
-        10**6 * 1024 / 4750 / 3600, 0.01),
 }  # fmt: skip
 
 
@@ -151,8 +121,8 @@ def test_batch_of_stages_is_no_larger_than_asked(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_what_if_of_lanes_keeps_the_batch(batch: int) -> None:
-    plan = _plan(ask(Goal(batch=batch), gpu="A100", cpu="EPYC 7763", output=4096))
     sizing = ask(Goal(batch=batch), gpu="A100", cpu="EPYC 7763", output=4096)
+    plan = _plan(sizing)
     for row in sizing.what_ifs:
         if "lane" in row.change and row.tokens_per_s is not None and row.tpot_s is not None:
             assert row.tokens_per_s * row.tpot_s == pytest.approx(batch)
@@ -269,12 +239,6 @@ def test_table_names_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0 and "Left out" in out and "V100" in out.split("Left out")[1]
 
 
-def test_without_a_gpu_no_line_speaks_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--seq-len", "512", "--gpu", "none", "--dtype", "float32")
-    assert code == 0 and "CPU alone" in out
-    assert "GPU" not in out.replace("no GPU", "")
-
-
 @pytest.mark.parametrize(
     ("kv", "group", "share"),
     [
@@ -362,6 +326,8 @@ def test_without_a_gpu_none_is_advised(capsys: pytest.CaptureFixture[str]) -> No
     found = re.search(r"a CPU with (\d+) GB of memory \(--dram-gb\), or --pp N", out)
     assert found is not None
     assert main([*asked, found[1]]) == 0, "what is advised runs"
+    out = capsys.readouterr().out
+    assert "CPU alone" in out and "GPU" not in out.replace("no GPU", "")
     assert main([*asked, str(int(found[1]) - 1)]) == 1
     assert main([*asked, "128", "--pp", "2"]) == 0
 
@@ -401,7 +367,6 @@ def test_users_in_plain_words(
         (["--dtype", "float32"], "--dtype float16 or bfloat16"),
         (["--gpu", "none", "--gpus", "2"], "--gpus 2: there is no GPU"),
         (["--gpus", "3"], "--gpus 3: the 32 query heads of Llama-3.1 8B"),
-        (["--gpu", "A1O"], "--gpu A1O is not known. Did you mean A10"),
         (["--gpu", "all", "--sort", "cost"], "--sort cost: what do they cost? Give --prices"),
         (["--gpu", "all", "--own", "--max-sockets", "2"], "not with --own"),
         (["--gpu", "all", "--explain"], "--explain is for one plan"),

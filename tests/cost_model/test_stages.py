@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import size
-from cost_model.predict import System
+from cost_model.predict import SystemTime
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
-from cost_model.step_time import SystemTime
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -26,7 +25,6 @@ from fastdecode.core.measurement import (
     SProfile,
     Timing,
 )
-from fastdecode.schedule.times import balanced_loads
 
 HARDWARE = Hardware.load()
 SPEC = model_named("Llama-3 8B")
@@ -48,17 +46,9 @@ def s_profile() -> SProfile:
         Point(b, Timing((HOST_S + layers * t_of_b(b) + 1e-3 + 1e-6 * b,)))
         for b in (1, 64, 256, 512, 1024)
     )
+    shape = ModelShape.of(SPEC)
     return SProfile(
-        MACHINE,
-        "Llama-3 8B",
-        ModelShape.of(SPEC),
-        "bfloat16",
-        80 << 30,
-        layer,
-        head,
-        step,
-        prompt,
-        "s",
+        MACHINE, "Llama-3 8B", shape, "bfloat16", 80 << 30, layer, head, step, prompt, "s"
     )
 
 
@@ -167,32 +157,6 @@ def test_plans_end_where_measuring_ended() -> None:
     assert sizing.gpu_only is not None and sizing.gpu_only.batch <= 1024
     with pytest.raises(ConfigError, match="measured up to 1024"):
         size(measured(), Goal(batch=1 << 20))
-
-
-@dataclass(frozen=True)
-class PredictedTimes:
-    """A lane's step through all layers, as the scheduler would be told of it."""
-
-    system: System
-    sequences_per_worker: float
-
-    def s_part_s(self, num_tokens: int) -> float:
-        return self.system.costs.num_layers * self.system.s.t_of_b(num_tokens)
-
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
-        return self.system.costs.num_layers * self.system.r.r_s(
-            self.sequences_per_worker, load_tokens
-        )
-
-
-def test_the_load_limit_is_what_the_scheduler_would_find() -> None:
-    """W_lim: the most cached tokens that the R-workers attend to within the S-part."""
-    system = measured().system()
-    times = PredictedTimes(system, 256 / 4)
-    limits = balanced_loads(times, 256, (10**9,) * 4)
-    assert limits is not None
-    assert sum(limits) == pytest.approx(system.load_limit_tokens(256, 4), abs=4)
-    assert times.r_part_s(0, limits[0]) <= times.s_part_s(256) < times.r_part_s(0, limits[0] + 1)
 
 
 def test_a_plan_from_profiles() -> None:

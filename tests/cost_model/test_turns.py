@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from holdings import Holding, victim_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.turns import Tier, TierSimulator, TracedTurn, parse_turns
+from cost_model.turns import Tier, TierSimulator, TracedTurn, read_turns
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF
@@ -159,17 +160,8 @@ def test_the_command_tells_rows_and_totals(
     trace.write_text(
         "".join(json.dumps(dict(zip(names, turn, strict=True))) + "\n" for turn in turns)
     )
-    line = [
-        "simulate",
-        "--trace",
-        str(trace),
-        "--instant",
-        "--kv-tokens",
-        "64",
-        "--block-size",
-        "1",
-    ]
-    line += ["--lower-kv-tokens", "64", "--json"]
+    line = ["simulate", "--trace", str(trace), "--instant", "--kv-tokens", "64"]
+    line += ["--block-size", "1", "--lower-kv-tokens", "64", "--json"]
     assert main([*line, "--cache-policy", "size-idle"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert told["size-idle"]["rows"][-1] == [20, "swap_out", "A", 16]
@@ -183,22 +175,19 @@ def test_the_command_tells_rows_and_totals(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"{", "isn't JSON"),
-        (b"[]", "isn't a JSON object"),
-        (b'{"conversation": 3}', "is no name"),
-        (b'{"conversation": "a", "num_prompt_tokens": 0}', "num_prompt_tokens=0"),
-        (b'{"conversation": "a", "who": 1}', "unknown field 'who'"),
-        (b"", "holds no turns"),
-        (
-            b'{"conversation": "a", "num_prompt_tokens": 1, "num_output_tokens": 1, '
-            b'"arrival_s": -1}',
-            "arrival_s=-1",
-        ),
+        ("{", "line 1: Input data was truncated"),
+        ('{"conversation": 3}', "got `int` - at `$.conversation`"),
+        ('{"conversation": ""}', "at `$.conversation`"),
+        ('{"conversation": "a", "num_prompt_tokens": 0}', "at `$.num_prompt_tokens`"),
+        ('{"conversation": "a", "who": 1}', "unknown field `who`"),
+        ("", "holds no turns"),
     ],
 )
-def test_lines_that_are_no_turns_are_named(line: bytes, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        parse_turns([line], "trace")
+def test_lines_that_are_no_turns_are_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        read_turns(path)
 
 
 def test_a_conversation_beyond_the_upper_tier_is_refused() -> None:

@@ -30,23 +30,18 @@ def trace(num: int, rate: float, cv: float, seed: int = 0) -> RequestTrace:
     )
 
 
-@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 4.0])
 def test_recovers_what_was_drawn(cv: float) -> None:
     gaps_seen = 10_000
     fit = fit_trace(trace(gaps_seen, 3.0, cv, seed=SEED))
-    assert fit.rate == pytest.approx(3.0, rel=0.02) and fit.cv == pytest.approx(cv, rel=0.05)
+    assert fit.rate == pytest.approx(3.0, rel=0.02) and fit.cv == pytest.approx(
+        cv, rel=0.05, abs=1e-9
+    )
     assert not fit.warnings
     drawn_again = drawn_from(lengths_of(trace(2000, 3.0, cv)), fit.cv, gaps_seen, seed=SEED + 1)
     requests = (TracedRequest(p, o, o, at_s) for at_s, p, o in drawn_again.at(3.0))
-    assert fit_trace(RequestTrace(tuple(requests))).cv == pytest.approx(cv, rel=0.05)
+    assert fit_trace(RequestTrace(tuple(requests))).cv == pytest.approx(cv, rel=0.05, abs=1e-9)
     assert np.corrcoef(np.array(drawn_again.lengths).T)[0, 1] == pytest.approx(1.0)
-
-
-def test_a_clock_and_bursts() -> None:
-    assert fit_trace(trace(400, 2.0, 0.0)).cv == pytest.approx(0.0, abs=1e-9)
-    on_off = [minute * 120 + i / 10 for minute in range(5) for i in range(100)]
-    fit = fit_trace(RequestTrace(tuple(TracedRequest(5, 5, 5, at_s) for at_s in on_off)))
-    assert any("fit badly" in warning for warning in fit.warnings)
 
 
 def test_warns_of_short_traces_and_of_those_without_times() -> None:

@@ -20,7 +20,7 @@ from fastdecode.core.holders import HolderId, Part, PartId, Residence
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.core.sequence import SamplingParams as Params
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.device_prefill import DevicePrefill, DevicePrefillChunks
+from fastdecode.engine.step.device_prefill import DevicePrefill
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.plan import Chunk
 from sworker.feed import Feed
@@ -63,33 +63,6 @@ def test_the_next_lane_is_queued_before_the_present_one_is_done() -> None:
     assert log[middle : middle + 6] == [
         "launch A2", "send B1", "receive B1", "launch B2", "send A2", "receive A2",
     ]  # fmt: skip
-
-
-RUNS = [
-    Run(lanes, graphs, prompts, rows=rows)
-    for lanes in (1, 2, 3)
-    for graphs in (True, False)
-    for rows, prompts in (((6,), 0), ((5, 3, 7), 2), ((4,), 4))
-]
-RUNS += [
-    Run(2, True, 1, rows=(6,), later=2, draws=True),
-    Run(2, False, 1, rows=(7,), later=1, split=3, draws=True),
-    Run(3, True, 0, rows=(5, 2), split=2, draws=True, capture=True),
-    Run(2, True, rows=(5, 6), num_steps=4, feeds=True, capture=True),
-    Run(1, False, rows=(4, 6), num_steps=4, feeds=True),
-    Run(1, True, rows=(5, 3), direct=True),
-    Run(3, True, 2, rows=(5, 3, 7), direct=True),
-    Run(2, False, 1, rows=(7,), later=1, split=3, direct=True),
-]
-
-
-@pytest.mark.parametrize(
-    "run", RUNS, ids=lambda run: f"{run.lanes}-{run.graphs}-{run.rows}-{run.later}-{run.split}"
-)
-def test_no_races(run: Run) -> None:
-    checker = run.run().gpu.checker
-    assert checker.num_accesses > 500
-    assert checker.races == [] and checker.unkept == []
 
 
 def computed_before_it_arrived(run: Run) -> None:
@@ -219,19 +192,6 @@ def test_planted_mistakes_are_found(mistake: Callable[[Run], None], run: Run) ->
     assert checker.races or checker.unkept
 
 
-def test_at_most_one_lane_idles_with_its_answers() -> None:
-    """A lane that has all answers is launched before the loop waits for other lanes."""
-    log = Run(3, num_holders=1, at_once=True).run().fleet.log
-    received: set[str] = set()
-    for entry in log:
-        kind, what = entry.split()
-        if kind == "receive" and not what.endswith(str(NUM_LAYERS - 1)):
-            received.add(what[0])
-        elif kind == "launch":
-            received.discard(what[0])
-        assert len(received) <= 1
-
-
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_holders", [1, 4])
 def test_calls_a_lane_and_layer(num_holders: int, direct: bool) -> None:
@@ -301,38 +261,6 @@ def sequence(number: int, holder: int = 0) -> Sequence:
     return made
 
 
-def step(*chunks: Chunk) -> StepBatch:
-    return StepBatch.build(chunks, HOLDERS, step=0)
-
-
-def run_chunk(held: DevicePrefill, *sequences: Sequence) -> DevicePrefillChunks | None:
-    """Begin the next chunk of each, which is then over."""
-    nexts = [Chunk(one, CHUNKS[one.num_cached // 8]) for one in sequences]
-    begun = held.begin(step(*nexts))
-    for chunk in nexts:
-        chunk.sequence.num_cached += chunk.num_tokens
-    return begun
-
-
-def test_whoever_begins_anew_is_held_anew() -> None:
-    held, one, two = held_prompts(40), sequence(1), sequence(2)
-    run_chunk(held, one)
-    run_chunk(held, one)
-    one.num_cached = 0  # its R-worker was lost
-    assert run_chunk(held, one) is not None
-    assert held.num_held == 20
-    one.num_cached = 4  # a replica has four
-    begun = held.begin(step(Chunk(one, 8)))
-    assert begun is None
-    assert held.num_held == 0
-    run_chunk(held, two)
-    two.num_cached = 0  # cancelled, say
-    assert run_chunk(held, sequence(3)) is not None
-    assert held.num_held == 20
-    del two
-    assert held.num_held == 0
-
-
 @dataclass
 class HeldRun(Run):
     """Every second row's prompt comes in chunks; then it decodes, as the others do."""
@@ -376,30 +304,3 @@ def test_a_lane_of_prompts_runs_ahead_of_r_workers() -> None:
     ahead = [entry for entry in log if entry.startswith(("launch", "receive"))]
     second = ahead[ahead.index("launch A0", 1) :]
     assert second.index("receive A0") > second.index("launch A1")
-
-
-def test_places_are_nobody_elses_until_their_steps_are_over() -> None:
-    held, one, two, three = held_prompts(44), *map(sequence, (1, 2, 3))
-    steps = [run_chunk(held, one), run_chunk(held, two)]
-    assert held.num_held == 40
-    assert run_chunk(held, three) is None  # no room: R-workers attend what they have
-    (span,) = step(Chunk(three, 8)).spans
-    assert span.begin.num_queries.tolist() == [8]
-    assert run_chunk(held, three) is None
-    last = [run_chunk(held, one) for _ in CHUNKS[1:]][-1]
-    assert held.num_held == 40  # its last step continues
-    del last, steps
-    assert held.num_held == 20
-    four, begun = sequence(4), None
-    begun = run_chunk(held, four)
-    assert begun is not None and held.num_held == 40
-    slots = [slots.tolist() for _, slots in begun._stored]
-    assert slots == [list(range(8))]  # where the first one was
-
-
-def test_a_step_with_one_that_isnt_held_is_attended_as_ever() -> None:
-    held, one, other = held_prompts(20), sequence(1), sequence(2)
-    run_chunk(held, one)
-    other.num_cached = 8
-    assert held.begin(step(Chunk(one, 8), Chunk(other, 8))) is None
-    assert held.num_held == 0

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,8 +89,15 @@ class Pair:
         return [completions[0] for completions in told[0]]
 
 
-@pytest.fixture(scope="module")
-def pair(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=[None, 24], ids=["all tokens", "window"])
+def pair(
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    """Run a model whose layers see all tokens, or a window each."""
+    window = {} if request.param is None else {"sliding_window": request.param}
+    model = str(tiny_checkpoint("mistral" if window else "llama", **window))
     disk = Disk(tmp_path_factory.mktemp("disk"), 1_000_000)
     faults = Faults(random.Random(8))
 
@@ -106,8 +114,8 @@ def pair(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]
     on_disk = {"cache_disk": str(disk.directory), "cache_disk_gb": 0.001}
     with pytest.MonkeyPatch.context() as patch:
         give(patch, {"r0": executor, "r1": executor})
-        kept = LLM(llama, **OPTIONS, **little, **on_disk)
-    with kept, LLM(llama, **OPTIONS, kv_memory_gb=0.004, prefix_cache="off") as plain:
+        kept = LLM(model, **OPTIONS, **little, **on_disk)
+    with kept, LLM(model, **OPTIONS, kv_memory_gb=0.004, prefix_cache="off") as plain:
         yield Pair(plain, kept, faults)
 
 
@@ -125,12 +133,12 @@ STEPS = st.lists(
 
 
 @settings(
-    max_examples=examples(60, share=24),
+    max_examples=examples(30, share=15),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(STEPS, st.sampled_from((0.0, 0.05, 0.4)), st.integers(0, 1 << 16))
-def test_whatever_becomes_of_blocks_on_disk_nobody_says_anything_else(
+def test_faults_of_the_disk_change_no_token(
     pair: Pair, steps: list[Step], share: float, seed: int
 ) -> None:
     pair.num_scripts += 1

@@ -4,16 +4,13 @@ work out, and R-workers as threads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from scripted_engine import continued, request, rig
-from values import replace
 
 from fastdecode.core.errors import RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.wire.messages import OpenSequence
 
 ASKED = [
@@ -22,7 +19,6 @@ ASKED = [
     request("c", 1, 30, n=2),
     request("d", 25, 12, n=3),
 ]
-MORE = [request("e" * i, 5 + 9 * i, 10 + i) for i in range(2, 9)]
 
 
 def assert_right(asked: Sequence[Request], outputs: dict[str, RequestOutput]) -> None:
@@ -34,45 +30,6 @@ def assert_right(asked: Sequence[Request], outputs: dict[str, RequestOutput]) ->
         assert [completion.token_ids for completion in output.completions] == [
             expected
         ] * one.params.n
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"lanes": 3}, {"split_tokens": 16}, {"length_quantile": 0.1, "lanes": 2}]
-)
-def test_every_token_comes_of_all_that_is_cached(options: dict[str, Any]) -> None:
-    with rig(**options) as made:
-        for one in [*ASKED, *MORE]:
-            made.submit(one)
-        assert_right([*ASKED, *MORE], made.run())
-        assert not made.lifecycle.sequences.by_sequence and not made.lifecycle.grants
-        assert made.engine.stats.num_recomputed == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"split_tokens": 16, "lanes": 2}])
-@pytest.mark.parametrize("after", [0, 1, 12])
-def test_a_loss_is_told_once_and_changes_no_token(after: int, options: dict[str, Any]) -> None:
-    with rig(3, crash={1: after}, **options) as made:
-        for one in ASKED:
-            made.submit(one)
-        assert_right(ASKED, made.run())
-        assert list(made.fleet.lost) == [1] and made.fleet.take_losses() == []
-        assert made.engine.stats.num_recomputed > 0
-
-
-def test_a_loss_recomputes_each_sequence_once() -> None:
-    with rig(2, crash={1: 12}) as made:
-        made.submit(ASKED[0])
-        made.submit(ASKED[1])
-        assert_right(ASKED[:2], made.run())
-        assert made.engine.stats.num_recomputed == 1
-
-
-def test_when_all_are_lost_the_first_loss_is_raised() -> None:
-    with rig(2, crash={0: 20, 1: 20}) as made:
-        for one in ASKED:
-            made.submit(one)
-        with pytest.raises(WorkerError, match="no more memory"):
-            made.run()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -91,37 +48,6 @@ def test_what_an_empty_r_worker_refuses_has_failed() -> None:
         outputs = made.run()
         assert str(outputs["long"].error).startswith("R-worker r0 refused request long: ")
         assert outputs["short"].ok
-
-
-def test_requests_are_cancelled_whatever_they_are_doing() -> None:
-    """Waiting, being opened, with a step in flight: what is open is closed when
-    they are at rest."""
-    with rig(2, lanes=2) as made:
-        asked = [replace(one, request_id=f"{one.request_id}{i}") for i in range(4) for one in ASKED]
-        for one in asked:
-            made.submit(one)
-        cancelled = set()
-        seen = set()
-        for _ in range(40):
-            made.engine.step()
-            lives = made.lifecycle.sequences
-            flying = {i for ids in lives.flying.values() for i in ids}
-            for request_id, kind in [
-                (
-                    life.sequence.request.request_id,
-                    (life.state, life.sequence.sequence_id in flying),
-                )
-                for life in lives.by_sequence.values()
-                if life.pending is None
-            ]:
-                if kind not in seen and request_id not in cancelled and len(cancelled) < 8:
-                    seen.add(kind)
-                    cancelled.add(request_id)
-                    made.engine.cancel(request_id)
-                    made.lifecycle.check_invariants()
-        outputs = made.run()
-        assert {(SequenceState.RUNNING, True), (SequenceState.WAITING, False)} <= seen
-        assert_right([one for one in asked if one.request_id not in cancelled], outputs)
 
 
 def test_an_error_ends_the_request_with_all_its_siblings() -> None:

@@ -21,13 +21,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec, Shard
 from fastdecode.engine.fleet import resharing as resharing_module
 from fastdecode.engine.fleet.groups import GroupPool
-from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.kept import keys_of, words_of
-from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -133,34 +130,6 @@ def test_members_that_answered_for_bad_heads_are_given_up() -> None:
     fleet, _ = group_of(3)
     fleet.lose_heads(GROUP, np.array([False, False, True, False, False, False]), "answered NaN")
     assert_lost(fleet, "r1 answered NaN")
-
-
-def test_a_block_has_moved_where_all_have_their_heads_of_it_and_faults_are_those_of_all() -> None:
-    moves, keys = JoinedMoves(GROUP, [0, 1]), [bytes([number]) * 16 for number in range(3)]
-    moves.take(1, Moved(1, 5, words_of(keys[:2]), 100, 0.5, num_damaged=2))
-    assert not moves.news
-    moves.take(0, Moved(0, 5, words_of(keys[1:]), 70, 0.7, num_unread=1, num_damaged=1))
-    (moved,) = moves.news
-    assert isinstance(moved, Moved) and keys_of(moved.failed) == keys
-    assert (moved.holder, moved.num_bytes, moved.seconds) == (GROUP, 170, 0.7)
-    assert moved.faults == (1, 3, 0, 0)
-
-
-def stocked(*keys: bytes, num_slots: int = 9, is_last: bool = True) -> Stocked:
-    return Stocked(3, num_slots, words_of(keys), np.full(len(keys), 5, np.int32), is_last)
-
-
-def test_a_block_is_there_where_all_members_have_it_and_others_drop_it() -> None:
-    keys = [bytes([i]) * 16 for i in range(4)]
-    moves = JoinedMoves(GROUP, [0, 1])
-    assert not moves.take(1, stocked(keys[0], keys[1], is_last=False))
-    assert not moves.take(0, stocked(keys[1], keys[2], num_slots=7))
-    assert not moves.news
-    dropped = moves.take(1, stocked(keys[3]))
-    (found,) = moves.news
-    assert isinstance(found, Stocked) and keys_of(found.keys) == [keys[1]]
-    assert (found.holder, found.num_slots) == (GROUP, 7)
-    assert dropped == {0: {keys[2]}, 1: {keys[0], keys[3]}}
 
 
 class Hub:

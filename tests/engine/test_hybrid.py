@@ -6,18 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 from checkpoints import prompts
 from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import Request, Sequence
-from fastdecode.engine.step.arrivals import LaneWait
 from fastdecode.schedule.hybrid.control import Rule
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins
@@ -180,33 +177,6 @@ def test_what_fits_on_the_device_sends_no_r_worker_a_step(
         assert engine.num_live_r_workers == engine.num_r_workers == 2
 
 
-class ReportingPool:
-    """Owes a report on a transfer, and no answer."""
-
-    lost: ClassVar[dict[HolderId, WorkerError]] = {}
-
-    def __init__(self) -> None:
-        self.moves = SimpleNamespace(has_moves=False)
-        self._num_looks = 0
-
-    @property
-    def is_owed(self) -> bool:
-        self._num_looks += 1
-        assert self._num_looks < 9, "the report has come, and is waited for"
-        return not self.moves.has_moves
-
-    def receive(self, *, most_s: float) -> None:
-        self.moves.has_moves = True
-
-
-def test_a_report_on_a_transfer_ends_the_wait() -> None:
-    """Between two steps nothing else may come: the wait would never end."""
-    lanes = SimpleNamespace(unsent=(), in_flight=(), any_can_go_on=False, dispatch=lambda: False)
-    pool = ReportingPool()
-    wait = LaneWait(cast(Any, pool), cast(Any, lanes), is_hybrid=True)
-    assert wait.first_to_come() is None and pool.moves.has_moves
-
-
 @pytest.mark.parametrize(
     ("layout", "crashes"),
     [
@@ -236,7 +206,7 @@ def test_a_lost_r_worker_never_disturbs_those_at_home(
 def test_quantised_everybody_has_the_tokens_of_its_side(
     kv_dtype: str, room_gb: float, llama: str
 ) -> None:
-    """R-workers round queries, the device doesn't (``test_int8_sides``)."""
+    """R-workers round queries, the device doesn't (``test_paged``)."""
     of_side = []
     for placement in ("r", "gpu"):
         options = {**SHARED, "kv_placement": placement, "kv_dtype": kv_dtype, "kv_memory_gb": 0.01}

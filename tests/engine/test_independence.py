@@ -3,7 +3,6 @@ R-workers, chunk sizes or arrival order."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -13,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
-from trouble import crash_after
 
-from examples import TRIES_ALL, examples
+from examples import examples
 from fastdecode import LLM, SamplingParams
 
 
@@ -172,93 +170,3 @@ def test_truncated_draws_depend_on_the_request_alone(
     with LLM(str(twins), **SHARED, **way) as llm:
         drawn = {name: answers(llm, truncated(options)) for name, options in TRUNCATIONS.items()}
     assert drawn == truncated_alone
-
-
-@pytest.mark.parametrize("name", TRUNCATIONS)
-@pytest.mark.parametrize("after", [20, 50])
-def test_truncated_draws_survive_a_lost_r_worker(
-    after: int,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    twins: Path,
-    truncated_alone: dict[str, list[list[tuple[int, ...]]]],
-) -> None:
-    crash_after(monkeypatch, {"r1": after})
-    with LLM(str(twins), **SHARED, r_workers=3, prefill_chunk=16, prompt_attention="s") as llm:
-        assert answers(llm, truncated(TRUNCATIONS[name])) == truncated_alone[name]
-        assert llm.stats.num_recomputed > 0
-
-
-# A trained model, half of whose tokens were never trained: they are tied, but for the last bits.
-
-TRAINED = Path(__file__).resolve().parents[2] / "examples" / "model" / "checkpoint"
-SAMPLED: dict[str, dict[str, Any]] = {
-    "all": {},
-    "top_k": {"top_k": 1000},
-    "top_p": {"top_p": 0.95},
-    "both": {"top_k": 1000, "top_p": 0.99},
-    "min_p": {"min_p": 0.01},
-}
-UNTRAINED_WAYS = [WAYS[1], WAYS[9]]
-MORE_UNTRAINED_WAYS = [WAYS[3], WAYS[8], WAYS[12]]
-
-
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's checkpoint with as many tokens again, which all have one row of
-    the head: the mean of the others."""
-    path = tmp_path_factory.mktemp("untrained") / "model"
-    copytree(TRAINED, path)
-    weights = load_file(path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    vocab_size = config["vocab_size"]
-    embedding = weights["model.embed_tokens.weight"]
-    head = weights.get("lm_head.weight", embedding)
-    generator = torch.Generator().manual_seed(2)
-    row = head.float().mean(dim=0)
-    noise = 1 + 1e-6 * torch.randn(vocab_size, len(row), generator=generator)
-    weights["model.embed_tokens.weight"] = torch.cat([embedding, embedding])
-    weights["lm_head.weight"] = torch.cat([head.float(), row * noise]).to(torch.float32)
-    save_file(
-        {name: weight.float() for name, weight in weights.items()},
-        path / "model.safetensors",
-        {"format": "pt"},
-    )
-    config.update(vocab_size=2 * vocab_size, tie_word_embeddings=False, torch_dtype="float32")
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-def sampled(options: dict[str, Any]) -> list[tuple[list[int], SamplingParams]]:
-    """An untrained token is about as likely as the middle one of the trained: top_k ends there."""
-    generator = torch.Generator().manual_seed(6)
-    return [
-        (
-            torch.randint(3, 500, (length,), generator=generator).tolist(),
-            SamplingParams(
-                seed=length, temperature=1.3, max_tokens=24, ignore_eos=True, n=2, **options
-            ),
-        )
-        for length in (3, 40, 21, 1, 48, 12)
-    ]
-
-
-@pytest.fixture(scope="module")
-def untrained_alone(untrained: Path) -> dict[str, list[list[tuple[int, ...]]]]:
-    with LLM(str(untrained), **SHARED) as llm:
-        return {
-            name: [answers(llm, [request])[0] for request in sampled(options)]
-            for name, options in SAMPLED.items()
-        }
-
-
-@pytest.mark.parametrize("way", UNTRAINED_WAYS + MORE_UNTRAINED_WAYS * TRIES_ALL, ids=str)
-def test_untrained_tokens_change_no_draw(
-    way: dict[str, Any], untrained: Path, untrained_alone: dict[str, list[list[tuple[int, ...]]]]
-) -> None:
-    with LLM(str(untrained), **SHARED, **way) as llm:
-        drawn = {name: answers(llm, sampled(options)) for name, options in SAMPLED.items()}
-    assert drawn == untrained_alone
-    limit = json.loads((TRAINED / "config.json").read_text())["vocab_size"]
-    every = [token for each in drawn["top_k"] for one in each for token in one]
-    assert any(token >= limit for token in every)

@@ -15,12 +15,10 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.stages.prompts import LanePrompts, PastStep, PromptPlan
-from fastdecode.engine.stages.stage_forward import LaterStageForward
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.attending import AttendResult
 from fastdecode.wire.kv.chunks import FetchChunk, FetchedChunk
 from fastdecode.wire.stages import StagePass
-from sworker.buffers import Fetched
 from sworker.paged import PagedKV
 
 FIRST_LANE, MOST_TOKENS, NUM_LANES = 2, 32, 2
@@ -90,47 +88,3 @@ def test_a_step_whose_past_was_dropped_goes_on_without_it(prompts: LanePrompts) 
     o = np.empty((0, 2, 8), np.float32)
     step.deliver(HolderId(1), AttendResult(0, FIRST_LANE, 0, o, None, 0.0))
     assert step.settled
-
-
-def test_a_prompt_stage_reports_when_all_is_stored() -> None:
-    """The next stage needn't wait for that."""
-    done: list[str] = []
-    x, stored = torch.zeros(2, 4), [False]
-    passage = LaterStageForward(
-        Fetched(x),
-        lambda rows: done.append("passed on"),
-        lambda rows: done.append("reported"),
-        lambda: stored[0],
-    )
-    assert passage.can_go_on and passage.go_on() is None
-    assert done == ["passed on"] and not passage.can_go_on
-    stored[0] = True
-    assert passage.can_go_on and passage.go_on() is not None
-    assert done == ["passed on", "reported"]
-
-
-def missing(prompts: LanePrompts, row: tuple[int, int, int, int], lane: int) -> list[int]:
-    """The tokens that a step fetches first."""
-    begun = prompts.begin(batch(row, lane=lane))
-    assert begun is not None
-    _, past = begun
-    if past is None:
-        return []
-    asked = list(past.questions(lane))
-    assert {(one.lane, *one.sequence_ids.tolist(), one.holder) for one in asked} == {
-        (lane, row[0], abs(row[1]) % 10)
-    }
-    runs = [(int(one.first_tokens[0]), int(one.num_tokens[0])) for one in asked]
-    return [x for first, count in runs for x in range(first, first + count)]
-
-
-def test_what_is_not_in_the_room_is_fetched(prompts: LanePrompts) -> None:
-    """No sequence's K and V are read as another's."""
-    lane = FIRST_LANE
-    assert not missing(prompts, (9, GOES_ON, 0, 8), lane)
-    assert missing(prompts, (9, ENDS, 8, 4), lane + 1) == list(range(8))
-    assert not missing(prompts, (9, ENDS, 7, 4), lane), "a step that counts no more was behind"
-    assert missing(prompts, (9, GOES_ON, 14, 2), lane) == [11, 12, 13]
-    assert not missing(prompts, (7, GOES_ON, 0, 6), lane)
-    assert missing(prompts, (9, ENDS, 16, 2), lane) == list(range(16))
-    assert missing(prompts, (7, ENDS, 6, 2), lane) == list(range(6))

@@ -6,17 +6,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import pytest
 from checkpoints import prompts
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import PromptRequest
 from fastdecode.engine.extensions import StepTiming
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.engine.setup.memory import FreeMemory
-from fastdecode.engine.setup.resolve import resolve
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
 
@@ -88,20 +83,3 @@ def test_the_engine_does_what_its_lane_control_wants(llama: str) -> None:
         found = tokens_of(llm, lambda: seen.add(len(engine._pipeline.lanes)))
     assert found == expected
     assert len(seen) > 1
-
-
-def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(
-    llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = open_checkpoint(llama).spec()
-
-    def resolved(**options: object) -> tuple[int, bool]:
-        config = EngineConfig.of(llama, **options)
-        found = resolve(config, spec, num_cores=2, free=FreeMemory(1 << 30))
-        return found.schedule.num_lanes, found.adapts_lanes
-
-    assert resolved() == (1, False)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    assert resolved() == (2, True)
-    assert resolved(lanes=3) == (3, False)
-    assert resolved(schedule="fixed-f", expected_output_tokens=32) == (2, False)

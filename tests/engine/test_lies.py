@@ -155,36 +155,6 @@ def test_control_characters_reach_no_log(caplog: pytest.LogCaptureFixture) -> No
     assert Refused(1, "x", "a\rb").message == r"a\rb"
 
 
-class OfAnotherDtype(AttentionExecutor):
-    """Answers with half of what was agreed."""
-
-    def compute(self, compute: Compute) -> AttendResult:
-        result = super().compute(compute)
-        return replace(result, o=np.ones(result.o.shape, np.uint16))
-
-
-def test_o_of_another_dtype_is_not_believed(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "r_threads": 1,
-        "kv_memory_gb": 0.01,
-        "r_workers": 2,
-    }
-    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-    def tokens() -> tuple[list[tuple[int, ...]], int]:
-        with LLM(llama, **options) as llm:
-            outputs = llm.generate(prompts([3, 9, 4, 5], seed=2), greedy)
-            return [
-                output.completions[0].token_ids for output in outputs
-            ], llm.snapshot().engine.num_live_r_workers
-
-    expected, num_live = tokens()
-    assert num_live == 2
-    give(monkeypatch, {"r1": OfAnotherDtype})
-    assert tokens() == (expected, 1)
-
-
 class OfAnotherDtypeLater(AttentionExecutor):
     """From its 10th layer on."""
 
@@ -198,13 +168,15 @@ class OfAnotherDtypeLater(AttentionExecutor):
         return replace(result, o=result.o.astype(np.uint16)) if self._left < 0 else result
 
 
-def test_who_lies_in_a_group_is_given_up_alone(
+@pytest.mark.parametrize("partition", ["sequences", "heads"])
+def test_o_of_another_dtype_is_one_r_workers_alone(
+    partition: str,
     tiny_checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_checkpoint("qwen3", num_attention_heads=10, num_key_value_heads=5)
-    options = {**HERE, "r_workers": 3, "r_partition": "heads", "lanes": 2, "prefill_chunk": 16}
+    options = {**HERE, "r_workers": 3, "r_partition": partition, "lanes": 2}
     expected, _ = answers(model, **options)
     give(monkeypatch, {"r1": OfAnotherDtypeLater})
     assert answers(model, **options) == (expected, 2)

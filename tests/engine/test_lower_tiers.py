@@ -80,18 +80,6 @@ def test_what_was_on_disk_says_the_same(
         assert llm.stats.num_cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["int4", *["int8"] * TRIES_ALL])
-def test_quantized_blocks_come_back_as_they_went(kv_dtype: str, tmp_path: Path, llama: str) -> None:
-    """Scales and all. (What is computed again may be rounded otherwise, so
-    tokens needn't be those without a disk.)"""
-    options = on_disk(tmp_path, kv_dtype=kv_dtype, kv_memory_gb=0.00006, swap_threshold=0.9)
-    with LLM(llama, **options) as llm:
-        talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
-        counts = llm.stats.tiers
-        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
-    assert all(len(tokens) == 5 for said in talks for one in said for tokens in one)
-
-
 def test_head_shares_that_were_swapped_are_no_ones_blocks(
     tmp_path: Path, llama: str, plain: Said
 ) -> None:

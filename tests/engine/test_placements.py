@@ -21,7 +21,6 @@ from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.sequence import PromptRequest
-from fastdecode.engine.figures import EngineFigures
 from sworker.worker import Pass, SWorker
 
 Make = Callable[..., Path]
@@ -201,19 +200,6 @@ def test_a_stage_without_r_workers_ends_the_job_at_once(
         assert llm.stats.num_rejoined == options.get("spare_r_workers", 0)
 
 
-def test_figures_say_once_which_r_worker_is_lost(
-    llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash_after(monkeypatch, {"r1": 0})
-    with LLM(llama, **OPTIONS, r_workers=2) as llm:
-        assert tokens(llm, mixed_requests()) == plain(llama)
-        figures: list[EngineFigures] = []
-        llm.service.call(lambda running: figures.append(running.engine.figures()))
-    alive, lost = figures[0].r_workers
-    assert alive.lost is None and lost.lost is not None
-    assert lost.name not in lost.lost and lost.lost.startswith("it "), lost
-
-
 def test_a_hung_r_worker_is_given_up(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may be slow on a busy machine: it has three seconds."""
     woken = threading.Event()
@@ -270,18 +256,11 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"pp": 2, "r_partition": "heads", "replicas": 1}, "r_partition"),
-        ({"pp": 2, "kv_placement": "hybrid"}, "kv_placement"),
         ({"pp": 2, "r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),
         ({"pp": 2, "tp": 2}, "needs an MPI launcher: mpirun -n 4 "),
         ({"pp": 2, "pp_layers": "1,2,3"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "all"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "1,1"}, "pp_layers"),
-        ({"prompt_pp": 1, "r_partition": "heads", "replicas": 1}, "prompt_pp=1 and"),
-        ({"prompt_pp": 1, "kv_placement": "hybrid"}, "kv_placement"),
-        ({"prompt_pp": 1, "kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),
-        ({"prompt_pp": 1, "kv_placement": "swap", "pp": 3, "tp": 2}, "kv_placement='swap'"),
-        ({"prompt_pp": 1, "prompt_attention": "r"}, "prompt_attention"),
         ({"prompt_pp": 1, "prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
         ({**SWAPPED, "pp": 2, "pp_layers": None}, "raise pp=2"),
@@ -289,11 +268,6 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
         ({**SWAPPED, "kv_memory_gb": 1e5}, "3 lanes in each of 3 stages"),
         ({"split_tokens": 100}, "not a multiple of block_size=64: take 128"),
         ({"split_tokens": 0}, "split_tokens=0"),
-        ({"split_tokens": 128, "r_partition": "heads"}, "has a part of every sequence"),
-        ({"split_tokens": 128, "kv_placement": "gpu"}, "KV on the device needs no R-workers"),
-        ({"kv_placement": "hybrid", "lanes": 2}, "hybrid"),
-        ({"kv_placement": "hybrid", "schedule": "stabilized"}, "hybrid"),
-        ({"kv_placement": "hybrid", "tp": 2}, "hybrid"),
         ({"device_kv_gb": 1.0}, "needs kv_placement='hybrid'"),
         ({"r_partition": "heads", "r_workers": 4}, "4 R-workers"),
     ],
@@ -302,5 +276,6 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
 def test_what_does_not_fit_together_is_refused_by_name(
     options: dict[str, Any], reason: str, llama: str
 ) -> None:
+    """``core/test_features.py`` has pairs of features."""
     with pytest.raises(ConfigError, match=reason):
         LLM(llama, **options)

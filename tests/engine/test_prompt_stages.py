@@ -75,28 +75,6 @@ def test_prompts_see_what_is_cached_of_them(kv_dtype: str, llama: str) -> None:
         assert tokens(llm, mixed_requests()) == expected
 
 
-def test_steps_are_of_one_kind(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of one token, and a last one of a longer prompt, decode."""
-    seen: list[tuple[int, int]] = []
-    build = StepBatch.build
-
-    def watched(*args: Any, **kwargs: Any) -> StepBatch:
-        batch = build(*args, **kwargs)
-        seen.append((batch.num_decoding, batch.num_prompt_tokens))
-        return batch
-
-    monkeypatch.setattr(StepBatch, "build", watched)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    asked = [(prompt, params) for prompt in prompts((1, 17, 33, 40, 2))]
-    with LLM(llama, **OPTIONS) as llm:
-        expected = tokens(llm, asked)
-    seen.clear()
-    with LLM(llama, **OPTIONS, prompt_pp=1, prefill_chunk=16) as llm:
-        assert tokens(llm, asked) == expected
-    assert not [both for both in seen if both[0] and both[1]]
-    assert sum(num_prompt_tokens for _, num_prompt_tokens in seen) == 16 + 32 + 40 + 2
-
-
 def test_kv_goes_straight_to_the_r_workers_that_keep_it(
     llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

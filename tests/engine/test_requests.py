@@ -23,11 +23,8 @@ from fastdecode.conversations.turns import (
     ChatTurn,
     PromptTurn,
     Turn,
-    no_reuse_warning,
-    why_no_reuse,
 )
 from fastdecode.core.cache_use import CacheUse
-from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
 from fastdecode.core.sequence import PromptRequest
 from fastdecode.text.chat_template import ChatTemplate
@@ -272,11 +269,6 @@ def test_a_request_id_that_stands_twice_is_refused(llm: LLM) -> None:
     assert again.ok
 
 
-def test_too_little_memory_for_a_block_is_a_bad_option(llama: str) -> None:
-    with pytest.raises(ConfigError, match="memory"):
-        LLM(llama, kv_memory_gb=1e-6)
-
-
 CHECKPOINT = Path(__file__).resolve().parents[2] / "examples" / "model" / "checkpoint"
 PROMPT = "Gusster was a pony, and Gusster belonged to Melor."
 
@@ -334,22 +326,6 @@ def test_lines_and_the_option_say_it(tmp_path: Path) -> None:
 
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, ""),
-        ({"prefix_cache": "on"}, ""),
-        ({"prefix_cache": "off"}, "prefix_cache is off. To reuse KV, remove prefix_cache=off"),
-        ({"replicas": 1, "r_workers": 3}, ""),
-        ({"prompt_pp": 1}, ""),
-    ],
-)
-def test_when_nothing_is_reused(options: dict[str, Any], says: str) -> None:
-    why = why_no_reuse(EngineConfig.of("a model", **options))
-    assert says in why and bool(why) is bool(says)
-    assert "cache is off" in no_reuse_warning(why, CacheUse(is_off=True)) or says
 
 
 def test_in_python(llama: str) -> None:

@@ -41,6 +41,7 @@ from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads
 from fastdecode.engine.fleet.ring import DISK, LinkOptions
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
+from fastdecode.wire.messages import Hello
 
 NUM_SEEDS = 300
 SILENCE_S = 1.0
@@ -141,79 +142,70 @@ class Trial:
         return happen
 
     def _start(self, num_blocks: int, replicated: bool) -> Rig:
-        chance, network = self.chance, self.network
-        names = [str(number) for number in range(len(network.processes))]
-        hub: Any = network
-        if self.num_spares:
-            hub = SpareHub(cast(Any, network), self.num_spares, names, network.time)
-        self.hub = hub
-        fleet = WorkerPool(hub, TIMEOUT_S, SILENCE_S, network.time)
-        hello = replace(HELLO, session=7 * replicated)
+        chance, network, hello = self.chance, self.network, replace(HELLO, session=7 * replicated)
+        fleet = WorkerPool(self._reach(), TIMEOUT_S, SILENCE_S, network.time)
         welcomes = greet(fleet, hello)
         if replicated and len(welcomes) > 1:
-            if self.num_spares:
-                names = hub.addresses
-            link_bytes = chance.choice([1, 2000, 1 << 20])
-            keepers = dict.fromkeys(fleet.holders, DISK) if network.disk is not None else {}
-            links = LinkOptions(names, link_bytes, TIMEOUT_S, hello.session, keepers)
+            links = self._links(fleet, hello.session)
             welcomes, self.replicas = replicate(fleet, hello, welcomes, links, network.time)
             self.replicas.begin()
-        replacements = None
-        deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
-        if self.returns or self.num_spares:
-            kind = SpareReplacements if self.num_spares else HubReplacements
-            replacements = kind(hub, hello, deadlines)
-            if self.replicas is not None:
-                blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
-                replacements.limit(limits(blocks_of, len(fleet)))
+        replacements = self._replacements(hello)
+        if replacements is not None and self.replicas is not None:
+            blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
+            replacements.limit(limits(blocks_of, len(fleet)))
         blocks = tuple(
             welcomes[holder].num_blocks if holder in welcomes else num_blocks
             for holder in range(len(fleet))
         )
-        options: dict[str, Any] = {"split_tokens": chance.choice([None, None, 16])}
-        if chance.random() < 0.3:
-            options["length_quantile"] = 0.1  # rooms turn out too small
-        is_whole = not options["split_tokens"] and not replicated
-        identity = "model" if chance.random() < 0.3 and is_whole else None
-        identity = "model" if self.keeps else identity
-        lanes = chance.randint(1, 3)
-        back = (replacements, network.time, self.replicas)
-        return assemble(fleet, blocks, lanes, *back, cache_identity=identity, **options)
+        split = chance.choice([None, None, 16])
+        is_whole = not split and not replicated
+        identity = "model" if self.keeps or (chance.random() < 0.3 and is_whole) else None
+        return self._assemble(fleet, blocks, replacements, identity, split_tokens=split)
 
     def _start_heads(self, num_blocks: int, replicated: bool) -> Rig:
-        network = self.network
-        names = [str(number) for number in range(len(network.processes))]
-        hub: Any = network
-        if self.num_spares:
-            hub = SpareHub(cast(Any, network), self.num_spares, names, network.time)
-        self.hub = hub
-        pool = WorkerPool(hub, TIMEOUT_S, SILENCE_S, network.time)
+        network, hello = self.network, replace(HEADS_HELLO, session=7)
+        pool = WorkerPool(self._reach(), TIMEOUT_S, SILENCE_S, network.time)
         self.heads = fleet = in_heads(pool)
-        hello = replace(HEADS_HELLO, session=7)
         deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
-        places = None
-        if self.returns or self.num_spares:
-            kind = SpareReplacements if self.num_spares else HubReplacements
-            places = kind(hub, hello, deadlines)
-        resharing = Resharing(fleet, hello, deadlines, places)
-        links = LinkOptions(
-            hub.addresses if self.num_spares else names,
-            self.chance.choice([1, 2000, 1 << 20]),
-            TIMEOUT_S,
-            hello.session,
-            dict.fromkeys(pool.holders, DISK) if network.disk is not None else {},
-        )
+        resharing = Resharing(fleet, hello, deadlines, self._replacements(hello))
         again = greet(fleet, hello)
         if replicated:
+            links = self._links(pool, hello.session)
             again, self.replicas = replicate(fleet, hello, again, links, network.time)
             self.replicas.begin()
-        options: dict[str, Any] = {"cache_identity": "model" if self.keeps else None}
+        blocks = (again[GROUP].num_blocks if again else num_blocks,)
+        identity = "model" if self.keeps else None
+        return self._assemble(fleet, blocks, resharing, identity, attention=HEADS_SPEC)
+
+    def _reach(self) -> Any:
+        """The hub, of R-workers of which some may be standby ones."""
+        self.hub: Any = self.network
+        self.names = [str(number) for number in range(len(self.network.processes))]
+        if self.num_spares:
+            network = cast(Any, self.network)
+            self.hub = SpareHub(network, self.num_spares, self.names, network.time)
+        return self.hub
+
+    def _links(self, pool: WorkerPool, session: int) -> LinkOptions:
+        keepers = dict.fromkeys(pool.holders, DISK) if self.network.disk is not None else {}
+        names = self.hub.addresses if self.num_spares else self.names
+        link_bytes = self.chance.choice([1, 2000, 1 << 20])
+        return LinkOptions(names, link_bytes, TIMEOUT_S, session, keepers)
+
+    def _replacements(self, hello: Hello) -> HubReplacements | SpareReplacements | None:
+        if not (self.returns or self.num_spares):
+            return None
+        kind = SpareReplacements if self.num_spares else HubReplacements
+        return kind(self.hub, hello, Deadlines(TIMEOUT_S, SILENCE_S, self.network.time))
+
+    def _assemble(
+        self, fleet: Any, blocks: tuple[int, ...], places: Any, identity: str | None, **options: Any
+    ) -> Rig:
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
+        back = (places, self.network.time, self.replicas)
         lanes = self.chance.randint(1, 3)
-        blocks = (again[GROUP].num_blocks if again else num_blocks,)
-        back = (resharing, network.time, self.replicas)
-        return assemble(fleet, blocks, lanes, *back, attention=HEADS_SPEC, **options)
+        return assemble(fleet, blocks, lanes, *back, cache_identity=identity, **options)
 
     @property
     def members(self) -> WorkerPool:

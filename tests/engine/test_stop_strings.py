@@ -177,14 +177,3 @@ def test_stop_strings_in_real_text(kind: str, data: st.DataObject) -> None:
     text = TextCodec(tokenizer).sequence_text(SamplingParams(stop=(stop,)))
     assert any(text.append(token) for token in ids)
     assert text.finish() == whole[: whole.index(stop)]
-
-
-def test_finish_flushes_and_can_be_asked_again() -> None:
-    tokenizer = TOKENIZERS["llama"]
-    text = TextCodec(tokenizer).sequence_text(SamplingParams())
-    for token in ("▁The", "<0xC3>", "<0xA9>"):
-        text.append(id_of(tokenizer, token))
-    assert text.text == "The"
-    assert text.finish() == text.finish() == text.text == "Theé"
-    with pytest.raises(AssertionError):
-        text.append(5)

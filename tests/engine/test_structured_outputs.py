@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
+import random
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,86 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 pytest.importorskip("jsonschema", reason="needs the extra 'test'")
 
-from mpi_launch import mpirun, needs_mpi
-from mpi_launch import run as mpi_run
-from structured_runs import OPTIONS, check_lines, random_asked, run, save_model, write_lines
+import jsonschema
+from checkpoints import save_checkpoint
+from random_schemas import regex, schema
+from small_tokenizers import byte_level
 from trouble import crash_after
 
 from examples import TRIES_ALL, examples
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.sequence import Completion
+
+MAX_TOKENS = 480
+EOS = 1
+OPTIONS: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02}
+
+
+def save_model(directory: Path) -> str:
+    """A random model whose tokens are bytes and a few longer ones."""
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    save_checkpoint(directory, "llama", {"vocab_size": size + 5, "eos_token_id": EOS})
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    structured: dict[str, Any]
+    params: SamplingParams
+
+    def check(self, completion: Completion) -> None:
+        """The answer is whole, and what was asked."""
+        assert completion.finish_reason == "stop", (self.structured, completion.text)
+        (kind, wanted), text = next(iter(self.structured.items())), completion.text
+        if kind == "json":
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            jsonschema.Draft202012Validator(wanted, format_checker=checker).validate(
+                json.loads(text)
+            )
+        else:
+            assert re.fullmatch(wanted, text), (wanted, text)
+
+
+def random_asked(num_schemas: int, num_regexes: int, first: int = 0) -> list[Asked]:
+    """Greedy and sampled; some with several completions, logprobs, penalties."""
+    wanted: list[dict[str, Any]] = []
+    wanted += [{"json": schema(random.Random(first + i))} for i in range(num_schemas)]
+    wanted += [{"regex": regex(random.Random(first + i))} for i in range(num_regexes)]
+    return [Asked(each, _params(each, random.Random(i))) for i, each in enumerate(wanted)]
+
+
+def _params(structured: dict[str, Any], rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.7, 1.0]),
+        seed=rng.randrange(1 << 30),
+        n=rng.choice([1, 1, 1, 2]),
+        logprobs=rng.choice([None, None, 2]),
+        top_p=rng.choice([1.0, 0.9]),
+        frequency_penalty=rng.choice([0.0, 0.2]),
+        max_tokens=MAX_TOKENS,
+        structured_outputs=structured,  # type: ignore[arg-type]  # as a line gives it
+    )
+
+
+def prompts_of(asked: list[Asked]) -> list[list[int]]:
+    """Random ones."""
+    rng = random.Random(1)
+    return [[rng.randrange(2, 300) for _ in range(rng.randint(1, 20))] for _ in asked]
+
+
+def run(llm: LLM, asked: list[Asked]) -> list[list[tuple[int, ...]]]:
+    """Everybody's tokens; every answer is what it must be."""
+    outputs = llm.generate(prompts_of(asked), [each.params for each in asked])
+    for each, output in zip(asked, outputs, strict=True):
+        assert output.ok, (each.structured, output.error)
+        for completion in output.completions:
+            each.check(completion)
+    return [[each.token_ids for each in output.completions] for output in outputs]
+
 
 NUM_SCHEMAS, NUM_REGEXES = examples(500, share=12), examples(100, share=12)
 
@@ -80,22 +155,6 @@ def test_answers_are_the_same_after_losses(
     with LLM(model, **{**OPTIONS, **placement}) as llm:
         assert run(llm, random_asked(NUM_SCHEMAS, NUM_REGEXES)) == expected
         assert llm.stats.num_recomputed
-
-
-@needs_mpi
-@pytest.mark.skipif(not TRIES_ALL, reason="is run by make campaign")
-def test_answers_of_two_s_workers_that_act_as_one(model: str, tmp_path: Path) -> None:
-    asked = random_asked(NUM_SCHEMAS, NUM_REGEXES)
-    write_lines(tmp_path / "in.jsonl", asked)
-    generate = ["generate", "--model", model, "--dtype", "float32", "--tp", "2"]
-    generate += ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    fastdecode = [sys.executable, "-m", "fastdecode.cli.main"]
-    ranks = [*mpirun(2), *fastdecode, *generate, ":"]
-    outcome = mpi_run(
-        [*ranks, "-n", "2", *fastdecode, "r-worker", "--kv-memory-gb", "0.02"], timeout_s=300
-    )
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    check_lines(tmp_path / "out.jsonl", asked)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@ it as usable as before; chats."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import random
 import shutil
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from checkpoints import prompts
-from held_steps import steps_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import TOKENIZERS
@@ -27,6 +28,7 @@ from fastdecode.core.sequence import RequestOutput
 from fastdecode.wire.mpi import job as mpi_job
 
 VOCAB = 400
+WAIT_S = 120.0
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -125,6 +127,25 @@ def test_deltas_put_together_are_the_outputs(
         for i, (p, s) in enumerate(zip(given_prompts, asked, strict=True))
     ]
     assert folded(llms[kind], requests) == expected
+
+
+@contextlib.contextmanager
+def steps_held(llm: LLM, after: int) -> Iterator[None]:
+    """Make no more than ``after`` steps: a slow reader finds the first tokens alone."""
+    engine, may_go_on, numbers = llm._running.engine, threading.Event(), itertools.count()
+    step = engine.step
+
+    def held() -> None:
+        if next(numbers) >= after:
+            assert may_go_on.wait(WAIT_S)
+        step()
+
+    engine.step = held
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        del engine.step
 
 
 def test_tokens_come_while_others_are_still_to_come(llms: dict[str, LLM]) -> None:

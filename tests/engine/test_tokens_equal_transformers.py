@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, oracle, prompts
@@ -99,19 +98,6 @@ def test_greedy_tokens_and_logprobs(
     assert_says(path, reference(path), **where)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_kernels_on_two_threads_of_torchs(llama: str) -> None:
-    assert_says(llama, reference(llama), r_workers=1, r_threads=2)
-
-
 @pytest.mark.parametrize("where", [{"r_workers": 2}, {"kv_placement": "gpu"}], ids=["r2", "gpu"])
 @pytest.mark.parametrize(
     ("max_model_len", "lengths"),
@@ -196,29 +182,3 @@ def test_rounded_kv_stays_close(
         assert steps is not None
         worst = max(worst, max(abs(lp - logprobs[0, token].item()) for token, lp in steps[0].top))
     assert 0 < worst < ROUNDED[kv_dtype, kv_placement]
-
-
-def test_where_a_prompt_is_cut_leaves_little_trace_in_an_int8_cache(llama: str) -> None:
-    """Whole prompts are attended on the S-worker, later chunks and decode steps
-    on the R-worker's own integers.
-
-    Rounding itself moves these logprobs by up to 0.25; that some value falls on
-    the other side of a step, by 0.02.
-    """
-    asked = reference(llama).asked
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
-    found = []
-    for chunk in (1, 7, 512):
-        options = {
-            "dtype": "float32",
-            "kv_dtype": "int8",
-            "kv_memory_gb": 0.01,
-            "prompt_attention": "s",
-        }
-        with LLM(llama, prefill_chunk=chunk, **options) as llm:
-            outputs = llm.generate(asked, params)
-        found.append(
-            [[step.logprob for step in output.completions[0].logprobs or ()] for output in outputs]
-        )
-    np.testing.assert_allclose(found[0], found[2], atol=5e-2)
-    np.testing.assert_allclose(found[1], found[2], atol=5e-2)

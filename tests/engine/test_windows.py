@@ -3,19 +3,15 @@ more are neither kept nor fetched, and no token changes for it."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 from checkpoints import prompts
 from disk_talks import NUM_CONVERSATIONS, talk_in_turns
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from examples import TRIES_ALL, examples
+from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
 from fastdecode.core.model.checkpoint import open_checkpoint
@@ -98,57 +94,3 @@ def test_from_disk_a_turn_fetches_a_window_at_most(
         assert 0 < counts.num_fetched <= most * NUM_CONVERSATIONS * (NUM_ROUNDS - 1)
         assert counts.num_failed == 0
         assert counts.num_stored <= most * NUM_CONVERSATIONS * NUM_ROUNDS
-
-
-@dataclass
-class Pair:
-    """An engine without a cache, and one with little memory and a disk."""
-
-    plain: LLM
-    kept: LLM
-    num_scripts: int = 0
-
-
-@pytest.fixture(scope="module")
-def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    directory = tmp_path_factory.mktemp("disk")
-    token_bytes = open_checkpoint(model).spec().kv_spec(DType.FLOAT32).token_bytes
-    tight = {**SMALL, "r_workers": 2, "kv_memory_gb": 19.5 * BLOCK * token_bytes / 1e9}
-    disk = {"cache_disk": str(directory), "cache_disk_gb": 0.001, "swap_threshold": 0.8}
-    with (
-        LLM(model, **SMALL, prefix_cache="off") as plain,
-        LLM(model, **{**tight, **disk, "prefill_chunk": 9}) as kept,
-    ):
-        yield Pair(plain, kept)
-
-
-@settings(
-    max_examples=examples(60, share=8),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 30), st.booleans()),
-        min_size=2,
-        max_size=8,
-    ),
-    st.integers(0, 1 << 16),
-)
-def test_turns_and_branches_at_random_say_the_same(
-    pair: Pair, turns: list[tuple[int, int, int, bool]], seed: int
-) -> None:
-    """A turn goes on from any history so far, or from a part of it."""
-    chance, cache = random.Random(seed), CacheUse(salt=str(pair.num_scripts))
-    pair.num_scripts += 1
-    histories: list[list[int]] = [[]]
-    for which, num_new, cut, is_turn in turns:
-        history = histories[which % len(histories)]
-        history = history[: len(history) - (cut if which % 2 else 0)][-150:]
-        prompt = history + [chance.randrange(3, 200) for _ in range(num_new)]
-        turn = max(0, len(history) - 1) if is_turn else None
-        use = CacheUse(salt=cache.salt, turn=turn)
-        (expected,) = pair.plain.generate([prompt], GREEDY)
-        (said,) = pair.kept.generate([prompt], GREEDY, cache=use)
-        assert said.completions[0].token_ids == expected.completions[0].token_ids
-        histories.append(prompt + list(expected.completions[0].token_ids))

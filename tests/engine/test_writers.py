@@ -3,22 +3,18 @@ a group is lost with any of its members."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from messages_for_tests import to_r_worker
 from numpy.typing import NDArray
 from values import replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import Shard
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterRelay, members_of
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
@@ -30,28 +26,6 @@ STAGES = (range(2), range(2, 5))
 """Of tokens; the prompt stage has layers 1 to 3."""
 NO_O = np.zeros((0, 4, 4), np.float32)
 V, W = HolderId(0), HolderId(1)
-
-
-def cut(num_layers: int, ends: set[int]) -> list[range]:
-    bounds = sorted({0, num_layers, *ends})
-    return [range(a, b) for a, b in itertools.pairwise(bounds)]
-
-
-@given(st.integers(1, 40), st.data())
-def test_all_layers_of_all_stages_are_written_once(num_layers: int, data: st.DataObject) -> None:
-    """Whatever the cuts."""
-    ends = st.sets(st.integers(1, num_layers))
-    of_tokens, of_prompts = (cut(num_layers, data.draw(ends)) for _ in range(2))
-    written = []
-    for layers in of_prompts:
-        shards = {x: Shard(layers=each) for x, each in members_of(layers, of_tokens).items()}
-        for layer in range(len(layers)):
-            (stage,) = [x for x, shard in shards.items() if shard.has_layer(layer)]
-            kept = shards[stage].layers
-            assert kept is not None and len(kept) == len(of_tokens[stage])
-            assert of_tokens[stage][layer - kept.start] == layers[layer]
-            written.append((stage, layer - kept.start))
-    assert written == [(i, x) for i, each in enumerate(of_tokens) for x in range(len(each))]
 
 
 class Peers:

@@ -179,15 +179,6 @@ def test_a_prompt_that_windows_see_in_part_is_fetched_whole(
         assert llm.stats.num_cached_prompt_tokens > 300 and llm.stats.num_failed_fetches == 0
 
 
-def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> None:
-    for options, named in (
-        ({"instances": ["prefill"]}, "none of these instances decodes"),
-        ({**BOTH, "pp": 2, "r_partition": "heads"}, "r_partition"),
-    ):
-        with pytest.raises(ConfigError, match=named):
-            LLM(model, **options)
-
-
 def test_an_instance_that_hangs_is_left_with_a_warning(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

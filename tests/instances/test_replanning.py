@@ -188,11 +188,11 @@ def wait(one: planner.Planner) -> None:
 
 ASKS = """
 import sys, time
-from cost_model.goodput.replanning import question_from_json
+from cost_model.goodput.replanning import RoleQuestion, from_json
 from fastdecode.engine.replanning import planner
 planner._BOOT = planner._BOOT.replace("main()", "import threading; threading.Event().wait()")
 one = planner.Planner(time.monotonic)
-one.ask(question_from_json(sys.argv[1]))
+one.ask(from_json(sys.argv[1], RoleQuestion))
 print(one._process.pid, flush=True)
 sys.stdin.read()
 """

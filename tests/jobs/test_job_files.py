@@ -72,8 +72,10 @@ def test_an_interrupted_ordered_job_leaves_whole_lines_in_their_order(tmp_path: 
 def test_answers_wait_for_their_turn(tmp_path: Path, suffix: str) -> None:
     output = OrderedOutput(tmp_path / f"out.jsonl{suffix}", max_bytes_in_memory=1)
     output.begin()
-    for place in (2, 1, 4, 0):
-        output.append(place, None, {"id": place})
+    for number in range(5):
+        output.expect(number)
+    for number in (2, 1, 4, 0):
+        output.append(number, None, {"id": number})
     output.close()
     raw = (tmp_path / f"out.jsonl{suffix}").read_bytes()
     lines = (gzip.decompress(raw) if suffix else raw).splitlines()
@@ -83,6 +85,7 @@ def test_answers_wait_for_their_turn(tmp_path: Path, suffix: str) -> None:
 def test_an_answer_that_can_t_be_kept_beside_has_a_type_of_ours(tmp_path: Path) -> None:
     output = OrderedOutput(tmp_path / "out.jsonl", max_bytes_in_memory=1)
     output.begin()
+    output.expect(0)
     with files_of_at_most(100):
         with pytest.raises(FastDecodeError, match=r"out\.jsonl: File too large") as caught:
             output.append(1, None, {"text": "x" * 1000})

@@ -184,8 +184,8 @@ def test_session_with_a_damaged_record_is_begun_anew(
     path = tmp_path / "out.session"
     killed(opened(path))
     with sqlite3.connect(path) as connection:
-        changed = f"replace(about, '\"replicas\": 0', '\"replicas\": {replicas}')"
-        connection.execute(f"UPDATE records SET about = {changed}")
+        changed = f"replace(content, '\"num_replicas\":0', '\"num_replicas\":{replicas}')"
+        connection.execute(f"UPDATE records SET content = CAST({changed} AS BLOB)")
     connection.close()
     session = opened(path)
     assert not session.is_resumed and f"{path} is damaged" in caplog.text

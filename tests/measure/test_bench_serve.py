@@ -175,7 +175,7 @@ def test_several_prompts_and_choices_of_a_log_are_requests_of_their_own(tmp_path
     assert [(len(each.prompt), each.output_tokens) for each in load] == [(10, 4)] * 12
     for bad in (0, 1 << 60, "x"):
         log.write_text(json.dumps({**line, "n": bad}) + "\n")
-        with pytest.raises(ConfigError, match="line 1 is no line"):
+        with pytest.raises(ConfigError, match=r"line 1: .*`\$\.n`|choices"):
             traced(log, SHAPE)
 
 

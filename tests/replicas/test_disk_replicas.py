@@ -227,7 +227,6 @@ def test_a_full_disk_leaves_no_file_behind(
         ({"replicas": "disc"}, "replicas='disc' is not disk, or a whole number from 0 to 1"),
         ({"cache_disk": None, "cache_disk_gb": None}, "needs a disk, and R-worker r[0-2] has none"),
         ({"cache_disk": None, "cache_disk_gb": None, "pp": 2}, "needs a disk, and .* has none"),
-        ({"kv_placement": "gpu", "r_workers": 1}, "KV on the device needs no R-workers"),
         ({"r_workers": 1}, "second R-worker, which restores a lost one's KV.*r_workers=2"),
         (
             {"r_workers": 1, "spare_r_workers": 1},

@@ -9,7 +9,6 @@ import pytest
 from replica_jobs import Tokens, run
 from trouble import crash_after
 
-from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.spares import SpareHub
@@ -63,19 +62,6 @@ def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
     tokens, stats = run(llama, replicas=0, r_workers=1, lanes=1, spare_r_workers=2)
     assert tokens == expected
     assert stats.num_rejoined == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"r_worker_addresses": ("tcp://127.0.0.1:7000",)}, "replaces it"),
-        ({"kv_placement": "gpu"}, "KV on the device needs no R-workers"),
-    ],
-)
-def test_where_there_are_no_spare_ones_is_said(options: dict[str, Any], names: str) -> None:
-    with pytest.raises(ConfigError, match=names) as refused:
-        EngineConfig.of("model", spare_r_workers=1, **options)
-    assert "spare" in str(refused.value)
 
 
 def hub_of(num_workers: int, num_spares: int) -> tuple[SpareHub, list[Any]]:

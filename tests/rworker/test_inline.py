@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from values import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -32,9 +32,7 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import CLOSED, Connection, SoleHub
 from rworker.attention import AttentionExecutor
 from rworker.inline import WORKER, InlineConnection, make_inline_worker
-from rworker.instructions import Compute, CopyBlocks, Drop, OpenTier, Prepare
 from rworker.state import RWorkerState
-from rworker.tiers.tiers import Tiers
 from rworker.worker import RWorkerExecutor, start_worker_thread
 from sworker.kernels.threads import openmp_library
 
@@ -149,32 +147,10 @@ def test_broken_protocol_is_answered_and_ends_it() -> None:
         connection.receive()  # nobody looks at what came after it
 
 
-class Broken:
-    """An executor whose kernels end like this."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def prepare(self, prepare: Prepare) -> None:
-        pass
-
-    def copy_blocks(self, copy: CopyBlocks) -> None:
-        raise AssertionError("nothing is forked")
-
-    def compute(self, compute: Compute) -> AttendResult:
-        raise self._error
-
-    def drop(self, drop: Drop) -> None:
-        pass
-
-    tiers = Tiers()
-
-    def open_tier(self, wanted: OpenTier) -> list[Stocked]:
-        raise AssertionError("nobody wants one")
-
-
-def attending(executor: RWorkerExecutor) -> InlineConnection:
-    """An R-worker that has answered all up to the first Attend, which it has been sent."""
+def attending(error: BaseException) -> InlineConnection:
+    """Return an R-worker that was sent its first Attend, whose computation raises ``error``."""
+    executor = AttentionExecutor()
+    executor.compute = Mock(side_effect=error)  # type: ignore[method-assign]
     connection = inline(executor)
     for message in [message for message in job() if not isinstance(message, CloseSequence)][
         : 3 + NUM_SEQUENCES
@@ -187,7 +163,7 @@ def attending(executor: RWorkerExecutor) -> InlineConnection:
 
 
 def test_crash_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    connection = attending(Broken(ZeroDivisionError("no kernel")))
+    connection = attending(ZeroDivisionError("no kernel"))
     with caplog.at_level(logging.ERROR):
         assert connection.receive() == Failed("r0", "worker_failed", "ZeroDivisionError: no kernel")
     assert "R-worker r0 crashed" in caplog.text and "no kernel" in caplog.text
@@ -196,7 +172,7 @@ def test_crash_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nobody_waits_for_what_was_interrupted() -> None:
-    connection = attending(Broken(KeyboardInterrupt()))
+    connection = attending(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         connection.receive()
     assert connection.receive() == Failed("r0", "interrupted", "it was interrupted")

@@ -1,5 +1,5 @@
-"""Blocks that outlive their sequences, against a memory that remembers what
-each slot was written for."""
+"""The KV store: blocks that outlive their sequences; rows and tables that grow; and what its
+books take. ``test_mirror.py`` plays all that happens to one at random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
 from store_checks import counts, ids, refuses_unchanged
 from values import replace
 
+from cpu_kernels import BlockLayout
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError
+from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     Accepted,
@@ -171,31 +174,49 @@ def test_nobody_gets_behind_a_gap_that_is_not_filled(message: Any, reason: str) 
         worker.fails(message, reason)
 
 
-def test_a_sequence_is_closed_with_its_gap_and_all_is_free() -> None:
-    worker = gapped()
-    worker.tell(CloseSequence(1))
-    worker.tell(ForgetBlocks(keys(1, 3)))
-    (cache,) = worker.state._caches
-    store = cache.books.store
-    assert store.pool.num_available == store.num_blocks
-
-
-def test_the_last_block_of_a_sequence_that_ends_is_kept_as_it_is() -> None:
-    worker = Worker()
-    worker.tell(HELLO)
-    worker.answer(OpenSequence(0, 20))
-    num_tokens = 2 * BLOCK_SIZE - 3
-    worker.run_step(step_of((0, 0, num_tokens)))
-    worker.tell(KeepBlocks(0, 0, keys(1)))
-    worker.tell(EndSequence(0, keys(2)))
-    assert worker.answer(ResumeSequence(1, 20, num_tokens, keys(1, 2))) == Accepted(1)
-    copy, *_ = worker.tell(step_of((1, num_tokens, 1), step=1))
-    assert (copy.source_ids, copy.target_ids) == ([1], [2]), "what is kept isn't written"
-
-
 def test_a_sequence_ends_with_its_last_block_only_when_that_is_there_in_every_layer() -> None:
     worker = Worker()
     worker.tell(HELLO)
     worker.answer(OpenSequence(0, 20))
     worker.tell(step_of((0, 0, BLOCK_SIZE - 1)))
     worker.fails(EndSequence(0, keys(1)), "is in an open step")
+
+
+def test_rows_and_tables_grow_and_are_used_again() -> None:
+    store = KVStore(8000, 1)
+    lengths = np.random.default_rng(0).integers(1, 40, 200).tolist()
+    for i, length in enumerate(lengths):
+        store.open(i, length)
+        store.append(ids(i), counts(length))
+    tables = {i: store.block_tables(ids(i)).tolist() for i in range(1, 200, 2)}
+    for i in range(0, 200, 2):
+        store.close(i)
+    num_rows = len(store.tables.blocks)
+    for i in range(200, 300):
+        store.open(i, 3)
+        store.append(ids(i), counts(3))
+    assert len(store.tables.blocks) == num_rows
+    for i, table in tables.items():
+        assert store.block_tables(ids(i)).tolist() == table
+    store.check_invariants()
+
+
+@pytest.mark.parametrize(("mean_tokens", "num_sequences"), [(96, 2000), (1024, 500), (16384, 40)])
+def test_kv_memory_overhead(mean_tokens: int, num_sequences: int) -> None:
+    """All that the cache takes, bookkeeping included, over the raw K and V
+    bytes: at most 5% and a block a sequence."""
+    kv = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype=DType.FLOAT16, block_size=32)
+    rng = np.random.default_rng(mean_tokens)
+    lengths = rng.integers(1, 2 * mean_tokens, num_sequences)
+    num_blocks = int(sum(map(kv.num_blocks_for, lengths.tolist())))
+    store = KVStore(num_blocks, kv.block_size)
+    for i, length in enumerate(lengths.tolist()):
+        store.open(i, length)
+    store.append(np.arange(num_sequences), lengths.astype(np.int32))
+    layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
+    num_used = num_blocks - store.pool.num_free
+    used_bytes = (
+        num_used * kv.num_layers * layout.block_bytes + store.pool.nbytes + store.tables.nbytes
+    )
+    raw_bytes = int(lengths.sum()) * kv.token_bytes
+    assert used_bytes <= 1.05 * raw_bytes + num_sequences * kv.block_bytes

@@ -16,7 +16,6 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, ExpectTokens, StoreChunk
 from fastdecode.wire.kv.kept import (
-    EndSequence,
     ForgetBlocks,
     KeepBlocks,
     ResumeSequence,
@@ -27,7 +26,6 @@ from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
-    ExtendSequence,
     OpenSequence,
     Refused,
 )
@@ -57,36 +55,6 @@ def test_a_decode_step_is_one_announcement_and_one_chunk() -> None:
     assert isinstance(announced, ExpectTokens) and isinstance(chunk, StoreChunk)
     assert chunk.num_tokens.tolist() == [1] * 12 and chunk.num_layers == KV.num_layers
     assert mirror.next() is None
-
-
-def test_without_credit_nothing_is_read_and_later_it_all_leaves_together() -> None:
-    owner = Memory(KV, 64)
-    owner.open(7, 20)
-    mirror = Mirror(HolderId(0), owner.books, owner, link_bytes=1)
-    opened = mirror.next()
-    assert isinstance(opened, OpenSequence)
-    mirror.take(Accepted(7))
-
-    def step(past: int, count: int) -> None:
-        owner.books.begin_step(step_of((7, past, count), step=past, queries=[0]))
-        for layer in range(KV.num_layers):
-            owner.books.steps.finish_layer(0, owner.books.steps.due(0, past, layer))
-
-    step(0, 2)
-    assert isinstance(mirror.next(), ExpectTokens)
-    first = mirror.next()
-    assert isinstance(first, StoreChunk)
-    for past in (2, 3, 4):
-        step(past, 1)
-        assert mirror.next() is None
-    assert (mirror.num_behind, mirror.num_unacknowledged) == (3, len(first.data))
-    mirror.follow(ExtendSequence(7, 24))
-    assert isinstance(mirror.next(), ExtendSequence), "changes are told all the same"
-    mirror.take(ChunkStored(len(first.data)))
-    assert isinstance(mirror.next(), ExpectTokens)
-    rest = mirror.next()
-    assert isinstance(rest, StoreChunk)
-    assert (rest.first_tokens.tolist(), rest.num_tokens.tolist()) == ([2], [3])
 
 
 @pytest.mark.parametrize("most_blocks", [64, 5])
@@ -180,18 +148,6 @@ def test_of_a_sequence_with_a_gap_only_kept_blocks_are_replicated() -> None:
     owner.books.close(CloseSequence(7))
     mirror.follow(CloseSequence(7))
     assert sent(mirror) == []
-
-
-def test_a_turn_s_last_block_is_sent_by_its_key() -> None:
-    owner = Memory(KV, 64)
-    owner.fill({1: KV.block_size + 1}, seed=4)
-    mirror = Mirror(HolderId(0), owner.books, owner)
-    sent(mirror)
-    ended = EndSequence(1, words_of(KEYS[:1]))
-    owner.books.close(ended)
-    mirror.follow(ended)
-    closed, *carried = sent(mirror)
-    assert closed == CloseSequence(1) and keeps(carried) == {KEYS[0]}
 
 
 def test_a_start_waits_for_blocks_from_the_lower_tier() -> None:

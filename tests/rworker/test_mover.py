@@ -3,7 +3,6 @@ said to be, and whatever hasn't come is zeros."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -63,18 +62,6 @@ def test_a_layer_is_there_while_later_ones_are_to_come(stored: Path) -> None:
     mover.wait_for_layer((7,), 3)
     assert told(mover, job) == 4 and not job.failed and (pool == filled()).all()
     mover.wait_for_layer((7,), 3)  # nobody waits for what is over
-    mover.close()
-
-
-def test_somebody_waits_for_a_layer_until_it_comes(stored: Path) -> None:
-    mover, _, slots, pool = fetching(stored)
-    slots.let(0)
-    mover.wait_for_layer((7,), 0)
-    letting = threading.Thread(target=lambda: [slots.let(layer) for layer in (1, 2, 3)])
-    letting.start()
-    mover.wait_for_layer((7,), 3)
-    assert (pool == filled()).all()
-    letting.join(WAIT_S)
     mover.close()
 
 

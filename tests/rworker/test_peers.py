@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, attend, step_of
+from state_machine import HELLO, KV, Worker, attend, step_of
 from values import replace
 
 from fastdecode.core.errors import ConfigError
@@ -16,7 +16,6 @@ from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.taking_over import TakeOver
 from fastdecode.wire.messages import (
     Accepted,
-    BeginStep,
     CloseSequence,
     Failed,
     Inspect,
@@ -26,93 +25,69 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import Role
 from rworker.instructions import (
-    Compute,
     Drop,
     HangUp,
-    Instruction,
     Prepare,
     Send,
     Stop,
     TellAboutHost,
 )
 from rworker.serving_terms import ServingTerms
-from rworker.state import RWorkerState
 
 FEW = replace(HELLO, max_blocks=8)
 ONE, OTHER, STRANGER = 0, 1, 2
 
 
-class Worker:
-    """A state machine with its books checked after everything that happens."""
-
-    def __init__(self, **options: Any) -> None:
-        self.state = RWorkerState("r7", kv_bytes=KV_BYTES, **options)
-
-    def tell(self, peer: int, message: Any) -> tuple[Instruction, ...]:
-        instructions = self.state.handle(peer, message)
-        self.state.check_invariants()
-        return instructions
-
-    def lose(self, peer: int) -> tuple[Instruction, ...]:
-        instructions = self.state.lost(peer)
-        self.state.check_invariants()
-        return instructions
-
+class Peers(Worker):
     def greet(self, peer: int, hello: Any) -> Welcome:
-        prepare, send = self.tell(peer, hello)
+        prepare, send = self.say(peer, hello)
         assert isinstance(prepare, Prepare) and prepare.holder == hello.holder
         assert isinstance(send, Send) and send.to == peer and isinstance(send.message, Welcome)
         return send.message
 
     def refuses(self, peer: int, message: Any, reason: str, code: str = "protocol_error") -> None:
-        send, hang_up = self.tell(peer, message)
+        send, hang_up = self.say(peer, message)
         assert isinstance(send, Send) and isinstance(send.message, Failed) and send.to == peer
         assert send.message.code == code and reason in send.message.message
         assert hang_up == HangUp(peer)
 
-    def can_step(self, peer: int, begin: BeginStep, holder: int = -1) -> None:
-        self.tell(peer, replace(begin, holder=holder))
-        for layer in range(NUM_LAYERS):
-            (compute,) = self.tell(peer, attend(begin, layer, holder=holder))
-            assert isinstance(compute, Compute) and compute.to == peer
-
 
 def test_two_s_workers_have_caches_of_their_own() -> None:
-    worker = Worker()
+    worker = Peers()
     assert worker.greet(ONE, FEW).num_blocks == 8
     assert worker.greet(OTHER, replace(FEW, holder=5)).num_blocks == 8
     for peer in (ONE, OTHER):
-        assert worker.tell(peer, OpenSequence(1, 8)) == (Send(peer, Accepted(1)),)
-    worker.can_step(ONE, step_of((1, 0, 3)))
-    worker.can_step(OTHER, step_of((1, 0, 7)))
-    assert worker.lose(ONE) == (Drop(HolderId(0)),)
-    worker.can_step(OTHER, step_of((1, 7, 1), step=1))
-    assert worker.lose(OTHER) == (Drop(HolderId(5)), Stop())
+        assert worker.say(peer, OpenSequence(1, 8)) == (Send(peer, Accepted(1)),)
+    worker.step_from(ONE, step_of((1, 0, 3)))
+    worker.step_from(OTHER, step_of((1, 0, 7)))
+    assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
+    worker.step_from(OTHER, step_of((1, 7, 1), step=1))
+    assert worker.lose(OTHER, may_return=False) == (Drop(HolderId(5)), Stop())
 
 
 def test_one_s_worker_may_have_several_holders_which_its_messages_name() -> None:
-    worker = Worker()
+    worker = Peers()
     for holder in (0, 1):
         worker.greet(ONE, replace(FEW, holder=holder))
-        worker.tell(ONE, OpenSequence(1, 8, holder))
-    worker.can_step(ONE, step_of((1, 0, 3)), holder=0)
-    worker.can_step(ONE, step_of((1, 0, 5)), holder=1)
+        worker.say(ONE, OpenSequence(1, 8, holder))
+    worker.step_from(ONE, step_of((1, 0, 3), holder=0))
+    worker.step_from(ONE, step_of((1, 0, 5), holder=1))
     worker.refuses(ONE, CloseSequence(1), "names no holder, but has 2")
     worker.refuses(ONE, CloseSequence(1, 7), "holder 7 is not one that this peer has opened")
-    assert worker.lose(ONE) == (Drop(HolderId(0)), Drop(HolderId(1)), Stop())
+    assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)), Drop(HolderId(1)), Stop())
 
 
 def test_a_second_s_worker_for_a_holder_that_is_served_is_refused() -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, FEW)
-    worker.tell(ONE, OpenSequence(1, 8))
+    worker.say(ONE, OpenSequence(1, 8))
     worker.refuses(OTHER, FEW, "holder 0 serves another S-worker", code="busy")
-    assert worker.lose(OTHER) == ()
-    worker.can_step(ONE, step_of((1, 0, 3)))
+    assert worker.lose(OTHER, may_return=False) == ()
+    worker.step_from(ONE, step_of((1, 0, 3)))
 
 
 def test_nor_is_there_memory_for_a_second_where_the_first_has_it_all() -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, HELLO)
     worker.refuses(
         OTHER, replace(HELLO, holder=1), "another S-worker, which has its memory", code="busy"
@@ -120,9 +95,9 @@ def test_nor_is_there_memory_for_a_second_where_the_first_has_it_all() -> None:
 
 
 def test_memory_is_free_again_when_its_owner_has_gone() -> None:
-    worker = Worker(serving=ServingTerms(keeps_serving=True))
+    worker = Peers(serving=ServingTerms(keeps_serving=True))
     offered = worker.greet(ONE, HELLO).num_blocks
-    assert worker.lose(ONE) == (Drop(HolderId(0)),)
+    assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
     assert worker.greet(OTHER, replace(HELLO, holder=3)).num_blocks == offered
 
 
@@ -136,62 +111,62 @@ def test_memory_is_free_again_when_its_owner_has_gone() -> None:
     ],
 )
 def test_nobody_touches_what_is_anothers(message: Any) -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, FEW)
-    worker.tell(ONE, OpenSequence(1, 8))
+    worker.say(ONE, OpenSequence(1, 8))
     worker.refuses(STRANGER, message, "holder 0 is not one that this peer has opened")
     worker.refuses(STRANGER, replace(message, holder=-1), "first message must be Hello")
     worker.refuses(STRANGER, "hello", "str is not a message")
-    assert worker.lose(STRANGER) == ()
-    assert worker.tell(STRANGER, Shutdown()) == (HangUp(STRANGER),)
-    worker.can_step(ONE, step_of((1, 0, 3)))
+    assert worker.lose(STRANGER, may_return=False) == ()
+    assert worker.say(STRANGER, Shutdown()) == (HangUp(STRANGER),)
+    worker.step_from(ONE, step_of((1, 0, 3)))
 
 
 def test_a_reader_looks_and_changes_nothing() -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, FEW)
-    worker.tell(ONE, OpenSequence(1, 8))
-    (told,) = worker.tell(OTHER, Inspect())
+    worker.say(ONE, OpenSequence(1, 8))
+    (told,) = worker.say(OTHER, Inspect())
     assert isinstance(told, TellAboutHost) and told.to == OTHER
     worker.refuses(OTHER, OpenSequence(2, 8), "a reader may not say that")
     worker.refuses(OTHER, FEW, "serves another S-worker", code="busy")
     nobody = np.zeros(0, np.int64), np.zeros(0, np.int32)
     worker.refuses(OTHER, TakeOver(7, *nobody, 0), "a reader may not say that")
     worker.refuses(OTHER, Replicate("r1", "", 1 << 20, 1, 60.0, 0), "a reader may not say that")
-    assert worker.tell(OTHER, Shutdown()) == (HangUp(OTHER),)
-    assert worker.lose(OTHER) == ()
-    worker.can_step(ONE, step_of((1, 0, 3)))
+    assert worker.say(OTHER, Shutdown()) == (HangUp(OTHER),)
+    assert worker.lose(OTHER, may_return=False) == ()
+    worker.step_from(ONE, step_of((1, 0, 3)))
 
 
 def test_whoever_only_looks_does_not_end_the_worker() -> None:
     """The doctor measures the way to an R-worker with a cache of its own, and
     goes; the job comes after."""
-    worker = Worker(serving=ServingTerms(model_hash="another"))
-    worker.tell(ONE, Inspect())
+    worker = Peers(serving=ServingTerms(model_hash="another"))
+    worker.say(ONE, Inspect())
     worker.greet(ONE, HELLO)
-    assert worker.lose(ONE) == (Drop(HolderId(0)),)
+    assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
     worker.refuses(OTHER, HELLO, "kept for another", code="model_mismatch")
 
 
 def test_a_neighbours_replica_is_stored_and_never_attended() -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, FEW)
     worker.greet(OTHER, replace(FEW, holder=1, role=Role.NEIGHBOUR))
-    worker.tell(OTHER, OpenSequence(1, 8))
-    worker.can_step(OTHER, step_of((1, 0, 3), queries=[0]))
+    worker.say(OTHER, OpenSequence(1, 8))
+    worker.step_from(OTHER, step_of((1, 0, 3), queries=[0]))
     worker.refuses(OTHER, step_of((1, 3, 1), step=1), "num_queries must be 0")
     worker.refuses(OTHER, replace(FEW, holder=2), "greeted as neighbour, and now as S-worker")
-    assert worker.lose(OTHER) == (Drop(HolderId(1)),)
-    assert worker.lose(ONE) == (Drop(HolderId(0)), Stop())
+    assert worker.lose(OTHER, may_return=False) == (Drop(HolderId(1)),)
+    assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)), Stop())
 
 
 def test_the_last_s_worker_that_leaves_ends_it() -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, FEW)
     worker.greet(OTHER, replace(FEW, holder=1))
-    assert worker.tell(ONE, Shutdown()) == (HangUp(ONE),)
-    assert worker.lose(ONE) == (Drop(HolderId(0)),)
-    assert worker.tell(OTHER, Shutdown()) == (Stop(),)
+    assert worker.say(ONE, Shutdown()) == (HangUp(ONE),)
+    assert worker.lose(ONE, may_return=False) == (Drop(HolderId(0)),)
+    assert worker.say(OTHER, Shutdown()) == (Stop(),)
 
 
 def test_a_reader_cannot_greet_as_one() -> None:
@@ -203,17 +178,15 @@ def test_a_reader_cannot_greet_as_one() -> None:
     ("field", "value"), [("holder", -1), ("holder", 1 << 16), ("max_blocks", -1)]
 )
 def test_holders_and_wishes_are_checked(field: str, value: int) -> None:
-    Worker().refuses(
-        ONE, replace(HELLO, **{field: value}), f"{field}={value} is not a whole number"
-    )
+    Peers().refuses(ONE, replace(HELLO, **{field: value}), f"{field}={value} is not a whole number")
 
 
 def test_blocks_of_one_cache_are_not_anothers() -> None:
-    worker = Worker()
+    worker = Peers()
     worker.greet(ONE, replace(FEW, max_blocks=2))
     worker.greet(OTHER, replace(FEW, holder=1, max_blocks=2))
     room = 2 * KV.block_size
-    assert worker.tell(ONE, OpenSequence(1, room)) == (Send(ONE, Accepted(1)),)
-    (refused,) = worker.tell(ONE, OpenSequence(2, 1))
+    assert worker.say(ONE, OpenSequence(1, room)) == (Send(ONE, Accepted(1)),)
+    (refused,) = worker.say(ONE, OpenSequence(2, 1))
     assert isinstance(refused, Send) and refused.message != Accepted(2)
-    assert worker.tell(OTHER, OpenSequence(2, room)) == (Send(OTHER, Accepted(2)),)
+    assert worker.say(OTHER, OpenSequence(2, room)) == (Send(OTHER, Accepted(2)),)

@@ -26,7 +26,7 @@ from fastdecode.wire.messages import (
     Shutdown,
     StorePrompt,
 )
-from rworker.instructions import Compute, HangUp, Instruction, ReadChunk, Send, Stop
+from rworker.instructions import Compute, HangUp, ReadChunk, Send, Stop
 
 SESSION = 77
 FED = replace(HELLO, session=SESSION, feeders=("prompt stage 0", "prompt stage 1"))
@@ -48,16 +48,11 @@ class Fed(Worker):
         super().__init__()
         self.tell(FED)
 
-    def by(self, peer: int, message: Any) -> tuple[Instruction, ...]:
-        instructions = self.state.handle(peer, message)
-        self.state.check_invariants()
-        return instructions
-
     def refuses(self, peer: int, message: Any) -> str:
-        send, hang_up = self.by(peer, message)
+        send, hang_up = self.say(peer, message)
         assert isinstance(send, Send) and isinstance(send.message, Failed)
         assert hang_up == HangUp(peer)
-        assert self.state.lost(peer) == ()
+        assert self.lose(peer, may_return=False) == ()
         return send.message.message
 
 
@@ -77,7 +72,7 @@ def test_layers_come_in_any_order_and_once(chance: random.Random, counts: list[i
             assert sorted(arrivals) == ([1, 2] if number else [])
             peer = 1 + layer % 2
             come = stored((1, past, count), (2, past, count), layer=layer)
-            (compute,) = worker.by(peer, come)
+            (compute,) = worker.say(peer, come)
             assert isinstance(compute, Compute)
             assert (compute.to, compute.layer, compute.plan.num_queries) == (peer, layer, 0)
             slots[layer] += compute.plan.slots.tolist()
@@ -109,19 +104,19 @@ def test_what_isnt_due_is_refused_and_changes_nothing(changes: dict[str, Any], r
     worker.answer(OpenSequence(1, 8))
     assert reason in worker.refuses(1, stored((1, 0, 4), **changes))
     for layer in range(NUM_LAYERS):
-        worker.by(2, stored((1, 0, 4), layer=layer))
+        worker.say(2, stored((1, 0, 4), layer=layer))
     worker.run_step(step_of((1, 4, 1)))
 
 
 def test_a_layer_comes_once_and_all_before_what_is_behind_them() -> None:
     worker = Fed()
     worker.answer(OpenSequence(1, 8))
-    worker.by(1, stored((1, 0, 4), layer=1))
+    worker.say(1, stored((1, 0, 4), layer=1))
     assert "due" in worker.refuses(2, stored((1, 0, 4), layer=1))
     assert "in every layer" in worker.refuses(3, stored((1, 4, 2), layer=1))
     assert "in every layer" in worker.refuses(4, stored((1, 0, 3), layer=0))
     for layer in (0, 2):
-        worker.by(1, stored((1, 0, 4), layer=layer))
+        worker.say(1, stored((1, 0, 4), layer=layer))
     assert "in every layer" in worker.refuses(5, stored((1, 0, 4), layer=0))
 
 
@@ -130,7 +125,7 @@ def test_room_is_reserved_before() -> None:
     worker.answer(OpenSequence(1, 3))
     assert "1" in worker.refuses(1, stored((1, 0, 4)))
     worker.answer(OpenSequence(2, 4))
-    worker.by(2, stored((2, 0, 4)))
+    worker.say(2, stored((2, 0, 4)))
 
 
 def test_nobody_steps_or_forks_what_is_arriving() -> None:
@@ -140,7 +135,7 @@ def test_nobody_steps_or_forks_what_is_arriving() -> None:
     ):
         worker = Fed()
         worker.answer(OpenSequence(1, 8))
-        worker.by(1, stored((1, 0, 4)))
+        worker.say(1, stored((1, 0, 4)))
         worker.fails(message, reason)
 
 
@@ -152,7 +147,7 @@ def test_nothing_comes_for_what_steps_or_is_closed() -> None:
     assert "open step" in worker.refuses(1, stored((1, 1, 2)))
     for layer in range(NUM_LAYERS):
         worker.tell(attend(begin, layer))
-    worker.by(2, stored((1, 1, 2)))
+    worker.say(2, stored((1, 1, 2)))
     worker.tell(CloseSequence(1))
     assert "1" in worker.refuses(2, stored((1, 1, 2), layer=1))
     assert worker.answer(OpenSequence(1, 8)) == Accepted(1)
@@ -161,12 +156,12 @@ def test_nothing_comes_for_what_steps_or_is_closed() -> None:
 def test_whoever_brings_prompts_has_no_other_rights_and_takes_nothing_along() -> None:
     worker = Fed()
     worker.answer(OpenSequence(1, 8))
-    worker.by(1, stored((1, 0, 4)))
+    worker.say(1, stored((1, 0, 4)))
     assert "prompt stage may not" in worker.refuses(1, OpenSequence(2, 8))
     worker.fails(stored((1, 0, 4), layer=1), "a S-worker may not say that")
     worker = Fed()
     worker.answer(OpenSequence(1, 8))
-    worker.by(1, stored((1, 0, 4)))
+    worker.say(1, stored((1, 0, 4)))
     assert worker.state.lost(1) == ()
     assert worker.tell(Shutdown()) == (Stop(),)
 
@@ -177,14 +172,14 @@ def test_what_comes_for_a_cache_that_was_dropped_is_answered() -> None:
     worker.tell(DropCache(SESSION, 0, holder=1))
     worker.tell(replace(FED, holder=1))
     assert worker.answer(OpenSequence(1, 8, holder=1)) == Accepted(1)
-    (send,) = worker.by(1, stored((1, 5, 2), layer=2))
+    (send,) = worker.say(1, stored((1, 5, 2), layer=2))
     assert isinstance(send, Send) and isinstance(send.message, AttendResult)
     stored_at = (send.message.step, send.message.lane, send.message.layer)
     assert stored_at == (5, 1, 2) and not len(send.message.o)
-    (send,) = worker.by(2, fetched(1, 4))
+    (send,) = worker.say(2, fetched(1, 4))
     assert isinstance(send, Send) and isinstance(send.message, FetchedChunk)
     assert not len(send.message.data)
-    (compute,) = worker.by(1, stored((1, 0, 4), holder=1))
+    (compute,) = worker.say(1, stored((1, 0, 4), holder=1))
     assert isinstance(compute, Compute)
 
 
@@ -217,14 +212,14 @@ def settled() -> Fed:
     for sequence in (1, 2):
         assert worker.answer(OpenSequence(sequence, 20)) == Accepted(sequence)
     for layer in range(NUM_LAYERS):
-        worker.by(1, stored((1, 0, 5), layer=layer))
-    worker.by(1, stored((2, 0, 3)))
+        worker.say(1, stored((1, 0, 5), layer=layer))
+    worker.say(1, stored((2, 0, 3)))
     return worker
 
 
 def test_what_is_cached_is_read_by_prompt_stages() -> None:
     worker = settled()
-    (read,) = worker.by(2, fetched(1, 4))
+    (read,) = worker.say(2, fetched(1, 4))
     assert isinstance(read, ReadChunk) and (read.to, len(read.places)) == (2, 4)
     assert (read.request.first_layer, read.request.num_layers) == (1, 1)
     assert read.request.num_heads == HKV

@@ -1,5 +1,6 @@
-"""Caches that outlive their S-worker: kept for its session, gone on with by
-another S-worker of it, or freed when nobody comes."""
+"""Caches that outlive their S-worker: kept for its session, continued by another
+S-worker of it, or freed when nobody comes. A peer that is gone costs only what was
+to be sent to it."""
 
 from __future__ import annotations
 
@@ -7,20 +8,35 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from state_machine import HELLO, KV, KV_BYTES, Worker, attend, step_of
 from values import replace
 
+from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.kept import EndSequence, KeepBlocks
 from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
 from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
-from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welcome
+from fastdecode.wire.messages import (
+    Failed,
+    FromRWorker,
+    Hello,
+    Inspect,
+    OpenSequence,
+    Report,
+    Shutdown,
+    ToRWorker,
+    Welcome,
+)
+from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
 from rworker.instructions import Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
 from rworker.serving_terms import ServingTerms
+from rworker.state import RWorkerState
+from rworker.worker import RWorker, serve_next
 
 FIRST, SECOND, STRANGER = range(3)
 SESSION = 77
@@ -41,25 +57,10 @@ class Peers(Worker):
         self.say(FIRST, OURS)
         for sequence, num_tokens in ((4, 3), (9, 20)):
             self.say(FIRST, OpenSequence(sequence, 40))
-            self.run(FIRST, step_of((sequence, 0, num_tokens)))
+            self.step_from(FIRST, step_of((sequence, 0, num_tokens)))
         begin = step_of((9, 20, 1), step=1)
         self.say(FIRST, begin)
         self.say(FIRST, attend(begin, 0))
-
-    def say(self, peer: int, message: Any) -> tuple[Any, ...]:
-        instructions = self.state.handle(peer, message)
-        self.state.check_invariants()
-        return instructions
-
-    def run(self, peer: int, begin: Any) -> None:
-        self.say(peer, begin)
-        for layer in range(NUM_LAYERS):
-            self.say(peer, attend(begin, layer))
-
-    def lose(self, peer: int, *, may_return: bool = True) -> tuple[Any, ...]:
-        instructions = self.state.lost(peer, may_return=may_return)
-        self.state.check_invariants()
-        return instructions
 
     def hold(self, peer: int, **counts: int) -> list[int]:
         """What it says that it has of sequences, asked for so many tokens of each."""
@@ -78,7 +79,7 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
     assert unlink == Unlink(HolderId(0)) and welcome.message.is_resumed
     assert not peers.state.is_deserted
     assert peers.hold(SECOND, _9=40, _4=2, _5=8) == [20, 2, -1]
-    peers.run(SECOND, step_of((9, 20, 1), (4, 2, 1)))
+    peers.step_from(SECOND, step_of((9, 20, 1), (4, 2, 1)))
 
 
 def test_a_resumed_cache_takes_prompts_from_the_stages_that_the_second_has() -> None:
@@ -127,7 +128,7 @@ def test_a_stranger_beside_one_that_lives_is_refused_too() -> None:
     peers = Peers()
     refusal, _ = peers.say(STRANGER, replace(THEIRS, resumes=True))
     assert refusal.message.code == "busy"
-    peers.run(FIRST, step_of((4, 3, 1), step=2, lane=1))
+    peers.step_from(FIRST, step_of((4, 3, 1), step=2, lane=1))
 
 
 @pytest.mark.parametrize(
@@ -270,3 +271,48 @@ def test_a_worker_that_has_a_cache_of_nobody_is_a_new_one_to_who_resumes() -> No
     worker = Worker(KV_BYTES, serving=KEEPING)
     prepare, welcome = worker.state.handle(SECOND, RESUMING)
     assert isinstance(prepare, Prepare) and isinstance(welcome, Send)
+
+
+WAIT_S = 60.0
+
+
+class Loop:
+    """An R-worker whose loop is turned by the test."""
+
+    def __init__(self) -> None:
+        self.hub: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
+        self._state = RWorkerState("r0", kv_bytes=KV_BYTES, serving=KEEPING)
+        self._executor = AttentionExecutor(kernels=reference)
+
+    def connect(self) -> InprocConnection[ToRWorker, FromRWorker]:
+        here, _ = connect(InprocHub(), "a peer", self.hub, "R-worker r0")
+        return here
+
+    def turn(self) -> None:
+        worker = RWorker(self.hub, self._state, self._executor)
+        assert serve_next(self.hub, worker, None)
+
+
+def test_an_s_worker_is_fenced_though_the_one_that_resumed_is_gone() -> None:
+    loop = Loop()
+    first, second = loop.connect(), loop.connect()
+    first.send(OURS)
+    loop.turn()
+    assert isinstance(first.receive(WAIT_S), Welcome)
+    second.send(replace(OURS, resumes=True))
+    second.close()  # before the R-worker has read it
+    loop.turn()
+    told = first.poll()
+    assert isinstance(told, Failed) and told.code == SESSION_RESUMED
+    assert not loop.hub.connections[0].is_open
+
+
+def test_a_report_to_a_peer_that_is_gone_ends_nothing() -> None:
+    loop = Loop()
+    first, second = loop.connect(), loop.connect()
+    first.send(Inspect())
+    first.close()
+    second.send(Inspect())
+    for _ in range(3):  # both messages, and the end of the first peer
+        loop.turn()
+    assert isinstance(second.poll(), Report)

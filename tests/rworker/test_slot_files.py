@@ -18,7 +18,7 @@ from rworker.tiers.health import MOST_FAILURES
 from rworker.tiers.lower_tier import MoveJob
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots, read_slots
-from rworker.tiers.slots import SlotFile, page_buffer
+from rworker.tiers.slots import SlotFile
 
 SHAPE = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
 NUM_BLOCKS = 12
@@ -263,7 +263,3 @@ def test_a_header_that_lies_is_refused(tmp_path: Path) -> None:
         file.write(SlotShape(SHAPE.identity, 3, 3000).header(1 << 20))
     with pytest.raises(ConfigError, match="length"):
         read_slots(path)
-
-
-def test_buffers_begin_at_a_page() -> None:
-    assert page_buffer(4096).ctypes.data % 4096 == 0

@@ -20,7 +20,7 @@ from fastdecode.wire.messages import (
     ForkSequence,
     OpenSequence,
 )
-from rworker.instructions import Compute, CopyBlocks
+from rworker.instructions import Compute
 
 
 def test_a_step_is_planned_once_for_all_layers(worker: Worker) -> None:
@@ -76,23 +76,6 @@ def test_what_only_looks_back_is_not_written_by_attention(worker: Worker) -> Non
     assert (plan.num_single, plan.num_last) == (1, 0)
 
 
-def test_a_step_without_queries_only_stores(worker: Worker) -> None:
-    worker.tell(OpenSequence(1, 8))
-    plan = worker.run_step(step_of((1, 0, 5), queries=[0]))[0].plan
-    assert plan.num_queries == 0
-    assert plan.slots.tolist() == [0, 1, 2, 3, 4]
-    assert plan.block_tables.shape[0] == plan.context_lens.size == plan.query_positions.size == 0
-
-
-def test_the_past_alone_may_be_visible(worker: Worker) -> None:
-    worker.tell(OpenSequence(1, 8))
-    begin = step_of((1, 0, 5), num_visible=np.array([0], np.int32))
-    assert worker.run_step(begin)[0].plan.context_lens.tolist() == [0]
-    begin = step_of((1, 5, 2), num_visible=np.array([5], np.int32))
-    plan = worker.run_step(begin)[0].plan
-    assert (plan.context_lens.tolist(), plan.query_positions.tolist()) == ([5], [5])
-
-
 def test_a_closed_part_is_attended_without_growing(worker: Worker) -> None:
     """Also where a fork shares its last block: nothing is copied as nothing is written."""
     for sequence in (1, 3):
@@ -119,16 +102,6 @@ def test_plans_keep_nothing_of_the_peers_arrays(worker: Worker) -> None:
     for mine in vars(compute.plan).values():
         for theirs in structs.asdict(begin).values():
             assert not np.shares_memory(mine, theirs)
-
-
-def test_blocks_are_copied_when_a_step_begins(worker: Worker) -> None:
-    worker.tell(OpenSequence(1, 8))
-    worker.run_step(step_of((1, 0, 6)))
-    assert worker.answer(ForkSequence(1, 2, 5, 9)) == Accepted(2)
-    (copy,) = worker.tell(step_of((2, 5, 1), step=1, lane=1))
-    assert isinstance(copy, CopyBlocks)
-    assert (copy.source_ids.tolist(), copy.target_ids.tolist()) == ([1], [2])
-    assert worker.tell(step_of((1, 6, 1), step=1, lane=0)) == ()  # alone with its block again
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,6 @@ from rworker.worker import start_worker_thread
 KV_BYTES = 16 << 20
 
 
-class TestMemory(StreamSuite):
-    @pytest.fixture
-    def make_place(self) -> MakePlace:
-        return lambda kv: contextlib.nullcontext(Memory(kv))
-
-
 class File:
     """A file, read into memory."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise, product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,28 +53,7 @@ def placings(draw: st.DrawFn, lengths: dict[int, int], first_holder: int) -> Pla
     return placing
 
 
-def cells(box: Box) -> Iterator[tuple[int, int, int]]:
-    return product(*box.sides)
-
-
 LENGTHS = st.dictionaries(st.integers(0, 50), st.integers(1, 40), min_size=1, max_size=4)
-
-
-@given(data=st.data(), lengths=LENGTHS)
-def test_every_cell_of_the_target_is_sent_once(
-    data: st.DataObject, lengths: dict[int, int]
-) -> None:
-    source = data.draw(placings(lengths, 0))
-    target = data.draw(placings(lengths, 100))
-    sent: dict[tuple[HolderId, PartId], list[tuple[int, int, int]]] = {}
-    for piece in redistribute(source, target):
-        assert piece.box.common(piece.source.box) == piece.box
-        part = piece.target.holder, piece.target.part_id
-        sent.setdefault(part, []).extend(cells(piece.at_target))
-    for regions in target.values():
-        for region in regions:
-            got = sent[region.holder, region.part_id]
-            assert sorted(got) == sorted(product(*[range(len(side)) for side in region.box.sides]))
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT4])
@@ -172,20 +149,3 @@ def test_caches_of_other_elements_take_nothing(other: KVSpec, match: str) -> Non
         list(cut_pieces([], CacheKind("hash", other), CacheKind("hash", KV)))
     with pytest.raises(ConfigError, match="the model a can't go to a cache of b"):
         list(cut_pieces([], CacheKind("a", KV), CacheKind("b", KV)))
-
-
-def test_one_decode_step_of_64_sequences_is_one_chunk() -> None:
-    kv = KVSpec(24, 4, 64, DType.BFLOAT16, 64)
-    kind = CacheKind("hash", kv)
-    lengths = {i: 100 + i for i in range(64)}
-    box = Box(range(24), range(4), range(0))
-    pieces = []
-    for i, n in lengths.items():
-        here, there = (
-            Region(HolderId(j), PartId(i), replace(box, tokens=range(n))) for j in range(2)
-        )
-        (piece,) = redistribute({SequenceId(i): [here]}, {SequenceId(i): [there]})
-        pieces.append(replace(piece, box=replace(piece.box, tokens=range(n - 1, n))))
-    (cut,) = cut_pieces(pieces, kind, kind)
-    assert cut.request.num_tokens.tolist() == [1] * 64
-    assert np.array_equal(cut.request.first_tokens, np.arange(99, 163))

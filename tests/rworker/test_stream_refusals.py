@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from messages_for_tests import in_one_piece
 from state_machine import BLOCK_SIZE, HELLO, HKV, KV, NUM_LAYERS, Worker, attend, step_of
 from stream_suite import KV as STREAM_KV
-from stream_suite import Memory, assert_same, move, pieces_between
+from stream_suite import Memory, move, pieces_between
 from values import replace
 
 from examples import examples
@@ -205,18 +205,6 @@ class _Sequences:
 
     def source(self) -> Any:
         raise NotImplementedError
-
-
-def replayed(path: Path) -> Memory:
-    memory = Memory(STREAM_KV)
-    for sequence in (0, 1):
-        memory.open(sequence, 64)
-    stream_in(path, memory)
-    return memory
-
-
-def test_a_file_gives_what_was_put_in(home: Memory, written: Path) -> None:
-    assert_same(home, replayed(written), {0: 20, 1: 5})
 
 
 @given(data=st.data())

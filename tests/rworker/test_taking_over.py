@@ -11,6 +11,7 @@ from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
+from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, StoreChunk
 from fastdecode.wire.kv.replicating import Dropped, Replicate
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
@@ -44,25 +45,10 @@ class Peers(Worker):
         assert isinstance(self.from_peer(S_WORKER, OWN), Welcome)
         assert isinstance(self.from_peer(NEIGHBOUR, REPLICA), Welcome)
 
-    def say(self, peer: int, message: Any) -> tuple[Any, ...]:
-        instructions = self.state.handle(peer, message)
-        self.state.check_invariants()
-        return instructions
-
     def from_peer(self, peer: int, message: Any) -> Any:
         (send,) = [x for x in self.say(peer, message) if isinstance(x, Send)]
         assert send.to == peer
         return send.message
-
-    def gone(self, peer: int) -> tuple[Any, ...]:
-        instructions = self.state.lost(peer, may_return=True)
-        self.state.check_invariants()
-        return instructions
-
-    def store(self, begin: Any, num_layers: int = NUM_LAYERS) -> None:
-        self.say(NEIGHBOUR, begin)
-        for layer in range(num_layers):
-            self.say(NEIGHBOUR, attend(begin, layer))
 
 
 def take(*wanted: tuple[int, int], session: int = SESSION, holder: int = 0) -> TakeOver:
@@ -89,25 +75,22 @@ def counts(answer: Any) -> list[int]:
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_replica_is_taken_over_at_what_is_in_every_layer(peers: Peers, is_lost: bool) -> None:
-    peers.store(stored((1, 0, 5), (2, 0, 3)))
-    peers.store(stored((1, 5, 1), (2, 3, 1), step=1))
-    peers.store(stored((1, 6, 1), step=2), num_layers=2)  # the rest never comes
+    peers.step_from(NEIGHBOUR, stored((1, 0, 5), (2, 0, 3)))
+    peers.step_from(NEIGHBOUR, stored((1, 5, 1), (2, 3, 1), step=1))
+    peers.step_from(NEIGHBOUR, stored((1, 6, 1), step=2), num_layers=2)  # the rest never comes
     if is_lost:
-        assert peers.gone(NEIGHBOUR) == ()
+        assert peers.lose(NEIGHBOUR) == ()
     told = peers.say(S_WORKER, take((1, 9), (2, 3), (7, 5)))
     assert counts(told[0].message) == [6, 3, -1]
     assert told[1:] == (() if is_lost else (Unlink(HolderId(0)), HangUp(NEIGHBOUR)))
     # Sequence 3 wasn't named. The others go on, with queries, beside the own cache.
-    begin = step_of((1, 6, 1), (2, 3, 1), step=9, holder=0)
-    peers.say(S_WORKER, begin)
-    for layer in range(NUM_LAYERS):
-        peers.say(S_WORKER, attend(begin, layer, holder=0))
+    peers.step_from(S_WORKER, step_of((1, 6, 1), (2, 3, 1), step=9, holder=0))
     assert peers.from_peer(S_WORKER, OpenSequence(3, 10, holder=0)) == Accepted(3)
     assert peers.from_peer(S_WORKER, OpenSequence(3, 10, holder=1)) == Accepted(3)
 
 
 def test_whoever_had_it_changes_nothing_any_more(peers: Peers) -> None:
-    peers.store(stored((1, 0, 5)))
+    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     peers.say(S_WORKER, take((1, 5)))
     for message in (stored((1, 5, 1), step=1), CloseSequence(1), OpenSequence(4, 4)):
         failed = peers.from_peer(NEIGHBOUR, message)
@@ -123,7 +106,7 @@ def test_a_replica_that_came_too_late_takes_no_memory(peers: Peers, is_lost: boo
     peers.say(S_WORKER, DropCache(SESSION, 0, holder=1))
     assert isinstance(peers.from_peer(NEIGHBOUR, REPLICA), Welcome)
     if is_lost:
-        peers.gone(NEIGHBOUR)
+        peers.lose(NEIGHBOUR)
     whole = replace(OWN, max_blocks=0)
     told = peers.say(S_WORKER, whole)
     assert Drop(HolderId(0)) in told and (HangUp(NEIGHBOUR) in told) == (not is_lost)
@@ -135,9 +118,9 @@ def test_a_replica_that_came_too_late_takes_no_memory(peers: Peers, is_lost: boo
 @pytest.mark.parametrize("session", [0, 5])
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> None:
-    peers.store(stored((1, 0, 5)))
+    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     if is_lost:
-        peers.gone(NEIGHBOUR)
+        peers.lose(NEIGHBOUR)
     other = replace(OWN, holder=2, session=session, max_blocks=1)
     assert isinstance(peers.from_peer(STRANGER, other), Welcome)
     for holder in (0, 1):
@@ -149,28 +132,6 @@ def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> 
     assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
 
 
-class _Line:
-    """A hub's connection to a peer, and the hub of all of them."""
-
-    peer = "a peer"
-
-    def __init__(self, message: Any = None) -> None:
-        self.message, self.sent, self.is_closed = message, [], False
-
-    @property
-    def connections(self) -> list[_Line]:
-        return [self] * 3
-
-    def receive_any(self, timeout_s: float | None) -> tuple[int, Any]:
-        return NEIGHBOUR, self.message
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 class _Full(AttentionExecutor):
     """Has no memory."""
 
@@ -180,14 +141,13 @@ class _Full(AttentionExecutor):
 
 def test_a_replica_that_lacks_what_its_books_say_is_not_taken_over(peers: Peers) -> None:
     begin = stored((1, 0, 5))
-    peers.say(NEIGHBOUR, begin)
-    for layer in range(NUM_LAYERS - 1):
-        peers.say(NEIGHBOUR, attend(begin, layer))
-    executor, line = _Full(num_threads=1), _Line(attend(begin, NUM_LAYERS - 1))
+    peers.step_from(NEIGHBOUR, begin, num_layers=NUM_LAYERS - 1)
+    executor, hub = _Full(num_threads=1), InprocHub[Any, Any]()
     executor.drop = lambda drop: None  # type: ignore[method-assign]
-    worker = RWorker(line, peers.state, executor)  # type: ignore[arg-type]
-    assert serve_next(line, worker, None)  # type: ignore[arg-type]
-    assert isinstance(line.sent[0], Failed) and line.is_closed
+    ends = [connect(InprocHub(), "a peer", hub, "R-worker r7")[0] for _ in range(3)]
+    ends[NEIGHBOUR].send(attend(begin, NUM_LAYERS - 1))
+    assert serve_next(hub, RWorker(hub, peers.state, executor), None)
+    assert isinstance(ends[NEIGHBOUR].poll(), Failed) and not hub.connections[NEIGHBOUR].is_open
     failed = peers.from_peer(S_WORKER, take((1, 5)))
     assert isinstance(failed, Failed) and "no cache of this session" in failed.message
 
@@ -198,8 +158,8 @@ def test_a_neighbour_takes_nothing_over(peers: Peers) -> None:
 
 
 def test_a_replica_goes_with_the_last_s_worker_of_its_session(peers: Peers) -> None:
-    assert peers.gone(NEIGHBOUR) == ()
-    drops = peers.gone(S_WORKER)
+    assert peers.lose(NEIGHBOUR) == ()
+    drops = peers.lose(S_WORKER)
     assert sorted(x.holder for x in drops if isinstance(x, Drop)) == [0, 1]
     assert isinstance(drops[-1], Stop)
 
@@ -209,24 +169,20 @@ def test_without_a_session_a_replica_goes_with_its_neighbour() -> None:
     assert isinstance(
         peers.from_peer(STRANGER, replace(REPLICA, holder=5, session=0, max_blocks=1)), Welcome
     )
-    assert peers.gone(STRANGER) == (Drop(5),)  # type: ignore[arg-type]
+    assert peers.lose(STRANGER) == (Drop(5),)  # type: ignore[arg-type]
 
 
 def test_a_replica_that_nobody_feeds_is_begun_anew(peers: Peers) -> None:
-    peers.store(stored((1, 0, 5)))
-    peers.gone(NEIGHBOUR)
+    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
+    peers.lose(NEIGHBOUR)
     assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome)
     assert peers.from_peer(STRANGER, OpenSequence(1, 5)) == Accepted(1)
 
 
 def test_an_s_worker_rolls_its_own_cache_back(peers: Peers) -> None:
-    own = [1, 2]
-    for sequence in own:
+    for sequence in (1, 2):
         peers.from_peer(S_WORKER, OpenSequence(sequence, 10))
-    begin = step_of((1, 0, 4))
-    peers.say(S_WORKER, begin)
-    for layer in range(NUM_LAYERS):
-        peers.say(S_WORKER, attend(begin, layer))
+    peers.step_from(S_WORKER, step_of((1, 0, 4)))
     peers.say(S_WORKER, step_of((1, 4, 1), (2, 0, 2), step=1))
     assert counts(peers.from_peer(S_WORKER, take((1, 4), (2, 9), holder=1))) == [4, 0]
     again = step_of((1, 4, 1), (2, 0, 2), step=2)
@@ -239,9 +195,7 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
     peers = Peers()
     for sequence, num_tokens in ((1, 5), (2, 4), (3, 3)):
         peers.say(S_WORKER, OpenSequence(sequence, 10))
-        begin = step_of((sequence, 0, num_tokens))
-        for message in (begin, *(attend(begin, layer) for layer in range(NUM_LAYERS))):
-            peers.say(S_WORKER, message)
+        peers.step_from(S_WORKER, step_of((sequence, 0, num_tokens)))
     peers.say(S_WORKER, Replicate("r2", "", 1 << 20, 1, 60.0))
     under_way = step_of((1, 5, 1), (2, 4, 1), step=1)
     peers.say(S_WORKER, under_way)
@@ -254,9 +208,9 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
 
 
 def test_tokens_that_were_still_to_come_are_forgotten(peers: Peers) -> None:
-    peers.store(stored((1, 0, 5)))
+    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     peers.say(NEIGHBOUR, expectation({1: 3}))
-    peers.gone(NEIGHBOUR)
+    peers.lose(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
 
 
@@ -267,7 +221,7 @@ def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
     assert peers.from_peer(NEIGHBOUR, OpenSequence(4, 36)) == Accepted(4)
     peers.say(NEIGHBOUR, expectation({4: 16}))
     assert peers.from_peer(NEIGHBOUR, ForkSequence(4, 5, 16, 16)) == Accepted(5)
-    peers.gone(NEIGHBOUR)
+    peers.lose(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((4, 16), (5, 16), (1, 3)))) == [-1, 0, 0]
     assert peers.from_peer(S_WORKER, OpenSequence(4, 16, holder=0)) == Accepted(4)
 
@@ -283,7 +237,7 @@ def test_a_sequence_that_can_not_be_rolled_back_is_closed(peers: Peers) -> None:
     ],
 )
 def test_what_makes_no_sense_changes_nothing(peers: Peers, message: Any, reason: str) -> None:
-    peers.store(stored((1, 0, 5)))
+    peers.step_from(NEIGHBOUR, stored((1, 0, 5)))
     failed = peers.from_peer(S_WORKER, message)
     assert isinstance(failed, Failed) and reason in failed.message
     assert peers.from_peer(NEIGHBOUR, OpenSequence(9, 4)) == Accepted(9), "it has its cache still"
@@ -295,14 +249,6 @@ def test_a_session_does_not_change(peers: Peers) -> None:
 
 
 # Truncation.
-
-
-def test_truncated_and_grown_again(worker: Worker) -> None:
-    worker.answer(OpenSequence(1, 10))
-    worker.run_step(step_of((1, 0, 9)))
-    assert worker.answer(TruncateSequence(1, 3)) == Accepted(1)
-    (compute, *_) = worker.run_step(step_of((1, 3, 7), step=1))
-    assert len(compute.plan.slots) == 7
 
 
 def test_truncation_that_would_break_a_promise_is_refused() -> None:
@@ -362,7 +308,7 @@ def test_a_replica_is_dropped_with_whoever_kept_it_up_to_date(peers: Peers) -> N
     gone = peers.say(S_WORKER, DropCache(SESSION, 0, 1))
     assert gone == (Drop(HolderId(0)), HangUp(NEIGHBOUR), Send(S_WORKER, Dropped(1, 0)))
     assert peers.say(S_WORKER, DropCache(SESSION, 0, 1)) == (Send(S_WORKER, Dropped(1, 0)),)
-    peers.gone(NEIGHBOUR)
+    peers.lose(NEIGHBOUR)
     assert isinstance(peers.from_peer(STRANGER, REPLICA), Welcome), "its memory is free"
 
 
@@ -374,7 +320,7 @@ def test_files_end_with_a_replica_that_was_in_one(peers: Peers) -> None:
 
 
 def test_a_cache_that_was_taken_over_is_dropped_when_nothing_is_left_of_it(peers: Peers) -> None:
-    peers.gone(NEIGHBOUR)
+    peers.lose(NEIGHBOUR)
     assert counts(peers.from_peer(S_WORKER, take((2, 9)))) != []
     assert peers.say(S_WORKER, DropCache(SESSION, 0, 1))[0] == Drop(HolderId(0))
     assert isinstance(peers.from_peer(S_WORKER, OpenSequence(9, 4)), Accepted)

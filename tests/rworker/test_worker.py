@@ -8,36 +8,33 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conversation import HKV, HQ, LAYERS, WAIT_S, Conversation, D, greeted, hello
-from values import replace
+from conversation import HKV, HQ, LAYERS, PLAIN, WAIT_S, Conversation, D, greeted, hello, to_bits
 
 import cpu_kernels
 from cpu_kernels import reference
 from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.kv.tiers import Stocked
+from fastdecode.core.spec import KVSpec
 from fastdecode.wire.messages import (
+    PROTOCOL_VERSION,
     Accepted,
     Attend,
     AttendResult,
     BeginStep,
     CloseSequence,
     Failed,
-    FromRWorker,
+    Hello,
     OpenSequence,
-    ToRWorker,
     Welcome,
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 from rworker import attention
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Drop, OpenTier, Prepare
-from rworker.tiers.tiers import Tiers
 from rworker.worker import WorkerThread, start_worker_thread
 
 
@@ -81,20 +78,6 @@ def test_random_ragged_steps_equal_dense_attention(
     assert greeted(worker, hello(kv_dtype, activation_dtype)) == welcome  # all is free again
 
 
-def test_one_hub_serves_several_workers(start: Callable[..., WorkerThread]) -> None:
-    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    workers = [start(f"r{i}", hub=hub) for i in range(3)]
-    assert [connection.peer for connection in hub.connections] == [
-        "R-worker r0",
-        "R-worker r1",
-        "R-worker r2",
-    ]
-    for worker in workers:
-        worker.connection.send(hello(DType.FLOAT32))
-    answers = dict(hub.receive_any(WAIT_S) for _ in workers)
-    assert {i: answer.worker for i, answer in answers.items()} == {0: "r0", 1: "r1", 2: "r2"}  # type: ignore[union-attr]
-
-
 def begin_one(sequence: int, past: int, new: int, step: int = 0) -> BeginStep:
     columns = [np.array([x], np.int32) for x in (past, new, new, past + new)]
     return BeginStep(step, 0, np.array([sequence], np.int64), *columns)
@@ -134,15 +117,6 @@ def test_outputs_use_the_same_memory_in_every_layer(start: Callable[..., WorkerT
     assert np.shares_memory(outputs[0], outputs[2])
 
 
-def test_a_block_may_be_as_small_as_a_token(start: Callable[..., WorkerThread]) -> None:
-    worker = start()
-    asked = hello(DType.FLOAT32)
-    welcome = greeted(worker, replace(asked, kv=replace(asked.kv, block_size=1)))
-    assert welcome.block_size == 1
-    worker.connection.send(OpenSequence(1, 4))
-    assert worker.connection.receive(WAIT_S) == Accepted(1)
-
-
 def test_no_step_compiles_after_hello(start: Callable[..., WorkerThread]) -> None:
     """What Hello warmed up is what a step calls: same kernels, with the same types of arguments."""
     seen: list[tuple[str, tuple[object, ...]]] = []
@@ -175,33 +149,12 @@ def test_no_step_compiles_after_hello(start: Callable[..., WorkerThread]) -> Non
     assert set(seen) <= warmed
 
 
-class Broken:
+class Broken(AttentionExecutor):
     """An executor whose ``stage`` raises."""
 
     def __init__(self, stage: str, error: BaseException) -> None:
-        self.stage, self.error = stage, error
-
-    def _at(self, stage: str) -> None:
-        if stage == self.stage:
-            raise self.error
-
-    def prepare(self, prepare: Prepare) -> None:
-        self._at("prepare")
-
-    def copy_blocks(self, copy: CopyBlocks) -> None:
-        self._at("copy_blocks")
-
-    def compute(self, compute: Compute) -> AttendResult:
-        self._at("compute")
-        raise AssertionError("not reached")
-
-    def drop(self, drop: Drop) -> None:
-        pass
-
-    tiers = Tiers()
-
-    def open_tier(self, wanted: OpenTier) -> list[Stocked]:
-        raise AssertionError("nobody wants one")
+        super().__init__()
+        setattr(self, stage, Mock(side_effect=error))
 
 
 def expect_failed_then_closed(worker: WorkerThread, code: str, *reasons: str) -> None:
@@ -300,11 +253,9 @@ def test_closing_ends_the_thread(start: Callable[..., WorkerThread]) -> None:
 def test_joining_a_busy_worker_fails_in_time(start: Callable[..., WorkerThread]) -> None:
     release = threading.Event()
 
-    class Stuck(Broken):
-        def prepare(self, prepare: Prepare) -> None:
-            assert release.wait(WAIT_S)
-
-    worker = start("r3", executor=Stuck("", ValueError()))
+    executor = AttentionExecutor()
+    executor.prepare = lambda prepare: release.wait(WAIT_S)  # type: ignore[assignment, method-assign, return-value]
+    worker = start("r3", executor=executor)
     worker.connection.send(hello(DType.FLOAT32))
     with pytest.raises(WorkerError, match="R-worker r3") as caught:
         worker.connection.receive(0.0)
@@ -317,3 +268,58 @@ def test_joining_a_busy_worker_fails_in_time(start: Callable[..., WorkerThread])
 def test_bad_options_raise_at_the_start() -> None:
     with pytest.raises(ConfigError, match="R-worker r9: kv_bytes=0"):
         start_worker_thread("r9", kv_bytes=0)
+
+
+PAST, PROMPT = 40, 3
+
+
+def begin_both(step: int, num_past: list[int], num_new: list[int], *, attended: bool) -> BeginStep:
+    past, new = np.array(num_past, np.int32), np.array(num_new, np.int32)
+    queries = new if attended else np.zeros_like(new)
+    return BeginStep(step, 0, np.arange(len(past), dtype=np.int64), past, new, queries, past + new)
+
+
+def decoded(kv_dtype: DType, activation_dtype: DType, *, beside_a_prompt: bool) -> np.ndarray:
+    """o of sequence 0, which decodes; sequence 1 brings a chunk of its prompt, or nothing."""
+    rng = np.random.default_rng(7)
+
+    def rows(num_rows: int, num_heads: int) -> np.ndarray:
+        return to_bits(
+            rng.standard_normal((num_rows, num_heads, D)).astype(np.float32), activation_dtype
+        )
+
+    worker = start_worker_thread("r0", kv_bytes=1 << 22)
+    try:
+        kv = KVSpec(1, HKV, D, kv_dtype, 64)
+        worker.connection.send(Hello(PROTOCOL_VERSION, "hash", kv, (PLAIN,), activation_dtype))
+        worker.connection.receive(WAIT_S)
+        for sequence in (0, 1):
+            worker.connection.send(OpenSequence(sequence, 2 * PAST))
+            assert worker.connection.receive(WAIT_S) == Accepted(sequence)
+        worker.connection.send(begin_both(0, [0, 0], [PAST, PAST], attended=False))
+        worker.connection.send(
+            Attend(0, 0, 0, rows(0, HQ), rows(2 * PAST, HKV), rows(2 * PAST, HKV))
+        )
+        worker.connection.receive(WAIT_S)
+        q, k, v = rows(1 + PROMPT, HQ), rows(1 + PROMPT, HKV), rows(1 + PROMPT, HKV)
+        new = [1, PROMPT] if beside_a_prompt else [1]
+        worker.connection.send(begin_both(1, [PAST] * len(new), new, attended=True))
+        worker.connection.send(Attend(1, 0, 0, q[: sum(new)], k[: sum(new)], v[: sum(new)]))
+        answer = worker.connection.receive(WAIT_S)
+        assert isinstance(answer, AttendResult) and answer.o.shape == (sum(new), HQ, D)
+        return answer.o[0].copy()
+    finally:
+        worker.stop()
+        worker.join(WAIT_S)
+
+
+@pytest.mark.parametrize("activation_dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("kv_dtype", [DType.BFLOAT16, DType.INT8])
+def test_a_prompt_beside_it_changes_no_bit_of_what_decodes(
+    kv_dtype: DType, activation_dtype: DType
+) -> None:
+    alone, beside = (
+        decoded(kv_dtype, activation_dtype, beside_a_prompt=prompt) for prompt in (False, True)
+    )
+    assert alone.any()
+    np.testing.assert_array_equal(alone, beside)

@@ -28,39 +28,68 @@ from fastdecode.schedule.reserving.holder_choice import OwnHolders
 WORKER_BLOCKS = (12, 20)
 
 
-@relaxed
-@given(st.data(), traffic(forks=True), st.sampled_from(MODES), st.integers(1, 3), st.booleans())
-def test_every_policy_serves_everyone_within_its_blocks(
-    data: st.DataObject,
-    requests: Requests,
-    mode: str,
-    num_lanes: int,
-    lose: bool,
-) -> None:
-    scheduler = make_scheduler(options(mode, num_lanes), WORKER_BLOCKS, BLOCK_SIZE)
-    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes)
-    play(data, harness, requests, lose=lose)
-    assert harness.num_suspended == 0
+SPLIT_BLOCKS = (5, 8, 6)
+SPLITS = st.sampled_from((None, 4, 8, 12, 16))
 
 
 @relaxed
 @given(
     st.data(),
     traffic(forks=True),
-    st.integers(1, 2),
-    st.integers(150, 320),
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 1),
+    SPLITS,
 )
-def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
+def test_scheduler_serves_all_requests(
+    data: st.DataObject,
+    requests: Requests,
+    mode: str,
+    num_lanes: int,
+    forecast: bool,
+    lose: bool,
+    opening_steps: int,
+    split_tokens: int | None,
+) -> None:
+    """Wrong forecasts and late answers cost recomputation only.
+
+    A split sequence may be larger than any R-worker.
+    """
+    blocks = WORKER_BLOCKS if split_tokens is None else SPLIT_BLOCKS
+    chosen = options(
+        mode, num_lanes, length_quantile=0.1 if forecast else None, split_tokens=split_tokens
+    )
+    scheduler = make_scheduler(chosen, blocks, BLOCK_SIZE, opening_steps=opening_steps)
+    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    late = st.sampled_from((True, True, False))
+    harness = Harness(scheduler, [Store(each) for each in blocks], num_lanes)
+    if opening_steps:
+        harness.is_late = lambda: data.draw(late) if harness.num_arrived <= 12 else False
+    harness.arrive(1, (1,), 1)
+    harness.run_out()  # every later sequence is expected to end after one token
+    if split_tokens is not None:
+        assert harness.arrive(24, (24,), 24), "47 tokens, in 12 blocks"
+    play(data, harness, requests, lose=lose)
+    assert forecast or harness.num_suspended == 0
+
+
+@relaxed
+@given(st.data(), traffic(forks=True), st.integers(1, 2), st.integers(150, 320), SPLITS)
+def test_load_is_within_its_limit_when_lengths_are_bounds(
     data: st.DataObject,
     requests: Requests,
     num_lanes: int,
     load_limit: int,
+    split_tokens: int | None,
 ) -> None:
-    chosen = options("stabilized", num_lanes, load_limit=load_limit)
-    scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE, lengths=LongestLengths())
+    blocks = WORKER_BLOCKS if split_tokens is None else SPLIT_BLOCKS
+    chosen = options("stabilized", num_lanes, load_limit=load_limit, split_tokens=split_tokens)
+    scheduler = make_scheduler(chosen, blocks, BLOCK_SIZE, lengths=LongestLengths())
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
-    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)
+    harness = Harness(scheduler, [Store(each) for each in blocks], num_lanes, limits)
     play(data, harness, requests, lose=False)
 
 
@@ -206,40 +235,6 @@ def test_prompts_never_hold_up_decoding() -> None:
         harness.complete(0)
 
 
-@relaxed
-@given(
-    st.data(),
-    traffic(forks=True),
-    st.sampled_from(MODES),
-    st.integers(1, 3),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 1),
-)
-def test_wrong_forecasts_and_late_answers_cost_recomputation_and_nothing_else(
-    data: st.DataObject,
-    requests: Requests,
-    mode: str,
-    num_lanes: int,
-    forecast: bool,
-    lose: bool,
-    opening_steps: int,
-) -> None:
-    """Lanes step with whoever has room; nobody gets on twice or never, and what
-    befalls a sequence while its room is being opened is carried out once that
-    is known."""
-    chosen = options(mode, num_lanes, length_quantile=0.1 if forecast else None)
-    scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE, opening_steps=opening_steps)
-    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
-    late = st.sampled_from((True, True, False))
-    harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes)
-    if opening_steps:
-        harness.is_late = lambda: data.draw(late) if harness.num_arrived <= 12 else False
-    harness.arrive(1, (1,), 1)
-    harness.run_out()  # from now on, everyone is expected to end after one token
-    play(data, harness, requests, lose=lose)
-
-
 def test_a_lane_steps_while_others_are_opened() -> None:
     scheduler = make_scheduler(options("greedy", 1), WORKER_BLOCKS, BLOCK_SIZE, opening_steps=1)
     late = [False, True]
@@ -268,61 +263,6 @@ def test_a_lane_steps_while_others_are_opened() -> None:
         "running",
         "finished: stop",
     ]
-
-
-# Sequences that are split over R-workers.
-
-SPLIT_BLOCKS = (5, 8, 6)
-SPLITS = st.sampled_from((4, 8, 12, 16))
-
-
-@relaxed
-@given(
-    st.data(),
-    traffic(forks=True),
-    st.sampled_from(MODES),
-    st.integers(1, 3),
-    st.booleans(),
-    SPLITS,
-    st.booleans(),
-)
-def test_split_sequences_are_served_beyond_the_room_of_any_r_worker(
-    data: st.DataObject,
-    requests: Requests,
-    mode: str,
-    num_lanes: int,
-    lose: bool,
-    split_tokens: int,
-    forecast: bool,
-) -> None:
-    chosen = options(
-        mode, num_lanes, split_tokens=split_tokens, length_quantile=0.1 if forecast else None
-    )
-    scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
-    scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
-    harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes)
-    harness.arrive(1, (1,), 1)
-    harness.run_out()
-    assert harness.arrive(24, (24,), 24), "47 tokens, in 12 blocks"
-    play(data, harness, requests, lose=lose)
-    assert forecast or harness.num_suspended == 0
-
-
-@relaxed
-@given(st.data(), traffic(forks=True), st.integers(1, 2), st.integers(60, 320), SPLITS)
-def test_each_part_counts_as_load_where_it_is(
-    data: st.DataObject, requests: Requests, num_lanes: int, load_limit: int, split_tokens: int
-) -> None:
-    chosen = options(
-        "stabilized",
-        num_lanes,
-        load_limit=load_limit,
-        split_tokens=split_tokens,
-    )
-    scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE, lengths=LongestLengths())
-    limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
-    harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes, limits)
-    play(data, harness, requests, lose=False)
 
 
 def test_parts_on_one_r_worker_are_weighed_together() -> None:

@@ -19,7 +19,7 @@ from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.retention import POLICIES, IdleColumns, Policy, Values
-from fastdecode.schedule.cache.reuse import Reuse, reuses
+from fastdecode.schedule.cache.reuse import reuses
 
 A = HolderId(0)
 
@@ -173,9 +173,9 @@ def test_who_is_suspended_goes_on_with_what_was_kept_of_it(
     chat.run_out()
 
 
-def stock_of(there: str, policy: Policy) -> tuple[BlockCache, list[bytes]]:
+def stock_of(there: str, window: int | None = None) -> tuple[BlockCache, list[bytes]]:
     """A holder that keeps those of a chain's blocks that are marked."""
-    stock = BlockCache(1, BLOCK_SIZE, policy, lambda: 1.0)
+    stock = BlockCache(1, BLOCK_SIZE, Anything(0), lambda: 1.0, window=window)
     keys = [bytes([number]) * 16 for number in range(len(there))]
     for number, mark in enumerate(there):
         if mark == "x":
@@ -185,38 +185,52 @@ def stock_of(there: str, policy: Policy) -> tuple[BlockCache, list[bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("there", "most_tokens", "spared", "gap"),
+    ("there", "most_tokens", "window", "spared", "first", "gap"),
     [
-        ("xxxx", 99, 16, range(0)),
-        ("x..x", 99, 8, range(4, 12)),
-        ("...x", 99, 4, range(12)),
-        ("x.x.xx", 99, 12, range(4, 16)),  # one gap: what is kept within is run again
-        ("x.xx.x", 99, 12, range(4, 8)),
-        ("xx..", 99, 8, range(0)),
-        ("x..x", 15, 7, range(4, 12)),  # the last token runs in any case
-        ("....", 99, None, range(0)),
+        ("xxxx", 99, None, 16, 0, range(0)),
+        ("x..x", 99, None, 8, 0, range(4, 12)),
+        ("...x", 99, None, 4, 0, range(12)),
+        ("x.x.xx", 99, None, 12, 0, range(4, 16)),  # one gap: what is kept within is run again
+        ("x.xx.x", 99, None, 12, 0, range(4, 8)),
+        ("xx..", 99, None, 8, 0, range(0)),
+        ("x..x", 15, None, 7, 0, range(4, 12)),  # the last token runs in any case
+        ("....", 99, None, None, 0, range(0)),
+        # A beginning is as good as the nine tokens that are seen of it.
+        ("xxxx", 99, 9, 16, 8, range(0)),
+        ("..xx", 99, 9, 16, 8, range(0)),
+        (".xxx", 15, 9, 15, 4, range(0)),  # the last token runs: it sees one more block
+        ("..xx", 15, 9, 3 + 4, 0, range(8)),  # which isn't there
+        ("...x", 99, 9, 4, 0, range(12)),
+        ("..xx..", 99, 9, 16, 8, range(0)),
+        ("..xx.x", 99, 9, 20, 8, range(16, 20)),  # the gap sees what is before it
+        ("...x.x", 99, 9, 4, 0, range(12)),  # as here it doesn't: all is run again
+        ("x.xx.xxx", 99, 9, 32, 24, range(0)),
+        ("x.x...x", 99, 9, 8, 0, range(4, 8)),
     ],
 )
 def test_of_all_that_is_kept_a_beginning_and_one_stretch_are_reused(
-    there: str, most_tokens: int, spared: int | None, gap: range
+    there: str, most_tokens: int, window: int | None, spared: int | None, first: int, gap: range
 ) -> None:
-    stock, keys = stock_of(there, Anything(0))
+    stock, keys = stock_of(there, window)
     found = reuses(stock, keys, (99,), most_tokens, BLOCK_SIZE)
-    assert [(one.num_tokens, one.gap) for one in found] == [(spared, gap)][: spared is not None]
-    assert all(isinstance(one, Reuse) for one in found)
+    expected = [] if spared is None else [(spared, first, gap)]
+    assert [(one.num_tokens, one.first_token, one.gap) for one in found] == expected
+    for one in found:
+        num_blocks = len(there[first // BLOCK_SIZE : one.num_blocks])
+        assert len(one.keys[0]) == num_blocks - len(gap) // BLOCK_SIZE
 
 
 def test_split_sequences_start_with_contiguous_blocks_only() -> None:
-    stock, keys = stock_of("x.xx", Anything(0))
+    stock, keys = stock_of("x.xx")
     (found,) = reuses(stock, keys, (8, 8), 99, BLOCK_SIZE)
     assert (found.num_tokens, found.gap) == (4, range(0))
 
 
 def test_a_turns_end_is_reused_with_what_is_before_it() -> None:
-    stock, keys = stock_of("xx.x.xx", Anything(0))
+    stock, keys = stock_of("xx.x.xx")
     (found,) = reuses(stock, keys, (99,), 26, BLOCK_SIZE, with_tail=True)
     assert found.has_tail and found.gap == range(8, 20) and found.num_tokens == 26 - 12
-    stock, keys = stock_of("xx.xxx.", Anything(0))
+    stock, keys = stock_of("xx.xxx.")
     assert not reuses(stock, keys, (99,), 26, BLOCK_SIZE, with_tail=True)
 
 

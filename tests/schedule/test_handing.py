@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from lifecycles import lifecycle, step, tell
 from remembering_store import BLOCK_SIZE
 from schedule_choices import options
 
 from fastdecode.core.holders import HolderId, KVSource, num_offered
-from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 from fastdecode.schedule.life.lifecycle import Lifecycle
@@ -17,16 +18,6 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.prefill import PrefillBudget
 
 SOURCES = (KVSource("p-r0", 0, "ab" * 16, 0, 5, 0, 2),)
-
-
-def lifecycle(blocks: tuple[int, ...] = (40,)) -> Lifecycle:
-    return Lifecycle(make_scheduler(options("greedy", 1), blocks, BLOCK_SIZE, opening_steps=1))
-
-
-def tell(life: Lifecycle, event: events.Event) -> list[events.Instruction]:
-    instructions = life.handle(event)
-    life.check_invariants()
-    return instructions
 
 
 def request(name: str, n: int = 1, num_tokens: int = 5) -> Request:
@@ -40,19 +31,8 @@ def open_all(life: Lifecycle) -> list[events.Instruction]:
     return list(asked)
 
 
-def step(life: Lifecycle, reasons: dict[int, str] | None = None) -> list[events.Instruction]:
-    (run,) = tell(life, events.LaneReady(0))
-    assert isinstance(run, events.Run)
-    drawn = [
-        events.Drawn(chunk.sequence, 7, (reasons or {}).get(chunk.sequence.index))  # type: ignore[arg-type]
-        for chunk in run.chunks
-        if chunk.num_tokens == chunk.sequence.num_uncached
-    ]
-    return tell(life, events.StepDone(0, tuple(drawn)))
-
-
 def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
-    life = lifecycle()
+    life = lifecycle(num_lanes=1)
     tell(life, events.Submitted(request("a")))
     (opened,) = open_all(life)
     (handed,) = step(life)
@@ -68,15 +48,15 @@ def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
 
 @pytest.mark.parametrize("over", [(), (0,), (1,), (0, 1, 2)])
 def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
-    life = lifecycle()
+    life = lifecycle(num_lanes=1)
     tell(life, events.Submitted(request("a", n=3)))
-    reasons = dict.fromkeys(over, "stop")
+    reasons: dict[int, FinishReason] = dict.fromkeys(over, "stop")
     told: list[events.Instruction] = []
     num_forks = 0
     for _ in range(3):
         num_forks += sum(isinstance(one, events.Fork) for one in open_all(life))
         if life.scheduler.num_running:
-            told += step(life, reasons)
+            told += step(life, reasons=reasons)
     assert num_forks == 2 or 0 in over, "a parked sequence may be forked"
     assert sum(isinstance(one, events.Finish) for one in told) == len(over)
     handed = [one for one in told if isinstance(one, events.HandOver)]
@@ -91,7 +71,7 @@ def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("event", [events.Lost(HolderId(0)), events.Interrupted(HolderId(0))])
 def test_who_loses_what_was_to_be_fetched_says_so(event: events.Event) -> None:
-    life = lifecycle((40, 40))
+    life = lifecycle((40, 40), 1)
     tell(life, events.Submitted(request("a")))
     open_all(life)
     step(life)
@@ -108,7 +88,7 @@ def coming(max_tokens: int = 4) -> Request:
 
 def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
     """The first may be over before the last has room."""
-    life = lifecycle((3,))
+    life = lifecycle((3,), 1)
     drawn = {0: (7,), 1: (7,), 2: (7,)}
     asked = replace(coming(max_tokens=2), params=SamplingParams(n=3), drawn=drawn)
     tell(life, events.Submitted(asked))
@@ -131,7 +111,7 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
 
 
 def test_who_cannot_be_fetched_is_recomputed() -> None:
-    life = lifecycle()
+    life = lifecycle(num_lanes=1)
     tell(life, events.Submitted(coming()))
     (asked,) = tell(life, events.LaneIdle(0))
     assert isinstance(asked, events.Open)
@@ -151,7 +131,7 @@ def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
 ) -> None:
     """Each has its own import, where a prompt is too short to be forked. The end of both is
     reported once."""
-    life = lifecycle()
+    life = lifecycle(num_lanes=1)
     sources = (replace(SOURCES[0], num_tokens=1),)
     asked = replace(coming(), prompt_token_ids=(5,), params=SamplingParams(n=2), sources=sources)
     tell(life, events.Submitted(replace(asked, drawn={0: (7,), 1: (7,)})))
@@ -170,7 +150,7 @@ def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
 
 
 def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
-    life = lifecycle((40, 40))
+    life = lifecycle((40, 40), 1)
     tell(life, events.Submitted(coming()))
     (asked,) = tell(life, events.LaneIdle(0))
     assert isinstance(asked, events.Open)
@@ -187,7 +167,7 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
 
 def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:
     """Of a sequence that has drawn nothing, all but the last of its prompt."""
-    life = lifecycle()
+    life = lifecycle(num_lanes=1)
     tell(life, events.Submitted(replace(coming(), drawn={})))
     (asked,) = tell(life, events.LaneIdle(0))
     assert isinstance(asked, events.Open)
@@ -240,7 +220,7 @@ def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -
 def test_an_exported_prompt_does_not_move_with_a_holder_that_is_given_back() -> None:
     """A neighbour has taken a holder over, and a replacement has a copy of it: what is
     on offer there is run again elsewhere."""
-    life = lifecycle((40, 40))
+    life = lifecycle((40, 40), 1)
     tell(life, events.Submitted(request("a")))
     (opened,) = open_all(life)
     assert isinstance(opened, events.Open)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from drawn_hybrid import DrawnCase, draw, judge
-from shared_device import SharedDevice
+from drawn_hybrid import DrawnCase, draw, judge, simulate
 
 from examples import examples
 from fastdecode.core.config.groups import Batching
@@ -30,7 +29,6 @@ from fastdecode.schedule.hybrid.guard import HybridGuard
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.schedule.simulation.simulation import Simulation
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 NOW = Course(Layout.SPLIT_1)
@@ -103,33 +101,12 @@ def test_a_forecast_of_those_at_home_is_the_sum_of_their_steps() -> None:
     assert finish_s(alone, NOW, costs()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_forecast_knows_prompts() -> None:
-    """Beyond a step of theirs, they take the device what their rows do."""
-    one = replace(known(1, 0), home=(Work(5, 100, 1),))
-    with_prompt = replace(one, home=(Work(5, 100, 1, num_uncached=100),))
-    c = costs()
-    assert finish_s(with_prompt, NOW, c) - finish_s(one, NOW, c) == pytest.approx(
-        c.s_part(100) - c.s_part(1)
-    )
-
-
 def test_who_has_leave_to_go_stays_where_the_device_has_room() -> None:
     sizes = (8, 8, 4, 8)
     waits = replace(known(1, 0), home_blocks=20, waiting=tuple(Work(9, 5, n) for n in sizes))
     assert num_leaving(waits, replace(NOW, num_away=1)) == 1
     assert num_leaving(waits, replace(NOW, num_away=4)) == 2
     assert num_leaving(waits, replace(NOW, num_away=4, home_is_open=False)) == 4
-
-
-def test_room_that_is_nobodys_is_no_room() -> None:
-    """Of four R-workers of one block each, none holds a sequence of two: it
-    waits for the device, though that takes in nobody who could be away."""
-    waits = replace(known(1, 2), home_blocks=2)
-    waits = replace(waits, home=(), waiting=(Work(10, 5, 2), Work(10, 5, 1)))
-    closed, slow = Course(Layout.SPLIT_1, home_is_open=False), costs(r_s=1e-3)
-    both_away = finish_s(replace(waits, away_blocks=(2, 2)), closed, slow)
-    one_at_home = finish_s(replace(waits, away_blocks=(1, 1, 1, 1)), closed, slow)
-    assert one_at_home < both_away
 
 
 def test_coarse_forecasts_are_near() -> None:
@@ -199,10 +176,7 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
     batching = Batching(max_num_sequences=8, schedule="greedy", lanes=1)
     scheduler = make_scheduler(ScheduleOptions(batching), case.blocks, 16, slow, hybrid=options)
     control = scheduler.hybrid
-    Simulation(
-        case.trace, scheduler, SharedDevice(slow, case.device), worker_blocks=case.blocks,
-        block_size=16,
-    ).run()  # fmt: skip
+    simulate(case, scheduler)
     # When two of four have started and the others wait; then for the whole.
     assert asked_at[:5] == [1, 1, 65, 129, 193]
 
@@ -227,10 +201,7 @@ def most_away(case: DrawnCase, load_limit: int | None) -> int:
         most[0] = max(most[0], sum(loads.values()))
 
     control.observe = noted  # type: ignore[method-assign]
-    Simulation(
-        case.trace, scheduler, SharedDevice(case.times, case.device), worker_blocks=case.blocks,
-        block_size=16,
-    ).run()  # fmt: skip
+    simulate(case, scheduler)
     return most[0]
 
 

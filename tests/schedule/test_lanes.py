@@ -78,12 +78,6 @@ def test_lanes_settle_near_the_best(machine: Machine) -> None:
     assert machine.cycle_s(60, 60_000, settled[0]) <= 1.07 * best
 
 
-def test_expected_numbers() -> None:
-    assert run(Machine(0.0, 1e-3, 1e-6, 0.0))[-1] == 2
-    assert run(Machine(0.0, 1e-3, 1e-6, 20e-3))[-1] == 3
-    assert run(Machine(30e-3, 1e-4, 0.2e-6, 0.0))[-1] == 1
-
-
 def test_nothing_is_decided_before_times_are_known() -> None:
     control = LaneControl(MeasuredTimes(), 2, every=4)
     for step in range(8):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from lifecycles import end, lifecycle, step, tell
 from remembering_store import BLOCK_SIZE
-from schedule_choices import options
 
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -13,19 +13,6 @@ from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
-from fastdecode.schedule.modes import make_scheduler
-
-
-def lifecycle(blocks: tuple[int, ...] = (40,), **more: object) -> Lifecycle:
-    return Lifecycle(
-        make_scheduler(options("greedy", 2, **more), blocks, BLOCK_SIZE, opening_steps=1)
-    )
-
-
-def tell(life: Lifecycle, event: events.Event) -> list[events.Instruction]:
-    instructions = life.handle(event)
-    life.check_invariants()
-    return instructions
 
 
 def submit(
@@ -42,22 +29,6 @@ def opening(life: Lifecycle, lane: int) -> events.Open:
     (instruction,) = tell(life, events.LaneIdle(lane))
     assert isinstance(instruction, events.Open)
     return instruction
-
-
-def step(life: Lifecycle, lane: int) -> list[events.Instruction]:
-    """A step of the lane from its launch to its end."""
-    (run,) = tell(life, events.LaneReady(lane))
-    return end(life, run)
-
-
-def end(life: Lifecycle, run: events.Instruction) -> list[events.Instruction]:
-    assert isinstance(run, events.Run)
-    drawing = [
-        chunk.sequence for chunk in run.chunks if chunk.num_tokens == chunk.sequence.num_uncached
-    ]
-    return tell(
-        life, events.StepDone(run.lane, tuple(events.Drawn(sequence, 7) for sequence in drawing))
-    )
 
 
 FULL = {"peer": "r0", "code": CapacityError.default_code, "message": "full"}
@@ -171,21 +142,6 @@ def test_who_fits_nowhere_any_more_fails_unless_another_comes_in_time() -> None:
         else:
             (fail,) = tell(life, events.LaneIdle(0))
             assert isinstance(fail, events.Fail) and isinstance(fail.error, WorkerError)
-
-
-def test_siblings_fork_whoever_holds_the_prompt() -> None:
-    life = lifecycle()
-    submit(life, "a", num_prompt_tokens=5, max_tokens=3, n=3)
-    parent = opening(life, 0)
-    assert tell(life, events.LaneIdle(1)) == [], "a sibling is being opened"
-    tell(life, events.Opened(parent.part.part_id))
-    tell(life, events.LaneReady(1))
-    step(life, 0)
-    forks = tell(life, events.LaneIdle(1))
-    assert [(x.parent, x.num_shared_tokens) for x in forks if isinstance(x, events.Fork)] == [
-        (parent.part, 4)
-    ] * 2
-    assert life.sequences.num_cached_tokens == 5 + 4 + 4
 
 
 def test_who_outgrows_its_room_steps_when_it_has_more() -> None:

@@ -107,34 +107,6 @@ def test_micro_batches_start_when_brute_force_says(wanted: list[Wish], slack: in
         assert control.load_at(step) == brute.load[step]
 
 
-@settings(max_examples=examples(500), deadline=None)
-@given(wishes(same_length=True), st.integers(0, 100))
-def test_equal_lengths_follow_the_papers_formula(wanted: list[Wish], slack: int) -> None:
-    limit = most(wanted) + slack
-    control = LoadControl(limit)
-    ends: list[int] = []
-    loads: list[int] = []
-    latest = 0
-    for wish in wanted:
-        m, length = wish.num_sequences, wish.target_length
-        live = [i for i, e in enumerate(ends) if e >= max(latest, wish.arrival)]
-        start = max([latest, wish.arrival, *(ends[i] - (limit - loads[i]) // m + 1 for i in live)])
-        assert ask(control, wish, wish.arrival) == start
-        new_load = m * length + sum(
-            n * (start + length - 1 - s + 1)
-            for s, n in ((b.start, b.num_sequences) for b in control._running)
-            if s + length - 1 >= start + length - 1
-        )
-        loads = [
-            w + m * (e - start + 1) if e >= start else w for e, w in zip(ends, loads, strict=True)
-        ]
-        ends.append(start + length - 1)
-        loads.append(new_load)
-        control.add(wish.at(start))
-        latest = start
-        assert control.peak() == max(loads)
-
-
 @settings(max_examples=examples(1000, share=8), deadline=None)
 @given(st.data(), wishes(with_prompts=True), st.integers(0, 100))
 def test_what_ends_early_gives_its_load_back(

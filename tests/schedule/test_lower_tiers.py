@@ -9,13 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from random_traffic import Requests, keeping, play, traffic
+from random_traffic import keeping
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
-from examples import examples
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.cache.retention import POLICIES
@@ -25,46 +22,7 @@ from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk
 
-BLOCKS = (12, 20)
 EARLY = {"swap_threshold": 0.5}
-briefly = settings(max_examples=examples(25, share=8), deadline=None)
-
-
-@briefly
-@given(
-    st.data(),
-    traffic(forks=False) | traffic(forks=True),
-    st.integers(1, 3),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(POLICIES),
-    st.sampled_from((0.3, 0.9, 1.0)),
-    st.integers(1, 15),
-    st.sampled_from((0.0, 0.0, 0.3)),
-    st.integers(0, 1 << 32),
-)
-def test_nobody_reads_what_was_not_written_for_it_wherever_it_was_meanwhile(
-    data: st.DataObject,
-    requests: Requests,
-    num_lanes: int,
-    lose: bool,
-    late: bool,
-    policy: str,
-    threshold: float,
-    slots: int,
-    failing: float,
-    seed: int,
-) -> None:
-    """Prompts all begin alike. Counts are compared after every event, some
-    blocks don't arrive, and some sequences step before theirs have."""
-    chance = random.Random(seed)
-    made = {"opening_steps": int(late), "swap_threshold": threshold}
-    busy = keeping(BLOCKS, lanes=num_lanes, policy=policy, slots=slots, made=made)
-    busy.moves.fail = lambda: chance.random() < failing
-    busy.moves.tell = lambda: chance.random() < 0.5
-    busy.lifecycle.stepped(BLOCK_SIZE, 1e6)  # so that all fetches come in time
-    play(data, busy, requests, lose=lose)
-    assert failing or all(store.num_on_disk <= slots for store in busy.stores)
 
 
 def turns(busy: Harness, num_rounds: int, num_conversations: int = 4) -> None:

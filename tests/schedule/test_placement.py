@@ -31,10 +31,6 @@ def in_parts(holders: tuple[int, ...], sizes: tuple[int, ...]) -> Residence:
     )
 
 
-def first(placed: list[int], fitting: list[int]) -> int | None:
-    return fitting[0] if fitting else None
-
-
 def place(
     ledger: BlockLedger, sizes: tuple[int, ...], choose: Choose, fixed: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
@@ -50,17 +46,6 @@ def place(
             return None
         placed.append(HolderId(chosen))
     return tuple(placed)
-
-
-def test_candidates_have_room_now_and_could_hold_the_whole_sequence() -> None:
-    ledger = BlockLedger((10, 4, 12), block_size=4)
-    assert ledger.holders_with_room(8, may_grow_to=16) == [2, 0, 1]
-    assert ledger.holders_with_room(8, may_grow_to=17) == [2, 0], "worker 1 would be outgrown"
-    ledger.reserve(whole(2, 30))
-    assert ledger.holders_with_room(8, may_grow_to=16) == [0, 1, 2]
-    assert ledger.holders_with_room(17, may_grow_to=17) == [0]
-    ledger.lose(0)
-    assert ledger.holders_with_room(8, may_grow_to=16) == [1, 2]
 
 
 BLOCKS = st.lists(st.integers(0, 7), min_size=1, max_size=4)
@@ -103,50 +88,6 @@ def test_parts_are_placed_if_and_only_if_some_way_fits(
         assert lost.isdisjoint(placed)
         assert all(placed[:-1].count(worker) <= most_closed for worker in placed)
         ledger.reserve(in_parts(placed, sizes))  # asserts that there is room
-
-
-def test_closed_parts_of_all_sequences_count() -> None:
-    ledger = BlockLedger((20, 20), block_size=4, part_tokens=4, max_closed_parts=3)
-    sizes = (4,) * 5  # four of them closed: two on each
-    placed = place(ledger, sizes, first)
-    assert placed == (0, 1, 0, 1, 0)
-    ledger.reserve(in_parts(placed, sizes))
-    assert place(ledger, sizes, first) is None
-    ledger.release(in_parts(placed, sizes))
-    assert place(ledger, sizes, first) == placed
-
-
-@given(BLOCKS, st.integers(2, 40), st.integers(0, 3))
-def test_parts_are_spread_as_far_as_there_is_room(
-    blocks: list[int], num_tokens: int, num_fixed: int
-) -> None:
-    ledger = BlockLedger(tuple(blocks), block_size=1, part_tokens=2)
-    sizes = ledger.shape.sizes(num_tokens)
-    fixed = (0,) * min(num_fixed, len(sizes))
-    placed = place(ledger, sizes, first, fixed)
-    if placed is None:
-        return
-    assert placed[: len(fixed)] == fixed
-    for part, worker in itertools.islice(enumerate(placed), len(fixed), None):
-        for other, room in enumerate(blocks):
-            if placed[:part].count(other) < placed[:part].count(worker):
-                taken = sum(
-                    size for w, size in zip(placed[:part], sizes, strict=False) if w == other
-                )
-                assert room - taken < sizes[part], "somebody with fewer of its parts had room"
-
-
-def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
-    ledger = BlockLedger((4, 4, 4), block_size=1, part_tokens=2)
-    offers: list[tuple[int, list[int]]] = []
-
-    def choose(placed: list[int], fitting: list[int]) -> int | None:
-        offers.append((len(placed), fitting))
-        return next((worker for worker in fitting if worker != 2), None)
-
-    assert place(ledger, (2, 2, 2), choose) == (0, 1, 0)
-    assert offers == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2]), (2, [0, 1])]
-    assert place(ledger, (2, 2), lambda placed, fitting: None) is None
 
 
 def test_what_never_fits_is_told_what_would() -> None:

@@ -3,6 +3,8 @@ that remembers what each slot was written for."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +20,8 @@ from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 
-briefly = settings(max_examples=examples(280, share=8))
 
-
-@briefly
+@settings(max_examples=examples(600, share=8), deadline=None)
 @given(
     st.data(),
     traffic(forks=False) | traffic(forks=True),
@@ -30,8 +30,13 @@ briefly = settings(max_examples=examples(280, share=8))
     st.booleans(),
     st.booleans(),
     st.sampled_from(POLICIES),
+    st.sampled_from((None, None, "split", 1, 3, 4, 5, 9, 14)),
+    st.sampled_from((0, 3, 15)),
+    st.sampled_from((0.3, 0.9, 1.0)),
+    st.sampled_from((0.0, 0.0, 0.3)),
+    st.sampled_from((None, None, 0.3)),
 )
-def test_nobody_reads_what_was_not_written_for_it_and_counts_agree(
+def test_attention_reads_only_what_was_written_for_it(
     data: st.DataObject,
     requests: Requests,
     mode: str,
@@ -39,19 +44,32 @@ def test_nobody_reads_what_was_not_written_for_it_and_counts_agree(
     lose: bool,
     late: bool,
     policy: str,
+    reach: int | str | None,
+    slots: int,
+    threshold: float,
+    failing: float,
+    quantile: float | None,
 ) -> None:
-    """Prompts all begin alike. Counts are compared after every event."""
-    busy = keeping((12, 20), mode, num_lanes, policy=policy, made={"opening_steps": int(late)})
+    """All prompts begin alike. Counts are compared after every event.
+
+    Some sequences are suspended, some blocks do not arrive, and some sequences step
+    before theirs have arrived. ``reach``: a sliding window, or ``"split"``.
+    """
+    chance = random.Random(len(requests))
+    is_split = reach == "split"
+    made = {"opening_steps": int(late), "swap_threshold": threshold}
+    more = {} if quantile is None else {"length_quantile": quantile}
+    busy = keeping(
+        (9, 9, 9) if is_split else (12, 20), mode, num_lanes, policy=policy, slots=slots,
+        made=made | {"window": None if is_split else reach},
+        split_tokens=8 if is_split else None, **more,
+    )  # fmt: skip
+    busy.moves.fail = lambda: chance.random() < failing
+    busy.moves.tell = lambda: chance.random() < 0.5
+    busy.lifecycle.stepped(BLOCK_SIZE, 1e6)  # so that all fetches arrive in time
     play(data, busy, requests, lose=lose)
-    assert busy.num_suspended == 0
-
-
-@briefly
-@given(st.data(), traffic(forks=True), st.integers(1, 2), st.booleans())
-def test_split_sequences_start_with_whole_parts_and_a_piece_of_the_next(
-    data: st.DataObject, requests: Requests, num_lanes: int, lose: bool
-) -> None:
-    play(data, keeping((9, 9, 9), lanes=num_lanes, split_tokens=8), requests, lose=lose)
+    assert quantile is not None or busy.num_suspended == 0
+    assert failing or all(store.num_on_disk <= slots for store in busy.stores)
 
 
 def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:

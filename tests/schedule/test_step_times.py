@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from cost_model.goodput.replanning import LinearTimes
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Setup
-from cost_model.predict import LaneTimes, System
+from cost_model.predict import LaneTimes, System, SystemTime
 from cost_model.shapes import model_named
 from cost_model.simulate import Table, TabledTimes
-from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.hybrid.inputs import Guess, GuessedTime

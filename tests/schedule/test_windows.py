@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, keeping, play, traffic, turn
+from random_traffic import keeping, turn
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
@@ -18,12 +18,9 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 from fastdecode.core.spec import first_seen
-from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.retention import POLICIES, policy_of
-from fastdecode.schedule.cache.reuse import reuses
+from fastdecode.schedule.cache.retention import POLICIES
 from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Submitted
-from fastdecode.schedule.options import MODES
 
 A = HolderId(0)
 WINDOWS = (1, 3, 4, 5, 9, 14)
@@ -47,35 +44,6 @@ def index_of(chat: Harness) -> BlockIndex:
 def ends(chat: Harness) -> list[int]:
     """Of the kept blocks: the tokens up to each."""
     return sorted(block.num_tokens for block in index_of(chat))
-
-
-@briefly
-@given(
-    st.data(),
-    traffic(forks=False) | traffic(forks=True),
-    st.sampled_from(WINDOWS),
-    st.sampled_from(MODES),
-    st.integers(1, 2),
-    st.booleans(),
-    st.sampled_from(POLICIES),
-    st.sampled_from((0, 3, 15)),
-    st.sampled_from((None, 0.3)),
-)
-def test_everybody_sees_what_was_written_for_it_as_far_as_it_sees(
-    data: st.DataObject,
-    requests: Requests,
-    window: int,
-    mode: str,
-    num_lanes: int,
-    lose: bool,
-    policy: str,
-    slots: int,
-    quantile: float | None,
-) -> None:
-    """Prompts all begin alike. Some sequences have to be suspended."""
-    more = {} if quantile is None else {"length_quantile": quantile}
-    busy = windowed(window, (12, 20), mode, num_lanes, policy=policy, slots=slots, **more)
-    play(data, busy, requests, lose=lose)
 
 
 @briefly
@@ -149,35 +117,6 @@ def test_a_sequence_that_starts_with_a_window_reserves_room_for_no_more() -> Non
     assert resumed.part.first_token == 24 and resumed.part.end == len(tokens) + 2
     assert resumed.num_tokens == 34 - 24 and len(resumed.keys) == 3
     chat.run_out()
-
-
-@pytest.mark.parametrize(
-    ("there", "most_tokens", "spared", "first", "gap"),
-    [
-        ("xxxx", 99, 16, 8, range(0)),
-        ("..xx", 99, 16, 8, range(0)),
-        (".xxx", 15, 15, 4, range(0)),  # the last token runs: it sees one more block
-        ("..xx", 15, 3 + 4, 0, range(8)),  # which isn't there
-        ("...x", 99, 4, 0, range(12)),
-        ("..xx..", 99, 16, 8, range(0)),
-        ("..xx.x", 99, 20, 8, range(16, 20)),  # the gap sees what is before it
-        ("...x.x", 99, 4, 0, range(12)),  # as here it doesn't: all is run again
-        ("x.xx.xxx", 99, 32, 24, range(0)),
-        ("x.x...x", 99, 8, 0, range(4, 8)),
-    ],
-)
-def test_a_beginning_is_as_good_as_what_is_seen_of_it(
-    there: str, most_tokens: int, spared: int, first: int, gap: range
-) -> None:
-    """Of what is kept of a chain, where nine tokens are seen."""
-    stock = BlockCache(1, BLOCK_SIZE, policy_of("lru", BLOCK_SIZE), lambda: 1.0, window=9)
-    keys = [bytes([number]) * 16 for number in range(len(there))]
-    for number in [number for number, mark in enumerate(there) if mark == "x"]:
-        stock[A].add(keys[number], None, (number + 1) * BLOCK_SIZE)
-    (found,) = reuses(stock, keys, (99,), most_tokens, BLOCK_SIZE)
-    assert (found.num_tokens, found.first_token, found.gap) == (spared, first, gap)
-    num_blocks = len(there[first // BLOCK_SIZE : found.num_blocks])
-    assert len(found.keys[0]) == num_blocks - len(gap) // BLOCK_SIZE
 
 
 def test_where_prompts_have_parted_what_both_began_with_stays() -> None:

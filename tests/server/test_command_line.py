@@ -17,7 +17,7 @@ from server_process import CHECKPOINT, Server, serving
 
 from fastdecode.cli import serve
 from fastdecode.cli.main import main
-from fastdecode.cli.serve import Signals, exit_code, run_serve
+from fastdecode.cli.serve import Signals, run_serve
 from fastdecode.server.serving import Ending
 
 SERVE = ["serve", "--model", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
@@ -119,7 +119,7 @@ def test_who_is_impatient_while_the_engine_closes_hears_how_it_ended(ending: End
     assert (signals.num_stops, left) == (2, [])
     signals.ending = ending
     signals.on_stop(signal.SIGTERM, None)
-    assert left == [exit_code(ending)]
+    assert left == [ending]
 
 
 def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

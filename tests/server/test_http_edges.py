@@ -260,7 +260,7 @@ def test_old_http_and_pipelined_requests(server: Server) -> None:
     post = head(length=len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body
     for old in (post, post.replace(b"connection: close", b"connection: keep-alive")):
         top, _, stream = exchange(server, old).partition(b"\r\n\r\n")
-        assert b"transfer-encoding" not in top and b"connection: close" in top
+        assert b"transfer-encoding" not in top and top.count(b"connection: close") == 1
         assert stream.startswith(b"data: {") and stream.endswith(b"data: [DONE]\n\n")
     get = b"GET /live HTTP/1.1\r\nhost: localhost\r\n"
     raw = exchange(server, get + b"\r\n" + get + b"connection: close\r\n\r\n")

@@ -37,6 +37,11 @@ def test_buckets(parts: int, count: int) -> None:
     )
 
 
+def test_buckets_double_in_two_parts() -> None:
+    sizes = Buckets(parts=2).sizes
+    assert sizes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+
+
 @pytest.mark.parametrize(("num_layers", "num_lanes"), [(32, 8), (80, 8), (80, 4)])
 def test_graphs_of_large_models_fit(num_layers: int, num_lanes: int) -> None:
     """Of 80 layers and 8 lanes 6,480 were wanted where 4,096 are allowed: the

@@ -1,5 +1,5 @@
-"""Every family says what transformers says: logits within 1e-4, and the same
-greedy text.
+"""Every family says what transformers says: logits within 1e-4; and in 16 bits what rounding
+explains. Rotary frequencies equal transformers', and their table rounds once.
 
 Batches are ragged; transformers sees each sequence alone, so a token that
 leaked between sequences would show.
@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import oracle, prompts
+import transformers
+from checkpoints import FEW_FAMILIES, oracle, prompts
 
+from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.spec import ModelSpec
 from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
+from sworker.model.rope import RotaryTable, frequencies
 from sworker.model.skeleton import forward
 
 NUM_TOKENS = 72
@@ -33,40 +37,35 @@ _LONGROPE = {"rope_type": "longrope", "short_factor": _SHORT, "long_factor": _LO
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-mha-tied-biases": {
-        "seed": 4,
         "num_key_value_heads": 6,
         "tie_word_embeddings": True,
         "attention_bias": True,
         "mlp_bias": True,
     },
     "llama-mqa-linear": {
-        "seed": 0,
         "num_key_value_heads": 1,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     },
-    "llama-llama3": {"seed": 6, "rope_scaling": _LLAMA3},
-    "llama-yarn": {"seed": 1, "rope_scaling": _YARN},
+    "llama-llama3": {"rope_scaling": _LLAMA3},
+    "llama-yarn": {"rope_scaling": _YARN},
     "llama-yarn-mscale": {
-        "seed": 10,
         "rope_scaling": {
             **_YARN,
             "mscale": 0.7,
             "mscale_all_dim": 0.4,
             "truncate": False,
             "beta_fast": 8.0,
-        },
+        }
     },
     # Decoding runs beyond the original 60 tokens, where the base grows with every token.
     "llama-dynamic": {
-        "seed": 0,
         "max_position_embeddings": 60,
         "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     },
     "mistral": {},
-    "mistral-no-window": {"seed": 0, "sliding_window": None, "num_key_value_heads": 3},
+    "mistral-no-window": {"sliding_window": None, "num_key_value_heads": 3},
     "qwen2": {},
     "qwen2-windows-tied": {
-        "seed": 1,
         "use_sliding_window": True,
         "max_window_layers": 1,
         "sliding_window": 8,
@@ -74,7 +73,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {},
     "qwen3-layer-types": {
-        "seed": 0,
         "use_sliding_window": True,
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -82,54 +80,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "phi3": {},
     "phi3-window-partial": {
-        "seed": 3,
         "sliding_window": 9,
         "partial_rotary_factor": 0.5,
         "tie_word_embeddings": True,
     },
-    "phi3-longrope": {
-        "seed": 0,
-        "rope_scaling": _LONGROPE,
-        "original_max_position_embeddings": 100,
-    },
+    "phi3-longrope": {"rope_scaling": _LONGROPE, "original_max_position_embeddings": 100},
     "gemma2": {},
     "gemma2-mqa-no-caps": {
-        "seed": 52,
         "num_key_value_heads": 1,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     },
     "opt": {},
-    "opt-post-norm": {"seed": 12, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    "opt-post-norm": {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
     "opt-bare": {
-        "seed": 2,
         "enable_bias": False,
         "layer_norm_elementwise_affine": False,
         "activation_function": "gelu",
     },
     "gpt2": {},
     "gpt2-untied-scaled": {
-        "seed": 0,
         "tie_word_embeddings": False,
         "scale_attn_by_inverse_layer_idx": True,
         "n_inner": 100,
     },
     "gpt_neox": {},
     "gpt_neox-serial-odd": {
-        "seed": 0,
         "use_parallel_residual": False,
         "rotary_pct": 0.25,
         "hidden_act": "gelu_fast",
         "tie_word_embeddings": True,
     },
     "bloom": {},
-    "bloom-untied": {"seed": 8, "tie_word_embeddings": False, "n_head": 8},
+    "bloom-untied": {"tie_word_embeddings": False, "n_head": 8},
 }
 """By name, which begins with the family's."""
-
-
-# Seeds were chosen so that the greedy text wanders and no two tokens are nearly
-# tied; the tests check that they did.
 
 
 def made(tiny_checkpoint: Callable[..., Path], name: str) -> Path:
@@ -153,7 +138,10 @@ def test_logits_of_a_ragged_batch(checkpoint: Path) -> None:
 
 
 @torch.inference_mode()
-def test_greedy_text_of_a_ragged_batch(checkpoint: Path) -> None:
+def test_greedy_text_beyond_the_length_from_which_its_base_grows(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    checkpoint = made(tiny_checkpoint, "llama-dynamic")
     spec, model = load_model(checkpoint, device="cpu", dtype=torch.float32)
     texts = prompts(LENGTHS, seed=1)
     attend = ReferenceAttention(spec.attention)
@@ -186,3 +174,84 @@ def test_longrope_beyond_the_original_length(tiny_checkpoint: Callable[..., Path
     positions = attend.begin_step([0], [len(text)])
     logits = model.logits(forward(model, torch.tensor(text), positions, attend))
     torch.testing.assert_close(logits, oracle(checkpoint).logits(text), atol=1e-4, rtol=0)
+
+
+_SIZES = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_hidden_layers": 1, "intermediate_size": 64,
+    "max_position_embeddings": 8192, "rope_theta": 500000.0,
+}  # fmt: skip
+
+
+def _read(scaling: dict[str, Any]) -> ModelSpec:
+    return read_model_spec({**_SIZES, "rope_scaling": scaling}, name="demo")
+
+
+def test_attention_factor_is_transformers() -> None:
+    """The one option that no checkpoint of ``test_model_exact.py`` has."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048,
+               "attention_factor": 0.7}  # fmt: skip
+    options = {key: value for key, value in _SIZES.items() if key != "architectures"}
+    config = transformers.LlamaConfig(**options, rope_scaling=dict(scaling))
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    rope = _read(scaling).ropes[0]
+    assert rope is not None
+    torch.testing.assert_close(
+        frequencies(rope, torch.arange(4.0)), theirs.inv_freq, rtol=1e-6, atol=0
+    )
+    assert rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
+
+
+def test_table_turns_in_float32_and_rounds_once() -> None:
+    rope = _read({"rope_type": "default"}).ropes[0]
+    assert rope is not None
+    table = RotaryTable(rope, 64)
+    table.fill(torch.device("cpu"))
+    x = torch.randn(3, 2, 128, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 5, 63], dtype=torch.int32)
+    exact = table(x.bfloat16().float(), positions)
+    assert torch.equal(table(x.bfloat16(), positions), exact.bfloat16())
+    # it only turns
+    torch.testing.assert_close(exact.norm(dim=-1), x.bfloat16().float().norm(dim=-1))
+    assert torch.equal(exact[0], x.bfloat16().float()[0]), "position 0 doesn't turn"
+
+
+Make = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", FEW_FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_16_bit_floats(family: str, dtype: torch.dtype, tiny_checkpoint: Make) -> None:
+    """Activations stay in the model's dtype, and differ from float32 by no more
+    than its rounding explains."""
+    path = tiny_checkpoint(family)
+    spec, wide = load_model(path, device="cpu", dtype=torch.float32)
+    _, narrow = load_model(path, device="cpu", dtype=dtype)
+    for parameter, exact in zip(narrow.parameters(), wide.parameters(), strict=True):
+        exact.copy_(parameter)  # the weights' own rounding isn't the question
+    (text,) = prompts((9,))
+    tokens, positions = torch.tensor(text), torch.arange(9, dtype=torch.int32)
+    x, y = wide.embed(tokens, positions), narrow.embed(tokens, positions)
+    _assert_rounded(y, x, dtype)
+    for a, b in zip(wide.layers, narrow.layers, strict=True):
+        _, qkv = a.pre_attention(x, None, positions)
+        y, narrow_qkv = b.pre_attention(x.to(dtype), None, positions)
+        for exact, rounded in zip(qkv, narrow_qkv, strict=True):
+            _assert_rounded(rounded, exact, dtype)
+        x, y = _sum(a.post_attention(x, qkv[0])), _sum(b.post_attention(y, qkv[0].to(dtype)))
+        _assert_rounded(y, x, dtype)
+    assert narrow.logits(y).dtype == torch.float32
+    assert narrow.logits(y).shape == (9, spec.vocab_size)
+
+
+def _sum(halves: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """The next layer's input."""
+    x, added = halves
+    return x if added is None else x + added
+
+
+def _assert_rounded(rounded: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert rounded.dtype == dtype
+    error = (rounded.float() - exact).norm() / exact.norm()
+    assert error < 6 * torch.finfo(dtype).eps

@@ -3,6 +3,7 @@ copied is what is missing; and nothing is read or written too early."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_gpu import LateGpu
-from recorded_gpu import RecordedGpu
+from recorded_gpu import RecordedGpu, record_places
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.paged import PagedKV
 from sworker.swap import swapped
-from sworker.swap.host import Staged
 from sworker.swap.swapped import SwappedKV
 
 CPU = torch.device("cpu")
@@ -57,8 +56,8 @@ class Lanes:
             for memory in (cache.pool, cache.scales):
                 if memory is not None and isinstance(self.gpu, RecordedGpu):
                     self.gpu.stays(memory)
-        for host in self.swap.hosts:
-            self._record(host)
+        for host in self.swap.hosts if isinstance(self.gpu, RecordedGpu) else ():
+            record_places(self.gpu, host)
 
     def past(self, lane: int) -> np.ndarray:
         """A lane's tokens fill blocks from its last to its first."""
@@ -96,21 +95,6 @@ class Lanes:
             if mine is not None and whole is not None:
                 self.found.append((mine[layer][:, slots], whole[layer][:, slots]))
 
-    def _record(self, host: Any) -> None:
-        """The host's own writes, of which torch knows nothing."""
-        place = host.place
-
-        def placed(tokens: np.ndarray, staged: Staged) -> None:
-            if isinstance(self.gpu, RecordedGpu):
-                for rows, came in zip(host._rows, staged.rows, strict=True):
-                    self.gpu.read(came, "what has come")
-                    for there in rows:
-                        for token in tokens.tolist():
-                            self.gpu.write(there[token], "its place on the host")
-            place(tokens, staged)
-
-        host.place = placed
-
     def check(self) -> None:
         assert self.found
         for mine, own in self.found:
@@ -147,13 +131,18 @@ Steps = st.lists(
 )
 
 
-@given(Steps, st.sampled_from([DType.FLOAT32, DType.INT8]))
+@given(Steps, st.sampled_from([DType.FLOAT32, DType.INT8]), st.booleans())
 @settings(deadline=None)
-def test_whatever_lanes_do(steps: list[tuple[int, int, int | None]], dtype: DType) -> None:
-    lanes = Lanes(4, dtype)
-    for lane, num_new, next_lane in steps:
-        if lanes.lengths[lane] < NUM_BLOCKS * BLOCK:
-            lanes.step(lane, num_new, next_lane)
+def test_swapped_lanes_in_any_order(
+    steps: list[tuple[int, int, int | None]], dtype: DType, on_gpu: bool
+) -> None:
+    gpu = RecordedGpu() if on_gpu else None
+    with gpu or contextlib.nullcontext():
+        lanes = Lanes(4, dtype, gpu=gpu)
+        for lane, num_new, next_lane in steps:
+            if lanes.lengths[lane] < NUM_BLOCKS * BLOCK:
+                lanes.step(lane, num_new, next_lane)
+    assert gpu is None or gpu.checker.races == []
     figures, unused = lanes.swap.figures, sum(int(x.is_unused.sum()) for x in lanes.swap.slots)
     for mine, own in lanes.found:
         torch.testing.assert_close(mine, own, rtol=0, atol=0)
@@ -162,29 +151,14 @@ def test_whatever_lanes_do(steps: list[tuple[int, int, int | None]], dtype: DTyp
     assert 0 <= figures.num_late_blocks <= seen
 
 
-@given(Steps, st.none() | st.integers(0, 99))
-@settings(deadline=None, max_examples=30)
-def test_whatever_lanes_do_however_late(
-    steps: list[tuple[int, int, int | None]], seed: int | None
-) -> None:
-    gpu = LateGpu(seed)
-    with gpu:
-        lanes = Lanes(4, gpu=gpu)
-        for lane, num_new, next_lane in steps:
-            if lanes.lengths[lane] < NUM_BLOCKS * BLOCK:
-                lanes.step(lane, num_new, next_lane)
-        gpu.finish()
-    for mine, own in lanes.found:
-        torch.testing.assert_close(mine, own, rtol=0, atol=0)
-
-
 def recorded(
-    mistake: Callable[[Lanes], None] = lambda lanes: None, gpu: Any = None, most_tokens: int = 40
+    mistake: Callable[[Lanes], None] = lambda lanes: None,
+    most_tokens: int = 40,
+    dtype: DType = DType.FLOAT32,
 ) -> Lanes:
-    """Lanes in turns, and then one that wasn't foreseen, and one that has nothing yet."""
-    gpu = gpu or RecordedGpu()
-    with gpu:
-        lanes = Lanes(5, gpu=gpu, most_tokens=most_tokens)
+    """Run lanes in turns, then one that was not prefetched, and one that has nothing yet."""
+    with RecordedGpu() as gpu:
+        lanes = Lanes(5, dtype, gpu=gpu, most_tokens=most_tokens)
         mistake(lanes)
         for number in range(4):
             for lane in range(4):
@@ -193,17 +167,7 @@ def recorded(
         lanes.step(1, 1, 3)
         for lane, next_lane in ((3, 0), (0, 2), (3, 1)):
             lanes.step(lane, 1, next_lane)
-        if isinstance(gpu, LateGpu):
-            gpu.finish()
     return lanes
-
-
-def test_no_races() -> None:
-    lanes = recorded()
-    lanes.check()
-    checker = lanes.gpu.checker
-    assert checker.num_accesses > 500
-    assert checker.races == [] and checker.unkept == []
 
 
 def lent_again_while_it_leaves(lanes: Lanes) -> None:
@@ -229,23 +193,12 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gathers")
-def test_no_races_where_blocks_are_gathered() -> None:
-    lanes = recorded()
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT8])
+def test_gathered_blocks_are_what_was_stored_and_no_races(dtype: DType) -> None:
+    lanes = recorded(dtype=dtype)
     lanes.check()
     assert lanes.gpu.calls["aten::index_copy_"] > 0
     assert lanes.gpu.checker.races == [] and lanes.gpu.checker.unkept == []
-
-
-@pytest.mark.usefixtures("gathers")
-@pytest.mark.parametrize(
-    ("seed", "dtype"), [(None, DType.FLOAT32), (0, DType.BFLOAT16), (1, DType.INT8)]
-)
-def test_gathered_blocks_are_what_was_stored(seed: int | None, dtype: DType) -> None:
-    gpu = LateGpu(seed)
-    with gpu:
-        lanes = in_turns(Lanes(4, dtype, gpu))
-        gpu.finish()
-    lanes.check()
 
 
 def test_scattered_blocks_come_in_one_gather_a_layer() -> None:

@@ -67,9 +67,6 @@ class NewConnection(RConnection, Protocol):
     def is_reached(self) -> bool:
         """Whether the other end has been heard of."""
 
-    def check(self) -> None:
-        """Raises WorkerError: it is lost."""
-
 
 ConnectionT = TypeVar("ConnectionT", bound=NewConnection)
 
@@ -280,7 +277,6 @@ class HubReplacements(Generic[ConnectionT]):
         candidate = self._candidates[worker]
         connection = candidate.connection
         try:
-            connection.check()
             if connection.is_reached and not candidate.is_greeted:
                 self._greet(worker)
             while worker in self._candidates and (answer := connection.poll()) is not None:

@@ -40,9 +40,6 @@ class SpareConnection:
     is_reached = True
     """It has been there from the beginning, or is dead."""
 
-    def check(self) -> None:
-        """Its loss is found when it is heard."""
-
     def send(self, message: ToRWorker) -> None:
         self.inner.send(message)
 

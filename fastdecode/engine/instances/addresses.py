@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, get_args
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.instances.connections import BUSY, FromInstance, welcome_of
+from fastdecode.engine.instances.connections import BUSY, welcome_of
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceSays,
@@ -17,22 +17,20 @@ from fastdecode.wire.instances.messages import (
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.traits import Role
 from fastdecode.wire.zmq.connection import ZmqConnection
-from fastdecode.wire.zmq.hub import DealerHub, PeerListener
+from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
 from fastdecode.wire.zmq.keys import ClusterKey
 
-ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
 _BUSY_S: Final = 0.1
 """Between two attempts at one that serves another controller, which may be gone."""
 _ANSWER_S: Final = 10.0
-_ZmqLine = ZmqConnection[ToInstance, FromInstance]
 
 
-class InstanceHub(DealerHub[ToInstance, FromInstance]):
+class InstanceHub(ZmqHub):
     """Of a controller.
 
     Args:
         addresses: of the instances.
-        key, silence_s: see ``DealerHub``.
+        key, silence_s: see ``ZmqHub``.
 
     Raises:
         ConfigError: one of them is none, or may not be used without a key.
@@ -75,7 +73,7 @@ class InstanceHub(DealerHub[ToInstance, FromInstance]):
         return welcomes, failed
 
 
-def greet(line: _ZmqLine, hello: InstanceHello, end_s: float) -> InstanceWelcome:
+def greet(line: ZmqConnection, hello: InstanceHello, end_s: float) -> InstanceWelcome:
     """Say hello to an instance, again and again while it serves another
     controller.
 
@@ -98,7 +96,8 @@ def greet(line: _ZmqLine, hello: InstanceHello, end_s: float) -> InstanceWelcome
     raise WorkerError(f"{line.peer} serves another controller: end that first", code=BUSY)
 
 
-class InstanceListener(PeerListener[FromInstance, ToInstance]):
+class InstanceListener(ZmqListener):
     """Where a controller connects."""
 
     receives = frozenset(get_args(ToInstance))
+    most_peers: Mapping[Role, int] = {Role.CONTROLLER: 1}

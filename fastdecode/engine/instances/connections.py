@@ -65,9 +65,6 @@ class ReturningConnection(InstanceLine, Protocol):
     @property
     def is_reached(self) -> bool: ...
 
-    def check(self) -> None:
-        """Raises WorkerError: nothing will come."""
-
 
 LineT = TypeVar("LineT")
 
@@ -371,10 +368,7 @@ class InstanceConnections(threading.Thread):
             if time.monotonic() >= lost.try_s:
                 lost.line = finder.reconnect(number)
             return
-        lost.line.check()
-        if not lost.line.is_reached:
-            return
-        if not lost.is_greeted:
+        if lost.line.is_reached and not lost.is_greeted:
             lost.line.send(self._hello)
             lost.is_greeted = True
         answer = lost.line.poll()

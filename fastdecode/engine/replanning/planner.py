@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from typing import IO
 
-from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, judged_from_json, to_json
+from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, from_json, to_json
 from fastdecode.core.clock import Clock
 from fastdecode.core.host.processes import python_command
 from fastdecode.wire.mpi.ranks import without_launcher
@@ -70,8 +70,8 @@ class Planner:
         if has_failed:
             return None
         try:
-            return judged_from_json(said.decode())
-        except (ValueError, KeyError, TypeError):
+            return from_json(said.decode(), JudgedRoles)
+        except ValueError:
             return None
 
     def close(self) -> None:

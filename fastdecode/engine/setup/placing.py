@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cost_model.hardware import Hardware
-from cost_model.plans.placement import (
-    PlacementRates,
-    assumed_r_worker,
-    gpu_like,
-    placement_rates,
-)
+from cost_model.plans.placement import assumed_r_worker, gpu_like, placement_rates, ranking
 from cost_model.plans.question import Setup
 from cost_model.printing import rate_text
 from cost_model.workload import Workload
@@ -64,7 +58,7 @@ def place(
     if machine is None:
         return Placement(_with(config, "r"))
     rates = _rates(config, spec, identity, machine)
-    for placement in rates.ranking:
+    for placement in ranking(rates):
         if placement == "gpu" and machine.num_r_workers:
             continue  # with nothing to add, both sides are the GPU alone
         try:
@@ -81,7 +75,7 @@ def _with(config: EngineConfig, placement: str) -> EngineConfig:
 
 def _rates(
     config: EngineConfig, spec: ModelSpec, identity: Identity, machine: PlacementHost
-) -> PlacementRates:
+) -> dict[str, float]:
     hardware, free = Hardware.load(), machine.free
     assert free.device_bytes is not None
     used = free.device_total_bytes - free.device_bytes + CUDA_RESERVE_BYTES
@@ -104,13 +98,7 @@ def _workload(config: EngineConfig, identity: Identity) -> Workload:
     return Workload(min(_USUAL_TOKENS, most - output), output)
 
 
-def _why(placement: str, rates: PlacementRates, machine: PlacementHost) -> str:
-    told = ", ".join(_rates_text(rates))
+def _why(placement: str, rates: dict[str, float], machine: PlacementHost) -> str:
+    told = ", ".join(f"{_NAMES[each]} {rate_text(rates[each])} tokens/s" for each in rates)
     by = "" if machine.free.device_name else ", of a GPU that is not known"
     return f"KV cache on {_NAMES[placement]} (--kv-placement auto; estimated{by}: {told})"
-
-
-def _rates_text(rates: PlacementRates) -> Iterator[str]:
-    for name, rate in (("gpu", rates.gpu), ("r", rates.r), ("hybrid", rates.hybrid)):
-        if rate is not None:
-            yield f"{_NAMES[name]} {rate_text(rate)} tokens/s"

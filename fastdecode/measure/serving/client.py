@@ -102,17 +102,21 @@ class Endpoint:
         Raises:
             ConfigError: If it names none.
         """
+        within = aiohttp.ClientTimeout(total=min(self._timeout_s, _MODELS_WITHIN_S))
+        url = f"{self._url}/models"
         try:
-            why = await asyncio.wait_for(self._models(), min(self._timeout_s, _MODELS_WITHIN_S))
-            if not isinstance(why, str):
-                return str(why["data"][0]["id"])
+            async with self._session() as session, session.get(url, timeout=within) as answer:
+                if answer.status == 200:
+                    said = json.loads(await _body(answer, _MAX_MODELS_BYTES))
+                    return str(said["data"][0]["id"])
+                why = await self._refusal(answer)
         except asyncio.TimeoutError:
             why = "it doesn't answer"
         except OSError as error:
             raise self._unreached(explained(error)) from None
         except (ValueError, LookupError, TypeError, aiohttp.ClientError):
             why = "what it answers is no list of models; is this a server of OpenAI's API?"
-        raise ConfigError(f"{self._url}/models doesn't name a model: {why}")
+        raise ConfigError(f"{url} doesn't name a model: {why}")
 
     async def reach(self) -> None:
         """Connect and disconnect.
@@ -131,14 +135,6 @@ class Endpoint:
 
     def _unreached(self, why: str) -> ConfigError:
         return ConfigError(f"--base-url: nothing answers at {self._host}:{self._port}: {why}")
-
-    async def _models(self) -> Any:
-        """Return the list of models, or the reason why there is none."""
-        async with self._session() as session, session.get(f"{self._url}/models") as answer:
-            if answer.status != 200:
-                return await self._refusal(answer)
-            said = json.loads(await _body(answer, _MAX_MODELS_BYTES))
-            return said if isinstance(said, dict) else {}
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
         """Return why a server refuses, without the key that it may repeat."""

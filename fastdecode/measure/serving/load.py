@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from cost_model.goodput.workload import Lengths, drawn
+from cost_model.traces import LoggedLine, decoded, located
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.os_errors import explained
 
 FIRST_TOKEN = 10
 """Lower ids are often special."""
@@ -52,17 +50,13 @@ def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
     """Return requests that don't wait for answers.
 
     Args:
-        rate: Requests per second, on average.
+        rate: Requests per second, on average. Other rates have the same pattern.
         cv: Coefficient of variation of the gaps, which are gamma: 1 is Poisson, 0 is a clock.
     """
-    random_ = random.Random(shape.seed * 2 + 1)
-    due_s, planned = 0.0, []
-    for i, size in enumerate(_sizes(shape)):
-        planned.append(_planned(due_s, *size, shape, i))
-        # Unit gaps over the rate: other rates have the same pattern.
-        gap = random_.gammavariate(1 / cv**2, cv**2) if cv > 0 else 1.0
-        due_s += gap / rate
-    return planned
+    prompts = Lengths(shape.prompt_tokens, shape.spread)
+    outputs = Lengths(shape.output_tokens, shape.spread)
+    draw = drawn(prompts, outputs, cv, shape.num_requests, shape.seed)
+    return [_planned(*each, shape, i) for i, each in enumerate(draw.at(rate))]
 
 
 def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
@@ -76,57 +70,22 @@ def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
     Raises:
         ConfigError: If the file has none.
     """
-    found = []
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: {explained(error)}") from None
-    for number, line in enumerate(lines, 1):
-        found += _entries(line, f"--trace {path}, line {number}")
+    name, found = f"--trace {path}", []
+    for line in decoded(located(path, name), LoggedLine):
+        if line.prompt_tokens and line.output_tokens:
+            num_choices = line.prompts * line.n
+            if num_choices > _MAX_CHOICES:
+                raise ConfigError(f"{name}: a line with {num_choices} choices is no request's")
+            num_output = max(1, round(line.output_tokens / num_choices))
+            entry = line.time, round(line.prompt_tokens / line.prompts), num_output
+            found += [entry] * num_choices
     if not found:
-        raise ConfigError(f"--trace {path} has no request with time, prompt and output tokens")
+        raise ConfigError(f"{name} has no request with time, prompt and output tokens")
     found.sort()
     start_s = found[0][0]
     return [
         _planned((time_s - start_s) / speed, num_prompt, num_output, shape, i)
         for i, (time_s, num_prompt, num_output) in enumerate(found[: shape.num_requests])
-    ]
-
-
-def _entries(line: str, where: str) -> list[tuple[float, int, int]]:
-    """Return time, prompt tokens and output tokens for each choice of each prompt of a line.
-
-    Raises:
-        ConfigError: If the line is not one of a request log.
-    """
-    try:
-        said: Mapping[str, Any] = json.loads(line)
-        if not said.get("output_tokens"):
-            return []
-        num_prompts = int(said.get("prompts", 1))
-        num_choices = num_prompts * int(said.get("n", 1))
-        if not 1 <= num_prompts <= num_choices <= _MAX_CHOICES:
-            raise ValueError
-        num_prompt = round(int(said["prompt_tokens"]) / num_prompts)
-        num_output = max(1, round(int(said["output_tokens"]) / num_choices))
-        return [(float(said["time"]), num_prompt, num_output)] * num_choices
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise ConfigError(f"{where} is no line of a request log") from None
-
-
-def _sizes(shape: LoadShape) -> list[tuple[int, int]]:
-    random_ = random.Random(shape.seed * 2)
-
-    def drawn(mean: int) -> int:
-        if not shape.spread:
-            return mean
-        # Log-normal, with this mean.
-        sigma = shape.spread
-        factor = random_.lognormvariate(-(sigma**2) / 2, sigma)
-        return max(1, round(mean * factor))
-
-    return [
-        (drawn(shape.prompt_tokens), drawn(shape.output_tokens)) for _ in range(shape.num_requests)
     ]
 
 

@@ -21,29 +21,22 @@ MOST_UNREAD_CHUNKS: Final = 256 << 10
 CONNECTION: ContextVar[Connection] = ContextVar("connection")
 """The connection of the request that a task answers."""
 _CHUNKED: Final = b"transfer-encoding: chunked\r\n"
+_CLOSE: Final = b"connection: close\r\n"
 _OLD = re.compile(rb"[^\r\n]* HTTP/1\.0\r?\n")
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
 
 
-class Connections:
-    """Makes connections, and bounds how many are open.
+def bounded(
+    kind: Callable[..., asyncio.Protocol], most: int, header_timeout_s: float
+) -> Callable[..., Connection]:
+    """Return what makes connections, of which it refuses more than ``most`` at a time.
 
     Args:
         kind: Makes what speaks HTTP.
-        most: More connections are refused.
         header_timeout_s: Longest time for a request's header.
     """
-
-    def __init__(
-        self, kind: Callable[..., asyncio.Protocol], most: int, header_timeout_s: float
-    ) -> None:
-        self._kind = kind
-        self.most = most
-        self.header_timeout_s = header_timeout_s
-        self.num_open = 0
-
-    def __call__(self, **given: Any) -> Connection:
-        return Connection(self._kind(**given), self)
+    opened: set[Connection] = set()
+    return lambda **given: Connection(kind(**given), opened, most, header_timeout_s)
 
 
 class _WithoutChunks:
@@ -59,7 +52,8 @@ class _WithoutChunks:
     def write(self, data: bytes) -> None:
         if not (self._is_streaming and data):
             self._is_streaming |= _CHUNKED in data
-            self._transport.write(data.replace(_CHUNKED, b"connection: close\r\n", 1))
+            close = b"" if _CLOSE in data else _CLOSE
+            self._transport.write(data.replace(_CHUNKED, close, 1))
             return
         size, _, rest = data.partition(b"\r\n")
         num_bytes = int(size, 16)
@@ -73,12 +67,16 @@ class Connection(asyncio.Protocol):
 
     Args:
         inner: Speaks HTTP. It is asked nothing if there are too many connections.
-        every: All connections of the server.
+        opened: All open connections of the server.
+        most: As of ``bounded``, and so is ``header_timeout_s``.
     """
 
-    def __init__(self, inner: asyncio.Protocol, every: Connections) -> None:
+    def __init__(
+        self, inner: asyncio.Protocol, opened: set[Connection], most: int, header_timeout_s: float
+    ) -> None:
         self._inner = inner
-        self._every = every
+        self._opened, self._most = opened, most
+        self._header_timeout_s = header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._awaits_header = True
         self._has_whole_body = True
@@ -90,8 +88,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._every.num_open += 1
-        if self._every.num_open > self._every.most:
+        self._opened.add(self)
+        if len(self._opened) > self._most:
             self._inner = asyncio.Protocol()
             self._end(
                 HttpRefusal(
@@ -104,7 +102,7 @@ class Connection(asyncio.Protocol):
             self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._every.num_open -= 1
+        self._opened.discard(self)
         self._disarm()
         self._inner.connection_lost(exc)
 
@@ -162,10 +160,10 @@ class Connection(asyncio.Protocol):
             self._end(header_too_large())
 
     def _arm(self) -> None:
-        text = f"the header didn't come within {self._every.header_timeout_s:g} s"
+        text = f"the header didn't come within {self._header_timeout_s:g} s"
         late = HttpRefusal(408, text, "header_timeout")
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(self._every.header_timeout_s, self._end, late)
+        self._deadline = loop.call_later(self._header_timeout_s, self._end, late)
 
     def _disarm(self) -> None:
         if self._deadline is not None:

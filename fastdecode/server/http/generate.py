@@ -4,12 +4,12 @@ streams."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -25,16 +25,17 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
-from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
-from fastdecode.server.http.preparing import (
-    QUEUE_TIMEOUT,
-    Preparation,
-    check_deadlines,
-    enter,
-    patience_s,
-    read_body,
+from fastdecode.server.http.errors import (
+    NOT_AGAIN,
+    SERVER,
+    HttpRefusal,
+    refused,
+    unavailable,
 )
+from fastdecode.server.http.preparing import Preparation, enter, read_body
 
+QUEUE_TIMEOUT: Final = "queue_timeout"
+REQUEST_TIMEOUT: Final = "request_timeout"
 PING_S = 15.0  # a silent stream sends a comment this often, or proxies would take it for dead
 _DRAIN_RETRY_S = 5
 MOST_WORDS_AT_ONCE = 4000
@@ -60,26 +61,31 @@ class Completion:
         self.answer_id = f"{front.run_id}-{self._number}"
         self._preparation = Preparation(front, self._number)
         self._opened: OpenRequests | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Of ``QUEUE_TIMEOUT``, until the first token, and ``REQUEST_TIMEOUT``, until the last."""
         self._is_read = False
         self._is_streaming = False
         self._finish = "error"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front = self._front
-        watch: asyncio.Task[None] | None = None
         code: str | None = None
         try:
             self._check_engine()
             raw = await read_body(self._request, front.options)
             self._is_read = True
-            front.num_exchanges += 1
-            watch = asyncio.create_task(self._watch(receive))
-            asked, opened = await self._submit(raw)
-            if asked.stream is None:
-                response = await self._whole(asked, opened)
-                await response(scope, receive, send)
-            else:
-                await self._stream(asked, opened, send)
+            with self._interruptible(receive):
+                asked, requests = await self._preparation.requests(self._request.url.path, raw)
+                self._check_engine()
+                opened = OpenRequests(requests, front.metrics)
+                enter(front, self._number, opened.num_sequences, front.expected_tokens(requests))
+                self._opened = opened
+                front.client.submit(opened)
+                if asked.stream is None:
+                    response = await self._whole(asked, opened)
+                    await response(scope, receive, send)
+                else:
+                    await self._stream(asked, opened, send)
         except (HttpRefusal, FastDecodeError) as error:
             shown = refused(error)
             code = shown.code
@@ -89,9 +95,6 @@ class Completion:
         except ClientDisconnect:
             self._finish = "abort"
         finally:
-            if watch is not None:
-                watch.cancel()
-                front.num_exchanges -= 1
             self._close(code)
 
     def _check_engine(self) -> None:
@@ -101,23 +104,49 @@ class Completion:
             self._front.metrics.rejected[trouble] += 1
             raise unavailable(trouble, _DRAIN_RETRY_S)
 
-    async def _watch(self, receive: Receive) -> None:
-        """Wait until the client disconnects, and give up its request."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._preparation.leave()
-        if self._opened is not None:
-            self._opened.leave()
+    @contextlib.contextmanager
+    def _interruptible(self, receive: Receive) -> Iterator[None]:
+        """Inside, interrupt the task once its client disconnects, or it takes too long.
 
-    async def _submit(self, raw: bytes) -> tuple[BodyRequest, OpenRequests]:
-        front = self._front
-        asked, requests = await self._preparation.requests(self._request.url.path, raw)
-        self._check_engine()
-        opened = OpenRequests(requests, front.metrics)
-        enter(front, self._number, opened.num_sequences, front.expected_tokens(requests))
-        self._opened = opened
-        front.client.submit(opened)
-        return asked, opened
+        Raises:
+            ClientDisconnect: If the client has disconnected.
+            HttpRefusal: If a time-out of the options is over.
+        """
+        front, task, loop = self._front, asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        reasons: list[Exception] = []
+
+        def interrupt(reason: Exception) -> None:
+            reasons.append(reason)
+            task.cancel()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            interrupt(ClientDisconnect())
+
+        options = front.options
+        for code, status, most_s, text in (
+            (QUEUE_TIMEOUT, 503, options.queue_timeout_s, "no token came within"),
+            (REQUEST_TIMEOUT, 408, options.request_timeout_s, "the answer took more than"),
+        ):
+            if most_s is not None:
+                text = f"{text} {most_s:g} s"
+                late = HttpRefusal(status, text, code, kind=SERVER, headers=NOT_AGAIN)
+                self._timers[code] = loop.call_later(most_s, interrupt, late)
+        watching = asyncio.create_task(watch())
+        front.num_exchanges += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not reasons:
+                raise
+            raise reasons[0] from None
+        finally:
+            front.num_exchanges -= 1
+            watching.cancel()
+            for timer in self._timers.values():
+                timer.cancel()
 
     async def _whole(self, asked: BodyRequest, opened: OpenRequests) -> Response:
         folds = [
@@ -126,19 +155,19 @@ class Completion:
         ]
         outputs: dict[int, RequestOutput] = {}
         while len(outputs) < len(folds):
-            for place, delta in await self._take(opened, math.inf):
+            for place, delta in await self._take(opened):
                 output = folds[place].add(delta)
                 if output is not None:
                     outputs[place] = output
         ordered = [outputs[place] for place in range(len(folds))]
-        write = partial(self._written, asked, ordered)
+        make = answer_body if asked.echo is None else response_body
+
+        def write() -> bytes:
+            body = make(asked, ordered, self._front.codec, **self._named(asked))
+            return json.dumps(body).encode()
+
         raw = await self._beside_if_long(write, opened.num_tokens)
         return Response(raw, media_type="application/json", headers=self._warnings(asked))
-
-    def _written(self, asked: BodyRequest, outputs: Sequence[RequestOutput]) -> bytes:
-        write = answer_body if asked.echo is None else response_body
-        body = write(asked, outputs, self._front.codec, **self._named(asked))
-        return json.dumps(body).encode()
 
     async def _beside_if_long(self, write: Callable[[], T], num_tokens: int) -> T:
         assert self._opened is not None, "something has been answered"
@@ -149,7 +178,8 @@ class Completion:
             num_words += num_of_prompts * (1 + params.prompt_logprobs)
         if num_words <= MOST_WORDS_AT_ONCE:
             return write()
-        return await self._preparation.beside(self._front.threads.bodies, write)
+        threads = self._front.body_threads
+        return await asyncio.get_running_loop().run_in_executor(threads, write)
 
     async def _stream(self, asked: BodyRequest, opened: OpenRequests, send: Send) -> None:
         prompts = [request.prompt_token_ids for request in opened.requests]
@@ -182,29 +212,30 @@ class Completion:
             why = no_reuse_warning(self._front.opening.no_reuse, asked.cache)
         return {"x-fastdecode-warning": why} if why else {}
 
-    async def _take(self, opened: OpenRequests, silence_s: float) -> list[tuple[int, Delta]]:
+    async def _take(
+        self, opened: OpenRequests, silence_s: float | None = None
+    ) -> list[tuple[int, Delta]]:
         """Return new output, or nothing after ``silence_s`` without any.
 
         Raises:
-            ClientDisconnect: If the client has disconnected.
             FastDecodeError: If the turn of a conversation can't be kept.
-            HttpRefusal: If the request has failed, or taken too long.
+            HttpRefusal: If the request has failed.
         """
         had_begun = opened.all_begun
-        options = self._front.options
-        deltas = await opened.take(patience_s(options, opened, silence_s))
-        if opened.is_left:
-            raise ClientDisconnect
+        deltas = await opened.take(silence_s)
         for _, delta in deltas:
             if delta.error is not None:
                 raise refused(delta.error)  # the error may be other requests' too
             self._finish = delta.finish_reason or self._finish
+        for code, is_over in (
+            (QUEUE_TIMEOUT, opened.first_s is not None), (REQUEST_TIMEOUT, not opened.num_left),
+        ):  # fmt: skip
+            if is_over and code in self._timers:
+                self._timers[code].cancel()
         if self._preparation.turn is not None:
             await self._preparation.turn.add([delta for _, delta in deltas])
         if opened.all_begun and not had_begun:
             self._front.admission.remove(self._number, time.monotonic())
-        if not deltas:
-            check_deadlines(options, opened)
         return deltas
 
     def _named(self, asked: BodyRequest) -> dict[str, Any]:

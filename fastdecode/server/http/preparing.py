@@ -29,13 +29,11 @@ from fastdecode.openai.chat import Chat
 from fastdecode.openai.chat import Turn as PromptOrChat
 from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
 from fastdecode.server.admission import QueueFull
-from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
 from fastdecode.server.http.connection import CONNECTION
-from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, unavailable
+from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal, unavailable
 from fastdecode.server.options import ServeOptions
 
-QUEUE_TIMEOUT: Final = "queue_timeout"
 MOST_SEQUENCES: Final = 2048  # most sequences that one HTTP request may ask for
 ORDINARY_BYTES_PER_TOKEN: Final = 16
 MAX_DEPTH: Final = 64  # deepest nesting of a body's JSON
@@ -66,21 +64,15 @@ class Preparation:
         self._number = number
         self._num_bytes = 0
         self._has_place = False
-        self._pending: asyncio.Future[Any] | None = None
-        self._is_left = False
         self.turn: OpenTurn | None = None
         """Set if the body is a turn of a conversation; to be left at the end."""
-        self.accepted_s = time.monotonic()
-        self.first_s: float | None = None
-        """None, as in ``OpenRequests``: no token comes before there is a request."""
 
     async def requests(self, url: str, raw: bytes) -> tuple[BodyRequest, list[Request]]:
         """Return what a body that was posted to ``url`` asks for.
 
         Raises:
             RequestError: If it can't be answered.
-            HttpRefusal: If the queue is full, or it takes too long.
-            ClientDisconnect: If ``leave`` was called.
+            HttpRefusal: If the queue is full.
         """
         asked = await self.read(raw, partial(self._front.reader.read, url))
         num_sequences = len(asked.prompts) * asked.params.n
@@ -101,7 +93,7 @@ class Preparation:
                 arrived = PromptRequest(name, token_ids, asked.params, asked.cache)
                 check = partial(self._front.checker.check, arrived, token_ids)
                 if asked.params.bad_words:  # words to be tokenised
-                    requests.append(await self.queued(self._front.threads.tokenizer, check))
+                    requests.append(await self.queued(self._front.tokenizer_thread, check))
                 else:
                     requests.append(check())
         return asked, requests
@@ -109,20 +101,22 @@ class Preparation:
     async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
         """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
-        front, threads = self._front, self._front.threads.tokenizer
+        front, threads = self._front, self._front.tokenizer_thread
         with _blaming_the_prompt(asked):
             new: ChatTurn | PromptTurn
             if isinstance(prompt, Chat):
                 assert front.template is not None, "the reader refuses chats without a template"
-                threads = front.threads.templates
+                threads = front.template_thread
                 new = ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
             else:
                 new = PromptTurn(prompt, front.codec)
             turn = Turn(f"{self._number}.0", conversation_id, new, asked.params, asked.cache)
             self._take_place()
             opened = self.turn = front.turns.arrive(turn)
-            await self._until_due(opened)
-            history = await self._done(opened.begin())
+            if (why_not := await opened.is_due) is not None:
+                trouble = front.trouble()
+                raise why_not if trouble is None else unavailable(trouble)
+            history = await opened.begin()
 
             def make() -> TurnPrompt:
                 made = new(history)
@@ -130,24 +124,10 @@ class Preparation:
                 return made
 
             try:
-                made = await self.beside(threads, make)
+                made = await asyncio.get_running_loop().run_in_executor(threads, make)
                 return front.checker.check(opened.asks(history, made), made.token_ids)
             except FastDecodeError as error:
                 raise as_turn_error(error) from None
-
-    async def _until_due(self, opened: OpenTurn) -> None:
-        options = self._front.options
-        self._pending = opened.is_due
-        while not (self._is_left or opened.is_due.done()):
-            await asyncio.wait({opened.is_due}, timeout=patience_s(options, self))
-            if not self._is_left:
-                check_deadlines(options, self)
-        if self._is_left:
-            raise ClientDisconnect
-        why_not = opened.is_due.result()
-        if why_not is not None:
-            trouble = self._front.trouble()
-            raise why_not if trouble is None else unavailable(trouble)
 
     async def read(self, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
         """Return what ``read`` makes of the JSON object in a body. Raises as ``requests``."""
@@ -160,11 +140,11 @@ class Preparation:
         if isinstance(prompt, Chat):
             assert front.template is not None, "the reader refuses chats without a template"
             render = partial(front.template.render, prompt.messages, datetime.now(), prompt.how)
-            text = await self.queued(front.threads.templates, render)
+            text = await self.queued(front.template_thread, render)
             return await self.encoded(text, add_special_tokens=False)
         tokenise = partial(front.checker.tokenise, prompt)
         if isinstance(prompt, str):
-            return await self.queued(front.threads.tokenizer, tokenise)
+            return await self.queued(front.tokenizer_thread, tokenise)
         return await self._maybe_beside(tokenise)
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -175,69 +155,23 @@ class Preparation:
             ids = front.codec.encode(text, add_special_tokens=add_special_tokens)
             return front.checker.tokenise(ids)
 
-        return await self.queued(front.threads.tokenizer, encode)
+        return await self.queued(front.tokenizer_thread, encode)
 
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
-        """Do as ``beside`` for a body that is being prepared: it gets a place in the queue first.
-        Raises HttpRefusal, too."""
+        """Return what ``act`` returns in one of these threads. The body gets a place in the queue
+        first. Raises HttpRefusal, too."""
         self._take_place()
-        return await self.beside(threads, act)
+        return await asyncio.get_running_loop().run_in_executor(threads, act)
 
     def _take_place(self) -> None:
         if not self._has_place:
             self._has_place = True
             enter(self._front, self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
 
-    async def beside(self, threads: Executor, act: Callable[[], T]) -> T:
-        """Return what ``act`` returns in one of these threads. Raises as ``act``, and
-        ClientDisconnect."""
-        if self._is_left:
-            raise ClientDisconnect
-        return await self._done(asyncio.get_running_loop().run_in_executor(threads, act))
-
-    async def _done(self, pending: asyncio.Future[T]) -> T:
-        self._pending = pending
-        try:
-            return await pending
-        except asyncio.CancelledError:
-            if self._is_left:
-                raise ClientDisconnect from None
-            raise
-
-    def leave(self) -> None:
-        """Drop what hasn't begun: the client has disconnected."""
-        self._is_left = True
-        if self._pending is not None:
-            self._pending.cancel()
-
     async def _maybe_beside(self, act: Callable[[], T]) -> T:
         if self._num_bytes <= SMALL_BYTES:
             return act()
-        return await self.queued(self._front.threads.bodies, act)
-
-
-def patience_s(
-    options: ServeOptions, opened: Preparation | OpenRequests, most_s: float = math.inf
-) -> float | None:
-    """Return how long to wait for what is next, ``most_s`` at most, or None for no limit."""
-    end_s = opened.accepted_s + (options.request_timeout_s or math.inf)
-    if opened.first_s is None:
-        end_s = min(end_s, opened.accepted_s + (options.queue_timeout_s or math.inf))
-    wait_s = min(most_s, end_s - time.monotonic())
-    return None if wait_s == math.inf else max(0.0, wait_s)
-
-
-def check_deadlines(options: ServeOptions, opened: Preparation | OpenRequests) -> None:
-    """Raises: HttpRefusal: If a request has taken too long."""
-    elapsed_s = time.monotonic() - opened.accepted_s
-    most_s = options.request_timeout_s
-    if most_s is not None and elapsed_s >= most_s:
-        text = f"the answer took more than {most_s:g} s"
-        raise HttpRefusal(408, text, "request_timeout", kind=SERVER, headers=NOT_AGAIN)
-    most_s = options.queue_timeout_s
-    if most_s is not None and opened.first_s is None and elapsed_s >= most_s:
-        text = f"no token came within {most_s:g} s"
-        raise HttpRefusal(503, text, QUEUE_TIMEOUT, kind=SERVER, headers=NOT_AGAIN)
+        return await self.queued(self._front.body_threads, act)
 
 
 def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> None:

@@ -46,7 +46,7 @@ async def tokenize(front: Front, request: Request) -> Response:
             }
             return json.dumps(answer).encode()
 
-        answer = await preparation.beside(front.threads.bodies, write)
+        answer = await preparation.queued(front.body_threads, write)
     return Response(answer, media_type="application/json")
 
 
@@ -62,7 +62,7 @@ async def detokenize(front: Front, request: Request) -> Response:
             except RequestError as error:
                 raise BodyError(str(error), code=error.code, param="tokens") from None
 
-        decoded = await preparation.queued(front.threads.bodies, text)
+        decoded = await preparation.queued(front.body_threads, text)
     return JSONResponse({"prompt": decoded})
 
 

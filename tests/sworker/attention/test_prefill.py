@@ -1,17 +1,19 @@
-"""A chunk's own attention against a dense float64 reference, and merging it
-with the attention to a past."""
+"""A chunk's own attention against a dense float64 reference; merging it with the attention
+to a past; and what it makes beside its result: tiles of bounded size, and no copies that a
+device would be waited for."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from attention_cases import dense
-from chunk_inputs import FEATURES, specs, starts_of, tensors
+from attention_cases import SLOPES, dense
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,7 +22,47 @@ import sworker.kernels.tiled as tiled
 import sworker.prefill as prefill
 from examples import examples
 from fastdecode.core.spec import AttentionSpec
+from sworker.kernels.tiled import tile_shape
 from sworker.prefill import local_causal_attention, merge_attention
+
+
+def tensors(
+    spec: AttentionSpec, num_tokens: int, seed: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return [torch.randn(num_tokens, h, spec.head_dim, generator=generator).to(dtype) for h in heads]
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> AttentionSpec:
+    num_kv_heads, group = draw(st.sampled_from([(1, 1), (1, 4), (3, 2), (2, 7), (4, 1)]))
+    num_q_heads, head_dim = num_kv_heads * group, draw(st.sampled_from([1, 7, 16, 40]))
+    return AttentionSpec(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=draw(st.sampled_from([head_dim**-0.5, 0.3])),
+        sliding_window=draw(st.none() | st.integers(1, 50)),
+        alibi_slopes=tuple(2.0**-h for h in range(num_q_heads)) if draw(st.booleans()) else None,
+        logit_softcap=draw(st.sampled_from([None, None, 2.0])),
+    )
+
+
+_PLAIN = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
+FEATURES = {
+    "plain": _PLAIN,
+    "window": replace(_PLAIN, sliding_window=9),
+    "window of one": replace(_PLAIN, sliding_window=1),
+    "wide window": replace(_PLAIN, sliding_window=10_000),
+    "alibi": replace(_PLAIN, alibi_slopes=SLOPES),
+    "softcap": replace(_PLAIN, logit_softcap=1.5),
+    "all": replace(_PLAIN, sliding_window=33, alibi_slopes=SLOPES, logit_softcap=4.0),
+}
 
 
 @settings(max_examples=examples(240), deadline=None)
@@ -225,3 +267,67 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
                 torch.testing.assert_close(
                     lse[rows].double().cpu(), expected_lse, atol=1e-4, rtol=1e-4
                 )
+
+
+@given(st.integers(1, 1024), st.integers(1, 1 << 24), st.booleans())
+def test_a_tile_fits_whatever_the_length(num_q_heads: int, num_tokens: int, on_cpu: bool) -> None:
+    num_queries, num_keys = tile_shape(num_q_heads, num_tokens, on_cpu=on_cpu)
+    assert 1 <= num_queries <= num_keys <= num_tokens
+    assert 4 * num_q_heads * num_queries * num_keys <= 64 << 20
+
+
+def test_no_scores_beyond_a_tile_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    bmm = torch.bmm
+
+    def spy(a: Tensor, b: Tensor) -> Tensor:
+        scores = bmm(a, b)
+        sizes.append(scores.numel() * 4)
+        return scores
+
+    monkeypatch.setattr(torch, "bmm", spy)
+    monkeypatch.setattr(tiled, "MAX_CPU_TILE_BYTES", 1 << 16)
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, logit_softcap=3.0)
+    q, k, v = tensors(spec, 600, seed=8)
+    local_causal_attention(q, k, v, [0], spec, want_lse=True)
+    assert max(sizes) <= 1 << 16
+    # Above the diagonal, and before the window, nothing is computed beyond the tiles on the edge.
+    causal = sum(sizes)
+    assert causal < 4 * 4 * 600 * 600 * 0.65
+    sizes.clear()
+    windowed = AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3, sliding_window=50
+    )
+    local_causal_attention(q, k, v, [0], windowed, want_lse=True)
+    assert sum(sizes) < 0.4 * causal
+
+
+@settings(max_examples=examples(80), deadline=None)
+@given(
+    specs(), st.integers(1, 100), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+)
+def test_the_fused_way_never_falls_back_on_all_scores(
+    spec: AttentionSpec, num_tokens: int, dtype: torch.dtype
+) -> None:
+    chosen = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        chosen.append(torch._fused_sdp_choice(q, k, v, **options))  # type: ignore[arg-type]
+        return attention(q, k, v, **options)  # type: ignore[arg-type]
+
+    plain = AttentionSpec(spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", spy):
+        q, k, v = tensors(plain, num_tokens, 9, dtype)
+        local_causal_attention(q, k, v, [0], plain, want_lse=False)
+    assert chosen == [torch.nn.attention.SDPBackend.FLASH_ATTENTION.value]
+
+
+def test_tiles_copy_nothing_that_a_device_would_be_waited_for() -> None:
+    """ALiBi's slopes are read from pinned memory."""
+    spec, device = FEATURES["alibi"], torch.device("cpu")
+    q, k, v = tensors(spec, 20, seed=15)
+    with mock.patch.object(tiled, "to_device", side_effect=tiled.to_device) as copied:
+        tiled.tiled(q, k, v, spec, torch.empty_like(q), None)
+    (slopes, where), _ = copied.call_args
+    assert slopes.tolist() == pytest.approx(spec.alibi_slopes) and where == device

@@ -1,48 +1,27 @@
-"""Loading to a device: two pinned buffers, of which one is filled while the
-device copies from the other. The device here is late (see ``late_gpu``): a buffer
-that is written too soon gives other weights."""
+"""Loading to a device: two pinned buffers, of which one is filled while the device copies
+from the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from late_gpu import LateGpu
 from quantised import quantise_checkpoint
+from recorded_gpu import HOST, RecordedEvent, RecordedGpu, span_of
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from weight_files import assert_same, load
 
-import sworker.load.reader
+from fastdecode.core.model.tensor_entry import TensorEntry
+from sworker.load.reader import TensorReader
 from sworker.load.weights import load_model
 
 
-def load_late(path: Path, seed: int | None, **options: Any) -> tuple[LateGpu, Any]:
-    gpu = LateGpu(seed)
-    with gpu, torch.inference_mode():
-        _, model = load_model(path, device="cpu", gpu=gpu, dtype=torch.float32, **options)
-    gpu.finish()
-    return gpu, model
-
-
-def decode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding is the host's work."""
-    real = sworker.load.reader.decode
-
-    def decode(*args: Any) -> None:
-        with _disable_current_modes():
-            real(*args)
-
-    monkeypatch.setattr(sworker.load.reader, "decode", decode)
-
-
-@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("way", [None, "fp8-blocks", "gptq"])
-def test_a_late_device_gets_the_same_weights(
+def test_load_fills_buffers_that_were_copied(
     way: str | None,
-    seed: int | None,
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -52,9 +31,26 @@ def test_a_late_device_gets_the_same_weights(
     if way is not None:
         path, _ = quantise_checkpoint(path, tmp_path, way)
     expected = load(path)
-    decode_at_once(monkeypatch)
-    gpu, model = load_late(path, seed)
-    assert_same(dict(model.named_parameters()), expected)
-    assert gpu.num_late >= len(expected)
-    assert len(gpu._host) == 2
-    assert gpu._host[0].numel() == max(tensor.nbytes for tensor in expected.values())
+    gpu, read = RecordedGpu(), TensorReader.read
+
+    def recorded(self: TensorReader, entry: TensorEntry) -> Tensor:
+        with _disable_current_modes():  # reading and decoding are the host's work
+            out = read(self, entry)
+        span = span_of(out)
+        assert span is not None
+        gpu.checker.access(HOST, [span], "a tensor that is read", writes=True)
+        return out
+
+    monkeypatch.setattr(TensorReader, "read", recorded)
+
+    def load_recorded() -> dict[str, Tensor]:
+        with gpu, torch.inference_mode():
+            _, model = load_model(path, device="cpu", gpu=gpu, dtype=torch.float32)
+        return dict(model.named_parameters())
+
+    assert_same(load_recorded(), expected)
+    assert gpu.calls["pinned"] == 2 and gpu.checker.num_accesses > len(expected)
+    assert gpu.checker.races == []
+    monkeypatch.setattr(RecordedEvent, "synchronize", lambda self: None)
+    load_recorded()
+    assert gpu.checker.races, "a buffer is filled while it is copied"

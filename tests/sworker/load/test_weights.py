@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import transformers
 from families import save_tiny
 from weight_files import Make, Tensors, assert_same, copy_with, edit_config, load
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.reader import TensorReader
 from sworker.load.weights import load_model
@@ -96,12 +98,6 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_importing_the_package_does_not_load_torch() -> None:
-    subprocess.run(
-        [sys.executable, "-c", "import sys, sworker; assert 'torch' not in sys.modules"], check=True
-    )
-
-
 def test_a_file_is_opened_once_for_all_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,3 +115,38 @@ def test_a_file_is_opened_once_for_all_experts(
     load_model(tmp_path, device="cpu", dtype=torch.float32)
     assert num_tensors > 100
     assert len(opened) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "said", "expected"),
+    [
+        ([torch.bfloat16], None, DType.BFLOAT16),
+        ([torch.float16], None, DType.FLOAT16),
+        ([torch.float32], None, DType.FLOAT32),
+        ([torch.float64], None, None),
+        ([torch.bfloat16, torch.float32], None, DType.BFLOAT16),
+        ([torch.bfloat16], {"torch_dtype": "float32"}, DType.FLOAT32),
+        ([torch.float32], {"dtype": "bfloat16"}, DType.BFLOAT16),
+        ([torch.bfloat16], {"dtype": None, "torch_dtype": None}, DType.BFLOAT16),
+        ([torch.float16], {"text_config": {}}, DType.FLOAT16),
+        ([torch.float16], {"text_config": {"dtype": "float32"}}, DType.FLOAT32),
+    ],
+)
+def test_dtype_without_one_in_the_config(
+    dtypes: list[torch.dtype], said: dict[str, object] | None, expected: DType | None,
+    tiny_checkpoint: Make, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Several dtypes come to the one of most bytes: here norms are in the second."""
+    dtype_of = {True: dtypes[-1], False: dtypes[0]}
+    path = copy_with(
+        tiny_checkpoint("llama"),
+        tmp_path / "x",
+        lambda t: {name: x.to(dtype_of["norm" in name]) for name, x in t.items()},
+    )
+    config = json.loads((path / "config.json").read_text())
+    plain = {name: value for name, value in config.items() if "dtype" not in name}
+    changes = dict(said or {})
+    if isinstance(text := changes.get("text_config"), dict):
+        changes["text_config"] = {**plain, **text}
+    (path / "config.json").write_text(json.dumps({**plain, **changes}))
+    assert open_checkpoint(path).spec().dtype is expected

@@ -1,4 +1,5 @@
-"""The sampler against a plain float64 oracle, one row at a time."""
+"""The sampler against a plain float64 oracle, one row at a time; and against transformers' logits
+processors."""
 
 from __future__ import annotations
 
@@ -9,9 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_frequencies import assert_drawn_as, draws_of
 from numpy.typing import NDArray
-from sampling_rows import EOS, V, make_state
+from sampling_rows import EOS, V, assert_drawn_as, draw_row, draws_of, make_state
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from examples import examples
 from fastdecode.core.sequence import SamplingParams
@@ -73,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
         "min_tokens": 8, "stop_token_ids": (11,),
     },
 }  # fmt: skip
-"""What ``test_sampler_transformers.py`` doesn't compare, and all of it together."""
+"""What the comparison with transformers leaves out, and all of it together."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,13 +120,6 @@ def test_greedy_ties_give_the_lowest_id(params: dict[str, Any]) -> None:
     logits[2] = 0.25
     states = [make_state(SamplingParams(**params), vocab=1000)] * 3
     assert [s.token_id for s in sample(logits, states)] == [17, 5, 0]
-
-
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
-def test_no_impossible_token_is_drawn(options: dict[str, Any]) -> None:
-    row = np.full(V, -np.inf, np.float32)
-    row[30:] = 1.0
-    assert min(draws_of(row, SamplingParams(**options))) == 30
 
 
 def test_top_p_is_of_the_mass_that_its_own_rows_top_k_leaves() -> None:
@@ -171,20 +172,6 @@ def test_seeds_of_every_kind_give_distinct_streams() -> None:
     assert len(streams) == 64 * len(seeds) - 64  # -(2^63) and 2^63 are the same 64 bits
 
 
-def test_a_resumed_sequence_draws_what_it_would_have_drawn() -> None:
-    params = SamplingParams(
-        repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4, max_tokens=20, top_p=0.9
-    )
-    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 3, (20, V)).astype(np.float32))
-    whole, tokens = make_state(params, seed=9, prompt=(1, 2)), []
-    for row in logits:
-        tokens.append(sample(row[None].clone(), [whole])[0].token_id)
-        whole.observe(tokens[-1])
-    for cut in (1, 7, 19):
-        resumed = make_state(params, seed=9, prompt=(1, 2), output=tuple(tokens[:cut]))
-        assert sample(logits[cut : cut + 1].clone(), [resumed])[0].token_id == tokens[cut]
-
-
 def test_prompt_of_many_tokens_and_long_outputs_are_all_counted() -> None:
     params = SamplingParams(temperature=0, repetition_penalty=2.0, frequency_penalty=0.5)
     state = SamplingState(params, 0, range(0, 500, 2), (), 1000)
@@ -229,14 +216,6 @@ def test_logprobs_are_of_the_adjusted_untruncated_distribution() -> None:
         )
 
 
-def test_masked_tokens_are_not_among_the_likeliest() -> None:
-    params = SamplingParams(logprobs=100, min_tokens=2, stop_token_ids=(8,))
-    (result,) = sample(torch.zeros(1, V), [make_state(params)])
-    assert result.logprob is not None
-    assert {token for token, _ in result.logprob.top} == set(range(V)) - {3, 8, 60}
-    assert result.logprob.logprob == pytest.approx(-math.log(V - 3), abs=1e-9)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_changes_nothing_but_rounding() -> None:
@@ -251,3 +230,42 @@ def test_the_device_changes_nothing_but_rounding() -> None:
     on_cpu = sample(logits.clone(), states)
     on_gpu = sample(logits.cuda(), states)
     assert [s.token_id for s in on_cpu] == [s.token_id for s in on_gpu]
+
+
+def processors_of(p: SamplingParams) -> LogitsProcessorList:
+    chain = LogitsProcessorList()
+    if p.repetition_penalty != 1:
+        chain.append(RepetitionPenaltyLogitsProcessor(p.repetition_penalty))
+    chain.append(TemperatureLogitsWarper(p.temperature))
+    if p.top_k:
+        chain.append(TopKLogitsWarper(p.top_k))
+    if p.top_p < 1:
+        chain.append(TopPLogitsWarper(p.top_p))
+    if p.min_p:
+        chain.append(MinPLogitsWarper(p.min_p))
+    return chain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.6},
+        {"top_k": 1},
+        {"top_k": 12},
+        {"top_p": 0.85},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.7},
+        {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.15},
+        {"temperature": 0.7, "top_k": 10, "top_p": 0.95},
+    ],
+    ids=str,
+)
+def test_drawn_frequencies_are_the_processed_probabilities(options: dict[str, Any]) -> None:
+    params, rng = SamplingParams(**options), np.random.default_rng(17)
+    row = torch.from_numpy(rng.normal(0, 2, V).astype(np.float32))
+    prompt, output = rng.integers(0, V, 6).tolist(), rng.integers(0, V, 3).tolist()
+    processed = processors_of(params)(torch.tensor([prompt + output]), row[None].clone())  # type: ignore[arg-type]
+    expected = torch.softmax(processed, dim=-1)[0].double().numpy()
+    state = SamplingState(params, 0, prompt, (), V, 0, output)
+    assert_drawn_as(draw_row(row.numpy(), state), expected)

@@ -116,26 +116,6 @@ def test_only_tokens_that_may_be_drawn_are_drawn(batch: tuple[torch.Tensor, list
             assert (row > row[result.token_id] + weights.TIE).sum() < params.top_k
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 1 << 32), st.integers(1, 7), st.integers(1, 300))
-def test_fixed_point_weights_do_not_depend_on_where_a_row_lies(
-    seed: int, num_rows: int, vocab: int
-) -> None:
-    # Vectorised exp may treat the end of an array apart; every row must see the same function.
-    logits = torch.from_numpy(
-        np.random.default_rng(seed).normal(0, 4, (num_rows, vocab)).astype(np.float32)
-    )
-    greatest = logits.amax(dim=-1, keepdim=True)
-    rate = torch.full((num_rows, 1), 0.7)
-    together = weights.weights_of(logits, greatest, rate, vocab)
-    for row in range(num_rows):
-        alone = slice(row, row + 1)
-        assert torch.equal(
-            weights.weights_of(logits[alone], greatest[alone], rate[alone], vocab),
-            together[alone],
-        )
-
-
 def test_the_whole_mass_of_the_largest_vocabulary_stays_exact() -> None:
     for vocab in (1, 2, 3, 128_256, 1 << 20, 1 << 24):
         assert vocab * weights.scale_of(vocab) <= 2.0**52

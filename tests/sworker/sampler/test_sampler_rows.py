@@ -1,4 +1,5 @@
-"""Rows that can't be sampled, or hardly, and what is refused before."""
+"""Rows that can't be sampled, or hardly, and what is refused before; few rows, which NumPy
+draws; and what is sent to a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from sampling_rows import V, make_state
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampling.sampler import SamplingState, sample, validate_for_vocab
+from sworker import buffers
+from sworker.sampling.groups import FEW_ELEMENTS
+from sworker.sampling.sampler import SamplingState, draw, sample, validate_for_vocab
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -91,3 +94,52 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
         with pytest.raises(RequestError, match=f"{name} names token .* end at {V - 1}") as refused:
             validate_for_vocab(params, V)
         assert refused.value.code == "invalid_sampling_params"
+
+
+def states_of(num_rows: int, vocab_size: int) -> list[SamplingState]:
+    temperatures = (1.0, 0.3, 2.5)
+    return [
+        SamplingState(SamplingParams(temperature=temperatures[i % 3]), i, [], [], vocab_size)
+        for i in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 255, 256, 257, 1000, 8192])
+def test_few_rows_draw_the_tokens_of_many(vocab_size: int) -> None:
+    num_rows = FEW_ELEMENTS // vocab_size + 1 if vocab_size >= 255 else 300
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 4
+    states = states_of(num_rows, vocab_size)
+    together = [found.token_id for found in sample(logits.clone(), states)]
+    one_by_one = [
+        sample(logits[i : i + 1].clone(), states[i : i + 1])[0].token_id for i in range(num_rows)
+    ]
+    assert together == one_by_one
+    assert len(set(together)) > 1 or vocab_size == 1
+
+
+class Uploading:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(host.nbytes)
+        return host.clone()
+
+
+def test_penalties_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With long prompts they are megabytes a step: CUDA waits for the stream before
+    it copies that from plain memory. Before, ``Tensor.to`` copied them."""
+    gpu: Any = Uploading()
+    vocab, length = 5000, 4000
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, logit_bias={3: 1.0})
+    prompts = [tuple(rng.integers(0, vocab, length).tolist()) for _ in range(4)]
+    states = [SamplingState(params, 0, prompt, (), vocab, 0) for prompt in prompts]
+    logits = torch.randn(4, vocab)
+    expected = draw(logits.clone(), states).result()
+    monkeypatch.setattr(buffers, "gpu_of", lambda device: gpu)
+    assert draw(logits.clone(), states).result() == expected
+    num_ids = sum(len(set(prompt)) for prompt in prompts)
+    # Rows, ids and counts of each token that is penalised, and three factors.
+    assert sorted(gpu.sizes)[-4:] == [num_ids * 4, num_ids * 8, num_ids * 8, num_ids * 12]

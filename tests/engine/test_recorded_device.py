@@ -1,5 +1,4 @@
-"""Engines on a GPU whose operators run as late as they may, or at random
-moments (``late_gpu``): the tokens are the CPU's."""
+"""Engines on a recorded GPU: their tokens are the CPU's, and no two accesses race."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import prompts
 from device_engine import device_engine, run
-from late_gpu import LateGpu
+from recorded_gpu import RecordedGpu, record_places
 from torch import Tensor
 from torch_kernels import TorchKernels
 from trouble import crash_after
@@ -71,45 +70,51 @@ def expected(path: Path) -> tuple[Tokens, int]:
     return found, stop
 
 
-@pytest.mark.parametrize(
-    ("mode", "seed"),
-    [
-        *((mode, None) for mode in MODES),
-        *((mode, 1) for mode in ("split", "held", "both sides", "both sides, slices")),
-    ],
-)
-def test_equal_tokens(
+@pytest.mark.parametrize("mode", MODES)
+def test_engine_equal_tokens_and_no_races(
     mode: str,
-    seed: int | None,
     path: Path,
     expected: tuple[Tokens, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps begin with tokens that only the device knows; and one that they
-    are begun with turns out to be a text's last."""
+    """Steps start with tokens that only the device knows. One of these ends its text."""
     monkeypatch.setattr(mixed_step, "_TIMED_FIRST", 0)
     monkeypatch.setattr(whole, "SLICE_LAYERS", 2)
-    gpu, (tokens, stop) = LateGpu(seed), expected
-    with device_engine(path, gpu, **MODES[mode]) as engine:
+    gpu, (tokens, stop) = RecordedGpu(), expected
+
+    def see(attention: Any) -> None:
+        for slot in attention.swap.kv.slots if mode.startswith("swapped") else ():
+            gpu.stays(slot.cache.pool)
+        for host in attention.swap.kv.hosts if mode.startswith("swapped") else ():
+            record_places(gpu, host)
+
+    with device_engine(path, gpu, see=see, **MODES[mode]) as engine:
         assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens
         assert engine.stats.num_ahead > 0
         if "device_blocks" in MODES[mode]:
             assert engine.stats.hybrid is not None and len(engine.stats.hybrid.steps) > 1
         cancel_all(engine)  # of the last step that was begun too much
         assert not engine.has_work
-    assert gpu.num_late > 500
-    assert (gpu.num_replays > 0) == ("captures" in MODES[mode])
+    assert gpu.checker.num_accesses > 1000
+    assert gpu.checker.races == [] and gpu.checker.unkept == []
+    assert (gpu.calls["replay"] > 0) == ("captures" in MODES[mode])
 
 
+@pytest.mark.parametrize("held_tokens", [0, 48])
 def test_equal_tokens_though_an_r_worker_is_lost(
-    path: Path, expected: tuple[Tokens, int], monkeypatch: pytest.MonkeyPatch
+    held_tokens: int,
+    path: Path,
+    expected: tuple[Tokens, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With tokens on their way, or in steps that were fed them."""
     crash_after(monkeypatch, {"r1": 16})
     tokens, stop = expected
-    with device_engine(path, LateGpu(None), lanes=2, workers=2) as engine:
+    gpu = RecordedGpu()
+    with device_engine(path, gpu, lanes=2, workers=2, held_tokens=held_tokens) as engine:
         assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens
         assert engine.stats.num_ahead > 0 and engine.stats.num_recomputed > 0
+    assert gpu.checker.races == []
 
 
 class LateStaged:

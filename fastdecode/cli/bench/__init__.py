@@ -1,1 +1,0 @@
-"""Commands that measure: a plan against its run, and servers."""
