@@ -80,7 +80,6 @@ LONGEST = (
     "sworker/sampler/test_sampler.py",
     "server/test_command_line.py",
     "cli/test_run_batch.py",
-    "mpi/test_launcher_end.py",
     "mpi/test_hosts.py",
 )
 

@@ -261,6 +261,7 @@ class Exchange:
     def __init__(self, job: MpiJob) -> None:
         self.job: Final = job
         self.lock: Final = job.lock
+        self.num_looks = 0
         self.heard_s: Final[defaultdict[int, float]] = defaultdict(float)
         """When each rank last gave a sign of life."""
         self.hubs: Final[list[MpiHub[Any, Any]]] = []
@@ -290,6 +291,7 @@ class Exchange:
     def take_in(self) -> bool:
         """Take in the next message of any rank. Return False if none is here. Never raises."""
         status = self._status
+        self.num_looks += 1
         try:
             found = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
             if found is None:

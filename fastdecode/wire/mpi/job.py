@@ -70,28 +70,6 @@ _OPEN_MPI_DEFAULTS: Final = {
 }
 
 
-class JobLock:
-    """Held around every MPI call: MPI was asked for calls by several threads, one at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_held = 0
-        self._is_held = False
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._is_held = True
-
-    def __exit__(self, *_: object) -> None:
-        self._num_held += 1
-        self._is_held = False
-        self._lock.release()
-
-    def looks(self) -> int | None:
-        """Return how often it was held, for the watchdog. None while it is free."""
-        return self._num_held if self._is_held else None
-
-
 @dataclass
 class MpiJob:
     """This process's part in an MPI job."""
@@ -106,7 +84,8 @@ class MpiJob:
     """If False, only the thread that joined may call MPI."""
     exchange: Exchange = field(init=False)
     """Where the messages of all ranks arrive."""
-    lock: JobLock = field(default_factory=JobLock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held around every MPI call: MPI was asked for calls by several threads, one at a time."""
     hanging: set[int] = field(default_factory=set)
     """Ranks that were given up though nobody says that they are dead."""
     dead: set[int] = field(default_factory=set)
@@ -115,6 +94,11 @@ class MpiJob:
     """Ranks that wait for this one's goodbye, beside rank 0."""
     is_over: bool = False
     """Set under the lock when this process leaves: nobody calls MPI any more."""
+
+    def looks(self) -> int | None:
+        """Return how often messages were taken in, for the watchdog. None while nobody calls
+        MPI."""
+        return self.exchange.num_looks if self.lock.locked() else None
 
 
 joined: Final[list[MpiJob]] = []
@@ -176,7 +160,7 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
         job.exchange = Exchange(job)
     joined.append(job)
     tick_s = STUCK_AFTER_S / _STUCK_TICKS
-    Watchdog(job.lock.looks, _end_stuck, tick_s=tick_s, num_ticks=_STUCK_TICKS).start()
+    Watchdog(job.looks, _end_stuck, tick_s=tick_s, num_ticks=_STUCK_TICKS).start()
     return job
 
 
