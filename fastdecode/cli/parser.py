@@ -10,14 +10,13 @@ import argparse
 import difflib
 import itertools
 import sys
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.launcher import repeats_other_rank
+from fastdecode.wire.mpi.ranks import repeats_other_rank
 
 ALL = "all"
 _LIKENESS = 0.66  # likeness of an unknown option to the one that was meant
@@ -124,21 +123,7 @@ class Parser(argparse.ArgumentParser):
         if what is None and any(isinstance(a.help, RareHelp) for a in self._actions):
             groups = ", ".join(self.groups())
             formatter.add_text(f"More options: --help=all, or --help=GROUP with one of {groups}.")
-        return formatter.format_help() + (self._commands_help() if what == ALL else "")
-
-    def _commands_help(self) -> str:
-        """Return the groups of each subcommand's options. Empty if there are no subcommands."""
-        lines = [
-            textwrap.fill(f"  {name:<12} {', '.join(topics)}", 100, subsequent_indent=" " * 15)
-            for name, parser in self._commands().items()
-            for topics in [[f"{name} {kind}" for kind in parser._commands()] or parser.groups()]
-        ]
-        title = f"options of each command, by group ({self.prog} COMMAND --help=GROUP):"
-        return "\n".join(["", title, *lines, ""]) if lines else ""
-
-    def _commands(self) -> dict[str, Parser]:
-        actions = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        return dict(actions[0].choices) if actions else {}
+        return formatter.format_help()
 
     def groups(self) -> list[str]:
         """Return the names that ``--help=GROUP`` takes."""

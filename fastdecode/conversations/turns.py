@@ -32,6 +32,11 @@ from fastdecode.text.codec import TextCodec
 
 MAX_ID_CHARS = 1024
 PREVIOUS_FAILED: Final = "previous_turn_failed"
+_NOT_IN_TURNS: Final = {
+    "truncate_prompt_tokens": "a conversation keeps its beginning",
+    "prompt_logprobs": "a conversation's turn does not run its whole prompt",
+}
+"""Sampling parameters that no turn may have."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +137,15 @@ class Turn:
         if not isinstance(self.prompter, ChatTurn):
             return
         if not self.params.detokenize:
-            raise RequestError(
+            raise _invalid(
                 "detokenize is false, but a chat's next turn needs the text of this answer: leave "
-                "detokenize out, or give prompts instead of messages",
-                code="invalid_conversation",
+                "detokenize out, or give prompts instead of messages"
             )
         if self.prompter.how.continue_final_message:
-            raise RequestError(
+            raise _invalid(
                 Given("continue_final_message"),
                 ": a conversation keeps whole messages: leave conversation_id out, and give all "
                 "messages",
-                code="invalid_conversation",
             )
 
 
@@ -159,11 +162,8 @@ def as_turn_error(error: FastDecodeError) -> FastDecodeError:
 def check_id(conversation_id: object) -> str:
     """Return a conversation's id. Raises: RequestError: If it is invalid."""
     if not isinstance(conversation_id, str) or not 1 <= len(conversation_id) <= MAX_ID_CHARS:
-        raise RequestError(
-            Given("conversation_id"),
-            f": must be a string of 1 to {MAX_ID_CHARS} characters",
-            code="invalid_conversation",
-        )
+        why = f": must be a string of 1 to {MAX_ID_CHARS} characters"
+        raise _invalid(Given("conversation_id"), why)
     return conversation_id
 
 
@@ -175,24 +175,15 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
     """
     if conversation_id is None:
         return None
-    if params.truncate_prompt_tokens is not None:
-        raise RequestError(
-            Given("truncate_prompt_tokens", params.truncate_prompt_tokens),
-            ": a conversation keeps its beginning: leave it out",
-            code="invalid_conversation",
-        )
-    if params.prompt_logprobs is not None:
-        raise RequestError(
-            Given("prompt_logprobs", params.prompt_logprobs),
-            ": a conversation's turn does not run its whole prompt: leave it out",
-            code="invalid_conversation",
-        )
+    for name, why in _NOT_IN_TURNS.items():
+        value = getattr(params, name)
+        if value is not None:
+            raise _invalid(Given(name, value), f": {why}: leave it out")
     if num_prompts != 1 or params.n > 1:
-        raise RequestError(
+        raise _invalid(
             Given("conversation_id"),
             ": a conversation goes on with one prompt and one answer: ask for the others without "
             "it",
-            code="invalid_conversation",
         )
     return check_id(conversation_id)
 
@@ -275,10 +266,13 @@ def _spelled(
 
 
 def _mixed(begun: str, wanted: str) -> RequestError:
-    return RequestError(
-        f"the conversation began as {begun}: go on with {wanted}, or under another conversation_id",
-        code="invalid_conversation",
+    return _invalid(
+        f"the conversation began as {begun}: go on with {wanted}, or under another conversation_id"
     )
+
+
+def _invalid(*words: str | Given) -> RequestError:
+    return RequestError(*words, code="invalid_conversation")
 
 
 def why_no_reuse(config: EngineConfig) -> str:

@@ -21,7 +21,7 @@ from zmq_r_workers import at, r_workers
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
-from fastdecode.cli.r_worker import MOST_FILES
+from fastdecode.cli.workers import MOST_FILES
 from fastdecode.core.config.groups import Cluster
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")

@@ -148,14 +148,6 @@ def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> Non
     assert "top run: error: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
 
 
-def test_the_whole_help_of_a_command_with_subcommands_lists_their_groups(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    short, whole = (ended([word], capsys, code=0) for word in ("--help", "--help=all"))
-    assert "prefix-cache" in whole and "plan goodput" in whole
-    assert "prefix-cache" not in short
-
-
 @pytest.mark.parametrize("command", ["generate", "run-batch", "serve"])
 def test_no_default_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "None" not in ended([command, "--help=all"], capsys, code=0)

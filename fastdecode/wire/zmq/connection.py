@@ -157,7 +157,7 @@ class ZmqConnection:
                 elif len(head) > 1:  # or it was asked if it is there
                     try:
                         take = self.pool.take
-                        return self._codec.decode_frames(head.buffer, arrays, take)
+                        return self._codec.decode(head.buffer, frames=arrays, take=take)
                     except ProtocolError as error:
                         broken = f"{self.peer} broke the protocol: {error}"
                         self._end = WorkerError(broken, code=error.code)

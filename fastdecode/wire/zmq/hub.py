@@ -19,10 +19,9 @@ import zmq
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire.codec import NAME, Codec, Prefix, kind_of
-from fastdecode.wire.instances.messages import InstanceHello
-from fastdecode.wire.kv.chunks import FetchChunk
-from fastdecode.wire.kv.exporting import DescribeExport
+from fastdecode.wire.blocks import DescribeExport, FetchChunk
+from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
+from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
@@ -76,19 +75,19 @@ class ZmqHub(SocketHub):
 
     def add(self, address: str) -> ZmqConnection:
         """Connect. The connection keeps its index, closed or not, until it is replaced."""
-        self.connections.append(self.connect(address))
+        self.connections.append(self.open(address))
         return self.connections[-1]
 
     def reconnect(self, index: int) -> ZmqConnection:
         """Connect to the same address without an index, which ``replace`` gives."""
-        return self.connect(self.connections[index].address)
+        return self.open(self.connections[index].address)
 
     def replace(self, index: int, connection: ZmqConnection) -> None:
         """Give a connection of ``reconnect`` the index of the one before it, which is closed."""
         self.connections[index].close()
         self.connections[index] = connection
 
-    def connect(self, address: str, line: int = 0) -> ZmqConnection:
+    def open(self, address: str) -> ZmqConnection:
         """Connect without an index: ``receive_any`` doesn't read it. The peer needn't be there yet.
 
         Raises:
@@ -149,9 +148,6 @@ class ZmqHub(SocketHub):
                 elif error:
                     logger.warning("%s yet, trying for %g s more: %s", what, left_s, why)
         return reasons
-
-    def expect(self, address: str, line: int) -> None:
-        """Any process with the key may connect at any time."""
 
 
 class ZmqListener(SocketHub):
@@ -234,11 +230,11 @@ class ZmqListener(SocketHub):
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Give a peer that says what it is a connection, if there is room for its role."""
         head = frames[0].buffer
-        Prefix.of(head)
+        read_prefix(head)
         kind = kind_of(head)
         role = _ROLES.get(kind)
         if kind is Hello:
-            greeting: Any = self._codec.decode_frames(head, frames[1:], bytearray)
+            greeting: Any = self._codec.decode(head, frames=frames[1:])
             role = greeting.role
         if role is None:
             return  # one that was lost speaks on

@@ -1,31 +1,53 @@
-"""``fastdecode r-worker``: keep the KV cache of other processes' sequences, and compute their
-attention.
+"""Processes that serve others.
 
-In an MPI job every rank but the first is an R-worker. With ``--bind`` an R-worker has an
-address that S-workers connect to over ZeroMQ.
+``fastdecode r-worker`` keeps the KV cache of other processes' sequences, and computes their
+attention. In an MPI job every rank but the first is an R-worker. With ``--bind`` an R-worker has an
+address that S-workers connect to over ZeroMQ. ``fastdecode instance`` is a whole engine that runs
+what a controller gives it.
+
+Exit codes of an instance: 0 it was asked to end; 2 options, or the model directory; 4 its R-workers
+were lost, or its engine broke down.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_options, read_options
-from fastdecode.core.config.instances import Instances
+from fastdecode.cli.options import (
+    EXIT_WORKERS_LOST,
+    add_engine_options,
+    add_options,
+    add_status_option,
+    engine_options,
+    read_options,
+    tell,
+)
+from fastdecode.cli.parser import add_model
+from fastdecode.core.config.instances import InstanceRole, Instances
 from fastdecode.core.config.options import check_options, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
-from fastdecode.core.host.processes import end_with
-from fastdecode.wire.mpi import joining
-from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.core.files import check_writable
+from fastdecode.core.host.processes import end_with, interrupt
+from fastdecode.jobs.stopping import stop_signals
+from fastdecode.wire.mpi.job import join
+from fastdecode.wire.mpi.ranks import InstanceRanks
+
+if TYPE_CHECKING:
+    from fastdecode.engine.instances.instance_server import InstanceServer
 
 MOST_FILES = 256
 """Files that an R-worker at an address may open. It needs about 50. The others are connections
 that may be open at a time, from anywhere."""
+INSTANCE = "fastdecode instance"
+ANY_PORT = "tcp://127.0.0.1:*"
 
 
 @dataclass(frozen=True)
@@ -141,7 +163,7 @@ def run_r_worker(args: argparse.Namespace) -> int:
         if at.key is not None or at.keep_serving or at.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
         serve_rank(
-            joining.join(),
+            join(),
             kv_memory_gb=own.kv_memory_gb,
             num_threads=own.threads,
             num_sharing_cpus=num_sharing,
@@ -193,3 +215,77 @@ def _zmq_keys() -> Any:
     with imports_for("an R-worker at an address"):
         from fastdecode.wire.zmq import keys
     return keys
+
+
+@dataclass(frozen=True)
+class InstanceOptions:
+    """What an instance is for, and where it is reached."""
+
+    role: str = option(
+        InstanceRole.BOTH.value,
+        "what controllers give it: prompts, requests whose prompts others have run, or both; "
+        "they may change that",
+        choices=tuple(role.value for role in InstanceRole),
+    )
+    bind: str = option(
+        ANY_PORT,
+        f"where controllers connect (default: {ANY_PORT}, any free port)",
+        metavar="ADDRESS",
+    )
+    export: str | None = option(
+        None,
+        "where other instances' R-workers fetch prompts from the first of its own; the next "
+        "ones' ports follow upon it (default: free ports of the host of --bind)",
+        metavar="ADDRESS",
+    )
+    name: str | None = option(
+        None, "what to be called in logs; default: the host and port", metavar="NAME"
+    )
+
+
+def add_instance(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Load a model, and run what a controller gives this process: generate, "
+        "run-batch or serve with --instances. Serves one controller at a time, and then the next. "
+        "Stops upon SIGTERM or Ctrl-C."
+    )
+    parser.set_defaults(run=_instance)
+    add_model(parser)
+    group = parser.add_argument_group("instance")
+    add_options(group, InstanceOptions)
+    add_status_option(group)
+    add_engine_options(parser)
+
+
+@stop_signals(interrupt)  # until it serves
+def _instance(args: argparse.Namespace) -> int:
+    from fastdecode.core.config.engine import EngineConfig
+
+    own, options = read_options(args, InstanceOptions), engine_options(args)
+    key = options["key"]
+    if not options["r_worker_addresses"]:  # it is for R-workers that connect to this process
+        options["key"] = None
+    config = EngineConfig.of(args.model, **options)
+    with imports_for(f"{INSTANCE} (an S-worker)"):
+        from fastdecode.engine.instances.process import InstancePlace, serve_instance
+        from fastdecode.measure.status_file import RunningEngineStatus, status_file
+    if args.status is not None:
+        check_writable(args.status, "status")
+    name = own.name or f"{socket.gethostname()} {own.bind.rpartition(':')[2]}"
+    place = InstancePlace(InstanceRole(own.role), own.bind, own.export, key, name)
+
+    def listening(address: str, serving: InstanceServer) -> None:
+        def end(number: int, frame: FrameType | None) -> None:
+            serving.end()
+
+        stops.enter_context(stop_signals(end))
+        status = RunningEngineStatus(args.model, serving.service, lambda: serving.stats)
+        stops.enter_context(status_file(args.status, "instance", status, tell))
+        print(f"instance {name} ({own.role}) listens at {address}", flush=True)
+
+    with contextlib.ExitStack() as stops:
+        broken = serve_instance(config, place, tell, listening)
+    if broken is None:
+        return 0
+    tell(f"{INSTANCE}: the engine broke down: {broken}")
+    return EXIT_WORKERS_LOST
