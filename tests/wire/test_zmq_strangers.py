@@ -175,6 +175,9 @@ def test_arrays_that_do_not_fit_end_the_connection(listener: ZmqListener, damage
         with pytest.raises(PeerLostError, match="broke the protocol: Attend") as caught:
             listener.receive_any(WAIT_S)
         assert (caught.value.index, caught.value.code) == (index, "protocol_error")
+        for message in (HELLO, OpenSequence(1, 2)):  # over another connection
+            peer.send_multipart(in_frames(message))
+            assert same(listener.receive_any(WAIT_S)[1], message)
 
 
 def refused(connection: Any, greeting: Any, listener: ZmqListener) -> str:
