@@ -69,7 +69,7 @@ $(LOWEST)/.lowest: setup.cfg pyproject.toml constraints-lowest.txt
 	@touch $@
 
 check-lowest: $(LOWEST)/.lowest
-	$(LOWEST)/bin/python -m pytest tests/cpu_kernels tests/core/test_host.py tests/wire tests/rworker
+	$(LOWEST)/bin/python -m pytest tests/cpu_kernels tests/core/test_cpus.py tests/wire tests/rworker
 	@mkdir -p out
 	$(LOWEST)/bin/fastdecode generate --model examples/model/checkpoint --input examples/prompts.jsonl \
 	    --output out/completions-lowest.jsonl --r-workers 2 --temperature 0

@@ -4,12 +4,12 @@
 --kv-dtype bfloat16 --threads 2``
 
 The cache is filled with random data in randomly placed blocks. Runs of the
-kernel, pure reads of the same memory and pure products take turns. Reads are the
+kernel, pure reads of the same memory and pure arithmetic take turns. Reads are the
 best of several loops (by the hardware's prefetching, and with software prefetch
-at several distances). Products are those of the kernel's register tile, with
-conversions, on cells that stay in L1. The **ceiling** is the lesser of the two.
-Ratios are medians over loops that ran side by side, so that a noisy machine
-spoils all alike.
+at several distances). Arithmetic is what every kernel must do, on cells that stay in
+L1: the products of the kernel's register tile with their conversions, and a softmax of
+each block. The **ceiling** is the lesser of the two. Ratios are medians over loops that
+ran side by side, so that a noisy machine spoils all alike.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from provenance import provenance
 
 from cpu_kernels import reference
-from cpu_kernels.attention.multiply import MULTIPLY_WORDS, run_multiply
+from cpu_kernels.attention.multiply import run_multiply
 from cpu_kernels.dispatch import (
     choose_variant,
     multiply_entry,
@@ -42,7 +43,7 @@ from cpu_kernels.read_kernel import run_read
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _READ_AHEAD_BYTES = (0, 1024, 4096, 8192)
-_MULTIPLY_REPEATS = 20_000
+_MULTIPLY_REPEATS = 2_000
 _FILL_TOKENS = 4096
 _CHECKED_TOKENS = 4096
 
@@ -89,7 +90,7 @@ class Result:
     gb_per_s: float
     read_gb_per_s: float
     multiply_gb_per_s: float
-    """What the register tile's products alone would take of K and V."""
+    """What the products and the softmax alone would take of K and V."""
     of_reads: float
     of_ceiling: float
     tokens_per_s: float
@@ -115,15 +116,18 @@ def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> No
 
 
 def multiply_rate(layout: BlockLayout, group_size: int, source: str, num_threads: int) -> float:
-    """Return the bytes of K and V per second that the register tile of this shape multiplies,
-    on all threads, where memory takes no time. The first call compiles it."""
+    """Return the bytes of K and V per second whose products and softmax the register tile of
+    this shape makes, on all threads, where memory takes no time. The first call compiles it."""
     variant = choose_variant(layout, group_size, default_level(), source, ragged=False)
-    entry, team = multiply_entry(variant), team_of(num_threads).address
-    run_multiply(entry, team, thread_scratch(), num_threads, 1)
+    work = partial(
+        run_multiply, multiply_entry(variant), team_of(num_threads).address, thread_scratch(),
+        num_threads, layout.dim_words, layout.padded_tokens,
+    )  # fmt: skip
+    work(1)
     begin = time.perf_counter()
-    run_multiply(entry, team, thread_scratch(), num_threads, _MULTIPLY_REPEATS)
+    work(_MULTIPLY_REPEATS)
     seconds = time.perf_counter() - begin
-    cells = num_threads * _MULTIPLY_REPEATS * MULTIPLY_WORDS * variant.score_vectors * variant.lanes
+    cells = num_threads * _MULTIPLY_REPEATS * 2 * layout.dim_words * layout.padded_tokens
     return cells * variant.cell_bytes / -(-group_size // variant.product_rows) / seconds
 
 
@@ -264,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{case.num_q_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.batch} x "
         f"{case.context} tokens, {case.kv_dtype}, {case.num_threads} threads, {result.level}\n"
         f"{result.gb_per_s:.1f} GB/s of KV, {result.of_ceiling:.3f} of the lesser of pure reads "
-        f"({result.read_gb_per_s:.1f} GB/s, {result.of_reads:.3f}) and pure products "
+        f"({result.read_gb_per_s:.1f} GB/s, {result.of_reads:.3f}) and pure arithmetic "
         f"({result.multiply_gb_per_s:.1f} GB/s); {result.call_us:.0f} us a "
         f"call, {result.tokens_per_s:.0f} tokens/s a layer; largest error {result.max_abs_err:.1e}"
     )

@@ -12,8 +12,8 @@ for everybody, each in its own layout; blocks lie in random order where a layout
 has any. Kernels and pure reads of our pool take turns, medians of the ratios
 count, and every peer's output is compared with ours before it is timed. "of
 reads" is the share of the speed at which our pool can be read. "of ceiling" is
-the share of the lesser of that and the products of our register tile on cells in
-L1. "ours/peer" is how many times as fast we are.
+the share of the lesser of that and the arithmetic of our register tile (products,
+conversions, softmax) on cells in L1. "ours/peer" is how many times as fast we are.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def main() -> int:
             results.append(result)
             print(
                 f"\n{result['case']}: pure reads {result['read_gb_per_s']:.1f} GB/s, "
-                f"pure products {result['multiply_gb_per_s']:.1f} GB/s"
+                f"pure arithmetic {result['multiply_gb_per_s']:.1f} GB/s"
             )
             for row in result["rows"]:
                 print(

@@ -117,6 +117,23 @@ class Delayed:
             self._connection.send(message)
 
 
+class DelayedHub:
+    """An R-worker's hub with such connections."""
+
+    def __init__(self, hub: Any, delay_s: float) -> None:
+        self._hub = hub
+        self._delay_s = delay_s
+        self._delayed: dict[Any, Delayed] = {}
+        self.receive_any, self.close = hub.receive_any, hub.close
+
+    @property
+    def connections(self) -> list[Delayed]:
+        for connection in self._hub.connections:
+            if connection not in self._delayed:
+                self._delayed[connection] = Delayed(connection, self._delay_s)
+        return [self._delayed[connection] for connection in self._hub.connections]
+
+
 def s_worker(options: argparse.Namespace) -> None:
     """Rank 0: the engine, and the clock."""
     import torch
@@ -205,22 +222,18 @@ class Bench:
 
 
 def r_worker(delay_s: float) -> None:
-    from fastdecode.wire.mpi import joining, leaving
-    from fastdecode.wire.mpi.hub import connect_to_s_workers
-    from fastdecode.wire.transport import SoleHub
+    from fastdecode.wire.mpi.hub import RWorkerHub
+    from fastdecode.wire.mpi.job import join, leave
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
     from rworker.worker import serve
 
-    hub = connect_to_s_workers(joining.join())
-    connection: Any = hub.connections[0]
+    hub: Any = RWorkerHub(join())
     if delay_s:
-        connection = Delayed(connection, delay_s)
-    serve(
-        SoleHub(connection), RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1)
-    )
+        hub = DelayedHub(hub, delay_s)
+    serve(hub, RWorkerState("r0", kv_bytes=4 << 30), AttentionExecutor(num_threads=1))
     hub.close()
-    leaving.leave(0)
+    leave(0)
 
 
 def make_checkpoint(directory: Path) -> None:

@@ -35,7 +35,7 @@ from cpu_kernels import allocate_pool
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Hello, OpenSequence, Shutdown
 from rworker.cache_state import CacheState
 from rworker.stream.chunk_endpoints import MemoryCache, WorkerCache
@@ -233,26 +233,26 @@ def serve_zmq(directory: Path) -> None:
 
 
 def mpi_rank(way: str, out: Path, rounds: int) -> None:
-    from fastdecode.wire.mpi import job as mpi_job
-    from fastdecode.wire.mpi import joining, leaving
+    from fastdecode.wire.mpi.job import join, leave
+    from fastdecode.wire.mpi.ranks import S_RANK, StageRanks
 
-    job = joining.join()
-    from fastdecode.wire.mpi import hub as mpi
-    from fastdecode.wire.mpi.library import MPI
+    job = join()
+    from fastdecode.wire.mpi.connection import MPI
+    from fastdecode.wire.mpi.hub import RWorkerHub, connect_stage
     from rworker.host import make_worker
     from rworker.worker import serve
 
     num_bytes = NUM_SEQUENCES * TOKENS * KV.token_bytes
-    if job.rank != mpi_job.S_RANK:
+    if job.rank != S_RANK:
         for size in SIZES * 2 * (rounds + 1):
             buffers = [np.empty(size, np.uint8) for _ in range(2)]
             for at in range(0, num_bytes, size):
                 job.comm.Recv([buffers[at // size % 2], MPI.BYTE], 0, 7)
             job.comm.Send([np.zeros(1, np.uint8), MPI.BYTE], 0, 7)
-        peers = mpi.connect_to_s_workers(job)
+        peers = RWorkerHub(job)
         serve(peers, *make_worker("r0", kv_memory_gb=KV_BYTES / 1e9, num_threads=1))
         peers.close()
-        leaving.leave(0)
+        leave(0)
     raw_s: dict[int, list[float]] = {}
     for size in SIZES * 2 * (rounds + 1):
         data = np.ones(size, np.uint8)
@@ -261,7 +261,7 @@ def mpi_rank(way: str, out: Path, rounds: int) -> None:
             job.comm.Send([data[: min(size, num_bytes - at)], MPI.BYTE], 1, 7)
         job.comm.Recv([np.zeros(1, np.uint8), MPI.BYTE], 1, 7)
         raw_s.setdefault(size, []).append(time.perf_counter() - started)
-    hub = mpi.connect_workers(job)
+    hub, _ = connect_stage(job, StageRanks(1), 0, [1])
     connection = hub.connections[0]
     rows = measure(
         way,
@@ -272,7 +272,7 @@ def mpi_rank(way: str, out: Path, rounds: int) -> None:
     out.write_text(json.dumps([asdict(row) for row in rows]))
     connection.send(Shutdown())
     hub.close()
-    leaving.leave(0)
+    leave(0)
 
 
 def run_mpi(directory: Path, rounds: int) -> list[dict[str, Any]]:

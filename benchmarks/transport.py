@@ -24,14 +24,17 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from provenance import provenance
 
-from fastdecode.wire.messages import Attend, AttendResult, Shutdown
-from fastdecode.wire.patience import look_until_found
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, AttendResult, Hello, Shutdown
+from fastdecode.wire.waiting import look_until_found
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 SIZES_R = (1, 2, 3)
@@ -40,6 +43,13 @@ TRIPS = 25
 """A round: so many raw trips, then so many of ours."""
 HEAD_DIM = 64
 TIMEOUT_S = 60.0
+HELLO = Hello(
+    PROTOCOL_VERSION,
+    "-",
+    KVSpec(1, 8, 64, DType.FLOAT16),
+    (AttentionSpec(8, 8, 64, 1),),
+    DType.FLOAT16,
+)
 ROOT = Path(__file__).parents[1]
 
 MPIRUN = "--with-ft ulfm --oversubscribe --bind-to none --mca pml ob1 --mca btl"
@@ -74,7 +84,7 @@ class Raw(Protocol):
 
 class RawMpi:
     def __init__(self, job: Any, ranks: list[int]) -> None:
-        from fastdecode.wire.mpi.library import MPI
+        from fastdecode.wire.mpi.connection import MPI
 
         self._mpi, self._job, self._ranks = MPI, job, ranks
 
@@ -84,16 +94,23 @@ class RawMpi:
                 self._job.comm.Irecv([back, self._mpi.BYTE], rank, 7) for rank in self._ranks
             ]
             sends = [self._job.comm.Isend([out, self._mpi.BYTE], rank, 7) for rank in self._ranks]
-            self._wait([*sends, *receives])
+        self._wait([*sends, *receives])
 
     def answer(self, out: np.ndarray, back: np.ndarray) -> None:
         with self._job.lock:
-            self._wait([self._job.comm.Irecv([out, self._mpi.BYTE], self._ranks[0], 7)])
-            self._wait([self._job.comm.Isend([back, self._mpi.BYTE], self._ranks[0], 7)])
+            receive = self._job.comm.Irecv([out, self._mpi.BYTE], self._ranks[0], 7)
+        self._wait([receive])
+        with self._job.lock:
+            send = self._job.comm.Isend([back, self._mpi.BYTE], self._ranks[0], 7)
+        self._wait([send])
 
     def _wait(self, requests: list[Any]) -> None:
+        def has_ended(request: Any) -> bool | None:
+            with self._job.lock:
+                return request.Test() or None
+
         for request in requests:
-            assert look_until_found(lambda r=request: r.Test() or None, TIMEOUT_S)
+            assert look_until_found(partial(has_ended, request), TIMEOUT_S)
 
 
 class RawZmq:
@@ -165,28 +182,32 @@ def serve(connection: Any, raw: Raw) -> None:
 
 
 def mpi_rank(transport: str, out: Path) -> None:
-    from fastdecode.wire.mpi import job as mpi_job
-    from fastdecode.wire.mpi import joining, leaving
+    from fastdecode.wire.mpi.job import join, leave
+    from fastdecode.wire.mpi.ranks import S_RANK, StageRanks
 
-    job = joining.join()
-    from fastdecode.wire.mpi import hub as mpi
+    job = join()
+    from fastdecode.wire.mpi.hub import RWorkerHub, connect_stage
 
     pin(job.rank)
-    if job.rank == mpi_job.S_RANK:
-        hub = mpi.connect_workers(job)
-        save(out, measure(transport, hub, RawMpi(job, list(job.r_ranks))))
+    if job.rank == S_RANK:
+        r_ranks = range(1, job.size)
+        hub, _ = connect_stage(job, StageRanks(1), 0, r_ranks)
+        for connection in hub.connections:
+            connection.send(HELLO)
+        save(out, measure(transport, hub, RawMpi(job, list(r_ranks))))
         hub.close()
     else:
-        s_side = mpi.connect_to_s_workers(job)
-        serve(s_side.connections[0], RawMpi(job, [mpi_job.S_RANK]))
+        s_side = RWorkerHub(job)
+        index, hello = s_side.receive_any(TIMEOUT_S)
+        assert hello == HELLO
+        serve(s_side.connections[index], RawMpi(job, [S_RANK]))
         s_side.close()
-    leaving.leave(0)
+    leave(0)
 
 
 def zmq_r_worker(index: int, directory: Path) -> None:
     import zmq
 
-    from fastdecode.wire.messages import Hello
     from fastdecode.wire.zmq.hub import ZmqListener
 
     pin(1 + index)
@@ -196,7 +217,7 @@ def zmq_r_worker(index: int, directory: Path) -> None:
     (directory / f"{index}.tmp").write_text(f"{listener.address} tcp://127.0.0.1:{port}")
     (directory / f"{index}.tmp").rename(directory / f"{index}.addresses")
     index, hello = listener.receive_any(TIMEOUT_S)
-    assert isinstance(hello, Hello)
+    assert hello == HELLO
     serve(listener.connections[index], RawZmq([raw]))
     listener.close()
     os._exit(0)
@@ -205,9 +226,6 @@ def zmq_r_worker(index: int, directory: Path) -> None:
 def zmq_s_worker(num_r: int, out: Path) -> None:
     import zmq
 
-    from fastdecode.core.dtype import DType
-    from fastdecode.core.spec import AttentionSpec, KVSpec
-    from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
     from fastdecode.wire.zmq.hub import ZmqHub
 
     pin(0)
@@ -215,18 +233,11 @@ def zmq_s_worker(num_r: int, out: Path) -> None:
     command = [sys.executable, __file__, "--directory", str(directory), "--role"]
     workers = [subprocess.Popen([*command, f"zmq-r {i}"]) for i in range(num_r)]
     hub, context, sockets = ZmqHub(), zmq.Context(), []
-    hello = Hello(
-        PROTOCOL_VERSION,
-        "-",
-        KVSpec(1, 8, 64, DType.FLOAT16),
-        (AttentionSpec(8, 8, 64, 1),),
-        DType.FLOAT16,
-    )
     for index in range(num_r):
         path = directory / f"{index}.addresses"
         assert look_until_found(lambda p=path: p.exists() or None, TIMEOUT_S)
         address, raw_address = path.read_text().split()
-        hub.add(address).send(hello)
+        hub.add(address).send(HELLO)
         sockets.append(context.socket(zmq.DEALER))
         sockets[-1].connect(raw_address)
     save(out, measure("zmq", hub, RawZmq(sockets)))

@@ -71,7 +71,7 @@ def located(path: Path, name: str) -> Iterator[Located]:
 
 
 def decoded(lines: Iterable[Located], kind: type[T]) -> Iterator[T]:
-    """Decode JSON lines. Raises ConfigError: If one is no ``kind``."""
+    """Decode JSON lines. Raises ConfigError: If one is not of ``kind``."""
     decoder = msgspec.json.Decoder(kind)
     for where, line in lines:
         try:

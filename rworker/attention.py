@@ -22,8 +22,8 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
+from fastdecode.wire.blocks import Stocked
 from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.compiling import compiled_by_two
 from rworker.instructions import (

@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
-from fastdecode.wire.kv.kept import KEY_WORDS, EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.wire.blocks import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
-    MAX_ID,
-    MAX_LANES,
     Accepted,
     Attend,
     BeginStep,
@@ -39,11 +37,8 @@ from rworker.blocks.gaps import past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
 from rworker.checks import (
-    check_array,
     check_arrays,
     check_counts,
-    check_integer,
-    checked_gap,
     checked_keys,
 )
 from rworker.stream.arriving_sequences import ArrivingSequences
@@ -169,20 +164,16 @@ class CacheState:
     ) -> Accepted | Refused:
         """Open a sequence, or enlarge its room."""
         store = self.store
-        sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-        num_reserved = check_integer(
-            "num_reserved_tokens", message.num_reserved_tokens, 1, MAX_SEQUENCE_TOKENS
-        )
+        sequence, num_reserved = message.sequence_id, message.num_reserved_tokens
         try:
             if isinstance(message, OpenSequence):
                 store.open(sequence, num_reserved)
             elif isinstance(message, ExtendSequence):
                 store.extend(sequence, num_reserved)
             elif isinstance(message, ResumeSequence):
-                num_tokens = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
                 blocks = store.cached.of_keys(checked_keys(message.keys))
-                gap = checked_gap(message.gap_start, message.gap_stop)
-                store.resume(sequence, blocks, num_tokens, num_reserved, gap)
+                gap = range(message.gap_start, message.gap_stop)
+                store.resume(sequence, blocks, message.num_tokens, num_reserved, gap)
             else:
                 self._check_settled(message)
                 store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
@@ -194,13 +185,14 @@ class CacheState:
 
     def close(self, message: CloseSequence | EndSequence) -> None:
         """Free a sequence's blocks, or all but its last one, which is kept."""
-        sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+        sequence = message.sequence_id
         if sequence in self.steps.settled:
             raise ProtocolError(
                 f"sequence {sequence} is in an open step: close it after the step's last layer"
             )
         if isinstance(message, EndSequence):
-            check_array("key", message.key, np.dtype(np.int64), (1, KEY_WORDS))
+            if len(message.key) != 1:
+                raise ProtocolError("a sequence ends with one key")
             if self.num_settled(sequence) < int(self.store.num_tokens(np.array([sequence]))[0]):
                 raise ProtocolError(f"sequence {sequence} is not complete in every layer")
             self.store.close(sequence, tail_key=message.key.tobytes())
@@ -234,8 +226,7 @@ class CacheState:
     def keep(self, message: KeepBlocks) -> None:
         """Keep blocks of an open sequence, whose K and V are there in every
         layer, when it is closed."""
-        sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-        first = check_integer("first_block", message.first_block, 0, MAX_BLOCKS)
+        sequence, first = message.sequence_id, message.first_block
         keys = checked_keys(message.keys)
         row = self.store.tables.row(sequence)
         num_settled = self.steps.settled.get(sequence, self.store.tables.leading(row))
@@ -256,8 +247,6 @@ class CacheState:
     def begin_step(self, begin: BeginStep) -> Appended:
         """Open a lane's step and make room for its tokens. Copies that it asks
         for come before anything is written."""
-        check_integer("step", begin.step, 0, MAX_ID)
-        check_integer("lane", begin.lane, 0, MAX_LANES - 1)
         self.steps.check_idle(begin.lane, begin.step)
         sequence_ids = self._check_members(begin)
         settled = self.store.num_tokens(begin.sequence_ids)
@@ -279,7 +268,6 @@ class CacheState:
         """A layer is attended: it is the one that is due, with arrays of the
         sizes that ``BeginStep`` announced. Returns whether it was the last,
         which ends the step."""
-        check_integer("lane", attend.lane, 0, MAX_LANES - 1)
         step = self.steps.due(attend.lane, attend.step, attend.layer)
         spec: AttentionSpec = self.hello.attention[step.next_layer]
         kv_shape = (step.num_new, spec.num_kv_heads, spec.head_dim)
@@ -302,20 +290,17 @@ class CacheState:
 
     def _check_settled(self, message: ForkSequence) -> None:
         """The shared tokens' K and V are there in every layer."""
-        check_integer("parent_id", message.parent_id, 0, MAX_ID)
-        num_shared = check_integer(
-            "num_shared_tokens", message.num_shared_tokens, 1, MAX_SEQUENCE_TOKENS
-        )
         may_arrive = self.hello.role is Role.NEIGHBOUR
         if message.parent_id not in self.steps.settled and (
             may_arrive or message.parent_id not in self.arrivals
         ):
             return
         settled = self.num_settled(message.parent_id)
-        if num_shared > settled:
+        if message.num_shared_tokens > settled:
             raise ProtocolError(
-                f"sequence {message.sequence_id} would share {num_shared} tokens of sequence "
-                f"{message.parent_id}, which has {settled} in every layer until its open step ends"
+                f"sequence {message.sequence_id} would share {message.num_shared_tokens} tokens of "
+                f"sequence {message.parent_id}, which has {settled} in every layer until its step "
+                "ends"
             )
 
     def _past_beside_gaps(self, begin: BeginStep) -> NDArray[np.int64]:
@@ -328,16 +313,8 @@ class CacheState:
     def _check_members(self, begin: BeginStep) -> list[int]:
         """The step's sequences, each there once, or twice if it has a gap, and
         free to step."""
-        shape = np.shape(begin.sequence_ids)
-        if len(shape) != 1 or shape[0] < 1:
-            raise ProtocolError(
-                f"sequence_ids must have one dimension and an entry at least, not shape {shape}"
-            )
-        check_array("sequence_ids", begin.sequence_ids, np.dtype(np.int64), shape)
-        for name in ("num_past", "num_new", "num_queries", "num_visible"):
-            check_array(name, getattr(begin, name), np.dtype(np.int32), shape)
-        if begin.num_beyond is not None:
-            check_array("num_beyond", begin.num_beyond, np.dtype(np.int32), shape)
+        if not len(begin.sequence_ids):
+            raise ProtocolError("sequence_ids has no entry")
         sequence_ids: list[int] = begin.sequence_ids.tolist()
         members = set(sequence_ids)
         if len(members) < len(sequence_ids):

@@ -8,17 +8,13 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.kept import KEY_WORDS
+from fastdecode.wire.blocks import keys_of
 from fastdecode.wire.messages import (
-    MAX_BLOCKS,
-    MAX_HOLDERS,
-    MAX_ID,
     MAX_STEP_TOKENS,
     PROTOCOL_VERSION,
     BeginStep,
     Hello,
 )
-from fastdecode.wire.traits import MAX_FEEDERS
 
 _BEYOND = (
     f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"
@@ -37,13 +33,8 @@ def check_hello(hello: Hello) -> None:
             "install the same version of fastdecode on both",
             code="protocol_version",
         )
-    check_integer("holder", hello.holder, 0, MAX_HOLDERS - 1)
-    check_integer("max_blocks", hello.max_blocks, 0, MAX_BLOCKS)
-    check_integer("session", hello.session, 0, MAX_ID)
-    if len(hello.feeders) > MAX_FEEDERS or len(set(hello.feeders)) < len(hello.feeders):
-        raise ProtocolError(
-            f"{len(hello.feeders)} feeders: {MAX_FEEDERS}, none twice, are the most"
-        )
+    if len(set(hello.feeders)) < len(hello.feeders):
+        raise ProtocolError("a feeder is there twice")
     if hello.feeders and not hello.session:
         raise ProtocolError("prompts come by a session's name, and there is none")
     kv = hello.kv
@@ -125,30 +116,7 @@ def check_arrays(
 
 
 def checked_keys(keys: NDArray[np.int64]) -> list[bytes]:
-    """Of blocks, at least one."""
-    num_keys = len(keys) if np.ndim(keys) == 2 else 0
-    check_array("keys", keys, np.dtype(np.int64), (num_keys, KEY_WORDS))
-    if not num_keys:
+    """Return the keys of blocks. Raises ProtocolError: If there are none."""
+    if not len(keys):
         raise ProtocolError("keys has none")
-    data = keys.tobytes()
-    size = len(data) // num_keys
-    return [data[at : at + size] for at in range(0, len(data), size)]
-
-
-def checked_gap(start: int, stop: int) -> range:
-    """Tokens that are missing."""
-    check_integer("gap_start", start, 0, MAX_SEQUENCE_TOKENS)
-    return range(start, check_integer("gap_stop", stop, start, MAX_SEQUENCE_TOKENS))
-
-
-def checked_identity(identity: str) -> str:
-    """Of a lower tier: a name that is part of a path."""
-    if len(identity) != 64 or not set(identity) <= set("0123456789abcdef"):
-        raise ProtocolError("identity is not 64 hexadecimal digits")
-    return identity
-
-
-def check_integer(name: str, value: int, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise ProtocolError(f"{name}={value!r} is not a whole number within {low}..{high}")
-    return value
+    return keys_of(keys)

@@ -10,20 +10,14 @@ from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.wire.messages import MAX_THREADS
-from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi import launcher, leaving
+from fastdecode.wire.mpi import ranks as mpi_ranks
 from rworker.binding import bind, is_bound, numa_node_cpus, parse_cpu_list, usable_nodes
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
-    from fastdecode.wire.messages import FromRWorker, ToRWorker
-    from fastdecode.wire.mpi.control import TheEnd
-    from fastdecode.wire.mpi.doors import RankReaders
-    from fastdecode.wire.mpi.hub import MpiHub
     from fastdecode.wire.mpi.job import MpiJob
-    from fastdecode.wire.mpi.neighbours import MpiNeighbours
-    from fastdecode.wire.mpi.roles import InstanceRanks
+    from fastdecode.wire.mpi.ranks import InstanceRanks
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
 
@@ -105,8 +99,8 @@ def bind_cpus(cpus: str | None, numa_node: str | None) -> int | None:
     elif numa_node == "auto":
         has_own, nodes = is_bound(), usable_nodes()
         if nodes:
-            bind(nodes[launcher.local_rank() % len(nodes)])
-        return 1 if has_own else max(1, launcher.local_size() // max(1, len(nodes)))
+            bind(nodes[mpi_ranks.local_rank() % len(nodes)])
+        return 1 if has_own else max(1, mpi_ranks.local_size() // max(1, len(nodes)))
     elif numa_node is not None:
         if not (numa_node.isascii() and numa_node.isdigit() and len(numa_node) <= 5):
             raise ConfigError(f"--numa-node={numa_node!r} is neither a number nor auto")
@@ -144,60 +138,50 @@ def serve_rank(
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
-    launcher.let_rank_0_stop()
-    from fastdecode.wire.mpi.control import TheEnd
+    mpi_ranks.let_rank_0_stop()
+    from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
+    from fastdecode.wire.mpi.job import leave, wait_for_end
     from rworker.worker import serve
 
     if num_threads is None and num_sharing_cpus is not None:
-        num_threads = available_cores(launcher.local_size(), num_sharing_cpus)
-    end = None if instances is None else TheEnd(job)
-    # It gives signs of life from now on.
-    hub, neighbours = _connected(job, instances, end, silence_s)
+        num_threads = available_cores(mpi_ranks.local_size(), num_sharing_cpus)
+    _check_rank(job, instances)
+    hub = RWorkerHub(job)  # it gives signs of life from now on
+    neighbours = MpiNeighbours(job, 0.0 if instances is None else silence_s)
     state, executor = make_worker(
         f"rank {job.rank} on {job.host}",
         kv_memory_gb=kv_memory_gb,
         num_threads=num_threads,
-        num_sharing=launcher.local_size(),
+        num_sharing=mpi_ranks.local_size(),
         disk=disk_of(cache_disk, cache_disk_gb),
     )
     serve(hub, state, executor, neighbours=neighbours)
     neighbours.close()
     hub.close()
-    _leave(job, end)
-
-
-def _connected(
-    job: MpiJob, instances: InstanceRanks | None, end: TheEnd | None, silence_s: float
-) -> tuple[MpiHub[FromRWorker, ToRWorker], MpiNeighbours | RankReaders]:
-    """To this R-worker's S-worker, and how it reaches other R-workers."""
-    from fastdecode.wire.mpi.doors import DoorHub, Doors, RankReaders
-    from fastdecode.wire.mpi.hub import connect_to_s_workers
-    from fastdecode.wire.mpi.neighbours import MpiNeighbours
-    from fastdecode.wire.mpi.stages import OpenMpiHub
-
-    if instances is None or end is None:
-        hub = connect_to_s_workers(job, make=OpenMpiHub)
-        return hub, MpiNeighbours(job, hub)
-    instances.check(job)
-    own = instances.instance_of(job.rank)
-    if job.rank not in instances.r_ranks(own):
-        raise ConfigError(
-            f"an R-worker was started as rank {job.rank}, an S-worker's: fastdecode launch "
-            "--placement has the ranks in their order"
-        )
-    readers = RankReaders(job, silence_s)
-    doors = Doors(job, instances.others_with_kv(job.rank), readers)
-    return DoorHub(job, instances.s_rank_of(job.rank), doors, end), readers
-
-
-def _leave(job: MpiJob, end: TheEnd | None) -> NoReturn:
-    """Of several instances none before ``end``: the others may go on."""
-    if end is not None:
-        end.wait()
-    if mpi_job.S_RANK in job.dead:
+    if instances is not None:
+        wait_for_end(job)  # the other instances continue
+    if mpi_ranks.S_RANK in job.dead:
         # It can't say itself that the job has failed, and mpirun doesn't.
-        logger.critical(
-            "the S-worker has died: the job ends, with exit code %d", WorkerError.exit_code
+        code = WorkerError.exit_code
+        logger.critical("the S-worker has died: the job ends, with exit code %d", code)
+        leave(code)
+    leave(0)
+
+
+def _check_rank(job: MpiJob, instances: InstanceRanks | None) -> None:
+    """
+    Raises:
+        ConfigError: If this rank is no R-worker's.
+    """
+    if job.rank == mpi_ranks.S_RANK:
+        raise ConfigError(
+            f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line "
+            "with -n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
-        leaving.leave(WorkerError.exit_code, end_job=True)
-    leaving.leave(0)
+    if instances is not None:
+        instances.check(job.size)
+        if instances.role(job.rank) is not mpi_ranks.RankRole.R_WORKER:
+            raise ConfigError(
+                f"an R-worker was started as rank {job.rank}, an S-worker's: fastdecode launch "
+                "--placement has the ranks in their order"
+            )

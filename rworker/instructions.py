@@ -16,8 +16,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
-from fastdecode.wire.kv.exporting import Pull
+from fastdecode.wire.blocks import FetchChunk, Pull, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.stream.changes import Change
 from rworker.tiers.lower_tier import MoveJob
@@ -280,13 +279,6 @@ class DropStored:
 
 
 @dataclass(frozen=True)
-class Admit:
-    """Others may connect to this R-worker, to bring prompts."""
-
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Unlink:
     """Nothing is transferred to or from a holder's cache any more, and its lower tier is
     closed; nobody gets a report."""
@@ -331,7 +323,6 @@ Occasional: TypeAlias = (
     | EndStep
     | BeginPull
     | EndPull
-    | Admit
     | OpenTier
     | MoveBlocks
     | DropStored

@@ -16,29 +16,30 @@ from typing import NoReturn
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.exporting import DescribeExport, ExportSequence, Pull
-from fastdecode.wire.kv.kept import (
+from fastdecode.wire.blocks import (
+    SESSION_RESUMED,
+    DescribeExport,
+    DropBlocks,
+    DropCache,
+    Dropped,
     EndSequence,
+    ExpectTokens,
+    ExportSequence,
+    FetchBlocks,
+    FetchChunk,
     ForgetBlocks,
     KeepBlocks,
+    Pull,
+    Replicate,
+    Restore,
     ResumeSequence,
-)
-from fastdecode.wire.kv.replicating import Dropped, Replicate, Restore
-from fastdecode.wire.kv.taking_over import (
-    SESSION_RESUMED,
-    DropCache,
+    StoreBlocks,
+    StoreChunk,
     TakeOver,
     TruncateSequence,
-)
-from fastdecode.wire.kv.tiers import (
-    DropBlocks,
-    FetchBlocks,
-    StoreBlocks,
     UseTier,
 )
 from fastdecode.wire.messages import (
-    MAX_ID,
     AboutCaches,
     Accepted,
     Attend,
@@ -59,10 +60,9 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import ANYBODY, OWNERS, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
-from rworker.checks import check_hello, check_integer
+from rworker.checks import check_hello
 from rworker.instructions import (
     RESTORER,
-    Admit,
     Drop,
     Follow,
     HangUp,
@@ -365,13 +365,12 @@ class RWorkerState:
         mine = (self.name, num_blocks, kv.block_size, self._num_threads)
         is_resumed = resumed is not None
         welcome = Send(number, Welcome(*mine, has_tier=self._has_tier, is_resumed=is_resumed))
-        admit = (Admit(hello.feeders),) if hello.feeders else ()
         if resumed is not None:
             fence = _fence(self.name, number, resumed[1])
-            return (Unlink(cache.holder), welcome, *admit, *fence)
+            return (Unlink(cache.holder), welcome, *fence)
         specs = (hello.attention, hello.activation_dtype)
         prepare = Prepare(cache.holder, layout, num_blocks, *specs, on_disk)
-        return (*late, prepare, welcome, *admit)
+        return (*late, prepare, welcome)
 
     def _drop_late(self, hello: Hello) -> list[Instruction]:
         """An S-worker that greets its R-worker wants it to keep no replica yet. One that is
@@ -403,8 +402,7 @@ class RWorkerState:
         """Another peer that used the cache is hung up on."""
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
-        session = check_integer("session", message.session, 0, MAX_ID)
-        link = check_integer("link", message.link, 0, MAX_ID)
+        session, link = message.session, message.link
         found = self._caches.remove(number, message.cache, session)
         files = (RemoveReplica(HolderId(message.cache), session, link),) if link else ()
         answer = (*files, Send(number, Dropped(message.holder, message.cache)))

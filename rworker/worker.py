@@ -13,10 +13,9 @@ from typing import Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
 from fastdecode.core.host.facts import this_host
+from fastdecode.wire.blocks import ChunkStored, FetchedChunk, Stocked
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
-from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     AttendResult,
@@ -32,7 +31,6 @@ from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
 from rworker.instructions import (
     RESTORER,
-    Admit,
     BeginPull,
     Compute,
     CopyBlocks,
@@ -227,7 +225,6 @@ class RWorker:
                 | EndPull()
                 | MoveBlocks()
                 | DropStored()
-                | Admit()
             ):
                 self.behind.obey(instruction)
             case ReadReplica():

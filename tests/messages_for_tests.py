@@ -12,30 +12,42 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.codec import Codec
-from fastdecode.wire.instances.messages import InstanceWelcome
-from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, FetchChunk, FetchedChunk, StoreChunk
-from fastdecode.wire.kv.exporting import (
+from fastdecode.wire.blocks import (
+    ChunkForm,
+    ChunkStored,
     DescribeExport,
+    DropBlocks,
+    DropCache,
+    Dropped,
+    EndSequence,
     ExportDescription,
     ExportExpired,
     ExportSequence,
+    FetchBlocks,
+    FetchChunk,
+    FetchedChunk,
+    Fetching,
+    ForgetBlocks,
+    KeepBlocks,
     KVSource,
+    Moved,
     Pull,
     Pulled,
-)
-from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Restore, Unprotected
-from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
-from fastdecode.wire.kv.tiers import (
-    DropBlocks,
-    FetchBlocks,
-    Fetching,
-    Moved,
+    Replicate,
+    Replicated,
+    Restore,
+    ResumeSequence,
     Stocked,
     StoreBlocks,
+    StoreChunk,
+    TakenOver,
+    TakeOver,
+    TruncateSequence,
+    Unprotected,
     UseTier,
 )
+from fastdecode.wire.codec import Codec
+from fastdecode.wire.instances import InstanceWelcome
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,

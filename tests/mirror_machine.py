@@ -24,9 +24,18 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.kv.chunks import ChunkStored, StoreChunk
-from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence, words_of
-from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
+from fastdecode.wire.blocks import (
+    MISSING,
+    ChunkStored,
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+    StoreChunk,
+    TakeOver,
+    TruncateSequence,
+    words_of,
+)
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

@@ -13,9 +13,8 @@ from cpu_kernels import allocate_tokens, reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import ChunkForm, ExportSequence, KVSource, Pull, Pulled, StoreChunk
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.chunks import ChunkForm, StoreChunk
-from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -49,15 +48,12 @@ class Hosts:
         self.by_name[name] = Host(self, name, kv, first_head)
         return self.by_name[name]
 
-    def connect(self, address: str, line: int) -> NeighbourConnection:
+    def open(self, address: str) -> NeighbourConnection:
         if address not in self.by_name:
             raise ConfigError(f"there is no R-worker {address!r}")
         here, there = connect(InprocHub(), "a reader", self.by_name[address].hub, address)
         self.by_name[address].readers.append(there)
         return here
-
-    def expect(self, address: str, line: int) -> None:
-        """A connection is there as soon as it is made."""
 
     def run(self, most_turns: int = 10_000) -> None:
         """Until nobody has anything to do."""

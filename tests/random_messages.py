@@ -18,6 +18,7 @@ from fastdecode.core.holders import KVSource
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.sequence import Request
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.blocks import Fetching, ResumeSequence, Stocked
 from fastdecode.wire.codec import KINDS
 from fastdecode.wire.messages import Hello
 from fastdecode.wire.traits import OWNERS, Message
@@ -61,13 +62,22 @@ _KNOWN: dict[Any, st.SearchStrategy[Any]] = {
     Request: REQUESTS,
     Delta: DELTAS,
 }
-_HELLO = {
-    "activation_dtype": st.sampled_from([dtype for dtype in DType if dtype.is_float]),
-    "role": st.sampled_from(sorted(OWNERS, key=lambda role: role.name)),
-    "outlives": st.just(False),
-    "resumes": st.just(False),
+_TOGETHER: dict[type[Message], dict[str, st.SearchStrategy[Any]]] = {
+    Hello: {
+        "activation_dtype": st.sampled_from([dtype for dtype in DType if dtype.is_float]),
+        "role": st.sampled_from(sorted(OWNERS, key=lambda role: role.name)),
+        "outlives": st.just(False),
+        "resumes": st.just(False),
+    },
+    ResumeSequence: {"gap_start": st.integers(0, 9), "gap_stop": st.integers(10, 1 << 23)},
+    Fetching: {"num_there": st.integers(1, 9), "num_layers": st.integers(10, 4096)},
+    Stocked: {
+        "keys": st.just(np.ones((3, 2), np.int64)),
+        "num_tokens": arrays_of(np.int32, 3, elements=st.integers(1, 1 << 30)),
+        "num_slots": st.integers(3, 1 << 24),
+    },
 }
-"""What a greeting's fields must be together."""
+"""What the fields of a message must be together."""
 
 
 def _array(hint: Any, num_rows: int) -> st.SearchStrategy[Any]:
@@ -83,11 +93,16 @@ def _values(hint: Any, num_rows: int, has_options: bool) -> st.SearchStrategy[An
     if hint in _KNOWN:
         return _KNOWN[hint]
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated and args[0] is int:
-        bounds = args[1]
-        return st.integers(bounds.ge, bounds.lt - 1 if bounds.le is None else bounds.le)
     if origin is Annotated:
-        return _values(args[0], num_rows, has_options)
+        bounds = args[1]
+        if args[0] is int:
+            return st.integers(bounds.ge, bounds.lt - 1 if bounds.le is None else bounds.le)
+        if args[0] is float:
+            return st.floats(max(bounds.ge or 0, bounds.gt or 0), 1e6, exclude_min=True)
+        if bounds.pattern:
+            return st.from_regex(bounds.pattern)
+        values = _values(args[0], num_rows, has_options)
+        return values.filter(lambda value: len(value) >= (bounds.min_length or 0))
     if origin in (Union, UnionType):
         inner = [_values(each, num_rows, True) for each in args if each is not NoneType]
         if any(get_origin(each) is np.ndarray for each in args):
@@ -110,8 +125,7 @@ def messages(draw: st.DrawFn, kind: type[Message]) -> Message:
     fields = {
         name: draw(_values(hints[name], num_rows, has_options)) for name in kind.__struct_fields__
     }
-    if kind is Hello:
-        fields |= {name: draw(values) for name, values in _HELLO.items()}
+    fields |= {name: draw(values) for name, values in _TOGETHER.get(kind, {}).items()}
     return kind(**fields)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs, to_builtins
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.instances import StatusReport
 from fastdecode.wire.traits import Message
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.wire.kv.replicating import ReplicationNews
+from fastdecode.wire.blocks import ReplicationNews
 from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.attention import AttentionExecutor
@@ -451,7 +451,7 @@ class _Neighbours:
         self._network = network
         self._owner = owner
 
-    def connect(self, address: str, line: int) -> _NeighbourLink:
+    def open(self, address: str) -> _NeighbourLink:
         link = _NeighbourLink(self._network, int(address), self._owner)
         link.cut(self._cut_until_s - self._network.time.now)
         self._links.append(link)
@@ -462,9 +462,6 @@ class _Neighbours:
         self._cut_until_s = max(self._cut_until_s, self._network.time.now + for_s)
         for link in self._links:
             link.cut(for_s)
-
-    def expect(self, address: str, line: int) -> None:
-        pass
 
 
 class Network:

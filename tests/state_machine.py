@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from messages_for_tests import in_one_piece
 
 from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, BeginStep, Failed, Hello
+from fastdecode.wire.codec import Codec
+from fastdecode.wire.messages import PROTOCOL_VERSION, Attend, BeginStep, Failed, Hello, Message
 from rworker.instructions import Compute, HangUp, Instruction, Send
 from rworker.state import RWorkerState
 
+CODEC = Codec()
 HQ, HKV, D, NUM_LAYERS, BLOCK_SIZE = 4, 2, 16, 3, 4
 
 
@@ -60,6 +64,12 @@ class Worker:
         return instruction.message
 
     def fails(self, message: Any, *reasons: str, code: str = "protocol_error") -> None:
+        """Decoding refuses the message, or the state machine does."""
+        if refused := refusal(message):
+            assert refused.code == code
+            for reason in (type(message).__name__, *reasons):
+                assert reason in refused.message
+            return
         send, stop = self.tell(message)
         assert isinstance(send, Send)
         assert stop == HangUp(0)
@@ -77,6 +87,16 @@ class Worker:
             assert isinstance(compute, Compute)
             computes.append(compute)
         return computes
+
+
+def refusal(message: Any) -> ProtocolError | None:
+    """Return why a message would not reach an R-worker over a network."""
+    try:
+        if isinstance(message, Message):
+            CODEC.decode(in_one_piece(message))
+    except ProtocolError as error:
+        return error
+    return None
 
 
 def step_of(

@@ -16,7 +16,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.chunks import StoreChunk
+from fastdecode.wire.blocks import StoreChunk
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,

@@ -298,7 +298,7 @@ def to_json(asked: RoleQuestion | JudgedRoles) -> str:
 
 
 def from_json(text: str, kind: type[T]) -> T:
-    """Raises ValueError: If the text is no ``kind``."""
+    """Raises ValueError: If the text is not one of ``kind``."""
     return msgspec.convert(json.loads(text), kind)
 
 

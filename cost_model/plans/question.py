@@ -247,7 +247,7 @@ class Prices:
         names = ("gpu_per_hour", "socket_per_hour")
         if set(tree) - {"currency", *names}:
             raise refuse(' may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
-        currency, tables = tree.get("currency", "USD"), [tree.get(name) for name in names]
+        currency, tables = tree.get("currency", "USD"), [tree.get(name, {}) for name in names]
         if not isinstance(currency, str) or not 0 < len(currency) <= 8:
             raise refuse(': "currency" must be a short string')
         for name, table in zip(names, tables, strict=True):

@@ -212,9 +212,9 @@ class Sizing:
     @property
     def placement(self) -> str | None:
         """KV placement that gives most, as ``--kv-placement auto`` has it. None if none runs."""
-        plan = self.plan and self.plan.expected
-        placed = {"gpu": self.gpu_only, "r": plan, "hybrid": self.hybrid}
-        rates = {name: each.tokens_per_s for name, each in placed.items() if each is not None}
+        plan = self.plan.expected if self.plan else None
+        placed = (("gpu", self.gpu_only), ("r", plan), ("hybrid", self.hybrid))
+        rates = {name: each.tokens_per_s for name, each in placed if each is not None}
         return next(iter(ranking(rates)), None)
 
 

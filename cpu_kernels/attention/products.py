@@ -26,15 +26,15 @@ from cpu_kernels.codegen.memory import LINE_BYTES, prefetch_line
 
 
 @part
-def _ask(variant, tile, ahead, walk, num_walks, share_bytes):
-    """Prefetch a step's share of the piece ``ahead``: the walk's own share, and the
-    shares that no walk has where there are fewer walks than shares. A **walk** is one
-    plane of one tile of rows."""
-    prefetch_share(variant, tile, ahead)
+def _ask_for_others(variant, ahead, walk, num_walks, share_bytes, num_bytes):
+    """Prefetch ``num_bytes`` of each share that no walk has, where there are fewer walks
+    than shares. A **walk** is one plane of one tile of rows. It prefetches its own share of
+    the piece ``ahead`` step by step."""
     if variant.spread > 1:
         for _ in range(walk + num_walks, variant.spread, num_walks):
             ahead += num_walks * share_bytes
-            prefetch_share(variant, tile, ahead)
+            for offset in range(0, num_bytes, LINE_BYTES):
+                prefetch_line(variant, ahead + offset)
 
 
 @part
@@ -69,9 +69,7 @@ def score_block(variant, job, file, keys, is_asking, ahead, queries, scores, num
     step = variant.score_vectors * variant.lanes
     whole = num_scores // step * step
     row_bytes = job.padded_tokens * variant.cell_bytes
-    _score_tiles(
-        variant, job, file, keys, is_asking, ahead, queries, scores, whole, num_tiles,
-    )  # fmt: skip
+    _score_tiles(variant, job, file, keys, is_asking, ahead, queries, scores, whole, num_tiles)
     if variant.score_vectors > 1:
         for t in range(whole, num_scores, variant.lanes):
             _score_vector(
@@ -108,9 +106,8 @@ def _score_tiles(
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
     num_walks, num_asking = num_products * variant.passes, variant.spread if is_asking else 0
-    num_steps = (
-        num_scores // step * ((job.dim_words + variant.step_words - 1) // variant.step_words)
-    )
+    walk_bytes = (job.dim_words + variant.step_words - 1) // variant.step_words * step_bytes
+    share_bytes = num_scores // step * walk_bytes
     for tile_index in range(num_products):
         operands = queries + tile_index * variant.product_rows * ROW_BYTES
         target = scores + tile_index * variant.product_rows * ROW_BYTES
@@ -123,8 +120,9 @@ def _score_tiles(
                     tile = begin_low_scores(tile)
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
+                    _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
                     for w in range(0, job.dim_words, variant.step_words):
-                        _ask(variant, tile, ahead, walk, num_walks, num_steps * step_bytes)
+                        prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
                         tile = accumulate_scores(
                             variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
@@ -152,11 +150,8 @@ def _add_values(
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
     num_walks, num_asking = num_products * variant.passes, variant.spread if is_asking else 0
-    num_steps = (
-        (job.padded_dims + step - 1)
-        // step
-        * ((num_words + variant.step_words - 1) // variant.step_words)
-    )
+    walk_bytes = (num_words + variant.step_words - 1) // variant.step_words * step_bytes
+    share_bytes = (job.padded_dims + step - 1) // step * walk_bytes
     for tile_index in range(num_products):
         rows = weights + tile_index * variant.product_rows * ROW_BYTES
         target = state + tile_index * variant.product_rows * state_bytes
@@ -172,8 +167,9 @@ def _add_values(
                     tile = begin_low_values(tile)
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
+                    _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
                     for w in range(0, num_words, variant.step_words):
-                        _ask(variant, tile, ahead, walk, num_walks, num_steps * step_bytes)
+                        prefetch_share(variant, tile, ahead)
                         ahead += step_bytes
                         tile = accumulate_values(
                             variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,

@@ -84,7 +84,6 @@ zero_vector_scores = _zero(lambda shape: scores_type(replace(shape, score_vector
 
 
 # --- cells → operands of a product
-# ------------------------------------------------------------------------------
 
 
 def _half_to_float(builder, half, lanes: int):
@@ -336,7 +335,6 @@ def prefetch_share(typingctx, variant, tile, address):
 
 
 # --- tiles and memory
-# ------------------------------------------------------------------------------
 
 
 @intrinsic

@@ -195,7 +195,6 @@ fold_sums = _row_fold(lambda builder, a, b: builder.fadd(a, b))
 
 
 # --- vectors of a model's own 16-bit elements
-# ---------------------------------------------------------------------
 
 
 @intrinsic

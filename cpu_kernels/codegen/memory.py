@@ -138,19 +138,19 @@ store_row_sums = _lane_fold(lambda builder, a, b: builder.fadd(a, b))
 
 
 def _scalar_memory(numba_type, ir_type):
+    align = ir_type.width // 8 if ir_type != F32 else 4
+
     @intrinsic
     def load_scalar(typingctx, address):
         def codegen(context, builder, signature, args):
-            return load_at(
-                builder, args[0], ir_type, align=ir_type.width // 8 if ir_type != F32 else 4
-            )
+            return load_at(builder, args[0], ir_type, align=align)
 
         return numba_type(types.int64), codegen
 
     @intrinsic
     def store_scalar(typingctx, address, value):
         def codegen(context, builder, signature, args):
-            store_at(builder, args[1], args[0], align=ir_type.width // 8 if ir_type != F32 else 4)
+            store_at(builder, args[1], args[0], align=align)
             return context.get_dummy_value()
 
         return types.void(types.int64, numba_type), codegen

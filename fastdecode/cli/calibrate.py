@@ -250,11 +250,11 @@ def _r_worker(asked: NetMeasurement) -> Iterator[tuple[RConnection, str]]:
 
     silence_s = Cluster.worker_silence_s
     if asked.r_worker is None:
-        from fastdecode.wire.mpi import joining
-        from fastdecode.wire.mpi.roles import StageRanks
+        from fastdecode.wire.mpi.job import join
+        from fastdecode.wire.mpi.ranks import StageRanks
 
-        reached = workers.reach_stage_ranks(0, StageRanks(1), silence_s=silence_s)
-        transport = f"MPI ({joining.join().library})"
+        reached = workers.reach_stage_ranks(0, StageRanks(1))
+        transport = f"MPI ({join().library})"
     else:
         Cluster(r_worker_addresses=(asked.r_worker,), key=asked.key)
         transport = "ZeroMQ" if asked.key in (None, "none") else "ZeroMQ, encrypted"

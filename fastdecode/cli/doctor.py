@@ -32,8 +32,8 @@ from fastdecode.core.config.options import option, switch
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
-from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi import joining, launcher
+from fastdecode.wire.mpi.job import join
+from fastdecode.wire.mpi.ranks import S_RANK, launched_size
 
 if TYPE_CHECKING:
     from fastdecode.core.host.facts import HostFacts
@@ -148,9 +148,9 @@ def _examine(
         asked: Sequence[RConnection | WorkerFacts] = ()
         addresses: Sequence[str] = ()
         try:
-            if launcher.launched_size() is not None and not options.r_worker_addresses:
-                job = joining.join()
-                if job.rank != mpi_job.S_RANK:
+            if launched_size() is not None and not options.r_worker_addresses:
+                job = join()
+                if job.rank != S_RANK:
                     from rworker.host import serve_rank
 
                     serve_rank(job, kv_memory_gb=rank.kv_memory_gb, num_threads=rank.r_threads)
@@ -283,15 +283,15 @@ def _reach_all(
         Their connections, or why there is none, and their addresses for each other.
     """
     addresses, silence_s = options.r_worker_addresses, Cluster.worker_silence_s
-    if not addresses and launcher.launched_size() is None:
+    if not addresses and launched_size() is None:
         return (), ()
     from fastdecode.engine.setup.workers import reach_addresses, reach_stage_ranks
     from fastdecode.measure.doctor import WorkerFacts
 
     if not addresses:
-        from fastdecode.wire.mpi.roles import StageRanks
+        from fastdecode.wire.mpi.ranks import StageRanks
 
-        workers = reach_stage_ranks(0, StageRanks(1), silence_s=silence_s)
+        workers = reach_stage_ranks(0, StageRanks(1))
         connections = workers.hub.connections
 
         def close() -> None:
@@ -375,7 +375,7 @@ def _interfaces(here: HostFacts, num_hosts: int) -> Finding:
     chosen = os.environ.get(_TCP_INTERFACE, "")
     text = f"this host has {', '.join(outward) or 'only loopback'}"
     text += f"; MPI is to use {chosen}" if chosen else ""
-    if num_hosts > 1 and len(outward) > 1 and not chosen and launcher.launched_size() is not None:
+    if num_hosts > 1 and len(outward) > 1 and not chosen and launched_size() is not None:
         mend = "--mca btl_tcp_if_include NET, or fastdecode launch --interface NET"
         return warn("interface", f"{text}; MPI may choose any", mend)
     return ok("interface", text)

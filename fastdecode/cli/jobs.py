@@ -52,8 +52,8 @@ from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.options import INPUT_HELP, JobFiles, JobOptions
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 from fastdecode.text.chat_format import ChatOptions
-from fastdecode.wire.mpi import leaving
-from fastdecode.wire.mpi.launcher import LAUNCH_LINE
+from fastdecode.wire.mpi.job import before_ending
+from fastdecode.wire.mpi.ranks import LAUNCH_LINE
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import BatchJob, JobResult
@@ -198,7 +198,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
         if job.num_pending == 0:
             tell("fastdecode run-batch: nothing is left to do")
         else:
-            leaving.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+            before_ending(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
             progress = Progress(sys.stderr)
             stopping = Stopping(options.grace_s)
             result, code = _run(job, args, stopping, progress, session=job.session)

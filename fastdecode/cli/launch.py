@@ -6,6 +6,7 @@ Exit codes: the S-worker's own if it runs on this host, otherwise mpirun's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,6 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
@@ -35,14 +35,16 @@ from fastdecode.core.install import pip_command
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
-from fastdecode.wire.mpi import launcher_end
-from fastdecode.wire.mpi.launcher import LAUNCH_LINE
+from fastdecode.wire.mpi.ranks import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, Vendor, parse_hosts, vendor_of
-from fastdecode.wire.placed_line import PlacedLine
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
 _OF_INSTANCES = ("generate", "run-batch", "serve")
 _LOCAL = ("localhost", "127.0.0.1")
+_LOOK_S = 1.0
+_ENDING_S = 20.0
+"""That mpirun may take to end after the S-worker has reported."""
+_TERMINATING_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def run_launch(args: argparse.Namespace) -> int:
         # Open MPI kills the ranks upon SIGINT or SIGTERM. This signal it forwards to them.
         stop_signal = signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM
         environ = {**os.environ, LAUNCH_LINE: json.dumps(args.argv)}
-        code, was_stopped = _run(line.words(), stop_signal, environ)
+        code, was_stopped = _run(line.words(), stop_signal, environ, report)
         truth = _truthful(code, report if reports else None, was_stopped=was_stopped)
         if truth not in (0, EXIT_INTERRUPTED) and not report.exists():
             tell(
@@ -204,34 +206,30 @@ def _line(
                 "its own"
             )
         r_command += [] if value is None else [flag.replace("--r-", "--"), str(value)]
-    shared: dict[str, Any] = {
-        "hosts": hosts,
-        "vendor": vendor_of_mpirun(mpirun),
-        "mpirun": mpirun,
-        "s_host": options.s_host,
-        "interface": options.interface,
-        "extra": options.mpirun_arg,
-        "as_root": os.geteuid() == 0,
-    }
-    s_command = (*_fastdecode(), *command)
     if instances:
         r_command += ["--instances", *job.instances]
         if job.worker_silence_s != Cluster.worker_silence_s:
             r_command += ["--silence-s", str(job.worker_silence_s)]
-        return PlacedLine(s_command, tuple(r_command), **shared, instances=instances)
     return JobLine(
-        s_command,
+        (*_fastdecode(), *command),
         tuple(r_command),
-        **shared,
-        num_s_ranks=getattr(job, "tp", 1),
-        num_stages=getattr(job, "pp", 1),
-        num_prompt_stages=getattr(job, "prompt_pp", 0),
+        hosts,
+        vendor_of_mpirun(mpirun),
+        mpirun,
+        options.s_host,
+        options.interface,
+        options.mpirun_arg,
+        as_root=os.geteuid() == 0,
+        num_s_ranks=1 if instances else getattr(job, "tp", 1),
+        num_stages=1 if instances else getattr(job, "pp", 1),
+        num_prompt_stages=0 if instances else getattr(job, "prompt_pp", 0),
         has_r_workers=has_r_workers,
+        instances=instances,
     )
 
 
 def _run(
-    words: list[str], stop_signal: signal.Signals, environ: dict[str, str]
+    words: list[str], stop_signal: signal.Signals, environ: dict[str, str], report: Path
 ) -> tuple[int, bool]:
     """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
@@ -240,6 +238,8 @@ def _run(
         stop_signal: Signal that it gets when this process is asked to stop. It isn't killed,
             because it takes a while to end the ranks.
         environ: Environment of mpirun.
+        report: Where the S-worker notes its exit code. mpirun is ended if it then stays, as it
+            does for a rank that was stopped meanwhile.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -255,7 +255,13 @@ def _run(
         started.append(mpirun)
         if stops:
             mpirun.send_signal(stop_signal)
-        return launcher_end.wait_for(mpirun), bool(stops)
+        for end, left_s in ((mpirun.terminate, _ENDING_S), (mpirun.kill, _TERMINATING_S)):
+            while left_s > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return mpirun.wait(_LOOK_S), bool(stops)
+                left_s -= _LOOK_S if report.exists() else 0.0
+            end()
+        return mpirun.wait(), bool(stops)
 
 
 def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> int:

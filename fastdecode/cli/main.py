@@ -22,13 +22,14 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from fastdecode import __version__
-from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option, as_typed, tell
+from fastdecode.cli.options import add_log_level_option, as_typed, tell
 from fastdecode.cli.parser import Parser, is_said_by_other_rank
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
-from fastdecode.wire.mpi import joining, launcher, leaving
+from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi.ranks import launched_size, stop_on_request
 
 _NEW_OBJECTS: Final = 10_000  # between two garbage collections
 
@@ -85,26 +86,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Return the exit code. In an MPI job, leave the job with it instead."""
     _keep_standard_files()
     _collect_seldom()
-    launcher.stop_on_request()
+    stop_on_request()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["help"]:  # as other programs have it
         argv = [*argv[1:2], "--help"]
     try:
         args = _parse(argv)
     except SystemExit as stopped:  # after an error, or help
-        if launcher.launched_size() is not None and joining.joined_at_last(wanted=True):
-            leaving.leave(stopped.code if isinstance(stopped.code, int) else 2)
+        if launched_size() is not None and mpi_job.joined_at_last(wanted=True):
+            mpi_job.leave(stopped.code if isinstance(stopped.code, int) else 2)
         raise
     if getattr(args, "exit_code_file", None) is not None:
-        leaving.before_leaving_stuck(partial(_note, path=args.exit_code_file))
+        mpi_job.before_ending(partial(_note, path=args.exit_code_file))
     code = _run(args, argv)
     if getattr(args, "exit_code_file", None) is not None:  # launch takes its command's
         _note(code, args.exit_code_file)
-    if launcher.launched_size() is not None and joining.joined_at_last(wanted=code != 0):
+    if launched_size() is not None and mpi_job.joined_at_last(wanted=code != 0):
         # The launcher ends ranks that hang, or it would wait for them.
-        leaving.leave(
-            code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False)
-        )
+        mpi_job.leave(code, hung=getattr(args, "has_hung_workers", False))
     return code
 
 

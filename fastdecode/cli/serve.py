@@ -42,7 +42,8 @@ from fastdecode.core.host.processes import Interrupted, interrupt
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes
-from fastdecode.wire.mpi import joining, launcher
+from fastdecode.wire.mpi.job import joined_at_last
+from fastdecode.wire.mpi.ranks import launched_rank
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -172,7 +173,7 @@ def _start(args: argparse.Namespace, signals: Signals) -> int:
             raise
         tell(f"{COMMAND}: asked to stop while it started; it has answered nothing")
         # The other ranks of an MPI job wait for our goodbye.
-        joining.joined_at_last(wanted=True)
+        joined_at_last(wanted=True)
         return 0
     signals.is_over = True
     return code
@@ -191,7 +192,7 @@ def _load_and_serve(
     """
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
-        if launcher.launched_rank() in (None, 0):
+        if launched_rank() in (None, 0):
             with signals.put_off(), imports_for(COMMAND):
                 for name in ("httptools", "prometheus_client", "starlette", "uvicorn"):
                     import_module(name)  # the other process needs it; say so here

@@ -37,8 +37,8 @@ from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import check_writable
 from fastdecode.core.host.processes import end_with, interrupt
 from fastdecode.jobs.stopping import stop_signals
-from fastdecode.wire.mpi import joining
-from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.wire.mpi.job import join
+from fastdecode.wire.mpi.ranks import InstanceRanks
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.instance_server import InstanceServer
@@ -163,7 +163,7 @@ def run_r_worker(args: argparse.Namespace) -> int:
         if at.key is not None or at.keep_serving or at.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
         serve_rank(
-            joining.join(),
+            join(),
             kv_memory_gb=own.kv_memory_gb,
             num_threads=own.threads,
             num_sharing_cpus=num_sharing,

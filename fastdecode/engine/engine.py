@@ -54,7 +54,7 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, num_in_prompts
-from fastdecode.wire.kv.taking_over import SESSION_RESUMED
+from fastdecode.wire.blocks import SESSION_RESUMED
 from sworker.failures import raise_typed
 from sworker.worker import SWorker
 

@@ -19,7 +19,7 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.sequence import Request
-from fastdecode.wire.instances.messages import EngineNumbers
+from fastdecode.wire.instances import EngineNumbers
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.recovery import Recovery
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.events import Event, Interrupted, Leaving, Lost, Reopened, TakeOver
-from fastdecode.wire.kv.taking_over import TakenOver
+from fastdecode.wire.blocks import TakenOver
 
 
 class ReplicaRecovery(Recovery):

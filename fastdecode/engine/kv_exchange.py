@@ -14,7 +14,7 @@ from fastdecode.core.holders import HolderId, KVSource, Part
 from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.schedule.life import events
-from fastdecode.wire.kv.exporting import ExportSequence, Pull
+from fastdecode.wire.blocks import ExportSequence, Pull
 from fastdecode.wire.messages import Answer
 
 _TICKET_BYTES: Final = 16

@@ -9,8 +9,14 @@ from typing import NoReturn
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi import joining, launcher, leaving
-from fastdecode.wire.mpi.roles import InstanceRanks, RankRole, StageRanks
+from fastdecode.wire.mpi.ranks import (
+    S_RANK,
+    InstanceRanks,
+    RankRole,
+    StageRanks,
+    launched_size,
+    let_rank_0_stop,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +25,7 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
     """Serve, if this process is a rank of an MPI job that has another role than
     to run the program; then it doesn't return.
 
-    What each rank is: see ``fastdecode.wire.mpi.roles``.
+    What each rank is: see ``fastdecode.wire.mpi.ranks``.
 
     Raises:
         ConfigError: there are ranks for which there is no role.
@@ -29,7 +35,7 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
         return
     s_part = config.s_part
     ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
-    num_ranks = launcher.launched_size() or 1
+    num_ranks = launched_size() or 1
     if config.r_part.is_on_device and num_ranks > 1 and num_ranks != ranks.num_s_ranks:
         raise ConfigError(
             Given("kv_placement", config.r_part.kv_placement),
@@ -40,19 +46,19 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
             Given("tp"),
             ")",
         )
-    if ranks.num_s_ranks > 1 and launcher.launched_size() is not None:
-        role = ranks.role(joining.join().rank)
+    if ranks.num_s_ranks > 1 and launched_size() is not None:
+        role = ranks.role(mpi_job.join().rank)
         if role is RankRole.MIRROR:
             _mirror_leader(config)
         elif role is RankRole.STAGE:
             _serve_stage(config)
-    if launcher.launched_size() is not None and not config.cluster.r_worker_addresses:
+    if launched_size() is not None and not config.cluster.r_worker_addresses:
         _serve_if_r_worker(config)
 
 
 def _serve_if_r_worker(config: EngineConfig) -> None:
-    job = joining.join()
-    if job.rank == mpi_job.S_RANK:
+    job = mpi_job.join()
+    if job.rank == S_RANK:
         return
     from rworker.host import serve_rank
 
@@ -67,7 +73,7 @@ def _serve_if_r_worker(config: EngineConfig) -> None:
 
 def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
     """Rank 0 controls the instances, which the others are: it alone returns."""
-    job, instances = joining.join(), InstanceRanks(config.instances.placed)
+    job, instances = mpi_job.join(), InstanceRanks(config.instances.placed)
     role = instances.role(job.rank)
     if role is RankRole.CONTROLLER:
         return
@@ -90,31 +96,31 @@ def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoRetu
     with imports_for("an S-worker"):
         from fastdecode.engine.instances.process import serve_instance_rank
 
-    launcher.let_rank_0_stop()
+    let_rank_0_stop()
     if serve_instance_rank(config, tell):
-        leaving.leave(0)  # rank 0 has been told, and says how the job ends
+        mpi_job.leave(0)  # rank 0 has been told, and says how the job ends
     _end_job("the controller has died")
 
 
 def _mirror_leader(config: EngineConfig) -> NoReturn:
     from fastdecode.engine.setup.ranks import mirror_leader, resolve_rank
 
-    launcher.let_rank_0_stop()
+    let_rank_0_stop()
     mirror_leader(config, resolve_rank)
-    leaving.leave(0)
+    mpi_job.leave(0)
 
 
 def _serve_stage(config: EngineConfig) -> NoReturn:
     from fastdecode.engine.setup.ranks import resolve_rank
     from fastdecode.engine.setup.stage_ranks import serve_stage
 
-    launcher.let_rank_0_stop()
+    let_rank_0_stop()
     if serve_stage(config, resolve_rank):
-        leaving.leave(0)  # rank 0 has been told, and says how the job ends
+        mpi_job.leave(0)  # rank 0 has been told, and says how the job ends
     _end_job("the first stage has died")
 
 
 def _end_job(why: str) -> NoReturn:
     code = WorkerError.exit_code
     logger.critical("%s: the job ends, with exit code %d", why, code)
-    leaving.leave(code, end_job=True)
+    mpi_job.leave(code)

@@ -10,17 +10,22 @@ from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume, Truncate
 from fastdecode.schedule.plan import DropCopies, Forget, Keep, Offload, Restore
-from fastdecode.wire.kv.exporting import MoveNews, Pulled
-from fastdecode.wire.kv.kept import (
+from fastdecode.wire.blocks import (
+    DropBlocks,
     EndSequence,
+    FetchBlocks,
+    Fetching,
     ForgetBlocks,
     KeepBlocks,
+    Moved,
+    MoveNews,
+    Pulled,
     ResumeSequence,
+    StoreBlocks,
+    TruncateSequence,
     keys_of,
     words_of,
 )
-from fastdecode.wire.kv.taking_over import TruncateSequence
-from fastdecode.wire.kv.tiers import DropBlocks, FetchBlocks, Fetching, Moved, StoreBlocks
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

@@ -40,7 +40,7 @@ from fastdecode.core.host.processes import Interrupted
 from fastdecode.core.sequence import Request
 from fastdecode.engine.engine_thread import EngineThread, T
 from fastdecode.engine.loop import EngineLoop
-from fastdecode.wire.instances.messages import EngineNumbers, StatusReport
+from fastdecode.wire.instances import EngineNumbers, StatusReport
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Final
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.reservations import move_event
 from fastdecode.schedule.life.events import Event
-from fastdecode.wire.kv.exporting import Pulled
+from fastdecode.wire.blocks import Pulled
 
 _MOST_SPANS: Final = 256
 

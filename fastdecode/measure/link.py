@@ -142,7 +142,7 @@ class _Peer:
 
         Args:
             wait: None returns round trips without the R-worker's compute. Otherwise what sending
-                and receiving take of this thread, which sleeps by this until the answer is there.
+                and receiving take of this thread, which sleeps by this while the answer arrives.
         """
         step, count = self._num_steps, len(self._ids)
         self._num_steps += 1

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, Unprotected
-from fastdecode.wire.kv.taking_over import DropCache
+from fastdecode.wire.blocks import NO_STEP, DropCache, Dropped, Replicate, Replicated, Unprotected
 from fastdecode.wire.messages import (
     MAX_ID,
     PROTOCOL_VERSION,

@@ -39,10 +39,10 @@ from msgspec import field
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.codec import Codec
-from fastdecode.wire.instances.messages import Cancel as Cancel
-from fastdecode.wire.instances.messages import Deltas as Deltas
-from fastdecode.wire.instances.messages import StatusReport as StatusReport
-from fastdecode.wire.instances.messages import Submit as Submit
+from fastdecode.wire.instances import Cancel as Cancel
+from fastdecode.wire.instances import Deltas as Deltas
+from fastdecode.wire.instances import StatusReport as StatusReport
+from fastdecode.wire.instances import Submit as Submit
 from fastdecode.wire.traits import Message
 
 MAX_MESSAGE_BYTES: Final = 512 << 20

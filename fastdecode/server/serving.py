@@ -37,7 +37,7 @@ from fastdecode.server.link import (
     Unfit,
 )
 from fastdecode.server.options import KEYS_VARIABLE
-from fastdecode.wire.mpi.launcher import without_launcher
+from fastdecode.wire.mpi.ranks import without_launcher
 
 logger = logging.getLogger(__name__)
 

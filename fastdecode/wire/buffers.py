@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any, Final
 
@@ -119,3 +119,26 @@ class BufferPool:
         slab = np.frombuffer(self._fresh[:size], np.uint8)
         self._fresh = self._fresh[size:]
         return slab
+
+
+def in_one_array(arrays: Sequence[NDArray[Any]], alignment: int) -> NDArray[Any] | None:
+    """Return the arrays as uint8 [N], if they lie in one flat array, one behind the other at
+    multiples of ``alignment`` from the first."""
+    base = arrays[0].base if arrays else None
+    if not isinstance(base, np.ndarray) or base.ndim != 1 or not base.flags.c_contiguous:
+        return None
+    end = at = first = _address(arrays[0])
+    for array in arrays:
+        is_next = not array.size or _address(array) == at
+        if array.base is not base or not array.flags.c_contiguous or not is_next:
+            return None
+        end = at + array.nbytes
+        at = end + (first - end) % alignment
+    start = first - _address(base)
+    found: NDArray[Any] = base.view(np.uint8)[start : start + end - first]
+    return found if len(found) == end - first else None
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

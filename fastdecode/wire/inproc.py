@@ -1,9 +1,7 @@
-"""Connections between threads of one process. A message is handed over as it
-is: nothing is encoded or copied.
+"""Connections between threads of one process. Messages are neither encoded nor copied.
 
-All connections of a hub share one queue of arrivals, so that waiting for one
-peer and waiting for any is the same blocking ``get``, and nothing is polled.
-What arrives for a connection that isn't asked for is **pending** until it is.
+All connections of a hub share one queue of arrivals, so that waiting for one peer and waiting for
+any is the same blocking ``get``. Arrivals for other connections are **pending** until asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import time
 from collections import deque
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Final, Generic, Protocol, TypeAlias
+from typing import Any, Final, Generic, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
@@ -21,39 +19,31 @@ from fastdecode.wire.transport import (
     PeerLostError,
     ReceiveT,
     SendT,
-    SendT_contra,
     closed_error,
     timeout_error,
 )
 
 
 class _End(Enum):
-    """Queued behind a connection's last message: no more will come."""
+    """Queued behind a connection's last message."""
 
     CLOSED_BY_PEER = "closed by peer"
     CLOSED_HERE = "closed here"
 
 
-class _Remote(Protocol[SendT_contra]):
-    """The other side, as far as this side needs it."""
-
-    def deliver(self, message: SendT_contra | _End) -> bool: ...
-
-
 class InprocConnection(Generic[SendT, ReceiveT]):
-    """One side of a pair; see ``fastdecode.wire.transport.Connection``. Made by ``connect``."""
+    """One side of a pair that ``connect`` makes."""
 
     def __init__(self, peer: str, hub: InprocHub[SendT, ReceiveT]) -> None:
         self.peer: Final = peer
         self._hub = hub
         self.index = -1
-        """Its place among the hub's; given by that."""
-        self._remote: _Remote[SendT] | None = None
+        """Its place in the hub's ``connections``."""
+        self._remote: InprocConnection[Any, SendT] | None = None
         self._closed = False
         self._ended = False  # the end has been taken from the queue
 
-    heard_s = None
-    """A thread ends with its process."""
+    heard_s = None  # a thread ends with its process
     is_reached = True
 
     def send(self, message: SendT) -> None:
@@ -77,23 +67,18 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         self._hub.arrive(self, _End.CLOSED_HERE)
 
     def deliver(self, message: ReceiveT | _End) -> bool:
-        """The peer's side of ``send``: queue a message here. False if this side is closed."""
+        """Queue a message from the peer. Return False if this side is closed."""
         if self._closed:
             return False
         self._hub.arrive(self, message)
         return True
 
     def take(self, arrival: ReceiveT | _End) -> ReceiveT:
-        """What arrived here, if it is a message; the end is noted, and raised."""
+        """Return what arrived here. Raises WorkerError: If it is the end."""
         if isinstance(arrival, _End):
             self._ended = True
             raise closed_error(self.peer, by_peer=arrival is _End.CLOSED_BY_PEER)
         return arrival
-
-    def check_open(self) -> None:
-        """Raises WorkerError if this side is closed, or nothing more will come from the peer."""
-        if self._closed or self._ended:
-            raise closed_error(self.peer, by_peer=not self._closed)
 
     @property
     def is_open(self) -> bool:
@@ -101,7 +86,7 @@ class InprocConnection(Generic[SendT, ReceiveT]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether this side has closed it."""
+        """True if this side has closed it."""
         return self._closed
 
 
@@ -109,13 +94,11 @@ _Arrival: TypeAlias = "tuple[InprocConnection[SendT, ReceiveT], ReceiveT | _End]
 
 
 class InprocHub(Generic[SendT, ReceiveT]):
-    """Connections of one thread; see ``fastdecode.wire.transport.Hub``.
+    """Connections of one thread.
 
     Args:
-        clock: seconds, for deadlines.
-        keeps_places: a connection that this side has closed keeps its index;
-            else that is another's then, as it is at a listener where others
-            come and go.
+        keeps_places: A connection that this side has closed keeps its index. If False, the index
+            goes to the next peer, as at a listener.
     """
 
     def __init__(self, clock: Clock = time.monotonic, *, keeps_places: bool = True) -> None:
@@ -123,53 +106,45 @@ class InprocHub(Generic[SendT, ReceiveT]):
         self._keeps_places = keeps_places
         self._adding = threading.Lock()
         self.connections: Final[list[InprocConnection[SendT, ReceiveT]]] = []
+        # None stands for a call of ``wake``.
         self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT] | None] = SimpleQueue()
-        """None: ``wake`` was called."""
         self._is_woken = False
         self._pending: deque[_Arrival[SendT, ReceiveT]] = deque()
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether its thread has ended: connections that are made from now on are closed."""
-        return self._is_closed
+        self.is_closed = False
+        """True once its thread has ended: further connections are closed at once."""
 
     def close(self) -> None:
-        """Its thread ends: close all connections, and later ones at once."""
+        """Close all connections, and further ones at once."""
         with self._adding:
-            self._is_closed = True
+            self.is_closed = True
             connections = list(self.connections)
         for connection in connections:
             connection.close()
 
     def add(self, peer: str) -> InprocConnection[SendT, ReceiveT]:
-        """This hub's side of a new pair; ``connect`` joins it to the other. From
-        any thread."""
+        """Return this hub's side of a new pair. Thread-safe."""
         connection = InprocConnection(peer, self)
         with self._adding:
-            connection.index = self._free_place()
+            free = [] if self._keeps_places else [x.index for x in self.connections if x.is_closed]
+            connection.index = free[0] if free else len(self.connections)
             self.connections[connection.index : connection.index + 1] = [connection]
         return connection
-
-    def _free_place(self) -> int:
-        over = [] if self._keeps_places else [x.index for x in self.connections if x.is_closed]
-        return over[0] if over else len(self.connections)
 
     def arrive(
         self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | _End
     ) -> None:
-        """Queue what comes for a connection; from any thread."""
+        """Queue a message for a connection. Thread-safe."""
         self._arrivals.put((connection, message))
 
     def wake(self) -> None:
-        """Have whoever waits in ``receive_any`` look up, as if its time were over, or who
-        does so next; any thread. Of a hub that waits for one connection alone, nobody may."""
+        """End the current or next wait in ``receive_any`` as if its time were over. Thread-safe;
+        not for a hub that waits for one connection alone."""
         if not self._is_woken:
             self._is_woken = True
             self._arrivals.put(None)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        deadline = self._deadline(timeout_s)
+        deadline = None if timeout_s is None else self._clock() + timeout_s
         while True:
             if self._pending:
                 connection, message = self._pending.popleft()
@@ -192,8 +167,8 @@ class InprocHub(Generic[SendT, ReceiveT]):
     def receive_from(
         self, wanted: InprocConnection[SendT, ReceiveT], timeout_s: float | None
     ) -> ReceiveT:
-        """The next message of one connection; see ``Connection.receive``."""
-        deadline = self._deadline(timeout_s)
+        """Return the next message of one connection, as ``Connection.receive`` does."""
+        deadline = None if timeout_s is None else self._clock() + timeout_s
         pending = self._take_pending(wanted)
         if pending is not None:
             return wanted.take(pending[1])
@@ -208,7 +183,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
             self._pending.append(arrival)
 
     def poll(self, wanted: InprocConnection[SendT, ReceiveT]) -> ReceiveT | None:
-        """The next message of one connection, if it is here; see ``Connection.poll``."""
+        """Return the next message of one connection, or None."""
         for _ in range(self._arrivals.qsize()):  # nobody else takes from it
             arrival = self._arrivals.get()
             if arrival is None:  # for the next caller of ``receive_any``
@@ -221,18 +196,16 @@ class InprocHub(Generic[SendT, ReceiveT]):
     def _take_pending(
         self, wanted: InprocConnection[SendT, ReceiveT]
     ) -> _Arrival[SendT, ReceiveT] | None:
-        wanted.check_open()
+        if not wanted.is_open:
+            raise closed_error(wanted.peer, by_peer=not wanted.is_closed)
         for i, arrival in enumerate(self._pending):
             if arrival[0] is wanted:
                 del self._pending[i]
                 return arrival
         return None
 
-    def _deadline(self, timeout_s: float | None) -> float | None:
-        return None if timeout_s is None else self._clock() + timeout_s
-
     def _next_arrival(self, deadline: float | None) -> _Arrival[SendT, ReceiveT]:
-        """Raises queue.Empty when the deadline passes, or ``wake`` was called."""
+        """Raises Empty: If the deadline passes, or ``wake`` was called."""
         left_s = None if deadline is None else max(0.0, deadline - self._clock())
         arrival = self._arrivals.get(timeout=left_s)
         if arrival is None:
@@ -247,9 +220,8 @@ def connect(
     other: InprocHub[ReceiveT, SendT],
     other_name: str,
 ) -> tuple[InprocConnection[SendT, ReceiveT], InprocConnection[ReceiveT, SendT]]:
-    """A new connection between the threads of two hubs, ``one_name`` and
-    ``other_name``: one's side, and other's. With a closed hub it is closed from
-    the beginning, as one to a process that has ended is."""
+    """Connect two hubs' threads, ``one_name`` and ``other_name``, and return both sides. With a
+    closed hub they are closed, as those to a process that has ended."""
     here, there = one.add(other_name), other.add(one_name)
     here._remote, there._remote = there, here
     if one.is_closed:

@@ -1,13 +1,11 @@
-"""Every message between an S-worker and an R-worker. This docstring is the
-protocol.
+"""Messages between an S-worker and an R-worker. This docstring is the protocol.
 
 ==================  =========  =====================================================
 message             direction  meaning, and the answer
 ==================  =========  =====================================================
 ``Hello``           S → R      protocol version, role, holder, model, KV cache and
-                               attention of every layer → ``Welcome``; said again,
-                               the holder begins anew: sequences, cache and open
-                               steps are forgotten
+                               attention of every layer → ``Welcome``; a second one
+                               starts the holder afresh, without sequences or steps
 ``OpenSequence``    S → R      reserve room for a new sequence → ``Accepted`` or
                                ``Refused``
 ``ForkSequence``    S → R      a new sequence that starts with a prefix of its
@@ -15,21 +13,12 @@ message             direction  meaning, and the answer
                                write) → ``Accepted`` or ``Refused``
 ``ExtendSequence``  S → R      enlarge an open sequence's room → ``Accepted`` or
                                ``Refused``
-``CloseSequence``   S → R      free a sequence's blocks; no answer
-``KeepBlocks``      S → R      full blocks of a sequence are kept when it is closed,
-                               each by a key (``fastdecode.wire.kv.kept``); no answer
-``ResumeSequence``  S → R      a new sequence that starts with kept blocks →
-                               ``Accepted`` or ``Refused``
-``EndSequence``     S → R      as ``CloseSequence``; its last block, which isn't
-                               full, is kept by a key; no answer
-``ForgetBlocks``    S → R      blocks aren't kept any more; no answer
 ``BeginStep``       S → R      which sequences step, how many tokens each appends
-                               and attends; travels once a step and lane, not once a
-                               layer; no answer
+                               and attends; once a step and lane, not once a layer;
+                               no answer
 ``Attend``          S → R      one layer of the lane's step: append k and v, attend
                                q → ``AttendResult``, always
-``Inspect``         S → R      tell about yourself; before this peer's ``Hello`` →
-                               ``Report``
+``Inspect``         S → R      before this peer's ``Hello`` → ``Report``
 ``Shutdown``        S → R      this peer leaves, its caches are dropped; the
                                R-worker ends with its last S-worker; no answer
 ``Welcome``         R → S      the worker's name and capacity
@@ -43,175 +32,153 @@ message             direction  meaning, and the answer
                                worker stops serving this peer; it comes unasked
 ==================  =========  =====================================================
 
-Those that move K and V between caches are in ``fastdecode.wire.kv.chunks``, those by
-which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``, those by
-which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``, those
-about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
-R-workers of one instance read what another's offer in
-``fastdecode.wire.kv.exporting``, those by which prompts come from stages of their
-own in ``fastdecode.wire.kv.attending``. Those between the stages of a pipeline are in
-``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances.messages``.
+Messages about KV blocks are in ``fastdecode.wire.blocks``, those between the stages of a
+pipeline in ``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances``.
 
-**Peers and roles.** An R-worker has several peers, and a peer's first message
-says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
-``DescribeExport`` a reader, ``StorePrompt`` a prompt stage. A **reader** changes
-nothing. A **neighbour** is an R-worker that has a cache kept here as another
-one's replica: it stores, and never attends (``num_queries = 0``). A **prompt
-stage** stores prompts in somebody else's cache. Which role may say what stands with each message
-(``said_by``). What a peer may not say ends that peer's connection, with
+**Peers and roles.** An R-worker has several peers, and a peer's first message says what it is:
+``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or ``DescribeExport`` a reader,
+``StorePrompt`` a prompt stage. A **reader** changes nothing. A **neighbour** is an R-worker that
+has a replica of a cache stored here: it stores, and never attends (``num_queries = 0``). A
+**prompt stage** stores prompts in another peer's cache. ``said_by`` of each message says which
+roles may send it. A message that a peer may not send ends that peer's connection, with
 ``Failed``, and no other's.
 
-**Holders.** A holder is a cache. ``Hello`` opens one for the peer that says it,
-and nobody else may use it; a second peer that wants a holder that is taken, or
-one beside which there is no memory left, is refused as ``busy``. A peer may
-open several. Only then do messages name the holder that they are for:
-``holder = THE_ONLY`` means the one that the peer has. Answers don't name it: an
-R-worker answers a peer in the order in which it was asked. When a peer goes,
-its caches go with it, but for those that outlive it
-(``fastdecode.wire.kv.taking_over``); others stay.
+**Holders.** A holder is a cache. ``Hello`` opens one for its sender, and no other peer may use it.
+A second peer that wants a holder that is taken, or one without memory left for it, is refused as
+``busy``. A peer may open several, and then its messages name the holder; ``THE_ONLY`` means the
+one that the peer has. Answers don't name it: an R-worker answers a peer in the order in which it
+was asked. When a peer is lost, its caches are dropped, but for those that outlive it
+(``fastdecode.wire.blocks``).
 
-One lane has at most one step open at a holder; within a step, layers come in
-order 0 … num_layers - 1, and the last layer's ``Attend`` closes the step.
-Arrays declare dtype and dims in their annotation, and the codec holds peers to
-it: ``Activations`` are of the dtype agreed in ``Hello`` (float32, or uint16
-carrying the bits of a 16-bit float); a dim that stands twice in one message is
-the same both times. T_kv sums ``num_new`` and T_q sums ``num_queries`` over the
-step's sequences, in the order of ``sequence_ids``.
+One lane has at most one step open at a holder. Within a step, layers come in order
+0 … num_layers - 1, and the last layer's ``Attend`` closes the step. ``Activations`` have the dtype
+agreed in ``Hello`` (float32, or uint16 carrying the bits of a 16-bit float). T_kv sums ``num_new``
+and T_q sums ``num_queries`` over the step's sequences, in the order of ``sequence_ids``.
 
-Queries of one sequence are its last ``num_queries`` tokens: the query i of a
-sequence stands at position
-``num_past + num_new + num_beyond - num_queries + i`` and sees keys up to its
-own position, below ``num_visible``, and inside the layer's window. So one
-contract covers decode (``num_new = num_queries = 1``,
-``num_visible = num_past + 1``), a prompt's first chunk, attended on the
-S-worker (``num_queries = 0``), its later chunks, whose past alone is attended
-here and merged there by log-sum-exp (``num_queries = num_new``,
-``num_visible = num_past``), and several new tokens attended here causally
-(``num_queries = num_new``, ``num_visible = num_past + num_new``). A query that
-sees no key at all gets o = 0 and a log-sum-exp of -inf.
+The queries of a sequence are its last ``num_queries`` tokens. Query i stands at position
+``num_past + num_new + num_beyond - num_queries + i`` and sees keys up to its own position, below
+``num_visible``, and inside the layer's window. So one contract covers:
 
-A long sequence may be **split**: consecutive tokens of it, its **parts**, are
-on several R-workers, each a sequence of its own to them, with positions from 0.
-New tokens are appended to the last part; the others are **closed**: they append
-nothing and only attend (``num_new = 0``, ``num_visible = num_past``), to
-queries that stand ``num_beyond`` tokens further on.
+- decode: ``num_new = num_queries = 1``, ``num_visible = num_past + 1``;
+- a prompt's first chunk, attended on the S-worker: ``num_queries = 0``;
+- its later chunks, whose past alone is attended here, and merged there by log-sum-exp:
+  ``num_queries = num_new``, ``num_visible = num_past``;
+- several new tokens attended here causally: ``num_queries = num_new``,
+  ``num_visible = num_past + num_new``.
 
-A sequence that was resumed with a **gap** (``fastdecode.wire.kv.kept``) has kept
-tokens behind tokens that are missing. Its next rows append the missing ones, and
-nothing else may; a row that ends with the gap may have a second one of the same
-sequence in its step, behind all of its tokens. A query sees what is before it,
-the gap's tokens of the same step included: a layer's K and V are appended
-before anything is attended.
+A query that sees no key at all gets o = 0 and a log-sum-exp of -inf.
 
-From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither
-closed nor stepped in another lane, and forked or kept only as far as tokens
-were cached before the step: the others' K and V are not there in every layer
-yet. A sequence never grows past its reservation.
+A long sequence may be **split**: its **parts**, consecutive tokens, are on several R-workers, each
+a sequence of its own there, with positions from 0. New tokens are appended to the last part. The
+others are **closed**: they append nothing and only attend (``num_new = 0``,
+``num_visible = num_past``), to queries that stand ``num_beyond`` tokens further on.
+
+A sequence that was resumed with a **gap** has cached tokens behind tokens that are missing. Its
+next rows append the missing ones, and nothing else may. A row that ends with the gap may have a
+second row of the same sequence in its step, behind all of its tokens. A query sees what is before
+it, the gap's tokens of the same step included: a layer's K and V are appended before anything is
+attended.
+
+From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither closed nor stepped in
+another lane, and forked or cached only as far as tokens were cached before the step. A sequence
+never grows past its reservation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace as with_fields
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
+from msgspec import Meta
 from msgspec.structs import replace
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
-from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
+from fastdecode.core.spec import MAX_BLOCK_SIZE, AttentionSpec, KVSpec, Shard
 from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
-from fastdecode.wire.kv.attending import AttendResult as AttendResult
-from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
-from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
-from fastdecode.wire.kv.exporting import (
+from fastdecode.wire.blocks import Accepted as Accepted
+from fastdecode.wire.blocks import AttendResult as AttendResult
+from fastdecode.wire.blocks import (
+    BlocksAnswer,
+    BlocksToRWorker,
     DescribeExport,
-    ExportDescription,
-    HandingToRWorker,
+    KeptToRWorker,
     MoveNews,
-)
-from fastdecode.wire.kv.kept import KeptToRWorker
-from fastdecode.wire.kv.replicating import Replicate, ReplicationNews, Restore
-from fastdecode.wire.kv.reserving import MAX_BLOCKS as MAX_BLOCKS
-from fastdecode.wire.kv.reserving import Accepted as Accepted
-from fastdecode.wire.kv.reserving import CloseSequence as CloseSequence
-from fastdecode.wire.kv.reserving import Refused as Refused
-from fastdecode.wire.kv.reserving import Reserving
-from fastdecode.wire.kv.taking_over import (
-    TakenOver,
-    TakingOverToRWorker,
+    ReplicationNews,
+    Reserving,
+    TierToRWorker,
     TruncateSequence,
 )
-from fastdecode.wire.kv.tiers import TierToRWorker
+from fastdecode.wire.blocks import CloseSequence as CloseSequence
+from fastdecode.wire.blocks import Refused as Refused
+from fastdecode.wire.blocks import StorePrompt as StorePrompt
 from fastdecode.wire.traits import (
     ANYBODY,
     I32,
     I64,
+    MAX_FEEDERS,
     OWNERS,
     THE_ONLY,
     Asking,
+    Block,
+    CacheId,
+    Count,
     ForHolder,
-    Int,
+    Holder,
+    Lane,
+    Layer,
     Role,
+    SomeTokens,
     Text,
     Worded,
+    check_rows,
     compare_versions,
 )
+from fastdecode.wire.traits import MAX_BLOCKS as MAX_BLOCKS
+from fastdecode.wire.traits import MAX_HOLDERS as MAX_HOLDERS
+from fastdecode.wire.traits import MAX_ID as MAX_ID
+from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
-MAX_ID = (1 << 63) - 1
-"""Of sequences and steps; both count from 0."""
-MAX_LANES = 256
 MAX_STEP_TOKENS = 1 << 23
-"""That one step of one lane appends on one R-worker, and as many that it
-attends there. With the longest sequence no more than the 2^24 positions that
-kernels count exactly, in float32."""
+"""Most tokens that a step of one lane appends on one R-worker, and most that it attends there.
+With the longest sequence these are at most 2^24 positions, which kernels count exactly in
+float32."""
+MAX_THREADS: Final = 4096
+"""Threads of one R-worker."""
 
-MAX_HOLDERS: Final = 1 << 16
-MAX_THREADS: Final = 4096  # of one R-worker
+Threads: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
 
 
 class Welcome(Worded, frozen=True, tag=65):
     worker: Text
-    num_blocks: Int
-    block_size: Int
-    num_threads: Int
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    block_size: Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)]
+    num_threads: Threads
     has_tier: bool = False
-    """Whether kept blocks may go to a lower tier (``UseTier``)."""
+    """True if cached blocks may go to a lower tier (``UseTier``)."""
     is_resumed: bool = False
-    """Whether the cache is one that was kept (``Hello.resumes``)."""
+    """True if the cache is the session's former one (``Hello.resumes``)."""
     version: Text = VERSION
     """Version of FastDecode at the R-worker."""
 
 
 class Report(Worded, frozen=True, tag=70):
     worker: Text
-    protocol_version: Int
+    protocol_version: Count
     host: HostFacts
-    num_threads: Int
-    kv_bytes: Int
+    num_threads: Count
+    kv_bytes: Count
     """Memory that it would give to K and V."""
     model_hash: Text
-    """Of the only model that it serves; empty: any."""
-
-
-Answer: TypeAlias = (
-    Welcome
-    | Report
-    | Accepted
-    | Refused
-    | AttendResult
-    | ChunkAnswer
-    | TakenOver
-    | ExportDescription
-)
-"""What is said because somebody asked."""
+    """Only model that it serves. Empty for any."""
 
 
 class Failed(Worded, frozen=True, tag=69):
@@ -221,28 +188,27 @@ class Failed(Worded, frozen=True, tag=69):
 
 
 class Hello(ForHolder, frozen=True, tag=1):
-    protocol_version: Int
+    protocol_version: Count
     model_hash: Text
     kv: KVSpec
     attention: tuple[AttentionSpec, ...]
-    """One a layer."""
+    """``AttentionSpec`` of each layer."""
     activation_dtype: DType
-    """Of q, k, v and o: a floating-point type."""
-    holder: Int = 0
-    """The cache that it opens, and what it is called from now on."""
+    """Floating-point type of q, k, v and o."""
+    holder: Holder = 0
+    """Name of the cache that it opens."""
     role: Role = Role.S_WORKER
-    max_blocks: Int = 0
-    """The most KV blocks that are wanted; 0: as many as there is memory for."""
-    session: Int = 0
-    """Secret of the run that the cache is for; 0: none."""
+    max_blocks: Block = 0
+    """Most KV blocks that are wanted. 0 for as many as there is memory for."""
+    session: Count = 0
+    """Secret of the run that the cache is for. 0 for none."""
     outlives: bool = False
     """The cache is kept for the session when its S-worker is lost."""
     resumes: bool = False
-    """Go on with such a cache; if there is none, or it has more blocks than are
-    wanted, with a new one."""
-    feeders: tuple[Text, ...] = ()
-    """Addresses of those that bring prompts (``StorePrompt``), in the session's
-    name; none: nobody else does."""
+    """Resume such a cache. If there is none, or it has more blocks than are wanted, use a new
+    one."""
+    feeders: Annotated[tuple[Text, ...], Meta(max_length=MAX_FEEDERS)] = ()
+    """Addresses of prompt stages that store prompts in the session's name (``StorePrompt``)."""
 
     answers = (Welcome,)
     said_by = ANYBODY
@@ -256,19 +222,17 @@ class Hello(ForHolder, frozen=True, tag=1):
         if self.role not in OWNERS:
             raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
         if (self.outlives or self.resumes) and not self.session:
-            raise ConfigError("a cache of no session can't be kept for it, nor gone on with")
+            raise ConfigError("a cache of no session can't be kept for it, nor resumed")
 
     def check(self, answer: Any) -> None:
-        """See ``Asking``."""
         super().check(answer)
         welcome: Welcome = answer
         compare_versions(f"R-worker {welcome.worker}", welcome.version)
-        for name, value, most in (
-            ("num_blocks", welcome.num_blocks, self.max_blocks or MAX_BLOCKS),
-            ("num_threads", welcome.num_threads, MAX_THREADS),
-        ):
-            if not 1 <= value <= most:
-                raise ProtocolError(f"offers {name}={value}, which is not within 1..{most}")
+        most = self.max_blocks or MAX_BLOCKS
+        if not 1 <= welcome.num_blocks <= most:
+            raise ProtocolError(
+                f"offers num_blocks={welcome.num_blocks}, which is not within 1..{most}"
+            )
         if welcome.block_size != self.kv.block_size:
             raise ProtocolError(
                 f"offers KV blocks of {welcome.block_size} tokens, not {self.kv.block_size}"
@@ -291,74 +255,81 @@ class Hello(ForHolder, frozen=True, tag=1):
 
 
 class OpenSequence(Reserving, frozen=True, tag=2):
-    sequence_id: Int
-    num_reserved_tokens: Int
-    """Room is set aside for this many tokens, so that no later step of the
-    sequence can run out of blocks."""
-    holder: Int = THE_ONLY
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, so that no later step of the sequence can run out of blocks."""
+    holder: CacheId = THE_ONLY
 
     def undo(self) -> CloseSequence:
         return CloseSequence(self.sequence_id, self.holder)
 
 
 class ForkSequence(Reserving, frozen=True, tag=3):
-    parent_id: Int
-    sequence_id: Int
-    num_shared_tokens: Int
-    """The prefix of the parent that the new sequence starts with: 1 to the
-    parent's cached tokens, in whole tokens. Its blocks are shared; the first
-    append into a shared block copies that block first."""
-    num_reserved_tokens: Int
-    """In all, the shared tokens included."""
-    holder: Int = THE_ONLY
+    parent_id: Count
+    sequence_id: Count
+    num_shared_tokens: SomeTokens
+    """First tokens of the parent that the new sequence starts with, 1 to the parent's cached
+    tokens. Their blocks are shared; the first append into a shared block copies it first."""
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, the shared ones included."""
+    holder: CacheId = THE_ONLY
 
     def undo(self) -> CloseSequence:
         return CloseSequence(self.sequence_id, self.holder)
 
 
 class ExtendSequence(Reserving, frozen=True, tag=8):
-    sequence_id: Int
-    num_reserved_tokens: Int
-    """In all; not fewer than before."""
-    holder: Int = THE_ONLY
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, not less than before."""
+    holder: CacheId = THE_ONLY
 
 
 class BeginStep(ForHolder, frozen=True, tag=5, eq=False):
-    step: Int
-    lane: Int
+    step: Count
+    lane: Lane
     sequence_ids: I64
     num_past: I32
-    """Tokens cached before this step; must equal the worker's own count. Of a
-    sequence with a gap, those before the gap's first missing token; or, in a
-    second row beside the one that fills the gap, all of its tokens."""
+    """Tokens cached before this step, as the R-worker counts them. With a gap, those before its
+    first missing token, or all tokens in a second row beside the one that fills the gap."""
     num_new: I32
-    """Tokens appended, >= 0; where it is 0, something is attended."""
+    """Tokens appended, at least 0; where it is 0, there are queries."""
     num_queries: I32
-    """0 or more, at most num_new + num_beyond."""
+    """At least 0, at most num_new + num_beyond."""
     num_visible: I32
-    """Keys visible at most: num_past or num_past + num_new."""
+    """Most keys that are visible: num_past or num_past + num_new."""
     want_lse: bool = False
     num_beyond: I32 | None = None
-    """Tokens of the whole sequence, up to the last query, that come after those
-    here; None: 0 for all."""
-    holder: Int = THE_ONLY
+    """Tokens of the whole sequence, up to the last query, that come after those here. None if
+    there are none for any sequence."""
+    holder: CacheId = THE_ONLY
+
+    def __post_init__(self) -> None:
+        check_rows(
+            self.sequence_ids,
+            num_past=self.num_past,
+            num_new=self.num_new,
+            num_queries=self.num_queries,
+            num_visible=self.num_visible,
+            num_beyond=self.num_beyond,
+        )
 
 
 class Attend(ForHolder, frozen=True, tag=6, eq=False):
-    step: Int
-    lane: Int
-    layer: Int
+    step: Count
+    lane: Lane
+    layer: Layer
     q: Activations
     k: Activations
     v: Activations
-    holder: Int = THE_ONLY
+    holder: CacheId = THE_ONLY
 
     lends = True
     answers = (AttendResult,)
     repeated = ("step", "lane", "layer")
 
     def check(self, answer: Any) -> None:
-        """See ``Asking``; there is one in every layer."""
+        # The general check is several calls, and there is one in every layer.
         of_answer = (answer.step, answer.lane, answer.layer) if type(answer) in self.answers else ()
         if of_answer != (self.step, self.lane, self.layer):
             super().check(answer)
@@ -391,36 +362,17 @@ class Shutdown(Asking, frozen=True, tag=7):
 
 
 AboutCaches: TypeAlias = (
-    Hello
-    | OpenSequence
-    | ForkSequence
-    | ExtendSequence
-    | CloseSequence
-    | KeptToRWorker
-    | TierToRWorker
-    | ChunkToRWorker
-    | StorePrompt
-    | TakingOverToRWorker
-    | Replicate
-    | Restore
-    | HandingToRWorker
-    | Inspect
-    | Shutdown
+    Hello | OpenSequence | ForkSequence | ExtendSequence | Inspect | Shutdown | BlocksToRWorker
 )
-"""What an R-worker gets between steps, and during them."""
+"""Messages that an R-worker gets between steps, and during them."""
 ToRWorker: TypeAlias = BeginStep | Attend | AboutCaches
 Room: TypeAlias = (
-    OpenSequence
-    | ForkSequence
-    | ExtendSequence
-    | CloseSequence
-    | KeptToRWorker
-    | TruncateSequence
+    OpenSequence | ForkSequence | ExtendSequence | CloseSequence | KeptToRWorker | TruncateSequence
     | TierToRWorker
-)
-"""``in_every_stage``: what the R-workers of a column are told in all stages alike."""
+)  # fmt: skip
+"""Messages with ``in_every_stage``: the R-workers of a column get them in all stages alike."""
 Greeting: TypeAlias = Hello | Inspect | DescribeExport
-"""What a peer may begin with."""
+"""First messages of a peer."""
+Answer: TypeAlias = Welcome | Report | BlocksAnswer
 Unasked: TypeAlias = Failed | ReplicationNews | MoveNews
-"""What an R-worker may say without having been asked."""
 FromRWorker: TypeAlias = Answer | Unasked

@@ -1,5 +1,5 @@
-"""The mpirun line of a job: S-workers, and R-workers on any number of hosts.
-Pure: nothing is run or looked up here.
+"""The mpirun line of a job: S-workers and R-workers on any number of hosts, or instances behind
+rank 0, which controls them. Pure: nothing is run or looked up here.
 
 Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in
 ``docs/guides/cluster.md``.
@@ -13,6 +13,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.errors import ConfigError
 
 MAX_R_WORKERS_PER_HOST: Final = 1024
@@ -97,6 +98,9 @@ class JobLine:
         has_r_workers: ranks are R-workers. Else K and V are on the stages'
             devices, or with R-workers at addresses, and hosts say how many
             stages each has.
+        instances: they take the R-workers of ``hosts`` in order. The S-workers of a
+            stage are beside the first of its R-workers, and the controller beside
+            the first instance, unless ``s_host`` is given.
     """
 
     s_command: tuple[str, ...]
@@ -112,6 +116,7 @@ class JobLine:
     num_stages: int = 1
     num_prompt_stages: int = 0
     has_r_workers: bool = True
+    instances: tuple[PlacedInstance, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.has_r_workers:
@@ -131,6 +136,12 @@ class JobLine:
         if self.vendor == "MPICH" and self.interface is not None and "/" in self.interface:
             raise ConfigError(
                 f"--interface={self.interface!r}: MPICH takes an interface's name, such as eth0"
+            )
+        needed = sum(each.num_places for each in self.instances)
+        if self.instances and needed != self._num_on_hosts:
+            raise ConfigError(
+                f"the placement's {len(self.instances)} instances take {needed} R-workers' places, "
+                f"and --hosts has room for {self._num_on_hosts}: say how many each host gets"
             )
 
     @property
@@ -160,28 +171,37 @@ class JobLine:
         return " \\\n    ".join(shlex.join(part) for part in self._parts())
 
     def _parts(self) -> list[list[str]]:
-        s_host = self.s_host or self.hosts[0].name
-        mpirun = [self.mpirun, *self._options(), *self.extra]
-        s_app = ["-n", str(len(self._s_hosts()))]
-        if self.vendor == "MPICH":  # one list of hosts for all, which ranks fill in order
-            parts = [[*mpirun, "-hosts", self._filled(s_host)], [*s_app, *self.s_command]]
-            if self.has_r_workers:
-                parts.append([":", "-n", str(self._num_on_hosts), *self.r_command])
-            return parts
-        parts = [mpirun]
-        for name, ranks in itertools.groupby(self._s_hosts()):
-            num = len(list(ranks))
+        ranks, is_mpich = self._ranks(), self.vendor == "MPICH"
+        parts = [[self.mpirun, *self._options(), *self.extra]]
+        if is_mpich:  # one list of hosts for all, which ranks fill in order
+            hosts = [(name, len(list(on))) for name, on in itertools.groupby(x for x, _ in ranks)]
+            parts[0] += ["-hosts", ",".join(f"{name}:{count}" for name, count in hosts)]
+        for _, group in itertools.groupby(ranks, lambda rank: rank[is_mpich:]):
+            alike = list(group)
+            (name, is_s), number = alike[0], len(alike)
+            where = [] if is_mpich else ["--host", f"{name}:{number}"]
             colon = [":"] if len(parts) > 1 else []
-            parts.append([*colon, "-n", str(num), "--host", f"{name}:{num}", *self.s_command])
-        for host in self.hosts:
-            if host.num_r_workers and self.has_r_workers:
-                where = ["--host", f"{host.name}:{host.num_r_workers}"]
-                parts.append([":", "-n", str(host.num_r_workers), *where, *self.r_command])
+            command = self.s_command if is_s else self.r_command
+            parts.append([*colon, "-n", str(number), *where, *command])
         return parts
 
-    def _s_hosts(self) -> list[str]:
-        """Of each S-worker's rank."""
+    def _ranks(self) -> list[tuple[str, bool]]:
+        """Return the host of each rank, and True if it runs the S-worker's command."""
         places = [host.name for host in self.hosts for _ in range(host.num_r_workers)]
+        if not self.instances:
+            r_hosts = places if self.has_r_workers else []
+            return [(name, True) for name in self._s_hosts(places)] + [(x, False) for x in r_hosts]
+        ranks: list[tuple[str, bool]] = []
+        for each in self.instances:
+            own, places = places[: each.num_places], places[each.num_places :]
+            firsts = own[:: each.num_places // each.pp]
+            firsts += [own[i % len(own)] for i in range(each.prompt_pp)]
+            ranks += [(name, True) for name in firsts for _ in range(each.tp)]
+            ranks += [(name, False) for name in own[: each.num_r_workers]]
+        return [(self.s_host or ranks[0][0], True), *ranks]
+
+    def _s_hosts(self, places: list[str]) -> list[str]:
+        """Return the host of each S-worker's rank."""
         leaders = places[:: len(places) // self.num_stages]
         if self.s_host is not None or self.num_stages == 1:
             leaders = [self.s_host or self.hosts[0].name] * self.num_stages
@@ -189,16 +209,6 @@ class JobLine:
         places = [name for name in idle if name not in leaders] or leaders[:1]
         leaders += [places[i % len(places)] for i in range(self.num_prompt_stages)]
         return [name for name in leaders for _ in range(self.num_s_ranks)]
-
-    def _filled(self, s_host: str) -> str:
-        """Every host and its ranks, the S-worker's first."""
-        if not self.has_r_workers:
-            names = self._s_hosts()
-            return ",".join(f"{name}:{names.count(name)}" for name in dict.fromkeys(names))
-        counts = {s_host: len(self._s_hosts())}
-        for host in self.hosts:
-            counts[host.name] = counts.get(host.name, 0) + host.num_r_workers
-        return ",".join(f"{name}:{count}" for name, count in counts.items() if count)
 
     def _options(self) -> list[str]:
         if self.vendor == "MPICH":
@@ -218,14 +228,8 @@ class JobLine:
             "self,sm,tcp",
         ]
         if self.interface:
-            options += [
-                "--mca",
-                "btl_tcp_if_include",
-                self.interface,
-                "--prtemca",
-                "prte_if_include",
-                self.interface,
-            ]
+            options += ["--mca", "btl_tcp_if_include", self.interface]
+            options += ["--prtemca", "prte_if_include", self.interface]
         if self.as_root:
             options.append("--allow-run-as-root")
         return options

@@ -38,7 +38,7 @@ stage's layers. To the first stage, which schedules, a column is a cache group
 Stages that run prompts only have the highest numbers, and no columns of their
 own: the first one passes steps of prompts to the first of them, as to stage 1
 the steps that decode, and each sends K and V to the R-workers of the stages that keep
-its layers (``fastdecode.wire.kv.attending``). They hear nothing of reservations.
+its layers (``fastdecode.wire.blocks``). They hear nothing of reservations.
 
 Columns are independent, and so are lanes, so a stage answers in any order.
 
@@ -49,31 +49,37 @@ carries their numbers (``lost``), so that whoever has its result knows.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
-from msgspec import field
+from msgspec import Meta, field
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.version import VERSION
-from fastdecode.wire.kv.exporting import Pulled
-from fastdecode.wire.kv.replicating import ReplicationNews
-from fastdecode.wire.kv.reserving import MAX_BLOCKS
-from fastdecode.wire.kv.tiers import Moved, Stocked
+from fastdecode.wire.blocks import Moved, Pulled, ReplicationNews, Stocked
 from fastdecode.wire.traits import (
     F32,
     I32,
     I64,
+    MAX_HOLDERS,
+    MAX_LANES,
     S_WORKERS,
     U8,
     Asking,
+    Block,
+    CacheId,
+    Count,
+    Holder,
     I32Rows,
-    Int,
+    Lane,
+    Layer,
     Message,
     Rows,
+    Seconds,
     Text,
     Worded,
+    check_rows,
     compare_versions,
 )
 
@@ -82,8 +88,6 @@ FIRST_STAGE: Final = 0
 CLOSED_FIELDS: Final = ("column", "part", "num_tokens", "num_beyond", "first_row", "num_rows")
 """Of a closed part in ``StagePass``: where it is, which of its sequence's it is, what
 it has, tokens of the sequence behind it, and the rows whose queries attend it."""
-MAX_R_WORKERS: Final = 1 << 16
-"""Of a stage."""
 MAX_SECONDS: Final = 1e9
 """That anything may be said to have taken."""
 
@@ -102,184 +106,174 @@ def stage_name(number: int, first_prompt_stage: int) -> str:
 
 
 class OfColumns(Message, frozen=True):
-    """A stage's words about columns."""
+    """A stage's report about columns."""
 
     def check(self, stage: int, num_columns: int) -> None:
-        """
-        Args:
-            stage: whose they are.
-            num_columns: so many there are.
-
-        Raises:
-            ProtocolError: that can't be; to be said behind the stage's name.
-        """
+        """Raise ProtocolError if this stage, with so many columns, can't report that. Its text goes
+        behind the stage's name."""
         column: int = getattr(self, "column", 0)
         if not 0 <= column < num_columns:
             raise ProtocolError(f"speaks of column {column}, and there are {num_columns}")
 
 
 class MemberField(IntEnum):
-    """What is in a row of ``StagePass.members``."""
+    """Columns of ``StagePass.members``."""
 
     COLUMN = 0
     STAGE = 1
     NAME = 2
-    """What its cache is called there."""
+    """The cache's holder number at the R-worker."""
     WORKER = 3
-    """The number of the stage's R-worker that keeps it."""
+    """Number of the stage's R-worker that keeps it."""
     NUM_REPLACED = 4
     """How often another process has replaced that R-worker, under its number."""
     FIRST_HEAD = 5
     NUM_HEADS = 6
-    """Of KV; 0: all."""
+    """KV heads. 0 for all."""
 
 
 NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
 
 
 class StageWelcome(Worded, frozen=True, tag=104, eq=False):
-    stage: Int
-    num_blocks: tuple[Int, ...]
-    """KV blocks of each column's R-worker; 0: it is lost. A prompt stage has no
-    R-workers of its own: as many as there may be."""
-    session: Int = 0
-    """Of its R-workers' caches; 0: they take no prompts, and keep no replicas."""
+    stage: Holder
+    num_blocks: tuple[Block, ...]
+    """KV blocks of each column's R-worker, 0 if it is lost. A prompt stage, which has no R-workers
+    of its own, offers as many as there may be."""
+    session: Count = 0
+    """Session of its R-workers' caches. 0 if they take no prompts, and keep no replicas."""
     addresses: tuple[Text, ...] = ()
-    """What its R-workers call each other, where they can reach one another."""
+    """Addresses under which its R-workers reach one another, if they can."""
     members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
-    """Which of its R-workers keep the columns; see ``StagePass.members``."""
+    """R-workers that keep the columns; see ``StagePass.members``."""
     version: Text = VERSION
     """Version of FastDecode at the stage."""
 
 
 class StageDone(OfColumns, Message, frozen=True, tag=105, eq=False):
-    stage: Int
-    step: Int
-    lane: Int
-    s_part_s: float
+    stage: Holder
+    step: Count
+    lane: Lane
+    s_part_s: Seconds
     """What the stage's S-part has computed for this step."""
-    round_trip_s: float
-    """For all of its layers, on the way to R-workers and back."""
+    round_trip_s: Seconds
+    """Time on the way to R-workers and back, over all of its layers."""
     r_compute_s: F32
     """What each column's R-worker has computed for it."""
     lost: I32
-    """Columns whose rows mean nothing, by now."""
+    """Columns whose rows mean nothing."""
     x: Rows | None = None
-    """Of the last stage: its last layer's output, one row a sequence that draws
-    a token, in their order; then all rows of sequences that ask for them."""
+    """Last layer's output, from the last stage: a row for each sequence that samples a token, in
+    their order; then all rows of sequences that ask for them."""
 
     def check(self, stage: int, num_columns: int) -> None:
-        """See ``OfColumns``."""
-        seconds = np.array([self.s_part_s, self.round_trip_s, *self.r_compute_s.tolist()])
-        is_time = bool(((seconds >= 0) & (seconds < MAX_SECONDS)).all())  # not so of NaN
-        is_there = bool(((self.lost >= 0) & (self.lost < num_columns)).all())
-        if self.stage != stage or not is_time or not is_there or len(self.lost) > num_columns:
+        seconds, lost = self.r_compute_s, self.lost
+        is_time = bool(((seconds >= 0) & (seconds < MAX_SECONDS)).all())  # False for NaN
+        is_known = bool(((lost >= 0) & (lost < num_columns)).all())
+        if self.stage != stage or not is_time or not is_known or len(lost) > num_columns:
             raise ProtocolError(
-                f"reports, as stage {self.stage}, {self.s_part_s:g}, {self.round_trip_s:g} and "
-                f"{self.r_compute_s.tolist()[:9]} s, and {self.lost.tolist()[:9]} of {num_columns} "
-                "columns lost"
+                f"reports, as stage {self.stage}, {seconds.tolist()[:9]} s, and "
+                f"{lost.tolist()[:9]} of {num_columns} columns lost"
             )
 
 
 class StageAnswer(Worded, OfColumns, frozen=True, tag=106):
-    column: Int
-    sequence_id: Int
+    column: Holder
+    sequence_id: Count
     code: Text
-    """Empty: the room is there; else as in ``Refused``, or ``column_lost``."""
+    """Empty if the room is there. Else as in ``Refused``, or ``column_lost``."""
     message: Text
 
 
 class ColumnLost(Worded, OfColumns, frozen=True, tag=107):
-    column: Int
+    column: Holder
     code: Text
     message: Text
-    stage: Int = -1
-    """Whose R-worker it is, and ``column`` its number there; -1: the column's R-worker of
-    the stage that says it, or that it is said to."""
-    num_replaced: Int = 0
-    """Of an R-worker by its number; see ``MemberField``."""
+    stage: CacheId = -1
+    """Stage of the R-worker, and ``column`` its number there. -1 for the column's R-worker of the
+    stage that sends or receives this."""
+    num_replaced: Count = 0
+    """Replacements of an R-worker by its number; see ``MemberField``."""
 
     def check(self, stage: int, num_columns: int) -> None:
-        """See ``OfColumns``."""
-        super().check(stage, num_columns if self.stage < 0 else MAX_R_WORKERS)
+        super().check(stage, num_columns if self.stage < 0 else MAX_HOLDERS)
 
 
 class ColumnTakenOver(OfColumns, Message, frozen=True, tag=109, eq=False):
-    column: Int
+    column: Holder
     num_tokens: I32
     """As in ``TakenOver``."""
     is_kept: U8
 
 
 class ColumnReady(OfColumns, Message, frozen=True, tag=110):
-    column: Int
+    column: Holder
 
 
 class ColumnVacant(OfColumns, Message, frozen=True, tag=112):
-    column: Int
+    column: Holder
 
 
 class ColumnWelcome(Worded, OfColumns, frozen=True, tag=111, eq=False):
-    """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
+    """The answer of the column's R-worker to another greeting; see ``Welcome``."""
 
-    column: Int
-    number: Int
-    """Of the greeting."""
-    num_blocks: Int
-    block_size: Int
+    column: Holder
+    number: Count
+    """Number of the greeting."""
+    num_blocks: Block
+    block_size: Count
     has_tier: bool
     members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
-    """Which of the stage's R-workers keep the column now."""
+    """R-workers of the stage that keep the column now."""
     address: Text = ""
-    """What other R-workers call the one that keeps it; empty: several do, or they do not
-    reach each other."""
+    """Address of the one that keeps it, for other R-workers. Empty if several do, or if they do
+    not reach each other."""
     newcomers: tuple[Text, ...] = ()
-    """The names of the stage's R-workers that have replaced lost ones since its last report."""
+    """Names of the stage's R-workers that have replaced lost ones since its last report."""
 
 
 class GreetColumn(Asking, frozen=True, tag=47):
-    column: Int
-    number: Int
+    column: Holder
+    number: Count
     """How often the column was greeted: only the last greeting is answered."""
 
     said_by = S_WORKERS
 
 
 class PlaceColumn(Asking, frozen=True, tag=46):
-    column: Int
-    worker: Int
-    """The number of the R-worker that keeps it from now on."""
+    column: Holder
+    worker: Holder
+    """Number of the R-worker that keeps it."""
 
     said_by = S_WORKERS
 
 
 class StageHello(Asking, frozen=True, tag=44):
-    protocol_version: Int
+    protocol_version: Count
     model_hash: Text
-    stage: Int
-    """Which it is, counted from 0."""
-    num_columns: Int
-    num_lanes: Int
-    """Most that there may be."""
-    first_layer: Int
-    num_layers: Int
-    hidden_size: Int
-    block_size: Int
+    stage: Holder
+    """Number of the stage, counted from 0."""
+    num_columns: Holder
+    num_lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)]
+    """Most lanes that there may be."""
+    first_layer: Layer
+    num_layers: Layer
+    hidden_size: Count
+    block_size: Count
     activation_dtype: DType
     kv_dtype: DType
-    sessions: tuple[Int, ...] = ()
-    """Of a prompt stage: in whose names R-workers take prompts, by token stage."""
-    session: Int = 0
-    """In which the caches of its R-workers outlive it; 0: they do not."""
+    sessions: tuple[Count, ...] = ()
+    """Sessions in which R-workers take prompts, by token stage; for a prompt stage."""
+    session: Count = 0
+    """Session in which the caches of its R-workers outlive it. 0 if they do not."""
     resumes: bool = False
-    """Its R-workers go on with such caches, if they have any."""
-    num_keepers: Int = 0
+    """Its R-workers resume such caches, if they have any."""
+    num_keepers: Holder = 0
     """R-workers that only keep its columns' replicas."""
 
     answers = (StageWelcome,)
 
     def check(self, answer: Any) -> None:
-        """See ``Asking``."""
         super().check(answer)
         welcome: StageWelcome = answer
         compare_versions(f"the S-worker of stage {welcome.stage}", welcome.version)
@@ -288,19 +282,17 @@ class StageHello(Asking, frozen=True, tag=44):
                 f"answered as stage {welcome.stage} with {len(welcome.num_blocks)} R-workers, "
                 f"where stage {self.stage} has {self.num_columns}"
             )
-        if not all(0 <= num_blocks <= MAX_BLOCKS for num_blocks in welcome.num_blocks):
-            raise ProtocolError(f"offers num_blocks={welcome.num_blocks[:9]}, which can't be")
         if len(welcome.addresses) not in (0, self.num_columns + self.num_keepers):
             raise ProtocolError(f"has {len(welcome.addresses)} addresses of its R-workers")
 
 
 class StagePass(Asking, frozen=True, tag=45, eq=False):
-    step: Int
-    lane: Int
+    step: Count
+    lane: Lane
     x: Rows
-    """The output of the sender's last layer."""
+    """Output of the sender's last layer."""
     sequence_ids: I64
-    """In the order of their rows."""
+    """Sequences in the order of their rows."""
     columns: I32
     num_past: I32
     num_new: I32
@@ -309,26 +301,29 @@ class StagePass(Asking, frozen=True, tag=45, eq=False):
     lost: I32
     """Columns whose rows mean nothing."""
     first_tokens: I32 | None = None
-    """Tokens of each sequence before the part that grows, of which ``num_past`` counts
-    its own; None: no sequence is split."""
+    """Tokens of each sequence before the part that grows, of which ``num_past`` counts its own.
+    None if no sequence is split."""
     closed_ids: I64 | None = None
     """Closed parts that rows attend, by holder and part."""
     closed: I32Rows | None = None
-    """Of each, the fields ``CLOSED_FIELDS``."""
+    """The fields ``CLOSED_FIELDS`` of each closed part."""
     members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
-    """For prompt stages: who keeps the columns, a row a member (``MemberField``)."""
+    """R-workers that keep the columns, a row for each member (``MemberField``); for prompt
+    stages."""
 
     answers = (StageDone,)
     said_by = S_WORKERS
 
     def __post_init__(self) -> None:
-        sequences = self.columns, self.num_past, self.num_new, self.draws, self.first_tokens
-        for each, ids in (
-            *((x, self.sequence_ids) for x in sequences),
-            (self.closed, self.closed_ids),
-        ):
-            if each is not None and (ids is None or len(each) != len(ids)):
-                raise ProtocolError("a step whose arrays do not have a row for each sequence")
+        check_rows(
+            self.sequence_ids,
+            columns=self.columns,
+            num_past=self.num_past,
+            num_new=self.num_new,
+            draws=self.draws,
+            first_tokens=self.first_tokens,
+        )
+        check_rows(() if self.closed_ids is None else self.closed_ids, closed=self.closed)
 
 
 StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn | GreetColumn

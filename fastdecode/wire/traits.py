@@ -6,9 +6,9 @@ the members of a cache group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.spec import Shard
+from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS, Shard
 from fastdecode.core.version import VERSION
 from fastdecode.core.words import make_printable
 
@@ -50,9 +50,29 @@ THE_ONLY: Final = -1
 AnyT = TypeVar("AnyT")
 
 MAX_TEXT_CHARS: Final = 1 << 14
-Int: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""Fits NumPy's int64."""
+MAX_ID: Final = (1 << 63) - 1
+MAX_LANES: Final = 256
+MAX_HOLDERS: Final = 1 << 16
+"""Caches of one R-worker, and R-workers of one stage."""
+MAX_BLOCKS: Final = (1 << 31) - 1
+"""Blocks of one cache."""
+KEY_WORDS: Final = 2
+"""Words of 64 bits in the key of a cached block."""
+
+# Fields of messages. Decoding refuses what is out of bounds, and constructors do not.
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ID)]
+Lane: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_LANES)]
+Layer: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Head: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_HEADS)]
+Block: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
+SomeTokens: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
+Holder: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_HOLDERS)]
+CacheId: TypeAlias = Annotated[int, Meta(ge=THE_ONLY, lt=MAX_HOLDERS)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, lt=1e9)]
+Wait: TypeAlias = Annotated[float, Meta(gt=0, le=1e6)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Ticket: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 # Arrays of messages. The codec reads dtype and number of dims from these types; type checkers
 # see NumPy's own.
@@ -72,8 +92,7 @@ else:
     I32 = np.ndarray[_Row, np.dtype[np.int32]]
     I32Rows = np.ndarray[_Table, np.dtype[np.int32]]
     I64 = np.ndarray[_Row, np.dtype[np.int64]]
-    Keys = np.ndarray[_Table, np.dtype[np.int64]]
-    """Keys of blocks, [N, KEY_WORDS] (``fastdecode.wire.kv.kept``)."""
+    Keys = np.ndarray[tuple[int, Literal[KEY_WORDS]], np.dtype[np.int64]]
     F32 = np.ndarray[_Row, np.dtype[np.float32]]
     F32Rows = np.ndarray[_Table, np.dtype[np.float32]]
     Rows = np.ndarray[_Table, np.dtype[np.float32 | np.uint16]]
@@ -93,11 +112,24 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Its fields may need more than the head of a frame."""
 
 
+class Long(Message, frozen=True, tag=64, eq=False):
+    """Stands for a message that ``is_long``, whose msgpack fills more than a head."""
+
+    fields: U8
+
+
 class Worded(Message, frozen=True):
     """A message with texts of a peer, which may be logged."""
 
     def __post_init__(self) -> None:
         make_printable(self, MAX_TEXT_CHARS)
+
+
+def check_rows(first: Sized, **others: NDArray[Any] | None) -> None:
+    """Raise ProtocolError unless each array has as many rows as ``first``."""
+    for name, array in others.items():
+        if array is not None and len(array) != len(first):
+            raise ProtocolError(f"{name} has {len(array)} rows, where {len(first)} belong")
 
 
 def compare_versions(peer: str, version: str) -> None:
@@ -113,22 +145,18 @@ class Asking(Message, frozen=True):
     """A message to an R-worker, a stage or an instance."""
 
     answers: ClassVar[tuple[type[Any], ...]] = ()
-    """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
+    """Kinds of answer, of which it gets one. Empty if it is not answered."""
     said_by: ClassVar[frozenset[Role]] = S_WORKERS
     is_transfer: ClassVar[bool] = False
-    """Reports tell of it, unasked, until it is over."""
+    """Reports on it come until it is over."""
     repeated: ClassVar[tuple[str, ...]] = ()
-    """Its fields that an answer repeats."""
+    """Fields that an answer repeats."""
     in_every_stage: ClassVar[bool] = False
-    """With several pipeline stages: it goes to the members of a cache group in each
-    of them, not in the first alone."""
+    """It goes to a cache group's members in all stages, not in the first alone."""
 
     def check(self, answer: Any) -> None:
-        """
-        Raises:
-            ProtocolError: that can't be an answer to this; what is wrong, to be
-                said behind the name of whoever gave it.
-        """
+        """Raise ProtocolError if ``answer`` is not an answer to this. Its text goes behind the
+        peer's name."""
         if not isinstance(answer, self.answers):
             raise ProtocolError(
                 f"sent {type(answer).__name__}, which nobody asked for: are all of the same "
@@ -142,28 +170,28 @@ class Asking(Message, frozen=True):
                 )
 
     def for_holder(self: AnyT, holder: int) -> AnyT:
-        """The same, naming the holder that it is for, if it is for one."""
+        """Return it for this holder, if it is for one."""
         return self
 
     def part(self: AnyT, shard: Shard) -> AnyT:
-        """What one member of a cache group is sent: all of it, or its heads' arrays."""
+        """Return what one member of a cache group is sent: all of it, or its heads' arrays."""
         return self
 
     def join(self, answers: Sequence[Any]) -> Any:
-        """The answer of a cache group, from its members', in the order of heads; all
-        have been checked."""
+        """Return a cache group's answer. Its members' are in the order of heads, and checked."""
         return answers[0]
 
     def undo(self) -> Any:
-        """What the members are sent that accepted it when another one refused;
-        None: what was accepted may stay."""
+        """Return what members that accepted it are sent when another one refused. None if what was
+        accepted may stay."""
         return None
 
 
 class ForHolder(Asking, frozen=True):
-    """About one holder's cache."""
+    """A message about one holder's cache."""
 
     said_by = OWNERS
 
     def for_holder(self: AnyT, holder: int) -> AnyT:
-        return cast(AnyT, replace(cast(Any, self), holder=holder))
+        made: AnyT = replace(self, holder=holder)  # type: ignore[type-var]
+        return made

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.kv.tiers import MOST_MOVED, DropBlocks, FetchBlocks, StoreBlocks
-from fastdecode.wire.messages import MAX_ID
+from fastdecode.wire.blocks import MOST_MOVED, DropBlocks, FetchBlocks, StoreBlocks
 from rworker.blocks.kv_store import KVStore
-from rworker.checks import check_array, check_integer, checked_keys
+from rworker.checks import checked_keys
 from rworker.tiers.lower_tier import MoveJob
 
 
@@ -43,14 +42,13 @@ class Moving:
             ProtocolError: the job's number is in use, a block isn't there to be
                 stored, or is to be fetched and there; or there is no room.
         """
-        number = check_integer("job", message.job, 0, MAX_ID)
+        number = message.job
         keys = checked_keys(message.keys)
         if number in self.moves or not 1 <= len(keys) <= MOST_MOVED:
             raise ProtocolError(f"job {number} of {len(keys)} blocks: its number or size is wrong")
         cached = self._store.cached
         num_tokens: tuple[int, ...] = ()
         if isinstance(message, StoreBlocks):
-            check_array("num_tokens", message.num_tokens, np.dtype(np.int32), (len(keys),))
             if (message.num_tokens < 1).any():
                 raise ProtocolError("num_tokens of blocks to be stored must be at least 1")
             num_tokens = tuple(message.num_tokens.tolist())

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.kv.taking_over import TruncateSequence
+from fastdecode.wire.blocks import (
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+    TruncateSequence,
+)
 from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence
 
 Change: TypeAlias = (

@@ -6,7 +6,6 @@ Like all that peers say of a cache, what breaks the protocol raises
 
 from __future__ import annotations
 
-import math
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.chunks import (
+from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,
@@ -24,12 +23,9 @@ from fastdecode.wire.kv.chunks import (
 )
 from rworker.blocks.appending import Appended
 from rworker.cache_state import CacheState
-from rworker.checks import check_array, check_arrays, check_integer
+from rworker.checks import check_array
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of
 
-_MOST_S: Final = 1e6
-_IDS: Final = np.dtype(np.int64)
-_COUNTS: Final = np.dtype(np.int32)
 _BYTES: Final = np.dtype(np.uint8)
 _Piece: TypeAlias = tuple[int, int, int]
 """Sequence, first token, how many."""
@@ -39,11 +35,8 @@ def expect_tokens(books: CacheState, message: ExpectTokens) -> Appended:
     """Make room for tokens that come as chunks. Copies that it asks for come
     before anything is written."""
     ids, counts = message.sequence_ids, message.num_tokens
-    shape = np.shape(ids)
-    if len(shape) != 1 or not 1 <= shape[0] <= MAX_PIECES:
-        raise ProtocolError(f"1 to {MAX_PIECES} sequences expect tokens at a time, not {shape}")
-    check_array("sequence_ids", ids, _IDS, shape)
-    check_array("num_tokens", counts, _COUNTS, shape)
+    if not 1 <= len(ids) <= MAX_PIECES:
+        raise ProtocolError(f"1 to {MAX_PIECES} sequences expect tokens at a time, not {len(ids)}")
     sequences = ids.tolist()
     if len(set(sequences)) < len(sequences):
         raise ProtocolError("a sequence expects tokens twice")
@@ -101,16 +94,11 @@ def _checked(books: CacheState, chunk: StoreChunk | FetchChunk) -> tuple[list[_P
         ("layer", chunk.first_layer, chunk.num_layers, kv.num_layers),
         ("head", chunk.first_head, chunk.num_heads, kv.num_kv_heads),
     ):
-        check_integer(f"first_{name}", first, 0, most - 1)
-        check_integer(f"num_{name}s", count, 1, most - first)
-    columns = ids, first_tokens, num_tokens = (
-        chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens,
-    )  # fmt: skip
-    shape = np.shape(ids)
-    if len(shape) != 1 or not 1 <= shape[0] <= MAX_PIECES:
-        raise ProtocolError(f"a chunk has 1 to {MAX_PIECES} pieces, not {shape}")
-    check_arrays(_IDS, ("sequence_ids", ids, shape))
-    check_arrays(_COUNTS, ("first_tokens", first_tokens, shape), ("num_tokens", num_tokens, shape))
+        if not 1 <= count <= most - first:
+            raise ProtocolError(f"first_{name}={first} and num_{name}s={count} of {most} {name}s")
+    columns = chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens
+    if not 1 <= len(columns[0]) <= MAX_PIECES:
+        raise ProtocolError(f"a chunk has 1 to {MAX_PIECES} pieces, not {len(columns[0])}")
     sequences, firsts, counts = (column.tolist() for column in columns)
     if min(firsts) < 0 or min(counts) < 1 or max(counts) > MAX_SEQUENCE_TOKENS:
         raise ProtocolError("first_tokens must be at least 0, and num_tokens at least 1")
@@ -135,13 +123,3 @@ def _places(
         for sequence, first, count in pieces
     ]
     return np.concatenate(runs, dtype=np.int64)
-
-
-def check_seconds(name: str, value: float) -> float:
-    """
-    Raises:
-        ProtocolError: it is no number of seconds that anybody would wait.
-    """
-    if not (math.isfinite(value) and 0 < value <= _MOST_S):
-        raise ProtocolError(f"{name}={value!r} is not a number of seconds within 0..{_MOST_S:g}")
-    return value

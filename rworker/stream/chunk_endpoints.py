@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.codec import Array
-from fastdecode.wire.kv.chunks import (
+from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     ChunkAnswer,
     ChunkStored,
@@ -22,6 +20,8 @@ from fastdecode.wire.kv.chunks import (
     FetchedChunk,
     StoreChunk,
 )
+from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.codec import Array
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import Connection
 from rworker.cache_state import CacheState

@@ -1,4 +1,4 @@
-"""How K and V lie in a chunk; see ``fastdecode.wire.kv.chunks``."""
+"""How K and V lie in a chunk; see ``fastdecode.wire.blocks``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from cpu_kernels import BlockLayout, StoredTokens
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import ChunkForm, ExpectTokens, FetchChunk, StoreChunk
 from fastdecode.wire.codec import ALIGNMENT, aligned
-from fastdecode.wire.kv.chunks import ChunkForm, ExpectTokens, FetchChunk, StoreChunk
 
 _SCALE_BYTES = 8
 """Of a token and head: of K and of V."""

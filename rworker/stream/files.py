@@ -25,12 +25,13 @@ from typing import Final
 from zlib import crc32
 
 import numpy as np
+from msgspec.structs import replace
 
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.json_file import sync_directory
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import Array, Codec, Frame
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
 from fastdecode.wire.messages import Message
 from rworker.stream.chunk_endpoints import ChunkSink
 from rworker.stream.chunks import expectation
@@ -156,7 +157,7 @@ def _in_pieces(frame: Frame) -> list[memoryview]:
         return [memoryview(frame.head)]
     *small, last = frame.arrays
     piece = bytearray(frame.num_bytes - last.nbytes)
-    frame._replace(arrays=small).write(memoryview(piece))
+    replace(frame, arrays=small).write(memoryview(piece))
     return [memoryview(piece), memoryview(np.ascontiguousarray(last)).cast("B")]
 
 

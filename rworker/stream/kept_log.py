@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.kv.kept import KeepBlocks, words_of
+from fastdecode.wire.blocks import KeepBlocks, words_of
 from rworker.blocks.cached_blocks import CachedBlocks
 
 

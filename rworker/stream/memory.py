@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels import BlockLayout
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of
 
 if TYPE_CHECKING:

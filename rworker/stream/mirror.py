@@ -28,8 +28,14 @@ from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, words_of
+from fastdecode.wire.blocks import (
+    ChunkStored,
+    ExpectTokens,
+    ForgetBlocks,
+    KeepBlocks,
+    StoreChunk,
+    words_of,
+)
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

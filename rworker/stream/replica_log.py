@@ -14,22 +14,20 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.kv.chunks import (
+from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,
-    ExpectTokens,
-    StoreChunk,
-)
-from fastdecode.wire.kv.kept import (
     EndSequence,
+    ExpectTokens,
     ForgetBlocks,
     KeepBlocks,
     ResumeSequence,
+    StoreChunk,
+    TruncateSequence,
     keys_of,
     words_of,
 )
-from fastdecode.wire.kv.taking_over import TruncateSequence
 from fastdecode.wire.messages import (
     MAX_ID,
     CloseSequence,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import cpu_kernels
 from cpu_kernels.layout import CARRIERS
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
 from fastdecode.wire.codec import Array
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
 from rworker.stream.chunks import ChunkShape, layout_of
 
 

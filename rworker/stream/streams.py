@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES
 from rworker.stream.chunk_endpoints import ChunkSink, ChunkSource
 from rworker.stream.cutting import ChunkCut
 from rworker.stream.pieces import Piece

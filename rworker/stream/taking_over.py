@@ -7,20 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from fastdecode.core.errors import CapacityError, ProtocolError
-from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.kept import ForgetBlocks, words_of
-from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver, TruncateSequence
-from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
+from fastdecode.wire.blocks import (
+    MISSING,
+    ForgetBlocks,
+    TakenOver,
+    TakeOver,
+    TruncateSequence,
+    keys_of,
+    words_of,
+)
+from fastdecode.wire.messages import Accepted, CloseSequence, Refused
 from fastdecode.wire.traits import Role
 from rworker.cache_state import CacheState
-from rworker.checks import check_array, check_integer, checked_keys
 from rworker.stream.changes import Change
 
 
 def truncate(books: CacheState, message: TruncateSequence) -> Accepted | Refused:
     """Forget the last tokens of a sequence that is at rest."""
-    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-    num_tokens = check_integer("num_tokens", message.num_tokens, 0, MAX_SEQUENCE_TOKENS)
+    sequence, num_tokens = message.sequence_id, message.num_tokens
     books.steps.check_at_rest(sequence)
     arrives = sequence in books.arrivals
     if arrives and books.hello.role is not Role.NEIGHBOUR:
@@ -84,17 +88,11 @@ def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Ch
 
 def wanted_of(message: TakeOver) -> tuple[dict[int, int], list[bytes]]:
     """Sequences, and the most tokens of each; and keys of kept blocks; checked."""
-    check_integer("session", message.session, 0, MAX_ID)
-    shape = np.shape(message.sequence_ids)
-    if len(shape) != 1:
-        raise ProtocolError(f"sequence_ids must have one dimension, not shape {shape}")
-    check_array("sequence_ids", message.sequence_ids, np.dtype(np.int64), shape)
-    check_array("num_tokens", message.num_tokens, np.dtype(np.int32), shape)
     ids = message.sequence_ids.tolist()
     wanted = dict(zip(ids, message.num_tokens.tolist(), strict=True))
     if len(wanted) < len(ids) or min(ids, default=0) < 0 or min(wanted.values(), default=0) < 0:
         raise ProtocolError("each sequence is named once, with at least 0 tokens")
-    keys = checked_keys(message.keys) if len(message.keys) else []
+    keys = keys_of(message.keys)
     if len(set(keys)) < len(keys):
         raise ProtocolError("each kept block is named once")
     return wanted, keys

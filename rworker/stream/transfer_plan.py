@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES
 from rworker.stream.cutting import CacheKind, ChunkCut, cut_pieces
 from rworker.stream.pieces import Piece, turns
 

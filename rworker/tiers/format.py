@@ -24,7 +24,7 @@ from typing import Final
 from zlib import crc32
 
 from fastdecode.core.model.block_keys import KEY_BYTES
-from fastdecode.wire.kv.tiers import MAX_SLOTS
+from fastdecode.wire.blocks import MAX_SLOTS
 
 PAGE_BYTES: Final = 4096
 """Direct reads and writes begin and end at multiples of this, in the file and in memory."""

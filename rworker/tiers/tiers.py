@@ -11,8 +11,7 @@ import numpy as np
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.kept import words_of
-from fastdecode.wire.kv.tiers import MOST_MOVED, Stocked
+from fastdecode.wire.blocks import MOST_MOVED, Stocked, words_of
 from rworker.tiers.disk import Disk
 from rworker.tiers.format import Entry, SlotShape
 from rworker.tiers.lower_tier import LowerTier

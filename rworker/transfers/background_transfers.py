@@ -31,12 +31,8 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.attending import FEEDING_LINE
-from fastdecode.wire.kv.exporting import Pulled
-from fastdecode.wire.kv.replicating import ON_DISK, Replicated, Unprotected
-from fastdecode.wire.kv.tiers import Fetching, Moved
+from fastdecode.wire.blocks import ON_DISK, Fetching, Moved, Pulled, Replicated, Unprotected
 from rworker.instructions import (
-    Admit,
     BeginPull,
     DropStored,
     EndPull,
@@ -124,7 +120,6 @@ class BackgroundTransfers:
         self._clock = clock
         self.files: Final = files
         """See the class."""
-        self._admitted: set[str] = set()  # prompt stages
         self._replicas: dict[HolderId, ReplicaTransfer] = {}
         self._numbers: dict[HolderId, int] = {}  # of the last replica of each, which may be over
         self._num_ended = 0  # steps, since replicas had a unit
@@ -168,14 +163,7 @@ class BackgroundTransfers:
 
     def obey(
         self,
-        instruction: LinkReplica
-        | Follow
-        | EndStep
-        | BeginPull
-        | EndPull
-        | MoveBlocks
-        | DropStored
-        | Admit,
+        instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | MoveBlocks | DropStored,
     ) -> None:
         """A transfer begins or ends, or has to know of a change."""
         self.is_used = True
@@ -201,8 +189,6 @@ class BackgroundTransfers:
             case DropStored(holder, keys):
                 if (tier := self._memory.tiers.of(holder)) is not None:
                     tier.drop(keys)
-            case Admit(addresses):
-                self._admit(addresses)
 
     def attended(self) -> None:
         """A layer has been attended."""
@@ -264,13 +250,6 @@ class BackgroundTransfers:
     def _is_importing(self) -> bool:
         return bool(self._imports) or any(link.is_owed for link in self._links.values())
 
-    def _admit(self, addresses: Iterable[str]) -> None:
-        for address in addresses:
-            # Also when a cache is greeted again: two connections would share messages.
-            if address not in self._admitted:
-                self._admitted.add(address)
-                self._neighbours.expect(address, FEEDING_LINE)
-
     def _replicate(self, order: LinkReplica) -> None:
         holder = order.holder
         is_new = self._numbers.get(holder) != order.number
@@ -279,8 +258,6 @@ class BackgroundTransfers:
                 self._replicas.pop(holder).discard()
             self._numbers[holder] = order.number
         try:
-            if order.guest:
-                self._neighbours.expect(order.guest, order.guest_line)
             if order.keeper and is_new:
                 source = LocalCache(holder, order.books, self._memory)
                 sink = self._sink(order)
@@ -290,7 +267,7 @@ class BackgroundTransfers:
 
     def _sink(self, order: LinkReplica) -> ReplicaSink:
         if order.keeper != ON_DISK:
-            return ReplicaSink(partial(self._neighbours.connect, order.keeper, order.line))
+            return ReplicaSink(partial(self._neighbours.open, order.keeper))
         if self.files is None:
             raise ConfigError("it has no disk for replicas: give it --cache-disk")
         return self.files.sink(order)
@@ -308,7 +285,7 @@ class BackgroundTransfers:
     def _link_to(self, place: Place) -> PeerLink:
         """To where a source is. Raises FastDecodeError: it can't be had."""
         if place not in self._links:
-            self._links[place] = PeerLink(self._neighbours.connect(*place), self._clock)
+            self._links[place] = PeerLink(self._neighbours.open(place[0]), self._clock)
         return self._links[place]
 
     def _listen(self, place: Place, most: int) -> None:

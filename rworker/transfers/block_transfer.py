@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Final
 
-from fastdecode.wire.kv.kept import words_of
-from fastdecode.wire.kv.tiers import Fetching, Moved
+from fastdecode.wire.blocks import Fetching, Moved, words_of
 from rworker.instructions import MoveBlocks
 from rworker.tiers.health import Faults
 from rworker.tiers.lower_tier import LowerTier

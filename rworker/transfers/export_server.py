@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, Protocol
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.mpi.roles import link_address
+from fastdecode.wire.mpi.ranks import link_address
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import Connection, Hub, PeerLostError
 from rworker.transfers.neighbours import Neighbours
@@ -221,27 +221,24 @@ class RankExports:
 
     Args:
         job: this process's part in the job.
-        guests: ranks that may read it.
         silence_s: a rank that is read, and gives no sign of life for so long, is lost.
     """
 
-    def __init__(self, job: MpiJob, guests: Iterable[int], silence_s: float) -> None:
+    def __init__(self, job: MpiJob, silence_s: float) -> None:
         self._job = job
-        self._guests = guests
         self._silence_s = silence_s
         self._opened = ExitStack()
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
         """See ``rworker.transfers.neighbours.Neighbourhood``: once, as it has one cache."""
-        from fastdecode.wire.mpi.doors import DeviceDoorHub, Doors, RankReaders
+        from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
 
-        readers = RankReaders(self._job, self._silence_s)
-        self._opened.callback(readers.close)
-        listener = DeviceDoorHub(self._job, Doors(self._job, self._guests, readers))
-        server = ExportServer(name, listener, hub)
+        neighbours = MpiNeighbours(self._job, self._silence_s)
+        self._opened.callback(neighbours.close)
+        server = ExportServer(name, RWorkerHub(self._job, is_hurried=False), hub)
         self._opened.callback(server.close)
         server.start()
-        return readers
+        return neighbours
 
     def address_of(self, name: str) -> str:
         """What other ranks call it."""

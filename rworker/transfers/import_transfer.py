@@ -12,10 +12,12 @@ from msgspec.structs import replace
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
-from fastdecode.wire.kv.chunks import ExportExpired, FetchChunk, FetchedChunk
-from fastdecode.wire.kv.exporting import (
+from fastdecode.wire.blocks import (
     DescribeExport,
     ExportDescription,
+    ExportExpired,
+    FetchChunk,
+    FetchedChunk,
     KVSource,
     Pull,
     Pulled,

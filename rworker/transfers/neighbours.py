@@ -21,18 +21,12 @@ class NeighbourConnection(Connection[ToRWorker, FromRWorker], Protocol):
 class Neighbours(Protocol):
     """How other R-workers are reached over this one's transport."""
 
-    def connect(self, address: str, line: int) -> NeighbourConnection:
-        """A new connection to one. Never waits: it needn't be reached yet.
-
-        Args:
-            line: a number that no other connection between R-workers has.
+    def open(self, address: str) -> NeighbourConnection:
+        """Open a new connection to one. Never waits: it needn't be reached yet.
 
         Raises:
-            FastDecodeError: there is no such address, or it may not be used.
+            FastDecodeError: If there is no such address, or it may not be used.
         """
-
-    def expect(self, address: str, line: int) -> None:
-        """One may connect from now on, over this line."""
 
 
 class Neighbourhood(Protocol):
@@ -60,22 +54,15 @@ class ThreadNeighbours:
         """See ``Neighbourhood``."""
         return name
 
-    def connect(self, address: str, line: int) -> NeighbourConnection:
-        """See ``Neighbours``."""
+    def open(self, address: str) -> NeighbourConnection:
         if address not in self._hubs:
             raise ConfigError(f"there is no R-worker {address!r} in this process")
         here, _ = connect(InprocHub(), "a neighbour", self._hubs[address], f"R-worker {address}")
         return here
 
-    def expect(self, address: str, line: int) -> None:
-        """A connection is there as soon as it is made."""
-
 
 class NoNeighbours:
     """Of an R-worker that can't reach others."""
 
-    def connect(self, address: str, line: int) -> NeighbourConnection:
+    def open(self, address: str) -> NeighbourConnection:
         raise ConfigError("this R-worker can't reach others: it keeps no replicas")
-
-    def expect(self, address: str, line: int) -> None:
-        raise ConfigError("this R-worker can't be reached by others: it keeps no replicas")

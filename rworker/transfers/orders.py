@@ -10,25 +10,26 @@ from msgspec.structs import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.chunks import FetchChunk
-from fastdecode.wire.kv.exporting import (
-    MAX_SOURCES,
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.blocks import (
     DescribeExport,
+    DropBlocks,
     ExportDescription,
     ExportExpired,
     ExportSequence,
-    KVSource,
+    FetchBlocks,
+    FetchChunk,
     Pull,
-    check_ticket,
+    Replicate,
+    Restore,
+    StoreBlocks,
+    TierToRWorker,
+    UseTier,
 )
-from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate, Restore
-from fastdecode.wire.kv.tiers import DropBlocks, FetchBlocks, StoreBlocks, TierToRWorker, UseTier
-from fastdecode.wire.messages import MAX_HOLDERS, MAX_ID, PROTOCOL_VERSION
+from fastdecode.wire.messages import PROTOCOL_VERSION
 from rworker.blocks.moving import keys_to_drop
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
-from rworker.checks import check_integer, checked_identity
 from rworker.instructions import (
     BeginPull,
     DropStored,
@@ -42,7 +43,7 @@ from rworker.instructions import (
     Send,
 )
 from rworker.step_plan import copies
-from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk
+from rworker.stream.checks import expect_tokens, fetch_chunk
 from rworker.stream.chunks import expectation
 from rworker.transfers.exports import ExportedSequence
 
@@ -65,9 +66,9 @@ def about_handing(
     if isinstance(message, ExportSequence):
         _offer(cache.books, message)
         return ()
-    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
-    num_tokens = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
-    _check_pull(message)
+    sequence, num_tokens = message.sequence_id, message.num_tokens
+    if message.first_token + num_tokens > MAX_SEQUENCE_TOKENS:
+        raise ProtocolError(f"no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens")
     if cache.books.num_settled(sequence) or sequence in cache.books.arrivals:
         raise ProtocolError(f"sequence {sequence} has tokens: an empty one is pulled")
     appended = expect_tokens(cache.books, expectation({sequence: num_tokens}))
@@ -91,7 +92,6 @@ def about_offer(
     Raises:
         ProtocolError: no offer is like that.
     """
-    ticket = check_ticket(message.ticket)
     if isinstance(message, DescribeExport) and message.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the reader speaks protocol version {message.protocol_version}, this R-worker "
@@ -99,7 +99,7 @@ def about_offer(
             code="protocol_version",
         )
     for cache in caches:
-        offered = cache.books.offers.find(ticket)
+        offered = cache.books.offers.find(message.ticket)
         if offered is not None:
             return (_told(number, cache, offered, message),)
     return (Send(number, _GONE),)
@@ -119,13 +119,13 @@ def _told(
 
 
 def _offer(books: CacheState, message: ExportSequence) -> None:
-    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+    sequence = message.sequence_id
     books.steps.check_at_rest(sequence)
     tables = books.store.tables
     num_tokens = books.num_settled(sequence)
     if sequence in books.arrivals or tables.row(sequence) in tables.gaps or not num_tokens:
         raise ProtocolError(f"sequence {sequence} lacks tokens: it can't be offered")
-    books.offers.give(check_ticket(message.ticket), sequence, num_tokens)
+    books.offers.give(message.ticket, sequence, num_tokens)
 
 
 def about_tier(number: int, cache: HolderCache, message: TierToRWorker) -> tuple[Instruction, ...]:
@@ -142,39 +142,11 @@ def about_tier(number: int, cache: HolderCache, message: TierToRWorker) -> tuple
         case UseTier():
             if books.moving:
                 raise ProtocolError("the lower tier is in use")
-            return (OpenTier(number, cache.holder, checked_identity(message.identity)),)
+            return (OpenTier(number, cache.holder, message.identity),)
         case StoreBlocks() | FetchBlocks():
             return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
         case DropBlocks():
             return (DropStored(cache.holder, tuple(keys_to_drop(message))),)
-
-
-def _check_pull(message: Pull) -> None:
-    first = check_integer("first_token", message.first_token, 0, MAX_SEQUENCE_TOKENS)
-    check_integer("first_head", message.first_head, 0, MAX_HEADS)
-    check_integer("first_layer", message.first_layer, 0, MAX_LAYERS)
-    check_seconds("timeout_s", message.timeout_s)
-    if not 0 <= message.bytes_per_s < 1e15:
-        raise ProtocolError(f"bytes_per_s={message.bytes_per_s!r} is no pace")
-    if not 1 <= len(message.sources) <= MAX_SOURCES:
-        raise ProtocolError(f"a pull has 1 to {MAX_SOURCES} sources, not {len(message.sources)}")
-    if first + message.num_tokens > MAX_SEQUENCE_TOKENS:
-        raise ProtocolError(f"no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens")
-    for source in message.sources:
-        _check_source(source)
-
-
-def _check_source(source: KVSource) -> None:
-    check_ticket(source.ticket)
-    check_integer("line", source.line, 0, MAX_ID)
-    for name, value, least, most in (
-        ("first_token", source.first_token, 0, MAX_SEQUENCE_TOKENS),
-        ("num_tokens", source.num_tokens, 1, MAX_SEQUENCE_TOKENS),
-        ("first_head", source.first_head, 0, MAX_HEADS),
-        ("num_heads", source.num_heads, 1, MAX_HEADS),
-        ("first_layer", source.first_layer, 0, MAX_LAYERS),
-    ):
-        check_integer(f"{name} of a source", value, least, most)
 
 
 def to_restore(
@@ -189,11 +161,10 @@ def to_restore(
     Raises:
         ProtocolError: it is another session's.
     """
-    holder = HolderId(check_integer("holder", message.holder, 0, MAX_HOLDERS - 1))
-    link = check_integer("link", message.link, 0, MAX_ID)
+    holder = HolderId(message.holder)
     if not session or message.session != session:
         raise ProtocolError("a replica is restored in the session in which it was made")
-    return (ReadReplica(holder, session, link),) if present is None else ()
+    return (ReadReplica(holder, session, message.link),) if present is None else ()
 
 
 def links_over(number: int, caches: Iterable[HolderCache]) -> Iterator[LinkReplica]:
@@ -212,16 +183,18 @@ def link_for(number: int, cache: HolderCache, message: Replicate) -> LinkReplica
     Raises:
         ProtocolError: there can be none like that.
     """
-    link_bytes = check_integer("link_bytes", message.link_bytes, 1, MOST_LINK_BYTES)
     if message.keeper and not cache.books.hello.session:
         raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
-    serial = check_integer("link", message.link, 0, MAX_ID)
-    timeout_s = check_seconds("timeout_s", message.timeout_s)
     cache.is_replicated = bool(message.keeper)
-    lines = [
-        check_integer(name, getattr(message, name), 0, MAX_ID) for name in ("line", "guest_line")
-    ]
-    who = (message.keeper, message.guest)
     return LinkReplica(
-        number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s, *lines
+        number,
+        cache.holder,
+        cache.books,
+        message.keeper,
+        message.guest,
+        message.link_bytes,
+        message.link,
+        message.timeout_s,
+        message.line,
+        message.guest_line,
     )

@@ -29,7 +29,7 @@ from typing import Final, cast
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.json_file import sync_directory
-from fastdecode.wire.kv.chunks import ChunkStored, StoreChunk
+from fastdecode.wire.blocks import ChunkStored, StoreChunk
 from fastdecode.wire.messages import Accepted, FromRWorker, Hello, ToRWorker, Welcome
 from rworker.instructions import LinkReplica, ReadReplica
 from rworker.stream.files import RecordWriter, read_records

@@ -8,8 +8,7 @@ from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
-from fastdecode.wire.kv.chunks import StoreChunk
-from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
+from fastdecode.wire.blocks import NO_STEP, Replicated, StoreChunk, Unprotected
 from fastdecode.wire.messages import FromRWorker, Welcome
 from rworker.instructions import LinkReplica
 from rworker.stream.changes import Change

@@ -25,9 +25,8 @@ from values import replace
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, TakeOver, TruncateSequence
 from fastdecode.wire.codec import Codec
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk
-from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     Attend,

@@ -17,12 +17,12 @@ from generate_jobs import GenerateJob, job_of
 from limited_steps import StepLimit
 from mpi_launch import FASTDECODE, PATHS, needs_mpi, run, running
 
+from fastdecode.cli import launch
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.launcher import LAUNCH_LINE
+from fastdecode.wire.mpi.ranks import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
-from fastdecode.wire.placed_line import PlacedLine
 from rworker.tiers.disk import slot_files
 
 ROOT = Path(__file__).parents[2]
@@ -74,15 +74,15 @@ def test_the_lines() -> None:
         ": -n 3 r",
     ]
     instances = tuple(PlacedInstance(InstanceRole.BOTH, num) for num in (1, 2, 1))
-    placed = PlacedLine(("s",), ("r",), parse_hosts("a:2,b:2"), instances=instances)
+    placed = JobLine(("s",), ("r",), parse_hosts("a:2,b:2"), instances=instances)
     assert placed.words()[-41:] == shlex.split(
         "-n 2 --host a:2 s : -n 1 --host a:1 r : -n 1 --host a:1 s : -n 1 --host a:1 r : "
         "-n 1 --host b:1 r : -n 1 --host b:1 s : -n 1 --host b:1 r"
     )
-    mpich = PlacedLine(("s",), ("r",), parse_hosts("a:2,b:2"), vendor="MPICH", instances=instances)
+    mpich = JobLine(("s",), ("r",), parse_hosts("a:2,b:2"), vendor="MPICH", instances=instances)
     assert mpich.shown().split(" \\\n    ")[0] == "mpirun -hosts a:5,b:3"
     with pytest.raises(ConfigError, match="take 4 R-workers' places, and --hosts has room for 3"):
-        PlacedLine(("s",), ("r",), parse_hosts("a:3"), instances=instances)
+        JobLine(("s",), ("r",), parse_hosts("a:3"), instances=instances)
     assert "-n 2 --host a:2 s : -n 2" in " ".join(
         JobLine(("s",), ("r",), hosts, num_s_ranks=2).words()
     )
@@ -278,6 +278,28 @@ def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_p
     has_line = "mpirun ended with exit code 9, and the S-worker reported no" in outcome.output
     assert has_line is (says == "")
     assert noted.read_text() == f"{code}\n"
+
+
+STAYS = """
+import pathlib, signal, sys
+if sys.argv[2:]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).write_text("0")
+signal.pause()
+"""
+"""An mpirun that stays once its S-worker has reported, for a rank that was stopped."""
+
+
+@pytest.mark.parametrize(("words", "ended_by"), [([], signal.SIGTERM), (["deaf"], signal.SIGKILL)])
+def test_an_mpirun_that_stays_after_the_report_is_ended(
+    words: list[str], ended_by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_LOOK_S", 0.02)
+    monkeypatch.setattr(launch, "_ENDING_S", 0.1)
+    monkeypatch.setattr(launch, "_TERMINATING_S", 0.1)
+    report = tmp_path / "report"
+    line = [sys.executable, "-c", STAYS, str(report), *words]
+    assert launch._run(line, signal.SIGUSR1, {**os.environ}, report) == (-ended_by, False)
 
 
 SEES_OFF = """

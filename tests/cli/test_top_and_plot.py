@@ -16,7 +16,7 @@ from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
 from fastdecode.measure.plot import TraceSeries
 from fastdecode.server.serving import ActivityLines
-from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.instances import StatusReport
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"
 WORKER = {"name": "r0", "lost": None, "kv_blocks": 10, "kv_blocks_used": 5, "load_tokens": 77}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,9 +13,8 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT, read_placement
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.roles import InstanceRanks, RankRole
-from fastdecode.wire.mpirun_line import JobHost
-from fastdecode.wire.placed_line import PlacedLine
+from fastdecode.wire.mpi.ranks import InstanceRanks, RankRole
+from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 PREFILL, DECODE = (
     {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": sockets}
@@ -58,7 +57,7 @@ def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path)
     assert own[0].s_part.prompt_pp == 1 and own[1].s_part.pp == 2
     path = written(tmp_path / "p.json", instances=[PREFILL, decode])
     assert list(map(str, read_placement(path, on_devices=True))) == ["prefill:0", "decode:0:pp=2"]
-    line = PlacedLine(
+    line = JobLine(
         ("s",), ("r",), (JobHost("a", 1), JobHost("b", 2)), instances=read_placement(path)
     )
     assert [host for host, _ in line._ranks()] == ["a", "a", "a", "b", "b"]
@@ -126,7 +125,6 @@ def test_ranks_of_instances_with_several_s_workers() -> None:
     assert ranks.size == 12 and ranks.leaders == (1, 4)
     assert [list(ranks.s_ranks(i)) for i in range(2)] == [[1, 2], [4, 5, 6, 7]]
     assert [list(ranks.r_ranks(i)) for i in range(2)] == [[3], [8, 9, 10, 11]]
-    assert [ranks.s_rank_of(rank) for rank in (3, 8, 9, 10, 11)] == [1, 4, 4, 6, 6]
     s_ranks = [rank for rank in range(12) if ranks.role(rank).name in ("LEADER", "STAGE", "MIRROR")]
     assert s_ranks == [1, 2, 4, 5, 6, 7] and ranks.role(0) is RankRole.CONTROLLER
     stages = ranks.stages(1)
@@ -134,7 +132,7 @@ def test_ranks_of_instances_with_several_s_workers() -> None:
         (0, 0), (0, 1), (1, 0), (1, 1),
     ]  # fmt: skip
     assert [stages.leader(stage) for stage in range(2)] == [4, 6] and stages.others(1) == [0]
-    assert [list(stages.r_workers(cast(Any, None), stage)) for stage in range(2)] == [
+    assert [list(stages.r_workers(12, stage)) for stage in range(2)] == [
         [8, 9], [10, 11],
     ]  # fmt: skip
     assert (str(prefill), str(decode)) == ("prefill:1:tp=2", "decode:4:tp=2:pp=2")

@@ -29,7 +29,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.local import DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
-from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
+from fastdecode.wire.blocks import ExportSequence, KVSource, Pull, Pulled
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks
 from rworker.tiers.lower_tier import LowerTier, MoveJob

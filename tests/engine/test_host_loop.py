@@ -139,12 +139,12 @@ class ListedConnection:
         self._room = memoryview(bytearray(1 << 16))
 
     def send(self, message: Any) -> None:
-        frame = CODEC.encode(message, 7)
+        frame = CODEC.encode(message)
         frame.write(self._room)
         if isinstance(message, Attend):
             o = message.q
             result = AttendResult(message.step, message.lane, message.layer, o, None, 0.0)
-            answer = CODEC.encode(result, 7)
+            answer = CODEC.encode(result)
             data = np.zeros(answer.num_bytes, np.uint8)
             answer.write(data.data)
             self._answers.append((self._index, data))

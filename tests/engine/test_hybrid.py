@@ -206,7 +206,7 @@ def test_a_lost_r_worker_never_disturbs_those_at_home(
 def test_quantised_everybody_has_the_tokens_of_its_side(
     kv_dtype: str, room_gb: float, llama: str
 ) -> None:
-    """R-workers round queries, the device doesn't (``test_int8_sides``)."""
+    """R-workers round queries, the device doesn't (``test_paged``)."""
     of_side = []
     for placement in ("r", "gpu"):
         options = {**SHARED, "kv_placement": placement, "kv_dtype": kv_dtype, "kv_memory_gb": 0.01}

@@ -16,8 +16,7 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.stages.prompts import LanePrompts, PastStep, PromptPlan
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.wire.kv.attending import AttendResult
-from fastdecode.wire.kv.chunks import FetchChunk, FetchedChunk
+from fastdecode.wire.blocks import AttendResult, FetchChunk, FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.paged import PagedKV
 

@@ -96,7 +96,6 @@ def stored(layer: int) -> AttendResult:
         ({"num_blocks": -5}, "num_blocks=-5"),
         ({"num_blocks": 0}, "num_blocks=0"),
         ({"num_blocks": 1 << 62}, f"num_blocks={1 << 62}, which is not within"),
-        ({"num_threads": -1}, "num_threads=-1"),
         ({"block_size": 999}, "KV blocks of 999 tokens"),
     ],
 )

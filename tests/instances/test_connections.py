@@ -16,7 +16,7 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.connections import InstanceConnections
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     Cancel,
     InstanceHello,
     InstanceWelcome,

@@ -14,7 +14,7 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     Deltas,
     EngineNumbers,
     FromEngine,

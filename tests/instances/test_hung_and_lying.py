@@ -34,7 +34,7 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.addresses import InstanceListener
 from fastdecode.engine.instances.connections import Heartbeat
-from fastdecode.wire.instances.messages import Deltas, InstanceHello, InstanceWelcome, Submit
+from fastdecode.wire.instances import Deltas, InstanceHello, InstanceWelcome, Submit
 from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")

@@ -42,7 +42,7 @@ from fastdecode.core.errors import ConfigError, RequestError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.addresses import InstanceHub, greet
-from fastdecode.wire.instances.messages import Deltas, InstanceHello, Submit
+from fastdecode.wire.instances import Deltas, InstanceHello, Submit
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")

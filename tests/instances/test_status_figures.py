@@ -24,7 +24,7 @@ from fastdecode.engine.instances.status_report import (
 )
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.transfers import FetchingTime
-from fastdecode.wire.instances.messages import InstanceWelcome, StatusReport
+from fastdecode.wire.instances import InstanceWelcome, StatusReport
 
 FIGURES = EngineFigures(
     1,
@@ -136,14 +136,9 @@ def test_what_is_left_out_or_elsewhere_is_refused(spoil: Callable[[Any], Any]) -
         status_from_json(said)
 
 
-@pytest.mark.parametrize(
-    ("steps", "live", "is_true"),
-    [(5, 2, True), (5, 0, True), (5, 3, False), (5, -1, False), (-1, 2, False)],
-)
-def test_live_r_workers_are_at_most_those_it_began_with(
-    steps: int, live: int, is_true: bool
-) -> None:
-    seen = StatusReport(steps, state="ready", num_live_r_workers=live, figures=told())
+@pytest.mark.parametrize(("live", "is_true"), [(2, True), (0, True), (3, False)])
+def test_live_r_workers_are_at_most_those_it_began_with(live: int, is_true: bool) -> None:
+    seen = StatusReport(5, state="ready", num_live_r_workers=live, figures=told())
     if is_true:
         seen.check(2)
     else:

@@ -40,10 +40,10 @@ def test_ranks_with_one_bad_command_say_it_once() -> None:
 
 
 THREADS = """
-from fastdecode.wire.mpi import hub, joining
-from fastdecode.wire.mpi.library import MPI
+from fastdecode.wire.mpi.job import join, load_mpi
+MPI = load_mpi()
 print("loaded:", MPI.Is_initialized())
-joining.join()
+join()
 print("joined:", MPI.Query_thread() == MPI.THREAD_SERIALIZED)
 """
 
@@ -60,7 +60,7 @@ def test_mpi_is_joined_by_us_and_not_by_whoever_loads_it() -> None:
 MEET = """
 import os, signal, sys
 from pathlib import Path
-from fastdecode.wire.mpi import joining
+from fastdecode.wire.mpi.job import join
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 trouble = sys.argv[1] if rank == "1" else ""
 if trouble == "ends":
@@ -70,7 +70,7 @@ if trouble == "unreachable":
 Path(os.environ["TMPDIR"], rank).write_text(str(os.getpid()))
 if trouble == "waits":
     signal.pause()
-joining.join()
+join()
 """
 
 
@@ -88,7 +88,7 @@ def test_a_rank_that_has_ended_is_noticed() -> None:
 def test_ranks_that_cannot_reach_each_other_end_as_any_that_never_meet() -> None:
     """So does one that is killed in the middle of MPI_Init, for the others."""
     outcome = run(meet("unreachable"), timeout_s=120)
-    assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome
     assert "the MPI job can't begin: " in outcome.output
 
 
@@ -118,9 +118,9 @@ from types import SimpleNamespace as Values
 import torch
 from fastdecode.core.config.s_part import SPart
 from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.wire.mpi import joining
-from fastdecode.wire.mpi.roles import StageRanks
-if joining.join().rank == 1:
+from fastdecode.wire.mpi.job import join
+from fastdecode.wire.mpi.ranks import StageRanks
+if join().rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 config = Values(s_part=SPart(tp=2), cluster=Values(worker_timeout_s=60.0))
 meet_ranks(Values(config=config, ranks=StageRanks(1, 2, 0), device=torch.device("cpu")))
@@ -136,12 +136,14 @@ def test_an_s_worker_that_is_stopped_before_they_have_met_ends_the_job() -> None
     assert re.search(named, outcome.output), outcome.output
 
 
-@pytest.mark.parametrize("what", ["noticed", "unnoticed"])
-def test_a_job_ends_though_ranks_hang(what: str) -> None:
-    """Open MPI's launcher, asked to end two, doesn't; of one that was stopped at
-    the very end nobody tells it."""
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stopped", "what"),
+    [(4, 1, "unnoticed"), (4, 2, "noticed"), (4, 3, "noticed")],
+    ids=["one beside a dead one", "two", "all others"],
+)
+def test_a_job_ends_though_ranks_hang(num_ranks: int, num_stopped: int, what: str) -> None:
     script = str(Path(__file__).with_name("ranks") / "hanging.py")
-    command = [*mpirun(4), sys.executable, script, what]
+    command = [*mpirun(num_ranks), sys.executable, script, str(num_stopped), what]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 

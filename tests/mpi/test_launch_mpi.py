@@ -9,7 +9,8 @@ import pytest
 from mpi_launch import FASTDECODE, mpirun, needs_mpi, run
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi import joining, launcher
+from fastdecode.wire.mpi import ranks
+from fastdecode.wire.mpi.job import check_size, join
 
 
 @pytest.mark.parametrize(
@@ -24,36 +25,36 @@ from fastdecode.wire.mpi import joining, launcher
     ],
 )
 def test_what_launchers_say_of_the_size(environ: dict[str, str], size: int | None) -> None:
-    assert launcher.launched_size(environ) == size
+    assert ranks.launched_size(environ) == size
 
 
 def test_what_launchers_say_of_this_host() -> None:
-    assert launcher.local_size({}) == 1
-    assert launcher.local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
-    assert launcher.local_size({"MPI_LOCALNRANKS": "2"}) == 2
+    assert ranks.local_size({}) == 1
+    assert ranks.local_size({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}) == 3
+    assert ranks.local_size({"MPI_LOCALNRANKS": "2"}) == 2
 
 
 def test_ranks_of_one_command_line_are_known() -> None:
     whole = {"OMPI_COMM_WORLD_SIZE": "3"}
     parts = {**whole, "OMPI_APP_CTX_NUM_PROCS": "2 1"}
-    for ranks, repeats in ((whole, [False, True, True]), (parts, [False, True, False])):
+    for environs, repeats in ((whole, [False, True, True]), (parts, [False, True, False])):
         for rank, expected in enumerate(repeats):
-            environ = {**ranks, "OMPI_COMM_WORLD_RANK": str(rank)}
-            assert launcher.repeats_other_rank(environ) is expected
-    assert not launcher.repeats_other_rank({}) and not launcher.repeats_other_rank(whole)
-    assert not launcher.repeats_other_rank({"PMI_RANK": "2", "PMI_SIZE": "3"})
+            environ = {**environs, "OMPI_COMM_WORLD_RANK": str(rank)}
+            assert ranks.repeats_other_rank(environ) is expected
+    assert not ranks.repeats_other_rank({}) and not ranks.repeats_other_rank(whole)
+    assert not ranks.repeats_other_rank({"PMI_RANK": "2", "PMI_SIZE": "3"})
 
 
 def test_without_a_launcher_mpi_is_not_even_loaded() -> None:
     with pytest.raises(ConfigError, match="needs a launcher") as caught:
-        joining.join(environ={})
+        join(environ={})
     assert caught.value.code == "no_mpi_launcher"
 
 
 def test_singletons_are_told_from_a_job() -> None:
-    joining.check_size(4, 4, "Some MPI 1.0")
+    check_size(4, 4, "Some MPI 1.0")
     with pytest.raises(ConfigError, match=r"started 4 ranks, but Some MPI 1.0 sees 1") as caught:
-        joining.check_size(1, 4, "Some MPI 1.0")
+        check_size(1, 4, "Some MPI 1.0")
     assert caught.value.code == "mpi_launcher_mismatch"
     assert "mpirun" in caught.value.message
 
@@ -85,13 +86,14 @@ def test_an_r_worker_may_not_be_the_first_rank() -> None:
 
 CRASH = """
 import sys
-from fastdecode.wire.mpi import joining, launcher
-job = joining.join()
+from fastdecode.wire.mpi.job import join
+job = join()
 if job.rank == int(sys.argv[1]):
     raise RuntimeError("a mistake")
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.hub import connect_to_s_workers, connect_workers
-hub = connect_to_s_workers(job) if job.rank else connect_workers(job)
+from fastdecode.wire.mpi.hub import RWorkerHub, connect_stage
+from fastdecode.wire.mpi.ranks import StageRanks
+hub = RWorkerHub(job) if job.rank else connect_stage(job, StageRanks(1), 0, range(1, job.size))[0]
 try:
     hub.receive_any(60.0)
 except WorkerError as error:
@@ -101,7 +103,7 @@ hub.close()
 
 
 @needs_mpi
-@pytest.mark.parametrize(("rank", "told"), [(0, "the S-worker (rank 0)"), (1, "R-worker rank 1")])
+@pytest.mark.parametrize(("rank", "told"), [(0, "rank 0"), (1, "R-worker rank 1")])
 def test_a_rank_that_crashes_before_it_connects_keeps_nobody_waiting(rank: int, told: str) -> None:
     command = [*mpirun(3), sys.executable, "-c", CRASH, str(rank)]
     outcome = run(command, timeout_s=120)

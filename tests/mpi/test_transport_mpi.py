@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 from mpi_launch import Outcome, mpirun, needs_mpi, run, running
 
@@ -38,8 +36,10 @@ def test_the_transport_suite(btl: str) -> None:
 
 
 def test_r_workers_that_read_each_other() -> None:
+    """A first message that is a greeting opens a connection, also before the other rank has a hub;
+    one too many is refused, and what is no greeting is dropped."""
     command = [*mpirun(3), sys.executable]
-    outcome = run([*command, str(RANKS / "doors.py")], timeout_s=120.0)
+    outcome = run([*command, str(RANKS / "greetings.py")], timeout_s=120.0)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert outcome.output.count("has read and been read") == 2, outcome.output
 
@@ -53,20 +53,15 @@ def test_an_r_worker_that_was(name: str, btl: str) -> None:
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 
-def test_a_call_of_mpi_that_does_not_return_is_noticed() -> None:
-    outcome = run_ranks("failures.py", 2, SHARED, "-k", "kept_by_mpi")
-    assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
-
-
 def test_a_job_that_mpi_keeps_ends_and_says_whom_it_waited_for() -> None:
     outcome = run_ranks(
         "failures.py", 4, "self,sm", "-k", "kept_until_the_end", "-s", "-p", "no:logging"
     )
-    assert outcome.exit_code == 4 and not outcome.orphans, outcome
+    assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome
     stopped = re.search(r"process (\d+) was stopped", outcome.output)
     assert stopped is not None, outcome.output
     assert (
-        f"MPI hasn't returned for 0.2 s: rank 2 (process {stopped[1]}) has been stopped"
+        f"MPI hasn't returned for 15 s: rank 2 (process {stopped[1]}) has been stopped"
         in outcome.output
     )
     assert "the last act, before exit code 4" in outcome.output
@@ -75,23 +70,11 @@ def test_a_job_that_mpi_keeps_ends_and_says_whom_it_waited_for() -> None:
 def test_an_r_worker_that_hangs_is_killed_in_the_end() -> None:
     outcome = run_ranks("failures.py", 4, "self,sm", "-k", "left_stopped")
     assert "1 passed" in outcome.output, outcome.output
-    assert outcome.exit_code == 4 and not outcome.orphans, outcome
+    assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome
 
 
 def test_r_workers_end_when_the_s_worker_dies() -> None:
     outcome = run_ranks("failures.py", 4, "self,sm", "-k", "s_worker_dies")
-    assert outcome.exit_code is not None and not outcome.orphans, outcome
-
-
-def test_ranks_whose_launcher_hangs_end_all_the_same() -> None:
-    command = mpirun(2)
-    with running([*command, sys.executable, str(RANKS / "stopped_launcher.py")]) as job:
-        launcher = psutil.Process(job.pid)
-        job.wait_until(lambda: launcher.status() == psutil.STATUS_STOPPED)
-        job.wait_until(lambda: job.processes() == [launcher])
-        launcher.send_signal(signal.SIGCONT)
-        outcome = job.wait(timeout_s=120)
-    # Its own code is any: it may crash, or have heard nothing of theirs.
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 

@@ -20,7 +20,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.engine.setup import device_caches
 from fastdecode.engine.setup import replicas as replicas_setup
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 from sworker.host_blocks import HostBlocks
 from sworker.paged import PagedKV
 

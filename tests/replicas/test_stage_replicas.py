@@ -19,8 +19,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.engine.setup import workers
 from fastdecode.engine.stages.writers import WriterMembers
-from fastdecode.wire.kv.attending import StorePrompt
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.blocks import StorePrompt
+from fastdecode.wire.waiting import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Drop
 from rworker.worker import WorkerThread, start_worker_thread

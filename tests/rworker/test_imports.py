@@ -25,14 +25,16 @@ from values import replace
 from examples import examples
 from fastdecode.core.clock import Clock
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
-from fastdecode.wire.kv.exporting import (
+from fastdecode.wire.blocks import (
+    ChunkForm,
     DescribeExport,
     ExportDescription,
     ExportExpired,
     ExportSequence,
+    FetchChunk,
+    FetchedChunk,
 )
+from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
 from rworker.stream.transfer_plan import TransferPlan
 from rworker.transfers import import_transfer
@@ -80,14 +82,14 @@ def test_a_source_of_which_anything_is_raised_ends_that_pull_alone(
     one, other = hosts.add("p", KV), hosts.add("d", KV)
     one.fill(3, 9, seed=5)
     one.offer(3, given := ticket())
-    connect_to = hosts.connect
+    open_to = hosts.open
 
-    def connect_unless_odd(address: str, line: int) -> Any:
+    def open_unless_odd(address: str) -> Any:
         if address == "odd":
             raise ValueError("no such address family")
-        return connect_to(address, line)
+        return open_to(address)
 
-    monkeypatch.setattr(hosts, "connect", connect_unless_odd)
+    monkeypatch.setattr(hosts, "open", open_unless_odd)
     for sequence in (8, 9):
         other.open(sequence, 30)
     for sequence, address in ((8, "odd"), (9, "p")):

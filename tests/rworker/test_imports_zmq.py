@@ -24,8 +24,7 @@ from stream_suite import (
 from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.kv.exporting import (
+from fastdecode.wire.blocks import (
     DescribeExport,
     ExportExpired,
     ExportSequence,
@@ -33,8 +32,9 @@ from fastdecode.wire.kv.exporting import (
     Pull,
     Pulled,
 )
+from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.worker import start_worker_thread
 

@@ -15,7 +15,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.blocks import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -58,7 +58,7 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
         (KeepBlocks(0, 0, keys(9)), "another block's"),
         (KeepBlocks(0, 1, keys(1)), "kept by another key"),
         (KeepBlocks(0, 0, keys()), "none"),
-        (KeepBlocks(0, 0, np.zeros((1, 3), np.int64)), "shape"),
+        (KeepBlocks(0, 0, np.zeros((1, 3), np.int64)), "[1, 3] stands where"),
         (KeepBlocks(0, 0, np.zeros((1, 2), np.int32)), "int64"),
         (ResumeSequence(1, 9, 8, keys(9, 1)), "no block is kept"),
         (ResumeSequence(1, 9, 5, keys(9)), "would resume 5 tokens"),
@@ -66,12 +66,11 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
         (ResumeSequence(0, 9, 4, keys(9)), "is open already"),
         (ResumeSequence(1, 20, 8, keys(9), 0, 5), "which isn't whole blocks"),
         (ResumeSequence(1, 20, 8, keys(9), 4, 8), "which isn't whole blocks"),
-        (ResumeSequence(1, 20, 8, keys(9), 4, 0), "gap_stop"),
         (ResumeSequence(1, 20, 8, keys(9), -4, 4), "gap_start"),
         (ResumeSequence(1, 20, 12, keys(9), 0, 4), "would resume 12 tokens"),
         (EndSequence(1, keys(1)), "sequence 1 is not open"),
         (EndSequence(0, keys(1)), "no last block that isn't full"),
-        (EndSequence(0, keys(1, 2)), "shape"),
+        (EndSequence(0, keys(1, 2)), "one key"),
         (ForgetBlocks(keys(1)), "no block is kept"),
         (ForgetBlocks(keys(9, 9)), "twice"),
     ],

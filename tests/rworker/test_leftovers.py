@@ -17,9 +17,9 @@ from stream_suite import (
 )
 from values import replace
 
-from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
+from fastdecode.wire.blocks import NO_STEP, Replicate, Replicated
 from fastdecode.wire.messages import Welcome
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 from rworker.serving_terms import ServingTerms
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -61,8 +61,8 @@ def test_s_workers_with_replicas_leave_nothing() -> None:
 
 def test_neighbours_that_are_closed_leave_their_hub() -> None:
     with r_worker("other") as other, contextlib.closing(ZmqHub(None)) as neighbours:
-        for line in range(NUM_CONNECTIONS):
-            connection = neighbours.connect(other.address, line)
+        for _ in range(NUM_CONNECTIONS):
+            connection = neighbours.open(other.address)
             connection.send(hello_for(KV))
             assert isinstance(connection.receive(WAIT_S), Welcome)
             assert len(neighbours.made) == 1

@@ -14,15 +14,18 @@ from stream_suite import Memory
 from examples import examples
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, ExpectTokens, StoreChunk
-from fastdecode.wire.kv.kept import (
+from fastdecode.wire.blocks import (
+    ChunkForm,
+    ChunkStored,
+    ExpectTokens,
     ForgetBlocks,
     KeepBlocks,
     ResumeSequence,
+    StoreChunk,
+    TakenOver,
     keys_of,
     words_of,
 )
-from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

@@ -12,8 +12,7 @@ from values import replace
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.replicating import Replicate
-from fastdecode.wire.kv.taking_over import TakeOver
+from fastdecode.wire.blocks import Replicate, TakeOver
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -172,13 +171,6 @@ def test_the_last_s_worker_that_leaves_ends_it() -> None:
 def test_a_reader_cannot_greet_as_one() -> None:
     with pytest.raises(ConfigError, match="reader keeps no cache"):
         replace(HELLO, role=Role.READER)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("holder", -1), ("holder", 1 << 16), ("max_blocks", -1)]
-)
-def test_holders_and_wishes_are_checked(field: str, value: int) -> None:
-    Peers().refuses(ONE, replace(HELLO, **{field: value}), f"{field}={value} is not a whole number")
 
 
 def test_blocks_of_one_cache_are_not_anothers() -> None:

@@ -15,7 +15,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.kv.chunks import ExpectTokens
+from fastdecode.wire.blocks import ExpectTokens
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -24,7 +24,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 from rworker.cache_state import CacheState
 from rworker.instructions import LinkReplica, ReadReplica
 from rworker.stream.files import RecordWriter

@@ -11,9 +11,9 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.messages import (
     Accepted,
     FromRWorker,
@@ -67,14 +67,11 @@ class Pair:
         link = LinkReplica(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, number, TIMEOUT_S)
         self.links.obey(link)
 
-    def connect(self, address: str, line: int) -> NeighbourConnection:
+    def open(self, address: str) -> NeighbourConnection:
         assert address == "r1"
         here, self.neighbour = connect(InprocHub(), "the owner", InprocHub(), "R-worker r1")
         here.is_reached = self.is_reached
         return here
-
-    def expect(self, address: str, line: int) -> None:
-        assert address == "r2"
 
     def welcome(self, num_blocks: int = NUM_BLOCKS) -> None:
         assert self.neighbour is not None

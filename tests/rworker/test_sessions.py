@@ -1,5 +1,6 @@
-"""Caches that outlive their S-worker: kept for its session, gone on with by
-another S-worker of it, or freed when nobody comes."""
+"""Caches that outlive their S-worker: kept for its session, continued by another
+S-worker of it, or freed when nobody comes. A peer that is gone costs only what was
+to be sent to it."""
 
 from __future__ import annotations
 
@@ -10,17 +11,38 @@ import pytest
 from state_machine import HELLO, KV, KV_BYTES, Worker, attend, step_of
 from values import replace
 
+from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.wire.kv.kept import EndSequence, KeepBlocks
-from fastdecode.wire.kv.replicating import Replicate
-from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
-from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
-from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welcome
+from fastdecode.wire.blocks import (
+    SESSION_RESUMED,
+    EndSequence,
+    FetchBlocks,
+    KeepBlocks,
+    Replicate,
+    StoreBlocks,
+    TakenOver,
+    TakeOver,
+)
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.messages import (
+    Failed,
+    FromRWorker,
+    Hello,
+    Inspect,
+    OpenSequence,
+    Report,
+    Shutdown,
+    ToRWorker,
+    Welcome,
+)
+from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
-from rworker.instructions import Admit, Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
+from rworker.instructions import Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
 from rworker.serving_terms import ServingTerms
+from rworker.state import RWorkerState
+from rworker.worker import RWorker, serve_next
 
 FIRST, SECOND, STRANGER = range(3)
 SESSION = 77
@@ -69,8 +91,8 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
 def test_a_resumed_cache_takes_prompts_from_the_stages_that_the_second_has() -> None:
     peers = Peers()
     peers.lose(FIRST)
-    _, welcome, admit = peers.say(SECOND, replace(RESUMING, feeders=("prompt stage 0",)))
-    assert welcome.message.is_resumed and admit == Admit(("prompt stage 0",))
+    _, welcome = peers.say(SECOND, replace(RESUMING, feeders=("prompt stage 0",)))
+    assert welcome.message.is_resumed
     assert peers.hold(SECOND, _9=40) == [20]
     assert peers.state._caches.fed(0, SESSION).owner == SECOND
 
@@ -255,3 +277,48 @@ def test_a_worker_that_has_a_cache_of_nobody_is_a_new_one_to_who_resumes() -> No
     worker = Worker(KV_BYTES, serving=KEEPING)
     prepare, welcome = worker.state.handle(SECOND, RESUMING)
     assert isinstance(prepare, Prepare) and isinstance(welcome, Send)
+
+
+WAIT_S = 60.0
+
+
+class Loop:
+    """An R-worker whose loop is turned by the test."""
+
+    def __init__(self) -> None:
+        self.hub: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
+        self._state = RWorkerState("r0", kv_bytes=KV_BYTES, serving=KEEPING)
+        self._executor = AttentionExecutor(kernels=reference)
+
+    def connect(self) -> InprocConnection[ToRWorker, FromRWorker]:
+        here, _ = connect(InprocHub(), "a peer", self.hub, "R-worker r0")
+        return here
+
+    def turn(self) -> None:
+        worker = RWorker(self.hub, self._state, self._executor)
+        assert serve_next(self.hub, worker, None)
+
+
+def test_an_s_worker_is_fenced_though_the_one_that_resumed_is_gone() -> None:
+    loop = Loop()
+    first, second = loop.connect(), loop.connect()
+    first.send(OURS)
+    loop.turn()
+    assert isinstance(first.receive(WAIT_S), Welcome)
+    second.send(replace(OURS, resumes=True))
+    second.close()  # before the R-worker has read it
+    loop.turn()
+    told = first.poll()
+    assert isinstance(told, Failed) and told.code == SESSION_RESUMED
+    assert not loop.hub.connections[0].is_open
+
+
+def test_a_report_to_a_peer_that_is_gone_ends_nothing() -> None:
+    loop = Loop()
+    first, second = loop.connect(), loop.connect()
+    first.send(Inspect())
+    first.close()
+    second.send(Inspect())
+    for _ in range(3):  # both messages, and the end of the first peer
+        loop.turn()
+    assert isinstance(second.poll(), Report)

@@ -15,7 +15,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
+from fastdecode.wire.blocks import MAX_CHUNK_BYTES
 from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.stream.cutting import CacheKind, cut_pieces
 from rworker.stream.pieces import Box, Placing, Region, redistribute

@@ -22,7 +22,7 @@ from values import replace
 from examples import examples
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
+from fastdecode.wire.blocks import ChunkForm, FetchChunk, StoreChunk
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,

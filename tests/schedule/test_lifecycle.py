@@ -144,6 +144,33 @@ def test_who_fits_nowhere_any_more_fails_unless_another_comes_in_time() -> None:
             assert isinstance(fail, events.Fail) and isinstance(fail.error, WorkerError)
 
 
+def test_who_outgrows_its_room_steps_when_it_has_more() -> None:
+    life = lifecycle(length_quantile=0.1)
+    life.scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
+    submit(life, "short", num_prompt_tokens=1, max_tokens=1)
+    tell(life, events.Opened(opening(life, 0).part.part_id))
+    step(life, 0)
+    for length in (3, 1):  # by now a sequence is expected to end after one token
+        submit(life, f"long{length}", num_prompt_tokens=4, max_tokens=length)
+    tell(life, events.Opened(opening(life, 0).part.part_id))
+    step(life, 0)
+    grow, *_ = tell(life, events.LaneIdle(0))
+    assert isinstance(grow, events.Extend) and grow.part.num_tokens == 6
+    assert tell(life, events.LaneReady(0)) == [], "it would write beyond its room"
+    tell(life, events.Opened(grow.part.part_id))
+    (run,) = tell(life, events.LaneReady(0))
+    assert isinstance(run, events.Run) and len(run.chunks) == 1
+
+
+def test_who_never_fits_leaves_nothing_behind() -> None:
+    life = lifecycle((4,))
+    with pytest.raises(CapacityError) as caught:
+        submit(life, "long", num_prompt_tokens=20, max_tokens=20)
+    assert caught.value.code == "exceeds_capacity", "a server's client is told that it never will"
+    life.check_invariants()
+    assert not life.sequences.by_request and not life.sequences.of_request("long")
+
+
 def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling() -> None:
     life = lifecycle()
     submit(life, "a", num_prompt_tokens=4, n=2)

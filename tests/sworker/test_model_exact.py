@@ -1,4 +1,5 @@
-"""Every family says what transformers says: logits within 1e-4.
+"""Every family says what transformers says: logits within 1e-4; and in 16 bits what rounding
+explains. Rotary frequencies equal transformers', and their table rounds once.
 
 Batches are ragged; transformers sees each sequence alone, so a token that
 leaked between sequences would show.
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import oracle, prompts
+from checkpoints import FEW_FAMILIES, oracle, prompts
 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
@@ -213,3 +214,44 @@ def test_table_turns_in_float32_and_rounds_once() -> None:
     # it only turns
     torch.testing.assert_close(exact.norm(dim=-1), x.bfloat16().float().norm(dim=-1))
     assert torch.equal(exact[0], x.bfloat16().float()[0]), "position 0 doesn't turn"
+
+
+Make = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", FEW_FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_16_bit_floats(family: str, dtype: torch.dtype, tiny_checkpoint: Make) -> None:
+    """Activations stay in the model's dtype, and differ from float32 by no more
+    than its rounding explains."""
+    path = tiny_checkpoint(family)
+    spec, wide = load_model(path, device="cpu", dtype=torch.float32)
+    _, narrow = load_model(path, device="cpu", dtype=dtype)
+    for parameter, exact in zip(narrow.parameters(), wide.parameters(), strict=True):
+        exact.copy_(parameter)  # the weights' own rounding isn't the question
+    (text,) = prompts((9,))
+    tokens, positions = torch.tensor(text), torch.arange(9, dtype=torch.int32)
+    x, y = wide.embed(tokens, positions), narrow.embed(tokens, positions)
+    _assert_rounded(y, x, dtype)
+    for a, b in zip(wide.layers, narrow.layers, strict=True):
+        _, qkv = a.pre_attention(x, None, positions)
+        y, narrow_qkv = b.pre_attention(x.to(dtype), None, positions)
+        for exact, rounded in zip(qkv, narrow_qkv, strict=True):
+            _assert_rounded(rounded, exact, dtype)
+        x, y = _sum(a.post_attention(x, qkv[0])), _sum(b.post_attention(y, qkv[0].to(dtype)))
+        _assert_rounded(y, x, dtype)
+    assert narrow.logits(y).dtype == torch.float32
+    assert narrow.logits(y).shape == (9, spec.vocab_size)
+
+
+def _sum(halves: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """The next layer's input."""
+    x, added = halves
+    return x if added is None else x + added
+
+
+def _assert_rounded(rounded: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert rounded.dtype == dtype
+    error = (rounded.float() - exact).norm() / exact.norm()
+    assert error < 6 * torch.finfo(dtype).eps

@@ -22,7 +22,7 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.codec import Codec
-from fastdecode.wire.instances.messages import Submit
+from fastdecode.wire.instances import Submit
 
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 

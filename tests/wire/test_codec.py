@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,8 +24,9 @@ from values import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.codec import ALIGNMENT, KINDS, MAX_HEAD_BYTES, Codec, Prefix
-from fastdecode.wire.instances.messages import Cancel, InstanceSays, ToInstance
+from fastdecode.wire.buffers import in_one_array
+from fastdecode.wire.codec import ALIGNMENT, KINDS, MAX_HEAD_BYTES, Codec, read_prefix
+from fastdecode.wire.instances import Cancel, InstanceSays, ToInstance
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -50,7 +51,7 @@ def test_a_body_that_lies_in_one_piece(rows: int) -> None:
     frame = CODEC.encode(packed_attend(rows, 0))
     written = np.zeros(frame.body_bytes, np.uint8)
     frame.write_body(written.data)
-    body = frame.body_in_place()
+    body = in_one_array(frame.arrays, ALIGNMENT)
     assert body is not None and body.tobytes() == written.tobytes()
     assert np.shares_memory(body, frame.arrays[0])
 
@@ -65,7 +66,7 @@ def test_a_body_that_does_not() -> None:
         replace(packed, v=packed.v[:, ::-1]),
         packed_attend(3, 0, gap=4),
     ):
-        assert CODEC.encode(other).body_in_place() is None
+        assert in_one_array(CODEC.encode(other).arrays, ALIGNMENT) is None
 
 
 def test_every_message_of_the_protocol_is_tested_here() -> None:
@@ -86,9 +87,24 @@ def test_round_trip(kind: type, data: st.DataObject) -> None:
     message = data.draw(MESSAGES[kind])
     assert same(message, CODEC.decode(in_one_piece(message)))
     head, *frames = in_frames(message)
-    assert same(message, CODEC.decode_frames(memoryview(head), frames, take))
+    assert same(message, CODEC.decode(memoryview(head), frames=frames, take=take))
     cut = [frame[at : at + 5] for frame in frames for at in range(0, len(frame), 5)]
-    assert same(message, CODEC.decode_frames(memoryview(head), cut, take))
+    assert same(message, CODEC.decode(memoryview(head), frames=cut, take=take))
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=2, deadline=None)
+def test_numbers_beyond_their_bounds_are_refused(kind: type, data: st.DataObject) -> None:
+    message = data.draw(MESSAGES[kind])
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if get_origin(hint) is Annotated and get_args(hint)[0] in (int, float):
+            bounds = get_args(hint)[1]
+            least = bounds.gt if bounds.ge is None else bounds.ge - 1
+            most = bounds.lt if bounds.le is None else bounds.le + 1
+            for value in (least, most):
+                with pytest.raises(ProtocolError, match=name):
+                    CODEC.decode(in_one_piece(replace(message, **{name: value})))
 
 
 # What senders may do wrong.
@@ -100,8 +116,8 @@ LAYER = AttentionSpec(1, 1, 1, 1.0)
 @pytest.mark.parametrize(
     ("message", "match"),
     [
-        (small_attend(dtype=np.float64), r"Attend: an array of float64 \[2, 4, 8\]"),
-        (Accepted(1 << 64), "Accepted: can't be sent"),
+        (small_attend(dtype=np.float64), r"Attend can.t be sent: an array of float64 \[2, 4, 8\]"),
+        (Accepted(1 << 64), "Accepted can't be sent"),
         (Hello(1, "h", KVSpec(1, 1, 1, DType.FLOAT32), (LAYER,) * 9000, DType.FLOAT32), "exceed"),
     ],
 )
@@ -143,13 +159,13 @@ def test_received_arrays_are_aligned_views_that_keep_their_buffer() -> None:
 def test_a_body_is_received_on_its_own() -> None:
     frame = CODEC.encode(small_attend())
     head = np.frombuffer(frame.head, np.uint8)
-    prefix = Prefix.of(head.data)
-    assert not prefix.is_whole(len(head))
-    body = np.zeros(prefix.body_bytes, np.uint8)
+    head_bytes, body_bytes = read_prefix(head.data)
+    assert head_bytes == len(head)
+    body = np.zeros(body_bytes, np.uint8)
     frame.write_body(body.data)
-    assert same(CODEC.decode_apart(head, body), small_attend())
+    assert same(CODEC.decode(head, body), small_attend())
     with pytest.raises(ProtocolError, match="Attend: its arrays go beyond its body"):
-        CODEC.decode_apart(head, body[:-1])
+        CODEC.decode(head, body[:-1])
 
 
 @pytest.mark.parametrize(
@@ -157,20 +173,18 @@ def test_a_body_is_received_on_its_own() -> None:
     [
         (lambda frames: frames[:-1], "go beyond its body"),
         (lambda frames: [*frames, b"more"], "bytes too many|were announced"),
-        (lambda frames: [frames[0] + frames[1], *frames[2:]], "don't fit"),
-        (lambda frames: [b"", *frames], "don't fit"),
-        (lambda frames: [frames[0][:-1], *frames[1:]], "don't fit|go beyond"),
+        (lambda frames: [frames[0] + frames[1], *frames[2:]], "do not fit"),
+        (lambda frames: [frames[0][:-1], *frames[1:]], "do not fit|go beyond"),
     ],
 )
 def test_frames_that_do_not_fit_are_refused(damage: Any, match: str) -> None:
     head, *frames = in_frames(small_attend())
     with pytest.raises(ProtocolError, match=match):
-        CODEC.decode_frames(memoryview(head), damage(frames), take)
+        CODEC.decode(memoryview(head), frames=damage(frames), take=take)
     with pytest.raises(ProtocolError, match="were announced"):
-        CODEC.decode_frames(memoryview(head)[:-1], frames, take)
-    empty = CODEC.encode(Cancel(("a" * (1 << 17),))).head
-    with pytest.raises(ProtocolError, match="without fields"):
-        CODEC.decode_frames(memoryview(empty), (), take)
+        CODEC.decode(memoryview(head)[:-1], frames=frames, take=take)
+    with pytest.raises(ProtocolError, match="beyond its body"):
+        CODEC.decode(memoryview(head))
 
 
 def take(num_bytes: int) -> Any:

@@ -8,9 +8,8 @@ import pytest
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.joined import HubBehind, JoinedHub
 from fastdecode.wire.messages import Accepted, OpenSequence
-from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError
+from fastdecode.wire.transport import CLOSED, TIMEOUT, HubBehind, JoinedHub, PeerLostError
 
 
 @pytest.fixture

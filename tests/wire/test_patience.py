@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from fastdecode.wire.patience import Watchdog
+from fastdecode.wire.waiting import Watchdog
 
 TICK_S = 0.001
 

@@ -22,7 +22,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.wire.codec import Codec
-from fastdecode.wire.instances.messages import Deltas, Submit
+from fastdecode.wire.instances import Deltas, Submit
 
 CODEC = Codec()
 SOURCE = KVSource("tcp://127.0.0.1:7000", 0, "ab" * 16, 0, 9, 0, 2)

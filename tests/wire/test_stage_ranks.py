@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
-
 import pytest
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.roles import StageRanks
-
-
-@dataclass(frozen=True)
-class Job:
-    size: int
+from fastdecode.wire.mpi.ranks import StageRanks
 
 
 def r_workers(num_stages: int, num_ranks: int, tp: int = 1) -> list[list[int]]:
     """Of each stage, in a job of so many ranks."""
     ranks = StageRanks(num_stages, tp)
-    job = cast(Any, Job(num_ranks))
-    return [list(ranks.r_workers(job, stage)) for stage in range(num_stages)]
+    return [list(ranks.r_workers(num_ranks, stage)) for stage in range(num_stages)]
 
 
 def test_each_stage_has_as_many() -> None:
@@ -44,25 +35,23 @@ def test_several_s_workers_of_a_stage_stand_side_by_side() -> None:
         "LEADER", "MIRROR", "STAGE", "MIRROR", "R_WORKER",
     ]  # fmt: skip
     assert [ranks.leader(stage) for stage in range(2)] == [0, 2]
-    job = cast(Any, Job(6))
-    assert [list(ranks.r_workers(job, stage)) for stage in range(2)] == [[4], [5]]
+    assert [list(ranks.r_workers(6, stage)) for stage in range(2)] == [[4], [5]]
 
 
 def test_with_r_workers_at_addresses_all_ranks_are_stages() -> None:
-    assert not StageRanks(2, tp=2).none_left(cast(Any, Job(4)))
+    StageRanks(2, tp=2).check_none_left(4)
     for size in (3, 6):
         with pytest.raises(ConfigError, match=f"takes 4 MPI ranks .* and {size} were started"):
-            StageRanks(2, tp=2).none_left(cast(Any, Job(size)))
+            StageRanks(2, tp=2).check_none_left(size)
 
 
 def test_stages_of_prompts_stand_between_the_others_and_their_r_workers() -> None:
     ranks = StageRanks(2, num_prompt_stages=3)
-    job = cast(Any, Job(9))
-    assert [list(ranks.r_workers(job, stage)) for stage in range(2)] == [[5, 6], [7, 8]]
+    assert [list(ranks.r_workers(9, stage)) for stage in range(2)] == [[5, 6], [7, 8]]
     assert list(ranks.prompt_stages) == [2, 3, 4]
     assert [ranks.others(stage) for stage in range(5)] == [
         [1, 2, 3, 4], [0], [0, 3], [0, 2, 4], [0, 3]
     ]  # fmt: skip
     assert StageRanks(3).others(1) == [0, 2]
     with pytest.raises(ConfigError, match="takes 5 of the 6 MPI ranks"):
-        ranks.r_workers(cast(Any, Job(6)), 0)
+        ranks.r_workers(6, 0)

@@ -15,8 +15,8 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from fastdecode.wire.codec import Codec  # noqa: E402
 from fastdecode.wire.messages import Accepted, Hello  # noqa: E402
-from fastdecode.wire.patience import Pump  # noqa: E402
 from fastdecode.wire.transport import PeerLostError  # noqa: E402
+from fastdecode.wire.waiting import Pump  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener  # noqa: E402
 
 HELLO: Any = to_r_worker()[0]
@@ -42,15 +42,15 @@ def hub(listener: ZmqListener) -> Iterator[ZmqHub]:
 
 def break_reading(monkeypatch: pytest.MonkeyPatch, is_bad: Any) -> None:
     """Reading some messages raises what no reader expects."""
-    decode = Codec.decode_frames
+    decode = Codec.decode
 
-    def read(codec: Codec, *args: Any) -> Any:
-        found = decode(codec, *args)
+    def read(codec: Codec, *args: Any, **options: Any) -> Any:
+        found = decode(codec, *args, **options)
         if is_bad(found):
             raise OverflowError("cannot convert float infinity to integer")
         return found
 
-    monkeypatch.setattr(Codec, "decode_frames", read)
+    monkeypatch.setattr(Codec, "decode", read)
 
 
 def test_an_answer_that_cannot_be_read_ends_its_connection_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from messages_for_tests import (
@@ -15,7 +16,9 @@ from messages_for_tests import (
 from values import replace
 
 from fastdecode import __version__
-from fastdecode.wire.messages import Hello, Welcome
+from fastdecode.engine.instances.connections import welcome_of
+from fastdecode.wire.instances import InstanceHello
+from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 
 
 def check_r_worker(version: str) -> None:
@@ -31,7 +34,9 @@ def check_stage(version: str) -> None:
 
 
 def check_instance(version: str) -> None:
-    replace(INSTANCE_WELCOME, version=version).check()
+    welcome = replace(INSTANCE_WELCOME, version=version)
+    line: Any = None
+    assert welcome_of(line, InstanceHello(PROTOCOL_VERSION, welcome.model_hash), welcome)
 
 
 GREETINGS = [check_r_worker, check_stage, check_instance]

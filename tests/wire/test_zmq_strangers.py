@@ -21,8 +21,8 @@ zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 from values import replace  # noqa: E402
 
+from fastdecode.wire.blocks import ChunkForm, FetchChunk  # noqa: E402
 from fastdecode.wire.codec import Codec  # noqa: E402
-from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk  # noqa: E402
 from fastdecode.wire.messages import (  # noqa: E402
     PROTOCOL_VERSION,
     Accepted,

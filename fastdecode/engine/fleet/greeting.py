@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.wire.kv.tiers import Stocked, UseTier
+from fastdecode.wire.blocks import Stocked, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
 

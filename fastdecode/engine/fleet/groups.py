@@ -28,10 +28,15 @@ from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.wire.kv.chunks import FetchChunk
-from fastdecode.wire.kv.exporting import MoveNews
-from fastdecode.wire.kv.kept import words_of
-from fastdecode.wire.kv.tiers import DropBlocks, Fetching, StoreBlocks, UseTier
+from fastdecode.wire.blocks import (
+    DropBlocks,
+    FetchChunk,
+    Fetching,
+    MoveNews,
+    StoreBlocks,
+    UseTier,
+    words_of,
+)
 from fastdecode.wire.messages import (
     Accepted,
     Answer,

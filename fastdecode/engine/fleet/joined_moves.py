@@ -9,9 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.exporting import MoveNews, Pulled
-from fastdecode.wire.kv.kept import keys_of, words_of
-from fastdecode.wire.kv.tiers import Fetching, Moved, Stocked
+from fastdecode.wire.blocks import Fetching, Moved, MoveNews, Pulled, Stocked, keys_of, words_of
 
 
 class JoinedMoves:

@@ -15,8 +15,16 @@ from typing import Any, Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.exporting import MoveNews, Pull, Pulled
-from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks
+from fastdecode.wire.blocks import (
+    FetchBlocks,
+    Fetching,
+    Moved,
+    MoveNews,
+    Pull,
+    Pulled,
+    Stocked,
+    StoreBlocks,
+)
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 
 GREETING_TIMEOUT_S: Final = 300.0

@@ -26,9 +26,7 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
-from fastdecode.wire.kv.exporting import MoveNews
-from fastdecode.wire.kv.replicating import ReplicationNews
-from fastdecode.wire.kv.tiers import UseTier
+from fastdecode.wire.blocks import MoveNews, ReplicationNews, UseTier
 from fastdecode.wire.messages import (
     Answer,
     AttendResult,
@@ -125,12 +123,7 @@ class WorkerEvents:
 
     def hear_tier(self, index: int, news: MoveNews) -> None:
         """A worker reports on a transfer, or on its lower tier."""
-        try:
-            news.check()
-        except ProtocolError as error:
-            self._give_up(index, error.message)
-        else:
-            self._of_tiers.append((index, news))
+        self._of_tiers.append((index, news))
 
     def forget(self, index: int) -> None:
         """A worker is lost, with its lower tier."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.replicating import NO_STEP, Replicated
+from fastdecode.wire.blocks import NO_STEP, Replicated
 
 MOST_LAG: Final = 1000
 """Steps; a replica that is further behind counts as that far."""

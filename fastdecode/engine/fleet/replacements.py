@@ -23,8 +23,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection
-from fastdecode.wire.kv.replicating import Dropped, Replicate
-from fastdecode.wire.kv.taking_over import DropCache
+from fastdecode.wire.blocks import DropCache, Dropped, Replicate
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
 
 logger = logging.getLogger(__name__)

@@ -37,12 +37,10 @@ from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
 from fastdecode.engine.fleet.ring import DISK, LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import num_offered
-from fastdecode.wire.kv.kept import words_of
-from fastdecode.wire.kv.replicating import ReplicationNews
-from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
+from fastdecode.wire.blocks import MISSING, ReplicationNews, TakenOver, TakeOver, words_of
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
-from fastdecode.wire.patience import look_until_found
 from fastdecode.wire.transport import TIMEOUT
+from fastdecode.wire.waiting import look_until_found
 
 logger = logging.getLogger(__name__)
 

@@ -21,17 +21,15 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.protection import Protection
-from fastdecode.wire.kv.replicating import (
-    NO_STEP,
+from fastdecode.wire.blocks import (
     ON_DISK,
+    DropCache,
     Dropped,
     Replicate,
     Replicated,
     ReplicationNews,
     Restore,
 )
-from fastdecode.wire.kv.taking_over import DropCache
-from fastdecode.wire.messages import MAX_ID, MAX_LANES
 from fastdecode.wire.transport import TIMEOUT
 
 logger = logging.getLogger(__name__)
@@ -285,10 +283,7 @@ class Ring:
             self._dropping.pop((HolderId(news.cache), holder), None)
             return
         number = self.links.number(holder)
-        is_valid = not isinstance(news, Replicated) or (
-            0 <= news.lane < MAX_LANES and NO_STEP <= news.step <= MAX_ID
-        )
-        if news.link > number or not is_valid:
+        if news.link > number:
             text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
             self._fleet.lose(holder, ProtocolError(text))
         elif news.link < number or holder not in self._keepers:

@@ -8,7 +8,7 @@ from typing import Final, get_args
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.engine.instances.connections import BUSY, welcome_of
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     InstanceHello,
     InstanceSays,
     InstanceWelcome,

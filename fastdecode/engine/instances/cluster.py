@@ -35,7 +35,7 @@ from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     Deltas,
     InstanceHello,
     InstanceWelcome,
@@ -319,9 +319,9 @@ def _open_hub(
         return local, local.names, None
     if instances.placed:
         from fastdecode.engine.instances.ranks import RankHub
-        from fastdecode.wire.mpi import joining
+        from fastdecode.wire.mpi.job import join
 
-        ranks = RankHub(joining.join(), instances, cluster.worker_silence_s)
+        ranks = RankHub(join(), instances, cluster.worker_silence_s)
         return ranks, ranks.names, None
     with imports_for("instances at addresses"):
         from fastdecode.engine.instances.addresses import InstanceHub

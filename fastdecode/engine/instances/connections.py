@@ -16,13 +16,14 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     InstanceHello,
     InstanceSays,
     InstanceWelcome,
     ToInstance,
 )
 from fastdecode.wire.messages import Failed
+from fastdecode.wire.traits import compare_versions
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def welcome_of(
     try:
         if not isinstance(answer, InstanceWelcome):
             raise ProtocolError(f"answered {type(answer).__name__} where its welcome was due")
-        answer.check()
+        compare_versions(f"instance {answer.name}", answer.version)
     except ProtocolError as error:
         raise WorkerError(f"{line.peer} {error.message}", code=error.code) from None
     if answer.model_hash != hello.model_hash:

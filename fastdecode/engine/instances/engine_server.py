@@ -18,7 +18,7 @@ from fastdecode.core.delta import Delta, DeltaQueue, parted
 from fastdecode.core.errors import FastDecodeError, RequestError, without_frames
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.service import EngineService
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     Cancel,
     Deltas,
     EndConversation,

@@ -13,7 +13,7 @@ from fastdecode.engine.instances.engine_server import EngineServer, RequestLimit
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.messages import InstanceHello, InstanceWelcome, ToInstance
+from fastdecode.wire.instances import InstanceHello, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.transport import CLOSED, Connection, PeerLostError
 

@@ -28,8 +28,8 @@ from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.instances.messages import InstanceHello, InstanceWelcome, ToInstance
-from fastdecode.wire.mpi.launcher import launched_size
+from fastdecode.wire.instances import InstanceHello, InstanceWelcome, ToInstance
+from fastdecode.wire.mpi.ranks import launched_size
 from rworker.transfers.neighbours import ThreadNeighbours
 
 CLOSING_S = 60.0

@@ -23,18 +23,16 @@ from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.reach import resolve_beside
-from fastdecode.wire.instances.messages import InstanceWelcome, ToInstance
+from fastdecode.wire.instances import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.mpi.job import S_RANK
-from fastdecode.wire.mpi.launcher import launched_size, local_rank, local_size
-from fastdecode.wire.mpi.roles import RankRole
+from fastdecode.wire.mpi.ranks import S_RANK, RankRole, launched_size, local_rank, local_size
 from rworker.transfers.export_server import ExportServers, RankExports
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.connections import FromInstance
-    from fastdecode.wire.mpi.control import ControlHub
+    from fastdecode.wire.mpi.hub import MpiHub
     from fastdecode.wire.mpi.job import MpiJob
-    from fastdecode.wire.mpi.roles import InstanceRanks
+    from fastdecode.wire.mpi.ranks import InstanceRanks
 
 _REFUSED = ("prompt_pp", "tp")
 """What there isn't yet with instances."""
@@ -111,9 +109,9 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
         ConfigError: the job has other ranks than the instances take.
     """
     from fastdecode.engine.instances.ranks import check_job
-    from fastdecode.wire.mpi import joining
+    from fastdecode.wire.mpi.job import join
 
-    job = joining.join()
+    job = join()
     ranks = check_job(config.instances, job)
     number = ranks.instance_of(job.rank)
     # Peers to say goodbye to, however far this rank gets.
@@ -122,8 +120,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     own = _with_role(config.of_instance(number), role)
     if config.instances.replan_slo is not None:  # then any of them may come to run prompts
         own = for_batches(own)
-    guests, silence_s = ranks.others_with_kv(job.rank), own.cluster.worker_silence_s
-    with contextlib.closing(RankExports(job, guests, silence_s)) as exports:
+    with contextlib.closing(RankExports(job, own.cluster.worker_silence_s)) as exports:
         colocation = _colocation(own, job, ranks, role, exports)
         if ranks.role(job.rank) is RankRole.LEADER:
             return _lead_instance(own, colocation, job, tell)
@@ -137,7 +134,7 @@ def _colocation(
     reach its device, if it keeps KV there."""
     first = job.rank - local_rank()
     num_here = ranks.num_s_ranks_in(range(first, first + local_size()))
-    place = ranks.place_on_host(job.rank, local_rank())
+    place = ranks.num_s_ranks_in(range(first, job.rank))
     with contextlib.suppress(ConfigError):  # the engine's start refuses that device
         if choose_device(own.s_part.device, place).type == "cuda":
             num_here = 1  # it has that one to itself
@@ -150,9 +147,12 @@ def _lead_instance(
 ) -> bool:
     """The first S-worker of an instance: it serves the controller. See
     ``serve_instance_rank``."""
-    from fastdecode.wire.mpi.control import THE_END, to_controller
+    from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
+    from fastdecode.wire.mpi.job import wait_for_end
 
-    hub: ControlHub[FromInstance, ToInstance] = to_controller(job, frozenset(get_args(ToInstance)))
+    hears = frozenset(get_args(ToInstance))
+    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, hears, gives_signs=True, is_hurried=False)
+    hub.connect(S_RANK, "the controller (rank 0)", line=CONTROL_LINE)
     name = colocation.name
     try:
         broken = _serve_controller(own, colocation, hub, tell)
@@ -162,18 +162,14 @@ def _lead_instance(
             hub.connections[0].send(Failed(name, error.code, error.message))
     if broken is not None:
         tell(f"instance {name} ends: {broken}")
-    hub.connections[0].close()
-    while hub.connections[THE_END].is_open:
-        with contextlib.suppress(WorkerError):
-            hub.receive_any(None)
     hub.close()
-    return S_RANK not in job.dead
+    return wait_for_end(job)
 
 
 def _serve_controller(
     own: EngineConfig,
     colocation: Colocation,
-    hub: ControlHub[FromInstance, ToInstance],
+    hub: MpiHub[FromInstance, ToInstance],
     tell: Callable[[str], None],
 ) -> FastDecodeError | None:
     """Until the controller is gone, or the engine breaks down: why. Raises
@@ -193,10 +189,9 @@ def _follow_leader(
     first of its stage. See ``serve_instance_rank``."""
     from fastdecode.engine.setup.ranks import mirror_leader
     from fastdecode.engine.setup.stage_ranks import serve_stage
-    from fastdecode.wire.mpi.control import TheEnd
+    from fastdecode.wire.mpi.job import wait_for_end
 
     assert colocation.ranks is not None
-    end = TheEnd(job)
     _share_cores(colocation)
     resolve = partial(resolve_beside, colocation=colocation)
     try:
@@ -206,8 +201,7 @@ def _follow_leader(
             serve_stage(own, resolve, colocation)
     except FastDecodeError as error:
         tell(f"S-worker {colocation.name} of an instance ends: {error}")
-    end.wait()  # the other instances go on
-    return S_RANK not in job.dead
+    return wait_for_end(job)  # the other instances continue
 
 
 def _make(

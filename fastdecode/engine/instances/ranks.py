@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.engine.instances.connections import FromInstance, greet_together
 from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     InstanceHello,
     InstanceSays,
     InstanceWelcome,
     ToInstance,
 )
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.mpi.control import ControlHub
+from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
 from fastdecode.wire.mpi.job import MpiJob
-from fastdecode.wire.mpi.roles import InstanceRanks
-from fastdecode.wire.mpi.siblings import end_ranks
+from fastdecode.wire.mpi.ranks import InstanceRanks, link_address
 
 
 def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
     """Which rank is whose. Raises ConfigError: they can't be this job's."""
     ranks = InstanceRanks(instances.placed)
-    ranks.check(job)
+    ranks.check(job.size)
     if not job.threads_may_take_turns:
         raise ConfigError(
             Given("instances"),
@@ -34,7 +34,7 @@ def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
     return ranks
 
 
-class RankHub(ControlHub[ToInstance, FromInstance]):
+class RankHub(MpiHub[ToInstance, FromInstance]):
     """Of a controller, which is rank 0.
 
     Args:
@@ -48,10 +48,11 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
 
     def __init__(self, job: MpiJob, instances: Instances, silence_s: float) -> None:
         leaders = check_job(instances, job).leaders
-        self.names = tuple(f"rank {rank}" for rank in leaders)
-        peers = [(rank, f"instance rank {rank}") for rank in leaders]
+        self.names: Sequence[str] = tuple(map(link_address, leaders))
         hears = frozenset([*get_args(InstanceSays), Failed])
-        super().__init__(job, peers, hears, silence_s=silence_s)
+        super().__init__(job, hears, takes_signs=True, silence_s=silence_s, is_hurried=False)
+        for rank in leaders:
+            self.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
 
     has_hung_r_workers = False
     """Other processes' R-workers keep nobody here from ending."""
@@ -59,12 +60,6 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
     def give_up(self, number: int) -> None:
         """See ``InstanceConnectionHub``."""
         self.connections[number].give_up()
-
-    def close(self) -> None:
-        """See ``MpiHub``. Those that hang, the job ends without: here; the
-        launcher ends the others."""
-        super().close()
-        self._job.hanging.difference_update(end_ranks(self._job.hanging))
 
     def greet_all(
         self, hello: InstanceHello, timeout_s: float

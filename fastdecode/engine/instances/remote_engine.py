@@ -11,7 +11,7 @@ from fastdecode.core.sequence import Request
 from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.status_report import status_from_json
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.messages import (
+from fastdecode.wire.instances import (
     Cancel,
     EndConversation,
     InstanceWelcome,

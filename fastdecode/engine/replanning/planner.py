@@ -11,7 +11,7 @@ from typing import IO
 from cost_model.goodput.replanning import JudgedRoles, RoleQuestion, from_json, to_json
 from fastdecode.core.clock import Clock
 from fastdecode.core.host.processes import python_command
-from fastdecode.wire.mpi.launcher import without_launcher
+from fastdecode.wire.mpi.ranks import without_launcher
 
 ANSWERS_WITHIN_S = 600.0
 # No other process would end it if this one were killed.

@@ -20,7 +20,7 @@ from fastdecode.engine.stats import AttachedCounts
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.cache.resumed import keep_held
 from fastdecode.schedule.life.events import Close
-from fastdecode.wire.kv.taking_over import TakenOver, TakeOver
+from fastdecode.wire.blocks import TakenOver, TakeOver
 
 Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 """Tokens of parts, by holder."""

@@ -19,9 +19,8 @@ from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.swapped import LaneExecutor, SwappedAttention, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.transport import SoleHub
+from fastdecode.wire.transport import HubBehind, SoleHub
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread

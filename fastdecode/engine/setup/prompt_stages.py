@@ -14,7 +14,7 @@ from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.setup.reach import check_written, reach_stage_addresses
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
-from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached, reach_stage_ranks
+from fastdecode.engine.setup.workers import Reached, reach_stage_ranks
 from fastdecode.engine.stages.later_stage import StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts, PromptPlan
@@ -74,18 +74,16 @@ class PromptStageSetup(StageSetup):
         Raises:
             ConfigError: ranks can't be shared out to the stages.
         """
-        from fastdecode.wire.mpi import joining
-        from fastdecode.wire.mpi.stages import connect_stage
+        from fastdecode.wire.mpi.hub import connect_stage
+        from fastdecode.wire.mpi.job import join
 
         check_written(self.resolved)
-        job, ranks = joining.join(), self.resolved.ranks
-        silence_s = self.resolved.config.cluster.worker_silence_s
+        job, ranks = join(), self.resolved.ranks
         if self.resolved.transport == "zmq":
             elsewhere = self._reach_addresses()
-            return reach_stage_ranks(self.number, ranks, silence_s=silence_s, elsewhere=elsewhere)
-        hub, others = connect_stage(
-            job, ranks, self.number, stuck_after_s=max(LEAST_STUCK_S, silence_s), fed=self._written
-        )
+            return reach_stage_ranks(self.number, ranks, elsewhere=elsewhere)
+        r_ranks = [rank for stage in self._written for rank in ranks.r_workers(job.size, stage)]
+        hub, others = connect_stage(job, ranks, self.number, r_ranks)
         links = StageLinks(others, is_asked=True, first_prompt_stage=ranks.num_stages)
         connections = hub.connections[: len(hub.connections) - len(links)]
 

@@ -25,10 +25,7 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi import joining, launcher
-from fastdecode.wire.mpi.leaving import give_up_joining
-from fastdecode.wire.mpi.roles import StageRanks
-from fastdecode.wire.mpi.siblings import JoinWatch
+from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_rank
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
 from sworker.load.weights import load_model
@@ -51,7 +48,7 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
         ConfigError: there are to be S-workers that act as one, and no MPI
             launcher has started this process.
     """
-    if s_part.tp == 1 or launcher.launched_size() is not None:
+    if s_part.tp == 1 or launched_size() is not None:
         return
     stages = f" --pp {s_part.pp}" if s_part.pp > 1 else ""
     stages += f" --prompt-pp {s_part.prompt_pp}" if s_part.prompt_pp else ""
@@ -73,7 +70,7 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
     """
     s_part, roles = resolved.config.s_part, resolved.ranks
     check_launched(s_part)
-    job = joining.join(min_ranks=roles.num_s_ranks)
+    job = mpi_job.join(min_ranks=roles.num_s_ranks)
     if job.size < roles.num_s_ranks:
         raise ConfigError(
             Given("tp", s_part.tp),
@@ -81,8 +78,7 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
         )
     leader = roles.leader(roles.stage(job.rank))
     members = range(leader, leader + s_part.tp)
-    watch = JoinWatch(s_part.tp, s_part.tp, give_up_joining, among=members)
-    with watch, _meeting_place(job, members) as place:
+    with mpi_job.JoinWatch(members), _meeting_place(job, members) as place:
         shard = Shard(roles.place(job.rank), s_part.tp, s_part.ep)
         patience_s = resolved.config.cluster.worker_timeout_s  # in the middle of a step
         return Ranks.meet(place, shard, resolved.device, patience_s=patience_s)
@@ -98,8 +94,8 @@ def _device_number(s_part: SPart) -> int:
     """Which of a host's GPUs this rank takes, counted from the one that was
     asked for: its place among the host's S-workers, as far as anybody says."""
     ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
-    place = ranks.place(joining.join().rank)
-    return place if s_part.num_stages == 1 else max(place, launcher.local_rank())
+    place = ranks.place(mpi_job.join().rank)
+    return place if s_part.num_stages == 1 else max(place, local_rank())
 
 
 def mirror_leader(
@@ -119,7 +115,7 @@ def mirror_leader(
     max_model_len = config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
     resolved = resolve(config, planned)
-    stage = resolved.ranks.stage(joining.join().rank)
+    stage = resolved.ranks.stage(mpi_job.join().rank)
     all_layers = (*resolved.layers, *resolved.prompt_layers)
     ranks = meet_ranks(resolved)
     dtype = torch_dtype(resolved.dtype)

@@ -51,7 +51,7 @@ from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
-from fastdecode.wire.mpi.roles import link_address
+from fastdecode.wire.mpi.ranks import link_address
 from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import Disk, disk_of
 from sworker.dtypes import torch_dtype
@@ -159,7 +159,7 @@ def _reach_r_workers(
     if has_stage_ranks(resolved):
         return reach_stage(resolved, 0)
     if resolved.transport == "mpi":
-        return reach_stage_ranks(0, resolved.ranks, silence_s=cluster.worker_silence_s)
+        return reach_stage_ranks(0, resolved.ranks)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
     kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
@@ -287,7 +287,6 @@ def reach_stage(resolved: ResolvedConfig, stage: int, beside: Colocation | None 
         return reach_stage_ranks(
             stage,
             resolved.ranks,
-            silence_s=resolved.config.cluster.worker_silence_s,
             elsewhere=workers,
         )
     except BaseException:

@@ -15,7 +15,7 @@ from fastdecode.engine.setup.reach import reach_stage
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import with_spares
-from fastdecode.wire.mpi import joining
+from fastdecode.wire.mpi.job import join
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def serve_stage(
     Raises:
         ConfigError, ModelError: it can't even reach the others.
     """
-    job = joining.join()
+    job = join()
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve(config, spec)

@@ -20,9 +20,8 @@ from fastdecode.engine.fleet.replacements import Places, Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.joined import HubBehind, JoinedHub, PeerHere
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
-from fastdecode.wire.transport import Connection, Hub, SoleHub
+from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, PeerHere, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import ThreadNeighbours
@@ -31,14 +30,13 @@ from rworker.worker import start_worker_thread
 if TYPE_CHECKING:
     from fastdecode.engine.step.protected import DeviceAttention
     from fastdecode.wire.mpi.connection import MpiConnection
-    from fastdecode.wire.mpi.roles import StageRanks
+    from fastdecode.wire.mpi.ranks import StageRanks
     from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 20.0
 """For R-workers that are being started at the same time."""
-LEAST_STUCK_S = 2.0
 """However short the silence is that R-workers are allowed: a large message may
 keep MPI busy for a while."""
 
@@ -183,15 +181,13 @@ def reach_inline(
 
 
 def reach_stage_ranks(
-    stage: int, ranks: StageRanks, *, silence_s: float, elsewhere: Reached | None = None
+    stage: int, ranks: StageRanks, *, elsewhere: Reached | None = None
 ) -> Reached:
     """A stage's R-workers as ranks of this MPI job, and the other stages, if there are any;
     this process leads the stage of that number. Each decides its own memory and threads.
 
     Args:
         ranks: which are what.
-        silence_s: a rank that keeps MPI from returning for so long hangs; nothing but the
-            job's end helps then.
         elsewhere: the stage's R-workers, or what is in their place, which are
             no ranks; None: they are.
 
@@ -200,14 +196,17 @@ def reach_stage_ranks(
             shared out to the stages.
         MissingExtraError: mpi4py or an MPI library is missing.
     """
-    from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.roles import link_address
-    from fastdecode.wire.mpi.stages import connect_stage
+    from fastdecode.wire.mpi.hub import connect_stage
+    from fastdecode.wire.mpi.job import join
+    from fastdecode.wire.mpi.ranks import link_address
 
-    job, stuck_after_s = joining.join(), max(LEAST_STUCK_S, silence_s)
-    hub, others = connect_stage(
-        job, ranks, stage, stuck_after_s=stuck_after_s, with_r_workers=elsewhere is None
-    )
+    job = join()
+    r_ranks: Sequence[int] = ()
+    if elsewhere is None:
+        r_ranks = ranks.r_workers(job.size, stage)
+    else:
+        ranks.check_none_left(job.size)
+    hub, others = connect_stage(job, ranks, stage, r_ranks)
     links = StageLinks(others, is_asked=stage > 0, first_prompt_stage=ranks.num_stages)
     num_r_workers = len(hub.connections) - len(others)
 
@@ -221,7 +220,6 @@ def reach_stage_ranks(
 
     if elsewhere is not None:
         return beside_stages(elsewhere, hub, links, close)
-    r_ranks = ranks.r_workers(job, stage)
     addresses = tuple(map(link_address, r_ranks))
     return Reached(hub, close, addresses=addresses, stages=links if others else None)
 

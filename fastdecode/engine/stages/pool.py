@@ -29,9 +29,7 @@ from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.wire.kv.replicating import Dropped
-from fastdecode.wire.kv.reserving import Accepted, Refused
-from fastdecode.wire.kv.taking_over import DropCache, TakenOver
+from fastdecode.wire.blocks import Accepted, DropCache, Dropped, Refused, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.stages import (
     FIRST_STAGE,

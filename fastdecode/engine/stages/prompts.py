@@ -31,7 +31,7 @@ from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, MergingStep
-from fastdecode.wire.kv.chunks import (
+from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     ChunkForm,
     FetchChunk,

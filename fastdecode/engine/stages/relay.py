@@ -23,11 +23,20 @@ from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool, member_rows
 from fastdecode.engine.step.arrivals import News
 from fastdecode.engine.step.remote import LaneAttention
-from fastdecode.wire.kv.exporting import ExportSequence, Pull, Pulled
-from fastdecode.wire.kv.replicating import Replicate, Restore
-from fastdecode.wire.kv.reserving import Accepted, Refused
-from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
-from fastdecode.wire.kv.tiers import Moved, Stocked
+from fastdecode.wire.blocks import (
+    Accepted,
+    DropCache,
+    ExportSequence,
+    Moved,
+    Pull,
+    Pulled,
+    Refused,
+    Replicate,
+    Restore,
+    Stocked,
+    TakenOver,
+    TakeOver,
+)
 from fastdecode.wire.messages import Hello, Room, Welcome
 from fastdecode.wire.stages import (
     FIRST_STAGE,

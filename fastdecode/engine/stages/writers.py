@@ -4,7 +4,7 @@ that keep its layers, and reads what is cached before a prompt.
 A prompt stage's layers may be kept by several token stages' R-workers, and several
 prompt stages may write one R-worker's layers. What a pipeline sends a holder,
 ``BeginStep`` and a layer's ``Attend`` without queries, becomes ``StorePrompt``
-(``fastdecode.wire.kv.attending``) to the group's members that keep the layer.
+(``fastdecode.wire.blocks``) to the group's members that keep the layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastdecode.engine.fleet.replacements import Places
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool
 from fastdecode.engine.step.remote import LaneAttention
-from fastdecode.wire.kv.chunks import FetchChunk
+from fastdecode.wire.blocks import FetchChunk
 from fastdecode.wire.messages import Attend, BeginStep, StorePrompt, ToRWorker
 from fastdecode.wire.stages import FIRST_STAGE, ColumnLost, MemberField
 

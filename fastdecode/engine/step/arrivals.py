@@ -15,11 +15,16 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.lane_step import HostCopy, NextStage
 from fastdecode.engine.step.lanes import Lanes
-from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk, PastTokens
-from fastdecode.wire.kv.exporting import ExportDescription, ExportExpired
-from fastdecode.wire.kv.taking_over import TakenOver
+from fastdecode.wire.blocks import (
+    ChunkStored,
+    ExportDescription,
+    ExportExpired,
+    FetchedChunk,
+    PastTokens,
+    TakenOver,
+)
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
-from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.waiting import look_until_found
 
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | WorkerError]"
 """A holder's answer about parts, or why it was lost."""

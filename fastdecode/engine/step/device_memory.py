@@ -1,5 +1,5 @@
 """A KV cache on a device, as others see it: bytes of blocks to the mover of a disk tier,
-chunks (``fastdecode.wire.kv.chunks``) to peers that read from it or write to it.
+chunks (``fastdecode.wire.blocks``) to peers that read from it or write to it.
 
 A chunk's bytes are those of an R-worker's cache, so R-workers and devices read from
 one another. Copies are queued behind the device's other work, and waited for.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
+from fastdecode.wire.blocks import FetchChunk, StoreChunk
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.codec import Array
-from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
 from rworker.stream.chunks import ChunkShape, layout_of, sides_of, slots_of
 from rworker.stream.stored_rows import StoredRows
 from sworker.buffers import to_device

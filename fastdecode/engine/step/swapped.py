@@ -25,7 +25,7 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
-from fastdecode.wire.kv.chunks import ChunkForm
+from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore

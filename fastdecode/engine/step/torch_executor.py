@@ -21,8 +21,8 @@ from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
+from fastdecode.wire.blocks import Stocked
 from fastdecode.wire.codec import Array
-from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore

@@ -1,226 +1,451 @@
-"""One rank's connection to another: messages cut to MPI's measure, and what
-becomes of them.
+"""Connections between ranks, and the place where the messages of all of them arrive.
 
-A small message is one MPI message: head and body in one piece. A large one is
-two, its head and its body. Both leave from a copy in buffers that MPI reads
-quickly (``fastdecode.wire.buffers``), but for q, k and v that were packed for
-the way: those leave from where they lie. Closing is an empty message::
+A connection is a rank and a **line**, which is the MPI tag of its messages. The side that opens it
+chooses the line, and what it sends first makes the other end, if that is a greeting there. Lines
+that both sides know have the same number on both. ::
 
-    tag | head, body                        small
-    tag | head          tag + 1 | body      large
-    tag | (nothing)                         this side has closed
-    tag | one byte                          a sign of life
+    tag GOODBYE | (nothing)                 the rank leaves the job
+    tag SIGN    | (nothing)                 the rank lives
+    tag TEXT    | text                      S-workers that meet when the job begins
+    line        | head, body                a small message
+    line        | head         line | body  a large one
+    line        | (nothing)                 this side has closed
+
+There is one probe for all ranks and lines. A large body leaves from a copy in buffers that MPI
+reads quickly (``fastdecode.wire.buffers``), but for q, k and v that were packed for the way: those
+leave from where they lie.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
-from typing import Final, Generic, TypeVar
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.codec import Codec
+from fastdecode.wire.buffers import BufferPool, in_one_array
+from fastdecode.wire.codec import ALIGNMENT, MAX_HEAD_BYTES, Array, piece_bytes, read_prefix
 from fastdecode.wire.messages import Attend, Message
-from fastdecode.wire.mpi.caller import Caller
-from fastdecode.wire.mpi.job import MpiJob
-from fastdecode.wire.mpi.library import MPI
-from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Incoming, Outgoing, RankLink
-from fastdecode.wire.transport import CLOSED, closed_error, unreadable
+from fastdecode.wire.mpi.job import MpiJob, load_mpi
+from fastdecode.wire.transport import (
+    CLOSED,
+    TIMEOUT,
+    ReceiveT,
+    SendT,
+    closed_error,
+    unreadable,
+)
+from fastdecode.wire.waiting import look_until_found
 
-SendT = TypeVar("SendT", bound=Message)
-ReceiveT = TypeVar("ReceiveT", bound=Message)
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
-_PROCESS_FAILED: Final[int] = getattr(MPI, "ERR_PROC_FAILED", -1)
+    from fastdecode.wire.mpi.hub import MpiHub
+else:
+    MPI = load_mpi()
+
+InFlight: TypeAlias = "tuple[MPI.Request, Any]"
+"""What MPI isn't done with, and the memory that it needs for that."""
+
+_INLINE_BYTES: Final = MAX_HEAD_BYTES
+"""A message of up to this size travels in one piece."""
+_GOODBYE, _SIGN, _TEXT = range(3)
+_LINES: Final = range(16, 32_000)
+"""Of connections that one side opens; lower ones are known to both. MPI has all of these."""
+_FIRST_SIGN_S: Final = 120.0
+"""That a peer may take to give its first sign of life: it may load torch before."""
 
 
 class MpiConnection(Generic[SendT, ReceiveT]):
-    """A link to one rank; see ``fastdecode.wire.transport.Connection``. Made by
-    its hub, with the job's lock held.
+    """A connection to another rank; see ``fastdecode.wire.transport.Connection``. The job's lock is
+    held around what has no lock of its own."""
 
-    Args:
-        caller: whoever uses the hub.
-        peer: what to call the rank.
-        receives: the messages that it may send.
-        gives_signs: whether it gives signs of life.
-    """
+    hub: MpiHub[SendT, ReceiveT]
+    """None has claimed it before."""
+    peer: str
 
-    def __init__(
-        self,
-        job: MpiJob,
-        caller: Caller,
-        rank: int,
-        peer: str,
-        receives: frozenset[type[Message]],
-        *,
-        tag: int,
-        gives_signs: bool,
-    ) -> None:
-        self._job = job
-        self._caller = caller
-        self.peer: Final = peer
-        self._way = RankLink(job, rank, tag, BufferPool())
-        self._codec = Codec(receives)
-        self._incoming = Incoming(self._way, self._codec)
-        self.outgoing: Final = Outgoing(self._way)
-        self._closed = False
-        self._gone = False  # the peer has closed, or died
-        self._end: WorkerError | None = None  # nothing more will be received, because of this
-        # Before its first sign of life, when it might have begun to give them.
-        self.heard_s: float | None = time.monotonic() if gives_signs else None
-        self.takes_signs = True
-        """Whether the peer listens for signs of life."""
+    def __init__(self, exchange: Exchange, rank: int, line: int) -> None:
+        self.rank: Final = rank
+        self.line: Final = line
+        self.inbox: Final[deque[InFlight]] = deque()
+        self.index: int | None = None
+        """Its place in the hub. None if the hub doesn't receive from it."""
         self.is_open = True
-        """Whether this side has not closed it, nor been told the end."""
-        self._tidy()  # the rank may be dead already: MPI says so at the first receive
-
-    is_reached = True
-    """As far as MPI tells: a job's ranks are all there, or dead."""
+        """False once this side has closed it, or its end was received."""
+        self.is_closed = False
+        self.is_ready = False
+        """True while the hub is about to look at it."""
+        self.gives_signs = False
+        """True if the peer gives signs of life."""
+        self.end: WorkerError | None = None
+        """Why nothing follows what is in the inbox."""
+        self.leaving: Final[deque[InFlight]] = deque()
+        self._exchange = exchange
+        self._began_s = time.monotonic()
+        self._head: Array | None = None
+        self.pool = BufferPool()
 
     @property
-    def is_over(self) -> bool:
-        """Whether this side has closed it, and all has left that was sent, or
-        nobody is there to take it."""
-        return self._closed and (self._gone or not self.outgoing.leaving)
+    def heard_s(self) -> float | None:
+        heard_s = self._exchange.heard_s[self.rank]
+        return max(self._began_s, heard_s) if self.gives_signs else None
+
+    @property
+    def is_reached(self) -> bool:
+        return not self.gives_signs or self._exchange.heard_s[self.rank] > self._began_s
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the rank has closed the connection, left or died."""
+        return self.end is not None and self.end.code == CLOSED
 
     def send(self, message: SendT) -> None:
-        with self._caller, self._job.lock:
-            frame = self._codec.encode(message)
-            if self._closed or self._gone:
-                raise closed_error(self.peer, by_peer=not self._closed)
-            try:
-                self.outgoing.let_go()
-                self.outgoing.send(frame, is_lent=isinstance(message, Attend))
-            except MPI.Exception as error:
-                self._lose(error)
-                raise closed_error(self.peer, by_peer=True) from None
+        with self._exchange.lock:
+            self._send(message)
+        self.hub.on_left()
+
+    def _send(self, message: Any) -> None:
+        frame = self.hub.codec.encode(message)
+        if self.is_closed or self.is_gone:
+            raise closed_error(self.peer, by_peer=not self.is_closed)
+        self.let_go()
+        if frame.num_bytes <= _INLINE_BYTES:
+            whole = self.pool.take(frame.num_bytes)
+            frame.write(whole.data)
+            self._isend(whole)
+        else:
+            self._isend(frame.head)
+            is_lent = isinstance(message, Attend)
+            body = in_one_array(frame.arrays, ALIGNMENT) if is_lent else None
+            if body is None:
+                body = self.pool.take(frame.body_bytes)
+                frame.write_body(body.data)
+            self._isend(body)
+        if self.is_gone:
+            raise closed_error(self.peer, by_peer=True)
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
-        return self._caller.wait(self._poll, timeout_s, lambda: self.peer)
+        return self.hub.wait(self._poll, timeout_s, lambda: self.peer)
 
     def poll(self) -> ReceiveT | None:
-        with self._caller:
+        try:
             return self._poll()
+        finally:
+            self.hub.on_left()
 
     def _poll(self) -> ReceiveT | None:
-        self._caller.num_looks += 1
-        if self._closed:
-            raise closed_error(self.peer, by_peer=False)
-        with self._job.lock:
-            return self.look()
-
-    def look(self) -> ReceiveT | None:
-        """The next message if it is here. Raises WorkerError: nothing more will
-        come. The job's lock is held."""
-        incoming = self._incoming
-        if incoming.arrived and (message := self._take()) is not None:
+        with self._exchange.lock:
+            if self.is_closed:
+                raise closed_error(self.peer, by_peer=False)
+            while (message := self.take()) is None and self._exchange.take_in():
+                pass
             return message
-        if not self._take_in() and incoming.lacks_posts:
-            self._tidy()  # else the caller wants to go on at once
-        return self._take() if incoming.arrived or self._end is not None else None
 
     def close(self) -> None:
-        """See ``Connection``. What was sent before still leaves; the hub's
-        ``close`` waits for that."""
-        with self._caller, self._job.lock:
-            if self._closed:
-                return
-            self._closed, self.is_open = True, False
-            if not self._gone:
-                with contextlib.suppress(MPI.Exception):
-                    self.outgoing.say_goodbye()
-            self.outgoing.see_off(self._incoming.take_back())
-            self._tidy()
-            self._way.pool.release()  # MPI's requests refer to the buffers that they still need
+        """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for
+        that."""
+        with self._exchange.lock:
+            self._close()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory of its buffers; 0 once it is closed."""
-        return self._way.pool.num_bytes
+    def _close(self) -> None:
+        if not self.is_closed:
+            self.is_closed, self.is_open = True, False
+            if not self._exchange.left_for_s(self.rank):
+                self._isend(b"")
+            self._exchange.on_close(self)
+
+    def say_last(self, message: Message) -> None:
+        """Send a message and close it; the job's lock is held."""
+        self._send(message)
+        self._close()
 
     def give_up(self) -> None:
-        """Close, and have the launcher end the peer when this rank leaves,
-        unless it is dead already: it hangs."""
-        if not self._gone:
-            self._job.hanging.add(self._way.rank)
+        """Close it, and have the launcher end the peer when this rank leaves, unless it is gone:
+        it hangs."""
+        if not self.is_gone:
+            self._exchange.job.hanging.add(self.rank)
         self.close()
 
-    def give_sign(self) -> None:
-        """Tell the peer that this process lives, unless it hasn't taken in yet
-        that it did; lock held."""
-        if self._closed or self._gone:
-            return
-        with contextlib.suppress(MPI.Exception):  # whoever sends or receives next will see it
-            self.outgoing.give_sign()
-
-    def advance(self) -> None:
-        """Take in what has arrived, and let go of what has left. Never raises;
-        the job's lock is held."""
-        while self._take_in():
-            pass
-        self._tidy()
-
-    def _take(self) -> ReceiveT | None:
-        """The next message if it has been taken in; lock held."""
-        if self._incoming.arrived:
-            try:
-                message: ReceiveT | None = self._incoming.take()
-                return message
-            except Exception as error:
-                self._fail(error)
-        if self._end is not None:
-            self.is_open = False
-            raise self._end
+    def first_piece(self) -> Array | None:
+        """Return the first message, or its head, if it is here."""
+        if self.inbox and self.inbox[0][0].Test():
+            return self.inbox[0][1]
         return None
 
-    def _take_in(self) -> bool:
-        """Note what came next, if anything did; lock held. Never raises."""
-        if self._closed or self._end is not None:
-            return False
-        incoming = self._incoming
+    def take(self) -> ReceiveT | None:
+        """Return the next message if all of it is here.
+
+        Raises:
+            WorkerError: If nothing more will come.
+        """
         try:
-            if not incoming.posted:
-                incoming.post()
-            if not incoming.posted[0][0].Test(incoming.status):
-                return False
-            piece = incoming.next_piece()
-            if len(piece) > len(SIGN_OF_LIFE):
-                incoming.note(piece)
-            elif len(piece):
-                self.heard_s = time.monotonic()
-            else:
-                self._gone = True
-                self._end = closed_error(self.peer, by_peer=True)
+            while self.inbox and self.inbox[0][0].Test():
+                piece = self.inbox.popleft()[1]
+                if self._head is not None:
+                    head, self._head = self._head, None
+                    return self.hub.codec.decode(head, piece)  # type: ignore[return-value]
+                if len(piece) == piece_bytes(*read_prefix(piece.data)):
+                    return self.hub.codec.decode(piece)  # type: ignore[return-value]
+                self._head = piece
+        except MPI.Exception as error:
+            self._exchange.on_error(self, error)
+        except ProtocolError as error:
+            self.fail(WorkerError(f"{self.peer} broke the protocol: {error}", code=error.code))
         except Exception as error:
-            self._fail(error)
+            self.fail(unreadable(self.peer, error))
+        if not self.inbox:
+            self.check_silence()
+            if self.end is not None:
+                self.is_open = False
+                raise self.end
+        return None
+
+    def lose(self, why: str | None = None) -> None:
+        """Note that the peer is gone. ``why``: None if it has closed or left."""
+        if self.end is None:
+            peer = getattr(self, "peer", f"rank {self.rank}")
+            lost = WorkerError(f"{peer} is lost: {why}", code=CLOSED)
+            self.fail(lost if why else closed_error(peer, by_peer=True))
+
+    def fail(self, error: WorkerError) -> None:
+        """Receive nothing more; what came before the peer has closed is received first."""
+        self.end = error
+        if error.code != CLOSED:
+            self._exchange.abandoned.extend(self.inbox)
+            self.inbox.clear()
+        self.note_ready()
+
+    def note_ready(self) -> None:
+        """Have the hub look at it."""
+        if self.index is not None and self.is_open and not self.is_ready:
+            self.is_ready = True
+            self.hub.ready.append(self)
+
+    def let_go(self) -> None:
+        """Let go of what has left."""
+        try:
+            while self.leaving and self.leaving[0][0].Test():
+                self.leaving.popleft()
+        except MPI.Exception as error:
+            self._exchange.on_error(self, error)
+
+    def abandon(self) -> None:
+        """Keep the memory of what is under way until the process ends: MPI may still touch it."""
+        self._exchange.abandoned.extend((*self.leaving, *self.inbox))
+        self.leaving.clear()
+        self.inbox.clear()
+        self.pool.release()
+
+    def _isend(self, data: Any) -> None:
+        try:
+            self.leaving.append((self._exchange.isend(data, self.rank, self.line), data))
+        except MPI.Exception as error:
+            self._exchange.on_error(self, error)
+
+    def check_silence(self) -> None:
+        """Lose a peer that has given no sign of life for too long: it hangs."""
+        heard_s, silence_s = self.heard_s, self.hub.silence_s
+        if self.end is None and heard_s is not None and silence_s and self.is_open:
+            silent_s = time.monotonic() - heard_s
+            if silent_s > (silence_s if self.is_reached else max(silence_s, _FIRST_SIGN_S)):
+                self._exchange.job.hanging.add(self.rank)
+                why = f"{self.peer} has given no sign of life for {silent_s:.3g} s: it hangs"
+                self.fail(WorkerError(why, code=TIMEOUT))
+
+
+class Exchange:
+    """Where the messages of all ranks of a job arrive, whichever thread looks. The job's lock is
+    held around every call but ``look_for_text`` and ``has_left``."""
+
+    def __init__(self, job: MpiJob) -> None:
+        self.job: Final = job
+        self.lock: Final = job.lock
+        self.heard_s: Final[defaultdict[int, float]] = defaultdict(float)
+        """When each rank last gave a sign of life."""
+        self.hubs: Final[list[MpiHub[Any, Any]]] = []
+        self.abandoned: Final[list[InFlight]] = []
+        self._comm = job.comm.Dup()
+        self._status = MPI.Status()
+        self._connections: dict[tuple[int, int], MpiConnection[Any, Any]] = {}
+        self._unclaimed: list[MpiConnection[Any, Any]] = []
+        self._closing: list[MpiConnection[Any, Any]] = []
+        self._numbers = itertools.count()
+        self._left_s: dict[int, float] = {}
+        self._signs: dict[int, MPI.Request] = {}
+        self._texts: defaultdict[int, deque[str]] = defaultdict(deque)
+
+    def open(self, rank: int, line: int | None) -> MpiConnection[Any, Any]:
+        """Return this side of a connection. ``line``: None for one that is new on both sides."""
+        self.job.peers.add(rank)
+        if line is None:
+            own = 2 * next(self._numbers) + (self.job.rank < rank)
+            line = _LINES[own % len(_LINES)]
+        connection = self._connections.get((rank, line))
+        if connection is None or connection not in self._unclaimed:
+            return self._add(rank, line)
+        self._unclaimed.remove(connection)
+        return connection
+
+    def take_in(self) -> bool:
+        """Take in the next message of any rank. Return False if none is here. Never raises."""
+        status = self._status
+        try:
+            found = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+            if found is None:
+                return False
+            self._take(found, status.source, status.tag, status.Get_count(MPI.BYTE))
+        except MPI.Exception as error:
+            self._note_deaths(error)
+            return False
         return True
 
-    def _fail(self, error: Exception) -> None:
-        """Nothing more is received, because of this."""
-        if isinstance(error, MPI.Exception):
-            self._lose(error)
-        elif isinstance(error, ProtocolError):
-            self._end = WorkerError(f"{self.peer} broke the protocol: {error}", code=error.code)
-        else:
-            self._end = unreadable(self.peer, error)
+    def _take(self, found: MPI.Message, rank: int, line: int, num_bytes: int) -> None:
+        """Take in a message that was found."""
+        connection = self._connections.get((rank, line))
+        if num_bytes and line > _TEXT:
+            if connection is None:
+                connection = self._add(rank, line)
+                self._unclaimed.append(connection)
+            is_wanted = not connection.is_closed and connection.end is None
+            buffer = connection.pool.take(num_bytes) if is_wanted else bytearray(num_bytes)
+            piece = found.Irecv([buffer, MPI.BYTE]), buffer
+            (connection.inbox if is_wanted else self.abandoned).append(piece)
+            connection.note_ready()
+            if self._unclaimed:
+                self.claim()
+            return
+        data = bytearray(num_bytes)
+        found.Recv([data, MPI.BYTE])
+        if line == _SIGN:
+            self.heard_s[rank] = time.monotonic()
+        elif line == _TEXT:
+            self._texts[rank].append(data.decode())
+        elif line == _GOODBYE:
+            self._left_s.setdefault(rank, time.monotonic())
+            self._lose_rank(rank)
+        elif connection is not None:
+            connection.lose()
+            if connection.is_closed:
+                del self._connections[rank, line]
 
-    def _tidy(self) -> None:
-        """Let go of what has left, and see to it that receives are posted if
-        more is wanted; lock held. Never raises."""
+    def claim(self) -> None:
+        """Give connections that others have opened to the hubs that they greet."""
+        for connection in list(self._unclaimed):
+            piece = connection.first_piece()
+            if piece is not None and any(hub.accept(connection, piece) for hub in self.hubs):
+                self._unclaimed.remove(connection)
+
+    def advance(self) -> None:
+        """Take in all that is here, and let go of what has left."""
+        while self.take_in():
+            pass
+        if self._unclaimed:
+            self.claim()
+        for connection in (*self._connections.values(), *self._closing):
+            connection.let_go()
+        self._closing = [each for each in self._closing if each.leaving]
+
+    def on_close(self, connection: MpiConnection[Any, Any]) -> None:
+        """Forget a connection once its peer has closed it, too, and what was sent has left."""
+        if connection.is_gone:
+            self._connections.pop((connection.rank, connection.line), None)
+        self.abandoned.extend(connection.inbox)
+        connection.inbox.clear()
+        connection.let_go()
+        if connection.leaving:
+            self._closing.append(connection)
+
+    def on_error(self, connection: MpiConnection[Any, Any], error: MPI.Exception) -> None:
+        """Note why MPI can't reach a connection's peer."""
+        self._note_deaths(error)
+        connection.lose(error.Get_error_string())
+        connection.abandon()
+
+    def isend(self, data: Any, rank: int, tag: int) -> MPI.Request:
+        return self._comm.Isend([data, MPI.BYTE], rank, tag)
+
+    def give_sign(self, rank: int) -> None:
+        """Tell a rank that this one lives, unless the sign before is still under way."""
+        sign = self._signs.get(rank)
         try:
-            self.outgoing.let_go()
-            if self._incoming.lacks_posts and not self._closed and self._end is None:
-                self._incoming.post()
+            if sign is None or sign.Test():
+                self._signs[rank] = self.isend(b"", rank, _SIGN)
         except MPI.Exception as error:
-            self._lose(error)
+            self._note_deaths(error)
 
-    def _lose(self, error: MPI.Exception) -> None:
-        """MPI says that the peer is no longer there."""
-        self._gone = True
-        has_died = error.Get_error_class() == _PROCESS_FAILED
-        if has_died:
-            self._job.dead.add(self._way.rank)
-        reason = "its process has died" if has_died else error.Get_error_string()
-        self._end = WorkerError(f"{self.peer} is lost: {reason}", code=CLOSED)
-        self.outgoing.see_off(self._incoming.take_back())
-        self.outgoing.abandon()
+    def send_text(self, rank: int, text: str) -> None:
+        data = text.encode()
+        self.abandoned.append((self.isend(data, rank, _TEXT), data))
+
+    def look_for_text(self, rank: int) -> str | None:
+        """Return the next text of a rank, if it is here.
+
+        Raises:
+            WorkerError: If the rank has left.
+        """
+        has_left = self.has_left(rank)
+        if not self._texts[rank] and has_left:
+            raise WorkerError(
+                f"rank {rank} has ended before it met the other S-workers, as its own output then "
+                "says, or was started as an R-worker: the first tp ranks are S-workers",
+                code="tp_rank_lost",
+            )
+        return self._texts[rank].popleft() if self._texts[rank] else None
+
+    def has_left(self, rank: int) -> bool:
+        """Return True if a rank has left or died."""
+        with self.lock:
+            self.advance()
+            return rank in self._left_s
+
+    def left_for_s(self, rank: int) -> float:
+        """Return how long ago a rank has left or died. 0 if it hasn't."""
+        left_s = self._left_s.get(rank)
+        return 0.0 if left_s is None else time.monotonic() - left_s
+
+    def say_goodbye(self, timeout_s: float) -> None:
+        """Tell the ranks that may wait for this one, and wait until that has left."""
+        others = range(self.job.size) if not self.job.rank else {0, *self.job.peers}
+        requests = []
+        for rank in sorted({*others} - {self.job.rank, *self._left_s}):
+            try:
+                requests.append(self.isend(b"", rank, _GOODBYE))
+            except MPI.Exception as error:
+                self._note_deaths(error)
+
+        def all_left() -> bool | None:
+            self.take_in()  # which moves what is under way
+            return MPI.Request.Testall(requests) or None
+
+        look_until_found(all_left, timeout_s)
+
+    def _add(self, rank: int, line: int) -> MpiConnection[Any, Any]:
+        connection = MpiConnection[Any, Any](self, rank, line)
+        self._connections[rank, line] = connection
+        if rank in self._left_s:
+            connection.lose("its process has died" if rank in self.job.dead else None)
+        return connection
+
+    def _lose_rank(self, rank: int, why: str | None = None) -> None:
+        for key, connection in list(self._connections.items()):
+            if key[0] == rank:
+                connection.lose(why)
+                if connection.is_closed:
+                    del self._connections[key]
+
+    def _note_deaths(self, error: MPI.Exception) -> None:
+        """Find out which ranks have died. Without a library that says so, all are lost."""
+        ranks, why = list(range(self.job.size)), error.Get_error_string()
+        try:
+            failed = self._comm.Get_failed()
+            group = self._comm.Get_group()
+            ranks = failed.Translate_ranks(list(range(failed.size)), group)
+            self._comm.Ack_failed(failed.size)
+            why = "its process has died"
+        except (MPI.Exception, NotImplementedError):
+            pass
+        for rank in {*ranks} - {*self._left_s}:
+            self._left_s[rank] = time.monotonic()
+            self.job.dead.add(rank)
+            self._lose_rank(rank, why)

@@ -1,290 +1,352 @@
-"""Connections between the ranks of an MPI job. Point to point and buffers only;
-no collective, no pickling.
+"""Hubs over MPI: connections to other ranks that one thread serves together.
 
-How a message travels is in ``fastdecode.wire.mpi.connection``. Receives for the
-next few messages are always posted, and a large body's is as soon as its head
-is here. So the next message comes in while the present one is worked on, as far
-as MPI moves anything by itself. Over TCP it doesn't: there, while the caller
-computes, the **pump**, a thread, looks after what is under way every so often,
-in both directions. Waiting is polite: look a few times, then yield the core
-between looks, then sleep.
-
-Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI
-under ``--with-ft ulfm``) or ends the job. It says nothing of a rank that hangs
-or can't be reached. So R-workers give signs of life all the time, whatever
-their main thread does, and the caller has deadlines (``heard_s``). MPI itself
-may never return when a peer on the same host was stopped in the middle of
-writing to shared memory; a watchdog ends the process then.
+Any hub's thread that looks takes in messages for all hubs. Over TCP MPI moves nothing by itself:
+there, while the caller computes, the **pump**, a thread, looks every so often. Waiting is polite:
+look a few times, then yield the core between looks, then sleep.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
-from collections.abc import Iterable
-from typing import Final, Generic, TypeVar, get_args
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeAlias, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
-from fastdecode.wire.mpi.caller import Caller
+from fastdecode.wire.blocks import FetchChunk
+from fastdecode.wire.codec import Array, Codec, kind_of
+from fastdecode.wire.messages import (
+    Failed,
+    FromRWorker,
+    Greeting,
+    Message,
+    StorePrompt,
+    ToRWorker,
+)
 from fastdecode.wire.mpi.connection import MpiConnection
-from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob
-from fastdecode.wire.mpi.leaving import leave_stuck
-from fastdecode.wire.mpi.siblings import ranks_here, stopped_siblings
-from fastdecode.wire.patience import Pump, Watchdog, look_until_found
-from fastdecode.wire.transport import PeerLostError, closed_error
+from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, link_address
+from fastdecode.wire.stages import FromStage, StageMessage, stage_name
+from fastdecode.wire.traits import MOST_PEERS, Role
+from fastdecode.wire.transport import (
+    PeerLostError,
+    ReceiveT,
+    SendT,
+    closed_error,
+    timeout_error,
+)
+from fastdecode.wire.waiting import Pump, T, look_until_found
 
-SendT = TypeVar("SendT", bound=Message)
-ReceiveT = TypeVar("ReceiveT", bound=Message)
+Greetings: TypeAlias = Mapping[type[Message], int]
+"""First messages that open a connection, and how many of each may be open."""
 
-PUMP_INTERVAL_S: Final = 250e-6
-PULSE_S: Final = 0.1
+TO_R_WORKER: Final = frozenset(get_args(ToRWorker))
+FROM_R_WORKER: Final = frozenset(get_args(FromRWorker))
+_R_WORKER_GREETINGS: Final[Greetings] = dict.fromkeys(
+    (*get_args(Greeting), FetchChunk, StorePrompt), MOST_PEERS[Role.READER]
+)
+_BETWEEN_STAGES: Final = frozenset((*get_args(StageMessage), *get_args(FromStage)))
+_STAGE_LINE: Final = 8
+"""Between the stages of an engine."""
+CONTROL_LINE: Final = 9
+"""Between the controller and an instance."""
+
+_PUMP_INTERVAL_S: Final = 250e-6
+_PULSE_S: Final = 0.1
 """Between two signs of life."""
 _PUMP_RESTS_AFTER_S: Final = 1.0
 _PUMP_GIVES_UP_AFTER_S: Final = 30.0
 _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
 _LINGER_S: Final = 2.0
-STUCK_AFTER_S: Final = 15.0
-"""A call of MPI's that takes longer never returns, whatever the ranks look like."""
-_STUCK_TICKS: Final = 20
-"""In which the watchdog counts that."""
+_LOOK_S: Final = 1e-3
+_LEAVING_S: Final = 5.0
+"""That an S-worker may take to leave once rank 0 has."""
 
 
 class MpiHub(Generic[SendT, ReceiveT]):
-    """Connections to other ranks; see ``fastdecode.wire.transport.Hub``. Close
-    it when done.
+    """Connections to other ranks; see ``fastdecode.wire.transport.Hub``. Close it when done.
 
     Args:
-        job: this process's part in the job.
-        peers: the other ranks, and what to call them.
-        receives: the messages that they may send.
-        tag: this and the next one are used; two hubs of a rank need tags of
-            their own.
-        pump_interval_s: how often the pump looks while the caller computes; 0:
-            there is no pump.
-        pulse_s: how often to give the peers a sign of life; 0: never.
-        peers_give_signs: whether the peers give this side signs of life.
-        stuck_after_s: end the process when a call of MPI's takes longer, and a
-            rank on this host has been stopped or has ended. Calls that move
-            large messages take a second. Where all ranks run, MPI gets
-            ``STUCK_AFTER_S`` if that is more: one that compiles, on a host with
-            much else to do, keeps others waiting for seconds.
-        keeps_places: a connection that is over keeps its index; otherwise the
-            next connection gets it, as where peers come and go.
+        receives: Messages that the peers may send.
+        greetings: Connections that others may open. If there are any, the place of a connection
+            that is over goes to the next one.
+        gives_signs: Give the peers signs of life, whatever the caller does.
+        takes_signs: The peers that this side connects to give signs of life.
+        silence_s: Such a peer is lost after this long without one. 0: the caller looks after that.
+        is_hurried: The caller looks without a pause at first, and has a pump. If False it looks
+            once a millisecond, and leaves its core to the engine beside it.
     """
 
     def __init__(
         self,
         job: MpiJob,
-        peers: Iterable[tuple[int, str]],
         receives: frozenset[type[Message]],
         *,
-        tag: int = DEFAULT_TAG,
-        pump_interval_s: float = PUMP_INTERVAL_S,
-        pulse_s: float = 0.0,
-        peers_give_signs: bool = False,
-        stuck_after_s: float = STUCK_AFTER_S,
-        keeps_places: bool = True,
+        greetings: Greetings | None = None,
+        gives_signs: bool = False,
+        takes_signs: bool = False,
+        silence_s: float = 0.0,
+        is_hurried: bool = True,
     ) -> None:
         self._job = job
-        self._caller = Caller()
-        self._keeps_places = keeps_places
-        self._receives = receives
-        self._peers_give_signs = peers_give_signs and job.threads_may_take_turns
-        self.connections: tuple[MpiConnection[SendT, ReceiveT], ...] = ()
-        for rank, peer in peers:
-            self.add(rank, peer, tag=tag)
-        self._first = 0
-        self._tick_s = stuck_after_s / _STUCK_TICKS
-        self._ranks_here = ranks_here()
-        self._watchdog = Watchdog(
-            self._caller.looks, self._note_stuck, tick_s=self._tick_s, num_ticks=_STUCK_TICKS
-        )
-        self._watchdog.start()
+        self._exchange = job.exchange
+        self.codec: Final = Codec(receives)
+        self.ready: Final[deque[MpiConnection[SendT, ReceiveT]]] = deque()
+        """Connections with something to receive. The job's lock is held around its use."""
+        self.silence_s: Final = silence_s
+        self.connections: Sequence[MpiConnection[SendT, ReceiveT]] = ()
+        self._opened: list[MpiConnection[SendT, ReceiveT]] = []
+        self._greetings = greetings or {}
+        self._kinds: dict[MpiConnection[SendT, ReceiveT], type[Message]] = {}
+        self._takes_signs = takes_signs and job.threads_may_take_turns
+        self._is_hurried = is_hurried
+        self._woken = threading.Event()
+        self._waits_since: float | None = None
+        self._left_s = 0.0
+        with job.lock:
+            self._exchange.hubs.append(self)
+            self._exchange.claim()
+        self._pump: Pump | None = None
         self._pulse: Pump | None = None
-        if pump_interval_s > 0 and job.threads_may_take_turns:
-            self._caller.pump = Pump(self._keep_going, pump_interval_s)
-            self._caller.pump.start()
-        if pulse_s > 0 and job.threads_may_take_turns:
-            self._pulse = Pump(self._give_sign, pulse_s)
+        if is_hurried and job.threads_may_take_turns:
+            self._pump = Pump(self._keep_going, _PUMP_INTERVAL_S)
+            self._pump.start()
+        if gives_signs and job.threads_may_take_turns:
+            self._pulse = Pump(self._give_signs, _PULSE_S)
             self._pulse.start()
             self._pulse.wake()
 
-    def _note_stuck(self, num_ticks: int) -> bool:
-        """Leave, unless MPI may still return."""
-        waited_s = num_ticks * self._tick_s
-        all_run = not stopped_siblings() and self._ranks_here <= ranks_here()
-        if all_run and waited_s < STUCK_AFTER_S:
-            return False
-        leave_stuck(waited_s)
-        return True
-
-    def add(
-        self,
-        rank: int,
-        peer: str,
-        *,
-        tag: int,
-        receives: frozenset[type[Message]] | None = None,
-        gives_signs: bool | None = None,
-        takes_signs: bool = True,
+    def connect(
+        self, rank: int, peer: str, *, line: int | None = None, gives_signs: bool | None = None
     ) -> MpiConnection[SendT, ReceiveT]:
-        """A connection more, at any time: to a rank, over this tag and the
-        next. What it may send, and whether it gives signs of life: as the
-        hub's others, unless it is said. ``takes_signs``: it listens for ours;
-        where nobody does, they would pile up."""
-        signs = self._peers_give_signs if gives_signs is None else gives_signs
-        job = self._job
-        with job.lock:
-            job.peers.add(rank)
-            connection = MpiConnection[SendT, ReceiveT](
-                job,
-                self._caller,
-                rank,
-                peer,
-                self._receives if receives is None else receives,
-                tag=tag,
-                gives_signs=signs and job.threads_may_take_turns,
-            )
-            connection.takes_signs = takes_signs
-            place = self._free_place()
-            for over in self.connections[place : place + 1]:
-                over.outgoing.abandon()
-            self.connections = (
-                *self.connections[:place],
-                connection,
-                *self.connections[place + 1 :],
-            )
+        """Connect to a rank. Never waits. The connection keeps its index.
+
+        Args:
+            peer: What to call it.
+            line: That both sides connect to. None if the first message is to open the other end.
+            gives_signs: As the hub's others, unless given.
+        """
+        with self._job.lock:
+            connection = self._exchange.open(rank, line)
+            signs = self._takes_signs if gives_signs is None else gives_signs
+            connection.gives_signs = signs and self._job.threads_may_take_turns
+            self._add(connection, peer)
         return connection
 
-    def _free_place(self) -> int:
-        """Where the next connection goes; the job's lock is held."""
-        if not self._keeps_places:
-            for index, connection in enumerate(self.connections):
-                if not connection.is_open:
-                    connection.advance()  # where nobody else does, what was sent leaves now
-                if connection.is_over:
-                    return index
-        return len(self.connections)
+    def open(self, address: str) -> MpiConnection[SendT, ReceiveT]:
+        """Connect without an index: the caller polls it.
+
+        Raises:
+            ConfigError: If the address is no other rank's.
+        """
+        number = address.removeprefix("rank ")
+        rank = int(number) if number.isdecimal() and len(number) < 10 else -1
+        if not 0 < rank < self._job.size or rank == self._job.rank:
+            raise ConfigError(f"{address!r} is no other R-worker of this MPI job")
+        with self._job.lock:
+            connection = self._exchange.open(rank, None)
+            connection.hub, connection.peer = self, f"R-worker {address}"
+            connection.gives_signs = self._takes_signs
+            self._opened = [each for each in self._opened if not each.is_closed]
+            self._opened.append(connection)
+        return connection
+
+    def accept(self, connection: MpiConnection[SendT, ReceiveT], piece: Array) -> bool:
+        """Take a connection that its peer has opened, if its first message is a greeting here; the
+        job's lock is held. One too many is answered ``Failed`` (busy)."""
+        kind = kind_of(piece.data[:64])
+        if kind is None or kind not in self._greetings:
+            return False
+        rank = connection.rank
+        self._add(connection, f"rank {rank}" if rank else f"the S-worker (rank {rank})")
+        self._kinds = {each: kind for each, kind in self._kinds.items() if each.is_open}
+        num_alike = list(self._kinds.values()).count(kind)
+        if num_alike < self._greetings[kind]:
+            self._kinds[connection] = kind
+        else:
+            name, why = f"rank {self._job.rank}", f"{num_alike} others have said {kind.__name__}"
+            connection.say_last(Failed(name, "busy", why))
+        return True
+
+    def _add(self, connection: MpiConnection[SendT, ReceiveT], peer: str) -> None:
+        """Give a connection the next index, or that of one that is over."""
+        connection.hub, connection.peer = self, peer
+        index = len(self.connections)
+        if self._greetings:
+            places = (i for i, each in enumerate(self.connections) if each.is_closed)
+            index = next(places, index)
+        connection.index = index
+        self.connections = *self.connections[:index], connection, *self.connections[index + 1 :]
+        if connection.inbox or connection.end is not None:
+            connection.note_ready()
+
+    def wake(self) -> None:
+        """Have the thread that waits in ``receive_any``, or does so next, look up, as if its time
+        were over; any thread."""
+        self._woken.set()
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        return self._caller.wait(self._look_at_all, timeout_s, self._open_peers)
+        return self.wait(self._look, timeout_s, self._open_peers)
+
+    def wait(
+        self, look: Callable[[], T | None], timeout_s: float | None, whom: Callable[[], str]
+    ) -> T:
+        """Return what ``look`` finds, as soon as it finds something."""
+        self._waits_since = began_s = time.monotonic()
+        try:
+            if self._is_hurried:
+                found = look_until_found(look, timeout_s)
+            else:
+                end_s = math.inf if timeout_s is None else began_s + timeout_s
+                while (found := look()) is None and time.monotonic() < end_s:
+                    if self._woken.wait(_LOOK_S):
+                        self._woken.clear()
+                        break
+        finally:
+            self._waits_since = None
+            self.on_left()
+        if found is None:
+            raise timeout_error(whom(), timeout_s or 0.0)
+        return found
+
+    def on_left(self) -> None:
+        """Have the pump look after what is under way: the caller does something else."""
+        if self._pump is not None:
+            self._left_s = time.monotonic()
+            if not self._pump.is_wanted:
+                self._pump.wake()
 
     def close(self) -> None:
-        """Close every connection, and see off what was sent over them, for a
-        few seconds at most."""
+        """Close every connection, and send what is on its way, for a few seconds at most."""
         if self._pulse is not None:
             self._pulse.stop()
-        for connection in self.connections:
+        connections = *self.connections, *self._opened
+        for connection in connections:
             connection.close()
-        look_until_found(self._all_left, _LINGER_S)
-        if self._caller.pump is not None:
-            self._caller.pump.stop()
+
+        def all_left() -> bool | None:
+            with self._job.lock:
+                self._exchange.advance()
+            return None if any(each.leaving for each in connections) else True
+
+        look_until_found(all_left, _LINGER_S)
+        if self._pump is not None:
+            self._pump.stop()
         with self._job.lock:
-            for connection in self.connections:
-                connection.outgoing.abandon()
-        self._watchdog.stop()
-
-    def _all_left(self) -> bool | None:
-        with self._caller, self._job.lock:
-            for connection in self.connections:
-                connection.advance()
-        return None if self._is_sending else True
-
-    @property
-    def _is_sending(self) -> bool:
-        return any(connection.outgoing.leaving for connection in self.connections)
+            self._exchange.hubs.remove(self)
+            for connection in connections:
+                connection.abandon()
 
     def _open_peers(self) -> str:
         return " or ".join(x.peer for x in self.connections if x.is_open)
 
-    def _look_at_all(self) -> tuple[int, ReceiveT] | None:
-        """Asks every open connection, each call starting behind the one that answered last."""
-        connections, any_open = self.connections, False
-        num = len(connections)
-        self._caller.num_looks += 1
+    def _look(self) -> tuple[int, ReceiveT] | None:
+        """Take what has come, in order of arrival."""
         with self._job.lock:
-            for i in range(self._first, self._first + num):
-                index = i % num
-                connection = connections[index]
-                if connection.is_open:
-                    any_open = True
+            for connection in self.connections if self.silence_s else ():
+                connection.check_silence()
+            while True:
+                for _ in range(len(self.ready)):
+                    connection = self.ready.popleft()
+                    connection.is_ready = False
+                    if not connection.is_open or connection.index is None:
+                        continue
                     try:
-                        message = connection.look()
+                        message = connection.take()
                     except WorkerError as error:
-                        raise PeerLostError(index, error) from None
+                        raise PeerLostError(connection.index, error) from None
+                    if connection.inbox or connection.end is not None:
+                        connection.note_ready()
                     if message is not None:
-                        self._first = index + 1
-                        return index, message
-        if not any_open:
-            raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
+                        return connection.index, message
+                if not self._exchange.take_in():
+                    break
+            self._check_peers()
         return None
 
-    def _give_sign(self) -> bool:
+    def _check_peers(self) -> None:
+        """
+        Raises:
+            WorkerError: (``CLOSED``) If no peer is left, and none may come.
+        """
+        is_any_open = any(each.is_open for each in self.connections)
+        patience_s = _LEAVING_S if is_any_open else 0.0
+        may_come = bool(self._greetings) and self._exchange.left_for_s(S_RANK) <= patience_s
+        if may_come or (is_any_open and not self._greetings):
+            return
+        raise closed_error(
+            ", ".join(x.peer for x in self.connections) or link_address(S_RANK), by_peer=True
+        )
+
+    def _give_signs(self) -> bool:
         with self._job.lock:
-            if self._job.over.is_set():
+            if self._job.is_over:
                 return False
-            for connection in self.connections:
-                if connection.takes_signs:
-                    connection.give_sign()
+            self._exchange.advance()
+            for rank in {x.rank for x in self.connections if x.is_open and x.end is None}:
+                self._exchange.give_sign(rank)
         return True
 
     def _keep_going(self) -> bool:
-        """The pump's work. Returns whether to come again soon."""
+        """Do the pump's work. Return True to come again soon."""
         now = time.monotonic()
-        waits_since = self._caller.waits_since
+        waits_since = self._waits_since
         if waits_since is not None:  # the caller looks after things itself
             return now - waits_since < _PUMP_RESTS_IN_WAIT_AFTER_S
-        if self._job.lock.acquire(blocking=False):
-            try:
-                if self._job.over.is_set():
-                    return False
-                for connection in self.connections:
-                    connection.advance()
-            finally:
-                self._job.lock.release()
-        longest_s = _PUMP_GIVES_UP_AFTER_S if self._is_sending else _PUMP_RESTS_AFTER_S
-        return now - self._caller.left_s < longest_s
+        with self._job.lock:
+            if self._job.is_over:
+                return False
+            self._exchange.advance()
+        is_sending = any(connection.leaving for connection in self.connections)
+        longest_s = _PUMP_GIVES_UP_AFTER_S if is_sending else _PUMP_RESTS_AFTER_S
+        return now - self._left_s < longest_s
 
 
-def connect_workers(
-    job: MpiJob, *, tag: int = DEFAULT_TAG, stuck_after_s: float = STUCK_AFTER_S
-) -> MpiHub[ToRWorker, FromRWorker]:
-    """A sole S-worker's side: a connection to every other rank of the job, in their order.
-    Never waits.
+class RWorkerHub(MpiHub[FromRWorker, ToRWorker]):
+    """Where the peers of an R-worker, or of a device's KV cache, come."""
+
+    def __init__(self, job: MpiJob, *, is_hurried: bool = True) -> None:
+        super().__init__(
+            job,
+            TO_R_WORKER,
+            greetings=_R_WORKER_GREETINGS,
+            gives_signs=True,
+            is_hurried=is_hurried,
+        )
+
+
+class MpiNeighbours(MpiHub[ToRWorker, FromRWorker]):
+    """How an R-worker reaches others; see ``rworker.transfers.neighbours.Neighbours``.
 
     Args:
-        stuck_after_s: see ``MpiHub``.
-
-    Raises:
-        ConfigError: this isn't the first rank, or the only one.
+        silence_s: One that gives no sign of life for this long is lost. 0 if it gives none.
     """
-    if job.rank != S_RANK:
-        raise ConfigError(
-            f"this is rank {job.rank}: in an MPI job the S-worker is rank {S_RANK}, the first "
-            "that starts"
+
+    def __init__(self, job: MpiJob, silence_s: float) -> None:
+        super().__init__(
+            job, FROM_R_WORKER, takes_signs=silence_s > 0, silence_s=silence_s, is_hurried=False
         )
-    if not job.r_ranks:
-        raise ConfigError(
-            "this is the only MPI rank: start more, which will be R-workers", code="too_few_ranks"
-        )
-    peers = [(rank, f"R-worker rank {rank}") for rank in job.r_ranks]
-    receives = frozenset(get_args(FromRWorker))
-    return MpiHub(job, peers, receives, tag=tag, peers_give_signs=True, stuck_after_s=stuck_after_s)
 
 
-def connect_to_s_workers(
-    job: MpiJob, *, tag: int = DEFAULT_TAG, make: type[MpiHub[FromRWorker, ToRWorker]] = MpiHub
-) -> MpiHub[FromRWorker, ToRWorker]:
-    """An R-worker's side: a connection to the S-worker. Never waits.
+def connect_stage(
+    job: MpiJob, ranks: StageRanks, stage: int, r_ranks: Sequence[int]
+) -> tuple[MpiHub[Any, Any], dict[int, MpiConnection[Any, Any]]]:
+    """Connect a stage to its R-workers, and behind them to other stages.
 
-    Raises:
-        ConfigError: this is the S-worker's rank.
+    Returns:
+        All connections, and those to other stages by their numbers.
     """
-    if job.rank == S_RANK:
-        raise ConfigError(
-            f"an R-worker was started as rank {job.rank}, the S-worker's: begin the mpirun line "
-            "with -n 1 fastdecode generate ... and let the R-workers follow behind a colon"
-        )
-    peers = [(S_RANK, f"the S-worker (rank {S_RANK})")]
-    receives = frozenset(get_args(ToRWorker))
-    return make(job, peers, receives, tag=tag, pulse_s=PULSE_S, keeps_places=False)
+    others = ranks.others(stage)
+    receives = FROM_R_WORKER | _BETWEEN_STAGES | TO_R_WORKER if others else FROM_R_WORKER
+    hub: MpiHub[Any, Any] = MpiHub(job, receives, gives_signs=stage > 0, takes_signs=True)
+    for rank in r_ranks:
+        hub.connect(rank, f"R-worker rank {rank}")
+    connections = {}
+    for other in others:
+        rank = ranks.leader(other)
+        name = f"{stage_name(other, ranks.num_stages)} (rank {rank})"
+        # Stages behind the first give it signs of life, and it gives none.
+        connections[other] = hub.connect(rank, name, line=_STAGE_LINE, gives_signs=not stage)
+    return hub, connections

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import parse_monitor_message
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool
@@ -37,11 +38,12 @@ from fastdecode.wire.zmq.keys import ClusterKey, Socket
 T = TypeVar("T")
 
 _GOODBYE: Final = b""
-ARE_YOU_THERE: Final = b"\0"
+_ARE_YOU_THERE: Final = b"\0"
 MAX_FRAME_BYTES: Final = 4 << 20
 """More is cut, so that a peer that only connects can't make us take more memory."""
 _COPIED_BYTES: Final = 1 << 15
 """ZeroMQ copies frames up to this size: that is quicker than to tell when larger ones have left."""
+_ASK_INTERVAL_S: Final = 1.0
 _SLICE_S: Final = 0.05
 """Between two looks of a wait at whether another thread has closed the connection."""
 _NUM_GLANCES: Final = 100
@@ -61,15 +63,15 @@ _OPTIONS: Final = {
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES + MAX_HEAD_BYTES,
     zmq.HANDSHAKE_IVL: 5000,
 }
-GONE: Final = "its process has ended, or is silent, or the network to it has failed"
-REFUSED: Final[dict[int, str]] = {
+_GONE: Final = "its process has ended, or is silent, or the network to it has failed"
+_REFUSED: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a "
     "--key, or have both another key file?",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on "
     "both sides?",
 }
-_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(REFUSED)
+_EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | sum(_REFUSED)
 
 
 class ZmqConnection:
@@ -95,8 +97,7 @@ class ZmqConnection:
         self.inbox: deque[Sequence[zmq.Frame]] = deque()
         self.loss = ""
         """Why the peer is lost."""
-        self.asked_s = time.monotonic()
-        """When the hub last asked if the peer is there."""
+        self._asked_s = time.monotonic()
         self._end: WorkerError | None = None
         self._hub = hub
         self._codec = Codec(hub.receives)
@@ -131,11 +132,11 @@ class ZmqConnection:
                     return send_parts(self.socket, parts)
                 except zmq.ZMQError:
                     self._hub.take_in(self)
-                    self.loss = self.loss or GONE
+                    self.loss = self.loss or _GONE
             raise self._lost_error()
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        received = wait_for(self.poll, lambda: self.readable, self._hub.lock, timeout_s)
+        received = self._hub.wait(self.poll, lambda: self.readable, timeout_s)
         if received is None:
             raise timeout_error(self.peer, timeout_s or 0.0)
         return received
@@ -156,7 +157,7 @@ class ZmqConnection:
                 elif len(head) > 1:  # or it was asked if it is there
                     try:
                         take = self.pool.take
-                        return self._codec.decode_frames(head.buffer, arrays, take)
+                        return self._codec.decode(head.buffer, frames=arrays, take=take)
                     except ProtocolError as error:
                         broken = f"{self.peer} broke the protocol: {error}"
                         self._end = WorkerError(broken, code=error.code)
@@ -179,6 +180,27 @@ class ZmqConnection:
                 self.socket.disable_monitor()
                 self.monitor.close(0)
                 self.socket.close()
+
+    def ask(self) -> None:
+        """Note, now and then, if the peer is gone: ZeroMQ says so when something is sent."""
+        now = time.monotonic()
+        if now - self._asked_s >= _ASK_INTERVAL_S:
+            self._asked_s = now
+            try:
+                send_parts(self.socket, [*self.route, _ARE_YOU_THERE])
+            except zmq.ZMQError:
+                self.loss = _GONE
+
+    def read_events(self) -> None:
+        """Note if the peer is reached, or lost."""
+        while self.monitor and zmq.zmq_poll(self.readable[1:], 0):
+            event: int = parse_monitor_message(self.monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_reached = True
+            elif event in _REFUSED:
+                self.loss = _REFUSED[event]
+            elif self.is_reached:  # a connection that breaks is over, though ZeroMQ would reconnect
+                self.loss = self.loss or _GONE
 
     def _lost_error(self) -> WorkerError:
         return WorkerError(f"{self.peer} is lost: {self.loss}", code=CLOSED)
@@ -224,11 +246,34 @@ class SocketHub:
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
         """See ``Hub``; ``wake`` ends it like a deadline."""
-        received = wait_for(self._poll_any, self._readable, self.lock, timeout_s)
+        received = self.wait(self._poll_any, self._readable, timeout_s)
         if received is None:
             names = " or ".join(x.peer for x in self.connections if x.is_open)
             raise timeout_error(names or "every peer", timeout_s or 0.0)
         return received
+
+    def wait(
+        self,
+        look: Callable[[], T | None],
+        readable: Callable[[], list[tuple[Any, int]]],
+        timeout_s: float | None,
+    ) -> T | None:
+        """Return what ``look`` gives once it isn't None, or None after ``timeout_s``. Look whenever
+        one of ``readable`` is."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        num_glances = _NUM_GLANCES
+        while True:
+            found = look()
+            remaining_s = _SLICE_S if deadline is None else deadline - time.monotonic()
+            if found is not None or remaining_s <= 0:
+                return found
+            with self.lock:
+                items = readable()
+                while num_glances and not zmq.zmq_poll(items, 0):
+                    num_glances -= 1
+                    os.sched_yield()
+                if not num_glances:
+                    zmq.zmq_poll(items, max(1, int(1000 * min(remaining_s, _SLICE_S))))
 
     def wake(self) -> None:
         """Have the thread that waits in ``receive_any``, or does so next, look up; any thread."""
@@ -298,27 +343,3 @@ def receive_parts(socket: Socket) -> list[zmq.Frame]:
     while parts[-1].more:  # recv_multipart asks the socket, which takes longer
         parts.append(socket.recv(copy=False))
     return parts
-
-
-def wait_for(
-    look: Callable[[], T | None],
-    readable: Callable[[], list[tuple[Any, int]]],
-    lock: threading.RLock,
-    timeout_s: float | None,
-) -> T | None:
-    """Return what ``look`` gives once it isn't None, or None after ``timeout_s``. It looks whenever
-    one of ``readable`` is."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    num_glances = _NUM_GLANCES
-    while True:
-        found = look()
-        remaining_s = _SLICE_S if deadline is None else deadline - time.monotonic()
-        if found is not None or remaining_s <= 0:
-            return found
-        with lock:
-            items = readable()
-            while num_glances and not zmq.zmq_poll(items, 0):
-                num_glances -= 1
-                os.sched_yield()
-            if not num_glances:
-                zmq.zmq_poll(items, max(1, int(1000 * min(remaining_s, _SLICE_S))))

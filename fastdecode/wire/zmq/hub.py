@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from socket import gaierror
 from typing import Any, Final, get_args
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire.codec import NAME, Codec, Prefix, kind_of
-from fastdecode.wire.instances.messages import InstanceHello
-from fastdecode.wire.kv.chunks import FetchChunk
-from fastdecode.wire.kv.exporting import DescribeExport
+from fastdecode.wire.blocks import DescribeExport, FetchChunk
+from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
+from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
@@ -36,15 +33,11 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.zmq.connection import (
-    ARE_YOU_THERE,
     DEFAULT_SILENCE_S,
-    GONE,
-    REFUSED,
     SocketHub,
     ZmqConnection,
     receive_parts,
     send_parts,
-    wait_for,
 )
 from fastdecode.wire.zmq.keys import ClusterKey, check_address, connect_error, secure
 
@@ -52,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_S: Final = 0.5
 """A peer that is not reached within this is asked why, over a TCP connection of its own."""
-_ASK_INTERVAL_S: Final = 1.0
 _MOST_TAKEN: Final = 100
 """Messages that a listener takes in before it looks at its connections, even in a flood."""
 _ROLES: Final[dict[type[Message] | None, Role]] = {
@@ -83,19 +75,19 @@ class ZmqHub(SocketHub):
 
     def add(self, address: str) -> ZmqConnection:
         """Connect. The connection keeps its index, closed or not, until it is replaced."""
-        self.connections.append(self.connect(address))
+        self.connections.append(self.open(address))
         return self.connections[-1]
 
     def reconnect(self, index: int) -> ZmqConnection:
         """Connect to the same address without an index, which ``replace`` gives."""
-        return self.connect(self.connections[index].address)
+        return self.open(self.connections[index].address)
 
     def replace(self, index: int, connection: ZmqConnection) -> None:
         """Give a connection of ``reconnect`` the index of the one before it, which is closed."""
         self.connections[index].close()
         self.connections[index] = connection
 
-    def connect(self, address: str, line: int = 0) -> ZmqConnection:
+    def open(self, address: str) -> ZmqConnection:
         """Connect without an index: ``receive_any`` doesn't read it. The peer needn't be there yet.
 
         Raises:
@@ -117,14 +109,7 @@ class ZmqHub(SocketHub):
             return
         frames = receive_parts(connection.socket)
         if not frames:
-            while connection.monitor and zmq.zmq_poll(connection.readable[1:], 0):
-                event: int = parse_monitor_message(connection.monitor.recv_multipart())["event"]
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    connection.is_reached = True
-                elif event in REFUSED:
-                    connection.loss = REFUSED[event]
-                elif connection.is_reached:  # it is over, though ZeroMQ would reconnect
-                    connection.loss = connection.loss or GONE
+            connection.read_events()
             # What came just before the end is read first.
             frames = receive_parts(connection.socket) if connection.loss else []
         if frames:
@@ -147,7 +132,7 @@ class ZmqHub(SocketHub):
         prompt_s = min(_PROMPT_S, timeout_s)
         rest_s = timeout_s - prompt_s
         for wait_s, left_s in ((prompt_s, rest_s), (rest_s, 0.0)):
-            wait_for(lambda: not missing() or None, self._readable, self.lock, wait_s)
+            self.wait(lambda: not missing() or None, self._readable, wait_s)
             asked = missing()
             with ThreadPoolExecutor(len(asked) or 1) as pool:
                 errors = pool.map(lambda x: connect_error(x.address), asked.values())
@@ -163,9 +148,6 @@ class ZmqHub(SocketHub):
                 elif error:
                     logger.warning("%s yet, trying for %g s more: %s", what, left_s, why)
         return reasons
-
-    def expect(self, address: str, line: int) -> None:
-        """Any process with the key may connect at any time."""
 
 
 class ZmqListener(SocketHub):
@@ -213,13 +195,8 @@ class ZmqListener(SocketHub):
 
     def take_in(self, connection: ZmqConnection) -> None:
         self._take_in_all()
-        now = time.monotonic()
-        if not connection.inbox and now - connection.asked_s >= _ASK_INTERVAL_S:
-            connection.asked_s = now
-            try:
-                send_parts(self._socket, [*connection.route, ARE_YOU_THERE])
-            except zmq.ZMQError:  # which says when a peer is gone
-                connection.loss = GONE
+        if not connection.inbox:
+            connection.ask()
 
     def _readable(self) -> list[tuple[Any, int]]:
         return self._items  # peers may come at any time
@@ -253,11 +230,11 @@ class ZmqListener(SocketHub):
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Give a peer that says what it is a connection, if there is room for its role."""
         head = frames[0].buffer
-        Prefix.of(head)
+        read_prefix(head)
         kind = kind_of(head)
         role = _ROLES.get(kind)
         if kind is Hello:
-            greeting: Any = self._codec.decode_frames(head, frames[1:], bytearray)
+            greeting: Any = self._codec.decode(head, frames=frames[1:])
             role = greeting.role
         if role is None:
             return  # one that was lost speaks on

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from queue import Queue
 from typing import Any
 
 import pytest
 from messages_for_tests import attend
 from transport_suite import WAIT_S, code_of
 
-from fastdecode.wire.mpi import hub as mpi_transport
-from fastdecode.wire.mpi.hub import connect_workers
-from fastdecode.wire.mpi.leaving import before_leaving_stuck
+from fastdecode.wire.mpi.hub import FROM_R_WORKER, MpiHub
+from fastdecode.wire.mpi.job import before_ending
 from fastdecode.wire.transport import CLOSED, TIMEOUT
-
-STUCK_AFTER_S = 0.2
-STUCK_THOUGH_ALL_RUN_S = 4 * STUCK_AFTER_S
 
 
 @pytest.fixture
 def hub(mpi: Any) -> Any:
+    line = next(mpi.lines)
     for puppet in mpi.puppets:
-        puppet.call("open", 64)
-    return connect_workers(mpi.job)
+        puppet.call("open", line)
+    hub: MpiHub[Any, Any] = MpiHub(mpi.job, FROM_R_WORKER, takes_signs=True)
+    for rank in range(1, mpi.job.size):
+        hub.connect(rank, f"R-worker rank {rank}", line=line)
+    return hub
 
 
 def serve(mpi: Any, hub: Any, workers: list[int], num_steps: int) -> None:
@@ -61,42 +58,21 @@ def test_stopped(mpi: Any, hub: Any) -> None:
 
 def test_left_stopped(mpi: Any, hub: Any) -> None:
     """This rank gives it up, leaves, and has the launcher kill it."""
-    mpi.end_job = True
     os.kill(mpi.puppets[2].pid, signal.SIGSTOP)
     hub.connections[2].send(attend(4000))
     assert code_of(lambda: hub.connections[2].receive(0.1), "rank 3") == TIMEOUT
+    hub.connections[2].give_up()
     hub.close()
 
 
-@pytest.fixture
-def kept(mpi: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Holds the lock as a thread has it that MPI keeps, so that whoever calls
-    MPI next is kept too."""
-    monkeypatch.setattr(mpi_transport, "STUCK_AFTER_S", STUCK_THOUGH_ALL_RUN_S)
-    for puppet in mpi.puppets:
-        puppet.call("open", 64)
-    hub = connect_workers(mpi.job, stuck_after_s=STUCK_AFTER_S)
-    with mpi.job.lock:
-        yield hub.connections[0]
-
-
-def test_kept_by_mpi(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of MPI's that doesn't return is noticed though all ranks run: they may be
-    busy, so not at once."""
-    waited: Queue[float] = Queue()
-    monkeypatch.setattr(mpi_transport, "leave_stuck", waited.put)
-    threading.Thread(target=lambda: kept.send(attend(1)), daemon=True).start()
-    assert waited.get(timeout=WAIT_S) == pytest.approx(STUCK_THOUGH_ALL_RUN_S)
-
-
-def test_kept_until_the_end(mpi: Any, kept: Any) -> None:
-    """The job ends, and says whom it waited for."""
-    before_leaving_stuck(
-        lambda exit_code: print(f"the last act, before exit code {exit_code}", flush=True)
-    )
+def test_kept_until_the_end(mpi: Any, hub: Any) -> None:
+    """MPI keeps a thread, and so whoever calls it next: the job ends, and says whom it waited
+    for."""
+    before_ending(lambda code: print(f"the last act, before exit code {code}", flush=True))
     os.kill(mpi.puppets[1].pid, signal.SIGSTOP)
     print(f"process {mpi.puppets[1].pid} was stopped", flush=True)
-    kept.poll()
+    with mpi.job.lock:
+        signal.pause()
 
 
 def test_s_worker_dies(mpi: Any, hub: Any) -> None:

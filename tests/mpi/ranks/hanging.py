@@ -1,7 +1,7 @@
-"""A job whose rank 0 leaves while two others hang, or one that nobody has
-noticed, beside one that has died; a third waits for its end.
+"""A job whose rank 0 leaves while others hang, which it may have noticed, beside one that has
+died; the last waits for the end of rank 0.
 
-Usage: hanging.py noticed|unnoticed
+Usage: hanging.py NUM_STOPPED noticed|unnoticed
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
-from fastdecode.wire.mpi import joining, launcher, leaving  # noqa: E402
-from fastdecode.wire.mpi.siblings import siblings, stopped_siblings  # noqa: E402
-from fastdecode.wire.patience import look_until_found  # noqa: E402
+from fastdecode.wire.mpi.job import _ranks_here, join, leave, stopped_ranks  # noqa: E402
+from fastdecode.wire.mpi.ranks import let_rank_0_stop  # noqa: E402
+from fastdecode.wire.waiting import look_until_found  # noqa: E402
 
 WAIT_S = 60.0
 
 if __name__ == "__main__":
-    rank = joining.join().rank
-    is_noticed = sys.argv[1] == "noticed"
-    if rank == 0:
-        num_stopped = 2 if is_noticed else 1
-        assert look_until_found(lambda: len(stopped_siblings()) == num_stopped or None, WAIT_S)
-        assert look_until_found(lambda: len(list(siblings())) == 2 + num_stopped or None, WAIT_S)
-        leaving.leave(0, end_job=is_noticed, timeout_s=1.0)
-    launcher.let_rank_0_stop()
-    if rank == 1 and not is_noticed:
+    job = join()
+    num_stopped, is_noticed = int(sys.argv[1]), sys.argv[2] == "noticed"
+    dies = int(not is_noticed)
+    if job.rank == 0:
+        assert look_until_found(lambda: len(stopped_ranks()) == num_stopped or None, WAIT_S)
+        assert look_until_found(lambda: len(_ranks_here()) == job.size - dies or None, WAIT_S)
+        leave(0, hung=is_noticed)
+    let_rank_0_stop()
+    if job.rank <= dies:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank < 3:
+    if job.rank <= dies + num_stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
-    look_until_found(lambda: "0" not in {x.rank for x in siblings()} or None, WAIT_S)
-    leaving.leave(0, timeout_s=1.0)
+    look_until_found(lambda: 0 not in _ranks_here().values() or None, WAIT_S)
+    leave(0)

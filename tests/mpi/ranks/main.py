@@ -17,18 +17,17 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
 import pytest  # noqa: E402
 from puppet import Puppets, obey  # noqa: E402
 
-from fastdecode.wire.mpi import job as mpi_job  # noqa: E402
-from fastdecode.wire.mpi import joining, leaving  # noqa: E402
+from fastdecode.wire.mpi.job import MpiJob, join, leave  # noqa: E402
 
 
 class Job:
     """What the tests of rank 0 find as the fixture ``mpi``."""
 
-    def __init__(self, job: mpi_job.MpiJob, puppets: Puppets) -> None:
+    def __init__(self, job: MpiJob, puppets: Puppets) -> None:
         self.job = job
         self.puppets = puppets.wait()
-        self.tags = count(100, 2)
-        self.end_job = False
+        self.lines = count(2**15 - 200)
+        self.hung = False
 
     @pytest.fixture
     def mpi(self) -> Job:
@@ -36,9 +35,9 @@ class Job:
 
 
 def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
-    job = joining.join()
+    job = join()
     if job.rank == 0:
-        puppets = Puppets(Path(socket), list(job.r_ranks))
+        puppets = Puppets(Path(socket), [*range(1, job.size)])
         job.comm.Barrier()
         args = [
             file,
@@ -52,12 +51,13 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
         plugin = Job(job, puppets)
         code = int(pytest.main(args, plugins=[plugin]))
         puppets.close()
-        return code, plugin.end_job
+        return code, plugin.hung
 
-    def open_connection(tag: int, **options: Any) -> tuple[Any, None]:
-        from fastdecode.wire.mpi.hub import connect_to_s_workers
+    def open_connection(line: int, **options: Any) -> tuple[Any, None]:
+        from fastdecode.wire.mpi.hub import TO_R_WORKER, MpiHub
 
-        return connect_to_s_workers(job, tag=tag).connections[0], None
+        hub: MpiHub[Any, Any] = MpiHub(job, TO_R_WORKER, gives_signs=True)
+        return hub.connect(0, "the S-worker (rank 0)", line=line), None
 
     job.comm.Barrier()  # rank 0 listens
     obey(socket, job.rank, os.getpid(), open_connection)
@@ -65,5 +65,5 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
 
 
 if __name__ == "__main__":
-    exit_code, end_job = main(*sys.argv[1:])
-    leaving.leave(exit_code, end_job=end_job, timeout_s=3.0)
+    exit_code, hung = main(*sys.argv[1:])
+    leave(exit_code, hung=hung)

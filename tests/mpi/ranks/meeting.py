@@ -4,8 +4,7 @@ late, and then leaves for good."""
 from __future__ import annotations
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi import joining, leaving
-from fastdecode.wire.mpi.job import MpiJob, receive_text, send_text
+from fastdecode.wire.mpi.job import MpiJob, join, leave, receive_text, send_text
 
 WAIT_S = 60.0
 
@@ -18,7 +17,7 @@ def refusal(job: MpiJob, rank: int, timeout_s: float) -> str:
 
 
 if __name__ == "__main__":
-    job = joining.join()
+    job = join()
     if job.rank == 0:
         print("late:", refusal(job, 1, 0.1), flush=True)
         send_text(job, 1, "/a/meeting place")
@@ -26,4 +25,4 @@ if __name__ == "__main__":
     else:
         send_text(job, 0, receive_text(job, 0, WAIT_S))
         print("gone:", refusal(job, 0, WAIT_S), flush=True)
-    leaving.leave(0)
+    leave(0)

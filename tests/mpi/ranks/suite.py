@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from messages_for_tests import attend, same
 from transport_suite import WAIT_S, MakeStar, TransportSuite, code_of
 
-from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, FromRWorker, OpenSequence
-from fastdecode.wire.mpi.hub import MpiHub
+from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, OpenSequence
+from fastdecode.wire.mpi.hub import FROM_R_WORKER, MpiHub
 
 
 @pytest.fixture
@@ -24,15 +24,14 @@ def star(mpi: Any) -> Iterator[MakeStar]:
     def make(num_peers: int) -> SimpleNamespace:
         if num_peers > len(mpi.puppets):
             pytest.skip(f"needs {num_peers} R-workers")
-        tag = next(mpi.tags)
+        line = next(mpi.lines)
         peers = mpi.puppets[:num_peers]
         for peer in peers:
-            peer.call("open", tag)
-        names = [f"rank {rank}" for rank in mpi.job.r_ranks][:num_peers]
-        ranks = [
-            (rank, f"R-worker {name}") for rank, name in zip(mpi.job.r_ranks, names, strict=False)
-        ]
-        hub = MpiHub(mpi.job, ranks, frozenset(get_args(FromRWorker)), tag=tag)
+            peer.call("open", line)
+        names = [f"rank {rank}" for rank in range(1, 1 + num_peers)]
+        hub: MpiHub[Any, Any] = MpiHub(mpi.job, FROM_R_WORKER)
+        for rank, name in enumerate(names, 1):
+            hub.connect(rank, f"R-worker {name}", line=line)
         made.append(SimpleNamespace(hub=hub, peers=peers, names=names))
         return made[-1]
 
@@ -63,9 +62,9 @@ class TestMpi(TransportSuite):
         assert s.peers[0].result() == 1
         connection.send(attend(4000, step=1))
         end = time.monotonic() + WAIT_S
-        while connection.outgoing.leaving and time.monotonic() < end:
+        while connection.leaving and time.monotonic() < end:
             assert connection.poll() is None
-        assert not connection.outgoing.leaving
+        assert not connection.leaving
         assert same(s.peers[0].receive(WAIT_S), attend(4000, step=1))
 
     def test_messages_for_the_other_side_are_refused(self, star: MakeStar) -> None:

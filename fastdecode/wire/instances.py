@@ -39,9 +39,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
-from msgspec import field
+from msgspec import Meta, field
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta
@@ -50,7 +50,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.sequence import Request, TokenIds
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.core.version import VERSION
-from fastdecode.wire.traits import Asking, Int, Message, Role, Text, Worded, compare_versions
+from fastdecode.wire.traits import MAX_HOLDERS, Asking, Count, Message, Role, Text, Worded
 
 _MOST: Final = 1 << 40
 _STATUS_FIELDS: Final = (
@@ -66,40 +66,24 @@ class InstanceWelcome(Worded, frozen=True, tag=193):
     dtype: DType
     """Of weights and activations."""
     kv_dtype: DType
-    max_model_len: Int
-    num_tokens: Int
-    """Of KV that it has room for."""
-    block_size: Int
-    max_sequences: Int
-    """That it runs at once."""
-    batch_tokens: Int
-    """Of prompts that it runs at once."""
-    num_r_workers: Int
-    """0: its KV is on its device."""
-    num_threads: Int
-    """Of each of those; where they differ, the most that one has."""
+    max_model_len: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
+    num_tokens: Annotated[int, Meta(ge=1, le=_MOST)]
+    """KV capacity in tokens."""
+    block_size: Annotated[int, Meta(ge=1, le=1 << 20)]
+    max_sequences: Annotated[int, Meta(ge=1, le=1 << 20)]
+    """Sequences that it runs at once."""
+    batch_tokens: Annotated[int, Meta(ge=1, le=1 << 24)]
+    """Prompt tokens that it runs at once."""
+    num_r_workers: Annotated[int, Meta(ge=0, le=MAX_HOLDERS)]
+    """0 if its KV is on its device."""
+    num_threads: Annotated[int, Meta(ge=1, le=MAX_HOLDERS)]
+    """Threads of each R-worker; the most of any, if they differ."""
     version: Text = VERSION
     """Version of FastDecode at the instance."""
 
-    def check(self) -> None:
-        """Raises ProtocolError: that can't be."""
-        compare_versions(f"instance {self.name}", self.version)
-        for name, most in (
-            ("max_model_len", MAX_SEQUENCE_TOKENS),
-            ("num_tokens", _MOST),
-            ("block_size", 1 << 20),
-            ("max_sequences", 1 << 20),
-            ("batch_tokens", 1 << 24),
-            ("num_r_workers", 1 << 16),
-            ("num_threads", 1 << 16),
-        ):
-            value, least = getattr(self, name), 0 if name == "num_r_workers" else 1
-            if not least <= value <= most:
-                raise ProtocolError(f"offers {name}={value}, which is not within {least}..{most}")
-
 
 class InstanceHello(Asking, frozen=True, tag=129):
-    protocol_version: Int
+    protocol_version: Count
     model_hash: Text
 
     answers = (InstanceWelcome,)
@@ -155,18 +139,18 @@ class Deltas(Message, frozen=True, tag=194):
 class EngineNumbers(Message, frozen=True):
     """How an engine is, as its thread saw it last."""
 
-    num_steps: Int = 0
+    num_steps: Annotated[int, Meta(ge=0, lt=_MOST)] = 0
     stepped_s: float | None = None
     """``time.monotonic()`` at the end of the last step: the same for all processes of a host."""
     longest_step_s: float = 0.0
     """Of the last 256 steps."""
-    num_unfinished: Int = 0
+    num_unfinished: Count = 0
     """Sequences, waiting or running."""
-    num_running: Int = 0
+    num_running: Count = 0
     """Sequences."""
-    num_r_workers: Int = 0
+    num_r_workers: Count = 0
     """R-workers that it began with."""
-    num_live_r_workers: Int = 0
+    num_live_r_workers: Count = 0
     """R-workers that are not lost, replacements included."""
     has_hung_r_workers: bool = False
     """Whether one was given up because it didn't answer: it may still be there, and hang."""
@@ -212,10 +196,8 @@ class StatusReport(EngineNumbers, frozen=True, tag=195):
         return {name: getattr(self, name) for name in _STATUS_FIELDS}
 
     def check(self, num_r_workers: int) -> None:
-        """Raises ProtocolError: an instance with so many R-workers can't say that."""
-        if not 0 <= self.num_steps < _MOST:
-            raise ProtocolError(f"reports {self.num_steps} steps")
-        if not 0 <= self.num_live_r_workers <= num_r_workers:
+        """Raise ProtocolError if an instance with that many R-workers can't report this."""
+        if self.num_live_r_workers > num_r_workers:
             raise ProtocolError(
                 f"reports {self.num_live_r_workers} live R-workers, and began with {num_r_workers}"
             )

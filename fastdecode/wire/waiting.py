@@ -1,5 +1,4 @@
-"""Looking after what doesn't call back: politely in the thread that waits, and
-in the background while it is busy."""
+"""Polling what does not call back: politely in the thread that waits, and in the background."""
 
 from __future__ import annotations
 
@@ -22,12 +21,10 @@ _LONGEST_SLEEP_S: Final = 1e-3
 
 
 def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T | None:
-    """What ``look`` gives once it isn't None; or None when the time is over,
-    but not before it has looked.
+    """Call ``look`` until its result is not None, and return that. None after ``timeout_s``.
 
-    The first looks come back to back, as a quick peer's answer is near; then
-    others may have the core between two looks; then it sleeps, the longer the
-    longer it has waited, by 2 % or so of that.
+    The first looks come back to back, since a quick peer's answer is near. Then others may have
+    the core between two looks. Then it sleeps, for about 2 % of the time it has waited.
     """
     started = time.monotonic()
     num_looks, sleep_s = 0, _FIRST_SLEEP_S
@@ -46,15 +43,13 @@ def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T
 
 
 class Watchdog(threading.Thread):
-    """Barks when somebody should be looking and hasn't for ``num_ticks`` ticks: a
-    call that never waits does.
+    """Calls ``bark`` when a count that should grow has stood still for ``num_ticks`` ticks.
 
     Args:
-        looks: how often somebody has looked by now; None while nobody should.
-        bark: what to do then; told for how many ticks nobody has looked. Where it
-            returns False it is called again a tick later; else never again.
-        tick_s: between two of its own looks. Ticks are counted, not time: a
-            process that was stopped has missed both.
+        looks: Returns the count. None while it need not grow.
+        bark: Gets the number of ticks. If it returns False it is called again a tick later.
+        tick_s: Seconds of a tick. Ticks are counted, not time: a process that was stopped has
+            missed both.
     """
 
     def __init__(
@@ -86,7 +81,7 @@ class Watchdog(threading.Thread):
 
 
 class Pump(threading.Thread):
-    """Calls ``work`` every so often until it returns False; then rests until it is woken."""
+    """Calls ``work`` every ``interval_s`` until it returns False, then rests until ``wake``."""
 
     def __init__(self, work: Callable[[], bool], interval_s: float) -> None:
         super().__init__(name="pump", daemon=True)
@@ -94,7 +89,7 @@ class Pump(threading.Thread):
         self._interval_s = interval_s
         self._wanted = threading.Event()
         self.is_wanted = False
-        """Whether it has been woken, and hasn't rested since."""
+        """True if it was woken, and has not begun to work since."""
         self._stopped = False
         self._has_failed = False
 
@@ -103,7 +98,7 @@ class Pump(threading.Thread):
         self._wanted.set()
 
     def stop(self) -> None:
-        """And wait until it has stopped."""
+        """Stop it, and wait until it has ended."""
         self._stopped = True
         self._wanted.set()
         self.join()
@@ -117,12 +112,10 @@ class Pump(threading.Thread):
                 time.sleep(self._interval_s)
 
     def _works(self) -> bool:
-        """A mistake in it is logged, once, and ends nothing: others rely on this
-        thread."""
         try:
             return self._work()
-        except Exception:
+        except Exception:  # others rely on this thread
             if not self._has_failed:
-                logger.exception("work in the background failed, and goes on")
+                logger.exception("work in the background failed, and continues")
             self._has_failed = True
             return True

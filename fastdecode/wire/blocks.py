@@ -1,0 +1,732 @@
+"""Messages about KV blocks: reserve them, keep them, move them, and take a cache over.
+
+======================  =========  =============================================================
+message                 direction  meaning, and the answer
+======================  =========  =============================================================
+``CloseSequence``       S/R → R    free a sequence's blocks; no answer
+``TruncateSequence``    S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
+``KeepBlocks``          S/R → R    cache full blocks of a sequence under keys; no answer
+``ResumeSequence``      S/R → R    open a sequence with cached blocks → ``Accepted``, ``Refused``
+``EndSequence``         S/R → R    close a sequence, and cache its last block; no answer
+``ForgetBlocks``        S/R → R    evict cached blocks; no answer
+``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
+``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
+``FetchChunk``          S/R/P → R  read K and V of cached tokens → ``FetchedChunk``, or
+                                   ``ExportExpired`` to a ticket
+``StorePrompt``         P → R      one layer's K and V of prompts' next tokens, from a stage that
+                                   runs prompts only → ``AttendResult`` without queries
+``TakeOver``            S → R      the sender owns the cache, with these sequences, at most that
+                                   many tokens of each, and these cached blocks → ``TakenOver``
+``DropCache``           S → R      drop a replica, whichever peer uses it → ``Dropped``, later
+``Replicate``           S → R      a neighbour is to store a replica of the cache, or none any
+                                   more; no answer
+``Restore``             S → R      read a replica from its file, to be taken over; no answer:
+                                   ``TakenOver`` says what is missing
+``Replicated``          R → S      unasked: the neighbour has all that was cached when a lane's
+                                   step had ended; at first, that it has room
+``Unprotected``         R → S      unasked: the replica is lost, and why
+``UseTier``             S → R      open the lower tier → ``Stocked``, out of order
+``StoreBlocks``         S → R      copy cached blocks to the tier → ``Moved``, out of order
+``FetchBlocks``         S → R      make room for blocks of the tier, and copy them back
+                                   → ``Fetching`` now and then, then ``Moved``, out of order
+``DropBlocks``          S → R      the tier evicts blocks, if it has them; no answer
+``ExportSequence``      S → R      readers with this ticket may read a sequence; no answer
+``Pull``                S → R      fetch an empty sequence's tokens from other R-workers
+                                   → ``Pulled``, out of order
+``DescribeExport``      R → R      what is this ticket for → ``ExportDescription``, or
+                                   ``ExportExpired``
+======================  =========  =============================================================
+
+**Chunks.** A chunk is one transfer of at most ``MAX_CHUNK_BYTES``: K and V of consecutive tokens
+of N sequences, over the same layers and heads, which count as in the cache that stores the chunk
+or is read. ``kv`` and ``model_hash`` name that cache; any other refuses the chunk. Its data::
+
+    blocks  uint8 [num_layers, num_blocks, num_heads * head_bytes]
+            whole KV blocks as ``cpu_kernels.layout`` has them, sequence by sequence
+    tokens  k [num_layers, T, num_heads, row]  stored rows
+            v [num_layers, T, num_heads, row]
+            scales float32 [num_layers, T, num_heads, 2]; int8 and int4 only
+            each beginning at a multiple of 64 bytes
+
+**Arriving.** Expected tokens come once in every layer and head, in the order of tokens. Until all
+are there, the sequence is arriving: it may be closed, not stepped, and forked only at tokens that
+every layer and head has. A neighbour's replica may be forked at any of its tokens, and truncated;
+the fork is arriving, too, and what is missing comes for it alone. ``StorePrompt`` needs no
+``ExpectTokens``: the first layer that comes makes room, and layers come in any order. What comes
+for a cache that the S-worker dropped is answered and not stored.
+
+**Cached blocks.** A key of 128 bits says what tokens a block and all before it hold. The cache
+refers to a block as a sequence that never appends does, so a cached block is never written. A
+sequence that is resumed with a **gap** first appends the tokens that fill it (``BeginStep``). Only
+full blocks of open sequences are cached. ``EndSequence`` caches the last block as it stands.
+
+**Tier.** A block that moves may not be forgotten before its job ends. A fetched block has its key
+at once: a sequence that resumes with it attends a layer when that has come. If the block fails,
+``Moved`` comes before the answer to the step's last layer, and nothing of that step is valid.
+
+**Sessions.** ``Hello.session`` is a secret of one engine's run. A replica outlives the neighbour
+that stores it, until the last S-worker of the session has left. A cache with ``Hello.outlives``
+stays when its S-worker is lost without ``Shutdown``. An S-worker of the same session may take
+either over; the former owner's messages are refused then, and its connection ends. Taking over
+rolls back: open steps end, tokens that some layer lacks are forgotten, and so are sequences and
+blocks that are not named. An S-worker's ``Hello`` without ``resumes`` drops the session's replicas.
+
+**Replicas.** An R-worker greets its neighbour as ``Role.NEIGHBOUR`` under the same session, and
+repeats every change of its cache there. K and V follow its answers, never precede them. ``ON_DISK``
+puts the replica into a file of the block directory.
+
+**Tickets.** A ticket is 128 random bits, and the right to read one sequence as it was exported. It
+ends when the sequence is closed, truncated or taken over: the answer is ``ExportExpired`` then.
+``ExportSequence`` may arrive after its reader's request, so a reader asks again for a second.
+Heads, layers and tokens count as in the whole model and sequence. A pull that failed leaves an
+arriving sequence, to be closed; closing it ends a pull at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from hashlib import blake2b
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from msgspec import Meta, field
+from msgspec.structs import replace
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import KVSource as KVSource
+from fastdecode.core.spec import MAX_LAYERS, KVSpec, Shard
+from fastdecode.wire.traits import (
+    I32,
+    I64,
+    KEY_WORDS,
+    MAX_ID,
+    OWNERS,
+    S_WORKERS,
+    THE_ONLY,
+    U8,
+    Activations,
+    Asking,
+    Block,
+    CacheId,
+    Count,
+    F32Rows,
+    ForHolder,
+    Head,
+    Holder,
+    Keys,
+    Lane,
+    Layer,
+    Message,
+    Role,
+    Seconds,
+    SomeTokens,
+    Text,
+    Ticket,
+    Tokens,
+    Wait,
+    Worded,
+    check_rows,
+)
+
+MAX_CHUNK_BYTES: Final = 4 << 20
+"""Bytes of one chunk. No loop keeps other messages waiting for longer than such a chunk takes."""
+MAX_PIECES: Final = 1 << 14
+"""Sequences of one chunk."""
+MAX_SOURCES: Final = 1 << 10
+"""Sources of one pull."""
+MOST_LINK_BYTES: Final = 1 << 30
+"""Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
+MOST_MOVED: Final = 1 << 12
+"""Blocks of one job, and of one ``Stocked``."""
+MAX_SLOTS: Final = 1 << 24
+"""Blocks of one holder's lower tier."""
+ON_DISK: Final = "disk:"
+"""Stands for a neighbour's address: the replica goes into a file."""
+NO_STEP: Final = -1
+"""Stands for a step's number: none has ended yet."""
+SESSION_RESUMED: Final = "session_resumed"
+"""Error code for an S-worker whose cache another one has resumed."""
+MISSING: Final = -1
+"""Stands for a number of tokens: the cache lacks the sequence."""
+
+
+def no_keys() -> Keys:
+    return np.zeros((0, KEY_WORDS), np.int64)
+
+
+def words_of(keys: Sequence[bytes]) -> Keys:
+    """Return keys as messages have them."""
+    return np.frombuffer(b"".join(keys), np.int64).reshape(-1, KEY_WORDS)
+
+
+def keys_of(words: Keys) -> list[bytes]:
+    """Return the keys of a message."""
+    data, size = words.tobytes(), 8 * KEY_WORDS
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+# Layers, and blocks of sequences.
+
+
+class AttendResult(Message, frozen=True, tag=68, eq=False):
+    step: Count
+    lane: Lane
+    layer: Layer
+    o: Activations
+    lse: F32Rows | None
+    """None unless the step wants it."""
+    compute_s: Seconds
+    """Seconds spent appending and attending, waiting excluded."""
+
+    lends = True
+
+    def check_arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, want_lse: bool) -> None:
+        """Raise ProtocolError unless o [T, Hq, D] and lse are what was asked for."""
+        if (found := (self.o.dtype, self.o.shape)) != (dtype, shape):
+            raise ProtocolError(f"answered o of {found[0]} {found[1]}, not {dtype} {shape}")
+        due = shape[:2] if want_lse else None
+        if (lse := getattr(self.lse, "shape", None)) != due:
+            raise ProtocolError(f"answered lse of shape {lse}, where {due or 'none'} was asked")
+
+
+class Accepted(Message, frozen=True, tag=66):
+    sequence_id: Count
+
+
+class Refused(Worded, frozen=True, tag=67):
+    sequence_id: Count
+    code: Text
+    """``out_of_capacity`` if it could fit later, ``exceeds_capacity`` if it never could."""
+    message: Text
+
+
+class Reserving(ForHolder, frozen=True):
+    """Asks for memory."""
+
+    answers = (Accepted, Refused)
+    repeated = ("sequence_id",)
+    in_every_stage = True
+
+    def join(self, answers: Sequence[Any]) -> Accepted | Refused:
+        found: Sequence[Accepted | Refused] = answers
+        return next((answer for answer in found if isinstance(answer, Refused)), found[0])
+
+
+class CloseSequence(ForHolder, frozen=True, tag=4):
+    sequence_id: Count
+    holder: CacheId = THE_ONLY
+
+    in_every_stage = True
+
+
+class TruncateSequence(Reserving, frozen=True, tag=13):
+    sequence_id: Count
+    num_tokens: Tokens
+    """Tokens that it keeps, at most as many as it has."""
+    holder: CacheId = THE_ONLY
+
+
+class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
+    sequence_id: Count
+    first_block: Block
+    """Place of the first key's block in the sequence's block table."""
+    keys: Keys
+    holder: CacheId = THE_ONLY
+
+    in_every_stage = True
+
+
+class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, the cached ones included."""
+    num_tokens: SomeTokens
+    """Tokens that the sequence takes of the cached blocks and the gap: all but some of the last
+    block's, if not all."""
+    keys: Keys
+    """Keys of the cached blocks, in the order of their tokens."""
+    gap_start: Tokens = 0
+    gap_stop: Tokens = 0
+    """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
+    cached."""
+    holder: CacheId = THE_ONLY
+
+    def __post_init__(self) -> None:
+        if self.gap_stop < self.gap_start:
+            raise ProtocolError(f"gap_stop={self.gap_stop} is before gap_start={self.gap_start}")
+
+    def undo(self) -> CloseSequence:
+        return CloseSequence(self.sequence_id, self.holder)
+
+
+class EndSequence(ForHolder, frozen=True, tag=19, eq=False):
+    sequence_id: Count
+    key: Keys
+    """Key of its last block, which is not full."""
+    holder: CacheId = THE_ONLY
+
+    in_every_stage = True
+
+
+class ForgetBlocks(ForHolder, frozen=True, tag=18, eq=False):
+    keys: Keys
+    holder: CacheId = THE_ONLY
+
+    in_every_stage = True
+
+
+# Chunks.
+
+
+class ChunkForm(Enum):
+    """Form of a chunk's data."""
+
+    BLOCKS = "blocks"
+    TOKENS = "tokens"
+
+
+class ChunkStored(Message, frozen=True, tag=71):
+    num_bytes: Count
+
+
+class FetchedChunk(Message, frozen=True, tag=72, eq=False):
+    data: U8
+
+
+class ExportExpired(Worded, frozen=True, tag=118):
+    reason: Text
+
+
+class ExpectTokens(ForHolder, frozen=True, tag=10, eq=False):
+    sequence_ids: I64
+    num_tokens: I32
+    """Tokens to come beside those that each has, at least 1, within its reservation."""
+    holder: CacheId = THE_ONLY
+
+    def __post_init__(self) -> None:
+        check_rows(self.sequence_ids, num_tokens=self.num_tokens)
+
+
+class StoreChunk(ForHolder, frozen=True, tag=11, eq=False):
+    model_hash: Text
+    kv: KVSpec
+    """Kind of the cache that stores the chunk."""
+    form: ChunkForm
+    first_layer: Layer
+    num_layers: Layer
+    first_head: Head
+    num_heads: Head
+    sequence_ids: I64
+    first_tokens: I32
+    num_tokens: I32
+    """At least 1 each."""
+    data: U8
+    holder: CacheId = THE_ONLY
+
+    answers = (ChunkStored,)
+
+    def __post_init__(self) -> None:
+        check_rows(self.sequence_ids, first_tokens=self.first_tokens, num_tokens=self.num_tokens)
+
+    def check(self, answer: Any) -> None:
+        super().check(answer)
+        if answer.num_bytes != len(self.data):
+            raise ProtocolError(
+                f"answered StoreChunk for {answer.num_bytes} bytes, where {len(self.data)} came"
+            )
+
+
+class FetchChunk(ForHolder, frozen=True, tag=12, eq=False):
+    form: ChunkForm
+    first_layer: Layer
+    num_layers: Layer
+    first_head: Head
+    num_heads: Head
+    sequence_ids: I64
+    first_tokens: I32
+    num_tokens: I32
+    holder: CacheId = THE_ONLY
+    ticket: Text = ""
+    """Ticket of the sequence to read, in place of ``sequence_ids`` [1]. Empty for sequences of the
+    peer's own cache."""
+    session: Count = 0
+    """Session in which ``holder`` names the cache, for a prompt stage. 0 for others."""
+    lane: Lane = 0
+    """Lane of the prompt stage's step. R-workers ignore it."""
+
+    answers = (FetchedChunk,)
+    said_by = OWNERS | {Role.READER, Role.FEEDER}
+
+    def __post_init__(self) -> None:
+        check_rows(self.sequence_ids, first_tokens=self.first_tokens, num_tokens=self.num_tokens)
+
+    def for_holder(self, holder: int) -> FetchChunk:
+        return self if self.session else replace(self, holder=holder)
+
+    def part(self, shard: Shard) -> FetchChunk:
+        first = 0 if shard.layers is None else shard.layers.start
+        num_heads = self.num_heads if shard.heads is None else shard.heads.num_kv_heads
+        return replace(self, first_layer=self.first_layer - first, num_heads=num_heads)
+
+    def join(self, answers: Sequence[Any]) -> PastTokens:
+        return PastTokens(answers[0].data, self, tuple(answer.data for answer in answers))
+
+
+class PastTokens(FetchedChunk, frozen=True, eq=False):
+    """A cache group's answer to ``FetchChunk``. It is never sent."""
+
+    asked: FetchChunk
+    parts: tuple[U8, ...]
+    """Data of its members, in the order of heads."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if a member's cache was dropped, and the tokens with it."""
+        return not all(map(len, self.parts))
+
+
+class StorePrompt(Asking, frozen=True, tag=60, eq=False):
+    session: Count
+    """Session of the cache, which said where prompts come from (``Hello.feeders``)."""
+    step: Count
+    lane: Lane
+    layer: Layer
+    """Layer among those of the R-worker; of a cache group, as ``Shard.layers`` counts."""
+    sequence_ids: I64
+    num_past: I32
+    """Tokens that came before, in every layer."""
+    num_new: I32
+    """At least 1 each."""
+    k: Activations
+    v: Activations
+    holder: Holder
+    """Whose cache it is; the sender has none of its own."""
+
+    answers = (AttendResult,)
+    said_by = frozenset({Role.FEEDER})
+    repeated = ("step", "lane", "layer")
+
+    def __post_init__(self) -> None:
+        check_rows(self.sequence_ids, num_past=self.num_past, num_new=self.num_new)
+
+    def part(self, shard: Shard) -> StorePrompt:
+        first = 0 if shard.layers is None else shard.layers.start
+        if (heads := shard.heads) is None:
+            return replace(self, layer=self.layer - first)
+        # Copies, since a part of the heads doesn't lie in one piece.
+        k, v = (np.ascontiguousarray(x[:, heads.kv]) for x in (self.k, self.v))
+        return replace(self, layer=self.layer - first, k=k, v=v)
+
+    def join(self, answers: Sequence[Any]) -> AttendResult:
+        results: Sequence[AttendResult] = answers
+        slowest_s = max(result.compute_s for result in results)
+        return replace(results[0], layer=self.layer, compute_s=slowest_s)
+
+
+# Sessions and replicas.
+
+
+class TakenOver(Message, frozen=True, tag=73, eq=False):
+    num_tokens: I32
+    """Tokens of each sequence that every layer has, at most as many as were asked for; or
+    ``MISSING``."""
+    is_kept: U8 = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """1 for each named block that is cached, else 0."""
+
+
+class TakeOver(ForHolder, frozen=True, tag=14, eq=False):
+    session: Count
+    sequence_ids: I64
+    num_tokens: I32
+    holder: CacheId = THE_ONLY
+    keys: Keys = field(default_factory=no_keys)
+    """Keys of cached blocks."""
+
+    answers = (TakenOver,)
+    said_by = S_WORKERS
+    in_every_stage = True
+
+    def __post_init__(self) -> None:
+        check_rows(self.sequence_ids, num_tokens=self.num_tokens)
+
+    def check(self, answer: Any) -> None:
+        super().check(answer)
+        check_rows(self.num_tokens, num_tokens=answer.num_tokens)
+        check_rows(self.keys, is_kept=answer.is_kept)
+        if (answer.num_tokens < MISSING).any() or (answer.num_tokens > self.num_tokens).any():
+            raise ProtocolError("answered TakeOver with more tokens than were asked for")
+        if (answer.is_kept > 1).any():
+            raise ProtocolError("answered TakeOver with flags that are neither 0 nor 1")
+
+    def join(self, answers: Sequence[Any]) -> TakenOver:
+        return TakenOver(
+            np.minimum.reduce([answer.num_tokens for answer in answers]),
+            np.minimum.reduce([answer.is_kept for answer in answers]),
+        )
+
+
+class DropCache(ForHolder, frozen=True, tag=20):
+    session: Count
+    cache: Holder
+    """Holder of a replica in this session, or of the peer's own cache. It may be missing."""
+    holder: CacheId = THE_ONLY
+    """Another holder of the R-worker, for the answer."""
+    link: Count = 0
+    """Files of replicas that came over links up to this one are dropped, too."""
+
+    said_by = S_WORKERS
+
+
+class Dropped(Message, frozen=True, tag=76):
+    holder: CacheId
+    cache: Holder
+
+
+class Replicate(ForHolder, frozen=True, tag=15):
+    keeper: Text
+    """Address of the neighbour that stores the replica. Empty to stop replicating."""
+    guest: Text
+    """Address of the R-worker whose replica is stored here, if a transport must expect it. Empty
+    for none that is new."""
+    link_bytes: Annotated[int, Meta(ge=1, le=MOST_LINK_BYTES)]
+    """Most bytes of K and V without an answer from the neighbour."""
+    link: Count
+    """Number of the link in reports. The link of the same number stays; another number makes a
+    new one."""
+    timeout_s: Wait
+    """How long the neighbour may stay silent while it owes an answer."""
+    holder: CacheId = THE_ONLY
+    line: Count = 0
+    """Line of the link to the neighbour, where two links between two R-workers would look alike.
+    No other link of the run has it."""
+    guest_line: Count = 0
+    """Line of the guest's link."""
+
+    said_by = S_WORKERS
+
+
+class Restore(ForHolder, frozen=True, tag=21):
+    session: Count
+    link: Count
+    """Link of the replica that is in the file."""
+    holder: Holder = 0
+
+    said_by = S_WORKERS
+
+
+class Replicated(Message, frozen=True, tag=74):
+    holder: Holder
+    lane: Lane
+    step: Annotated[int, Meta(ge=NO_STEP, le=MAX_ID)]
+    """Last step of the lane that the neighbour has in every layer. ``NO_STEP`` if it has only made
+    room."""
+    link: Count
+
+
+class Unprotected(Worded, frozen=True, tag=75):
+    holder: Holder
+    reason: Text
+    link: Count
+
+
+# The lower tier.
+
+
+class UseTier(ForHolder, frozen=True, tag=40):
+    identity: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """Names to the bit what blocks hold beside tokens. Blocks of another identity are not used."""
+    holder: CacheId = THE_ONLY
+
+    said_by = S_WORKERS
+    is_transfer = True
+    in_every_stage = True
+
+    def part(self, shard: Shard) -> UseTier:
+        heads, kept = shard.heads, self
+        if heads is not None:
+            kept = kept._of(f"{heads.kv.start}:{heads.kv.stop}")
+        first = 0 if shard.layers is None else shard.layers.start
+        return kept._of(f"layers from {first}") if first else kept
+
+    def of_column(self, column: int) -> UseTier:
+        """Return it for one of several groups. Blocks are there if all members have theirs, so each
+        member must find its own group's file again."""
+        return self._of(f"column {column}")
+
+    def _of(self, part: str) -> UseTier:
+        name = f"{self.identity}/{part}".encode()
+        return replace(self, identity=blake2b(name, digest_size=32).hexdigest())
+
+
+class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
+    job: Count
+    keys: Keys
+    num_tokens: I32
+    """Tokens up to each block's end; ``Stocked`` reports them later."""
+    holder: CacheId = THE_ONLY
+
+    said_by = S_WORKERS
+    is_transfer = True
+    in_every_stage = True
+
+    def __post_init__(self) -> None:
+        check_rows(self.keys, num_tokens=self.num_tokens)
+
+
+class FetchBlocks(ForHolder, frozen=True, tag=42, eq=False):
+    job: Count
+    keys: Keys
+    holder: CacheId = THE_ONLY
+
+    said_by = S_WORKERS
+    is_transfer = True
+    in_every_stage = True
+
+
+class DropBlocks(ForHolder, frozen=True, tag=43, eq=False):
+    keys: Keys
+    holder: CacheId = THE_ONLY
+
+    said_by = S_WORKERS
+    in_every_stage = True
+
+
+class Fetching(Message, frozen=True, tag=102):
+    holder: Holder
+    job: Count
+    num_there: Annotated[int, Meta(ge=1, lt=MAX_LAYERS)]
+    """First layers of the cache that all of the job's blocks have, or have failed in."""
+    num_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    """Layers of the cache."""
+    seconds: Seconds
+    """Time since the job began."""
+
+    def __post_init__(self) -> None:
+        if self.num_there >= self.num_layers:
+            raise ProtocolError(f"num_there={self.num_there} of num_layers={self.num_layers}")
+
+
+class Moved(Message, frozen=True, tag=100, eq=False):
+    holder: Holder
+    job: Count
+    failed: Keys
+    num_bytes: Count
+    seconds: Seconds
+    num_unread: Count = 0
+    """Blocks of any job since the last report that the disk did not give."""
+    num_damaged: Count = 0
+    """Likewise, blocks that were not as they had been written."""
+    num_unwritten: Count = 0
+    """Likewise, blocks that the disk did not take."""
+    num_late: Count = 0
+    """Likewise, blocks that a step could not wait for any longer."""
+
+    @property
+    def faults(self) -> tuple[int, int, int, int]:
+        """Unread, damaged, unwritten and late blocks."""
+        return self.num_unread, self.num_damaged, self.num_unwritten, self.num_late
+
+
+class Stocked(Message, frozen=True, tag=101, eq=False):
+    """Part of a list of the tier's blocks, the oldest first."""
+
+    holder: Holder
+    num_slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
+    """Blocks that the tier can have. 0 if there is no tier."""
+    keys: Keys
+    num_tokens: I32
+    is_last: bool
+    """True if the list ends here."""
+
+    def __post_init__(self) -> None:
+        check_rows(self.keys, num_tokens=self.num_tokens)
+        if len(self.keys) > self.num_slots or (self.num_tokens < 1).any():
+            raise ProtocolError(f"blocks without tokens, or more than num_slots={self.num_slots}")
+
+
+# Prompts that move from one instance to another.
+
+
+class ExportDescription(Message, frozen=True, tag=117):
+    """A sequence on offer, and the kind of its cache."""
+
+    model_hash: Text
+    kv: KVSpec
+    num_tokens: Tokens
+
+
+class ExportSequence(ForHolder, frozen=True, tag=56):
+    sequence_id: Count
+    ticket: Ticket
+    holder: CacheId = THE_ONLY
+
+    said_by = S_WORKERS
+    in_every_stage = True
+
+
+class Pull(ForHolder, frozen=True, tag=57):
+    sequence_id: Count
+    """Open sequence of the reader, with room and without tokens."""
+    first_token: Tokens
+    """Place in the whole sequence of the first token that is pulled."""
+    num_tokens: SomeTokens
+    sources: Annotated[tuple[KVSource, ...], Meta(min_length=1, max_length=MAX_SOURCES)]
+    timeout_s: Wait
+    """How long a source may stay silent while it owes an answer."""
+    bytes_per_s: Annotated[float, Meta(ge=0, lt=1e15)] = 0.0
+    """Highest pace. 0 for none."""
+    first_head: Head = 0
+    """KV heads of the model before the cache's own."""
+    first_layer: Layer = 0
+    """Layers of the model before the cache's own."""
+    holder: CacheId = THE_ONLY
+
+    said_by = S_WORKERS
+    is_transfer = True
+    in_every_stage = True
+    is_long = True
+
+    def part(self, shard: Shard) -> Pull:
+        first_head = 0 if shard.heads is None else int(shard.heads.kv.start)
+        first_layer = 0 if shard.layers is None else shard.layers.start
+        return replace(
+            self,
+            first_head=self.first_head + first_head,
+            first_layer=self.first_layer + first_layer,
+        )
+
+
+class Pulled(Worded, frozen=True, tag=116):
+    holder: Holder
+    sequence_id: Count
+    num_bytes: Count
+    """Bytes of K and V that have come."""
+    seconds: Seconds
+    reason: Text
+    """Why the pull failed. Empty if all tokens have come."""
+
+
+class DescribeExport(Asking, frozen=True, tag=58):
+    protocol_version: Count
+    ticket: Ticket
+
+    answers = (ExportDescription, ExportExpired)
+    said_by = frozenset({Role.READER})
+
+
+KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | EndSequence | ForgetBlocks
+TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks | DropBlocks
+BlocksToRWorker: TypeAlias = (
+    CloseSequence | TruncateSequence | KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
+    | FetchChunk | StorePrompt | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull
+    | DescribeExport
+)  # fmt: skip
+ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk | ExportExpired
+BlocksAnswer: TypeAlias = (
+    Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | ExportDescription
+)
+ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
+TierNews: TypeAlias = Fetching | Moved | Stocked
+MoveNews: TypeAlias = TierNews | Pulled
+"""Reports on K and V that moved in the background."""

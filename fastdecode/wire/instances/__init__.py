@@ -1,1 +1,0 @@
-"""What a controller and instances say to each other."""

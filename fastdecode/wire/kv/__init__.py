@@ -1,1 +1,0 @@
-"""Messages that reserve, keep and move KV."""

@@ -1,0 +1,94 @@
+"""Two R-workers that read each other, over and over; run in an MPI job of three ranks, of which the
+first only waits."""
+
+from __future__ import annotations
+
+import contextlib
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.blocks import DescribeExport, ExportExpired
+from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
+from fastdecode.wire.mpi.connection import MpiConnection
+from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
+from fastdecode.wire.mpi.job import join, leave, receive_text, send_text, wait_for_end
+from fastdecode.wire.traits import MOST_PEERS, Role
+from fastdecode.wire.transport import PeerLostError
+from fastdecode.wire.waiting import look_until_found
+
+ROUNDS = 12
+AHEAD = 3
+"""Questions of which the last isn't waited for: its answer comes after the line is closed."""
+WAIT_S = 60.0
+MOST = MOST_PEERS[Role.READER]
+
+job = join()
+other = 3 - job.rank
+num_answered = 0
+
+
+def serve() -> None:
+    """Answer what is here."""
+    global num_answered
+    try:
+        index, message = hub.receive_any(1e-3)
+    except PeerLostError as lost:
+        hub.connections[lost.index].close()
+    except WorkerError:
+        pass
+    else:
+        assert isinstance(message, DescribeExport)
+        with contextlib.suppress(WorkerError):  # it has closed the line, which is told next
+            hub.connections[index].send(ExportExpired(f"{message.ticket} {'.' * 200_000}"))
+        num_answered += 1
+
+
+def answer_of(line: MpiConnection) -> ExportExpired | Failed:
+    """Serve until the next answer is here."""
+
+    def look() -> ExportExpired | Failed | None:
+        serve()
+        return line.poll()
+
+    answer = look_until_found(look, WAIT_S)
+    assert answer is not None, "no answer comes"
+    return answer
+
+
+def ask(*tickets: str) -> MpiConnection:
+    line = neighbours.open(f"rank {other}")
+    for ticket in tickets:
+        line.send(DescribeExport(PROTOCOL_VERSION, ticket))
+    return line
+
+
+if job.rank == 0:
+    for rank in (1, 2):
+        assert receive_text(job, rank, 2 * WAIT_S) == "done"
+    leave(0)
+neighbours = MpiNeighbours(job, silence_s=10.0)
+early = ask("before the other one listens")
+hub = RWorkerHub(job)
+assert answer_of(early).reason.startswith("before")
+early.close()
+for turn in range(ROUNDS):
+    line = ask(*[f"{turn}/{i}" for i in range(AHEAD)])
+    for i in range(AHEAD - 1):
+        assert answer_of(line).reason.split()[0] == f"{turn}/{i}"
+    line.close()
+assert look_until_found(lambda: serve() or num_answered > ROUNDS * AHEAD or None, WAIT_S)
+assert len(hub.connections) <= 1 + AHEAD, "places are used again"
+neighbours.open(f"rank {other}").send(CloseSequence(1))  # no greeting, which is dropped
+if job.rank == 1:
+    lines = [ask(str(number)) for number in range(MOST)]
+    assert all(isinstance(answer_of(line), ExportExpired) for line in lines)
+    refused = answer_of(ask("one too many"))
+    assert isinstance(refused, Failed) and refused.code == "busy", refused
+    send_text(job, other, "enough")
+else:
+    assert look_until_found(lambda: serve() or job.exchange.look_for_text(1), 2 * WAIT_S)
+print(f"rank {job.rank} has read and been read", flush=True)
+send_text(job, 0, "done")
+neighbours.close()
+hub.close()
+wait_for_end(job)
+leave(0)
