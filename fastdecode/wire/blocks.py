@@ -48,9 +48,9 @@ or is read. ``kv`` and ``model_hash`` name that cache; any other refuses the chu
             scales float32 [num_layers, T, num_heads, 2]; int8 and int4 only
             each beginning at a multiple of 64 bytes
 
-**Arriving.** Expected tokens come once in every layer and head, in the order of tokens. Until all
-are there, the sequence is arriving: it may be closed, not stepped, and forked only at tokens that
-every layer and head has. A neighbour's replica may be forked at any of its tokens, and truncated;
+**Arriving.** Expected tokens come once in every layer and head, in the order of tokens. Until
+then the sequence is arriving: it may be closed, not stepped, and forked only at tokens that every
+layer and head has. A neighbour's replica may be forked at any of its tokens, and truncated;
 the fork is arriving, too, and what is missing comes for it alone. ``StorePrompt`` needs no
 ``ExpectTokens``: the first layer that comes makes room, and layers come in any order. What comes
 for a cache that the S-worker dropped is answered and not stored.
@@ -401,7 +401,7 @@ class StorePrompt(Asking, frozen=True, tag=60, eq=False):
     k: Activations
     v: Activations
     holder: Holder
-    """Whose cache it is; the sender has none of its own."""
+    """Owner's name for the cache; the sender has none."""
 
     answers = (AttendResult,)
     said_by = frozenset({Role.FEEDER})
@@ -616,11 +616,11 @@ class Moved(Message, frozen=True, tag=100, eq=False):
     num_unread: Count = 0
     """Blocks of any job since the last report that the disk did not give."""
     num_damaged: Count = 0
-    """Likewise, blocks that were not as they had been written."""
+    """Blocks since then that were not as they had been written."""
     num_unwritten: Count = 0
-    """Likewise, blocks that the disk did not take."""
+    """Blocks since then that the disk did not take."""
     num_late: Count = 0
-    """Likewise, blocks that a step could not wait for any longer."""
+    """Blocks since then that a step could not wait for any longer."""
 
     @property
     def faults(self) -> tuple[int, int, int, int]:

@@ -184,7 +184,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
 
     def poll(self, wanted: InprocConnection[SendT, ReceiveT]) -> ReceiveT | None:
         """Return the next message of one connection, or None."""
-        for _ in range(self._arrivals.qsize()):  # nobody else takes from it
+        for _ in range(self._arrivals.qsize()):  # only this thread takes from it
             arrival = self._arrivals.get()
             if arrival is None:  # for the next caller of ``receive_any``
                 self._arrivals.put(None)

@@ -1,38 +1,33 @@
-"""What a client says to an engine elsewhere, and what the engine answers. The client is
-the HTTP process (``fastdecode.server.link``), or the controller of instances. This
-docstring is the protocol between a controller and an instance.
+"""Messages between a client and an engine elsewhere. The client is the HTTP process
+(``fastdecode.server.link``), or the controller of instances, whose protocol this docstring is.
 
-====================  ==========  ===================================================
-message               direction   meaning, and the answer
-====================  ==========  ===================================================
-``InstanceHello``     C → I       which model is meant → ``InstanceWelcome``
-``InstanceWelcome``   I → C       what it has room for, and its role; once its engine
-                                  has forgotten what another controller wanted
-``Submit``            C → I       run these; what they say comes as ``Deltas``
-``Cancel``            C → I       they aren't wanted any more; what they hold is let
-                                  go of; no answer, but what was on the way
-``SetRole``           C → I       what it will be given from now on; no answer
-``EndConversation``   C → I       nobody goes on with a conversation; no answer
-``Deltas``            I → C       what requests have said since the last time
-``StatusReport``      I → C       how it is; now and then, and when nothing is left
-                                  to be done
-``Failed``            I → C       it serves another controller (``busy``), or can't
-                                  go on
-====================  ==========  ===================================================
+====================  =========  ===================================================
+message               direction  meaning, and the answer
+====================  =========  ===================================================
+``InstanceHello``     C → I      which model is meant → ``InstanceWelcome``
+``InstanceWelcome``   I → C      its capacity and role, once its engine has dropped
+                                 the requests of the controller before
+``Submit``            C → I      run these requests; output comes as ``Deltas``
+``Cancel``            C → I      end these requests and free what they hold; no
+                                 answer, but for output that was on its way
+``SetRole``           C → I      kind of requests that it gets next; no answer
+``EndConversation``   C → I      a conversation has ended; no answer
+``Deltas``            I → C      new output of requests
+``StatusReport``      I → C      its state, twice a second, and when it becomes idle
+``Failed``            I → C      it serves another controller (``busy``), or can't
+                                 continue
+====================  =========  ===================================================
 
-``StatusReport`` comes twice a second, by an engine that isn't busy with a long
-step: an instance that lives and is silent for minutes hangs. One comes at once when
-the last R-worker is lost or the first is back. A controller cancels all that an
-instance without R-workers was asked, and gives it nothing until it has one.
+An engine that is busy with a long step sends no ``StatusReport``; an instance that lives and is
+silent for minutes hangs. One comes at once when the last R-worker is lost or the first is back. A
+controller cancels all requests of an instance without R-workers, and sends none until it has one.
 
-What an instance says is held against what it was asked
-(``fastdecode.engine.instances.claims``): one that says what can't be true is lost.
-A request that an instance can't run as it was asked comes to an error of its own.
+Output is held against the request (``fastdecode.engine.instances.claims``): an instance that claims
+what can't be true is lost. A request that an instance can't run ends with an error of its own.
 
-An instance serves one controller at a time. When that is gone, however it went,
-the instance forgets its requests, frees all that they held, and waits for the
-next. When an instance is gone, its requests go on elsewhere. A request is known by
-a name that its controller gives to no other.
+An instance serves one controller at a time. When that is lost, the instance drops its requests,
+frees all that they held, and waits for the next. When an instance is lost, its requests continue
+elsewhere. A controller gives a request's name to no other request.
 """
 
 from __future__ import annotations
@@ -64,7 +59,7 @@ class InstanceWelcome(Worded, frozen=True, tag=193):
     role: InstanceRole
     model_hash: Text
     dtype: DType
-    """Of weights and activations."""
+    """Type of weights and activations."""
     kv_dtype: DType
     max_model_len: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]
     num_tokens: Annotated[int, Meta(ge=1, le=_MOST)]
@@ -111,7 +106,7 @@ class Cancel(Asking, frozen=True, tag=131):
 
 
 class SetRole(Asking, frozen=True, tag=132):
-    """What the engine is given from now on."""
+    """Change the kind of requests that the engine gets."""
 
     role: InstanceRole
 
@@ -143,7 +138,7 @@ class EngineNumbers(Message, frozen=True):
     stepped_s: float | None = None
     """``time.monotonic()`` at the end of the last step: the same for all processes of a host."""
     longest_step_s: float = 0.0
-    """Of the last 256 steps."""
+    """Longest of the last 256 steps."""
     num_unfinished: Count = 0
     """Sequences, waiting or running."""
     num_running: Count = 0
@@ -175,11 +170,11 @@ class StatusReport(EngineNumbers, frozen=True, tag=195):
     is back, and gives up what it was asked."""
 
     state: Text = "starting"
-    """That of a ``Snapshot``."""
+    """State of a ``Snapshot``."""
     error: str | None = None
     """The code of what broke it."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine has reported between two steps; empty: nothing yet."""
+    """Report of the engine between two steps. Empty before the first."""
 
     is_long = True
 

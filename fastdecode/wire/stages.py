@@ -28,7 +28,7 @@ reports        p → first    of an R-worker's tiers, imports and replicas (``Mo
                             ``Stocked``, ``Pulled``, ``Replicated``, ``Unprotected``,
                             ``Dropped``); before ``StageDone`` of any step that they
                             matter to
-``Failed``     p → first    the stage can't go on; it comes unasked
+``Failed``     p → first    the stage can't continue; it comes unasked
 =============  ===========  ====================================================
 
 R-workers of one number form a **column**, one in every stage: a sequence that
@@ -43,7 +43,7 @@ its layers (``fastdecode.wire.blocks``). They hear nothing of reservations.
 Columns are independent, and so are lanes, so a stage answers in any order.
 
 Rows of columns that are lost anywhere on a step's way mean nothing: the step
-carries their numbers (``lost``), so that whoever has its result knows.
+carries their numbers (``lost``) with its result.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ from fastdecode.wire.traits import (
 FIRST_STAGE: Final = 0
 """The number of the stage that schedules."""
 CLOSED_FIELDS: Final = ("column", "part", "num_tokens", "num_beyond", "first_row", "num_rows")
-"""Of a closed part in ``StagePass``: where it is, which of its sequence's it is, what
-it has, tokens of the sequence behind it, and the rows whose queries attend it."""
+"""Columns of ``StagePass.closed``: holder and number of the part, its tokens, tokens of the
+sequence behind it, and the rows whose queries attend it."""
 MAX_SECONDS: Final = 1e9
-"""That anything may be said to have taken."""
+"""Bound of every reported duration."""
 
 
 DRAWS: Final = 1
 ASKS: Final = 2
-"""Of a step's sequence: a token is drawn after its last row; the last stage's output of
-all its rows is wanted."""
+"""Flags of a step's sequence: sample a token after its last row; return the last stage's output of
+all its rows."""
 
 
 def stage_name(number: int, first_prompt_stage: int) -> str:
@@ -109,7 +109,7 @@ class OfColumns(Message, frozen=True):
     """A stage's report about columns."""
 
     def check(self, stage: int, num_columns: int) -> None:
-        """Raise ProtocolError if this stage, with so many columns, can't report that. Its text goes
+        """Raise ProtocolError if this stage, with ``num_columns``, can't report that. Its text goes
         behind the stage's name."""
         column: int = getattr(self, "column", 0)
         if not 0 <= column < num_columns:
@@ -181,7 +181,7 @@ class StageAnswer(Worded, OfColumns, frozen=True, tag=106):
     column: Holder
     sequence_id: Count
     code: Text
-    """Empty if the room is there. Else as in ``Refused``, or ``column_lost``."""
+    """Empty if it has room. Else as in ``Refused``, or ``column_lost``."""
     message: Text
 
 

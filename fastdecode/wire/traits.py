@@ -40,7 +40,7 @@ MAX_FEEDERS: Final = 64
 MOST_PEERS: Final = {
     Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128, Role.FEEDER: MAX_FEEDERS
 }  # fmt: skip
-"""That an R-worker has at a time. Whose caches it serves is its own business."""
+"""Most peers of each role that an R-worker has at a time."""
 ANYBODY: Final = frozenset(Role)
 OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})
 S_WORKERS: Final = frozenset({Role.S_WORKER})
