@@ -26,7 +26,7 @@ MOST_LINES = {
     "fastdecode/schedule": 10899,
     "fastdecode/server": 3298,
     "fastdecode/text": 3602,
-    "fastdecode/wire": 5459,
+    "fastdecode/wire": 5440,
     "rworker": 10570,
     "sworker": 12473,
     "cpu_kernels": 6526,
