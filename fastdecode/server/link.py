@@ -119,7 +119,7 @@ class Packing:
         return raw
 
     def parsed(self, raw: bytes) -> ServerMessage:
-        """Raises: ProtocolError: If that is no message."""
+        """Raises: ProtocolError: If these bytes are not a message."""
         return cast(ServerMessage, self._codec.decode(np.frombuffer(raw, np.uint8)))
 
 

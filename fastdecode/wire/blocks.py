@@ -84,7 +84,7 @@ arriving sequence, to be closed; closing it ends a pull at any time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from enum import Enum
 from hashlib import blake2b
 from typing import Annotated, Any, Final, TypeAlias
@@ -92,6 +92,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import numpy as np
 from msgspec import Meta, field
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import KVSource as KVSource
@@ -126,7 +127,6 @@ from fastdecode.wire.traits import (
     Tokens,
     Wait,
     Worded,
-    check_rows,
 )
 
 MAX_CHUNK_BYTES: Final = 4 << 20
@@ -167,6 +167,13 @@ def keys_of(words: Keys) -> list[bytes]:
 
 
 # Layers, and blocks of sequences.
+
+
+def check_rows(first: Sized, **others: NDArray[Any] | None) -> None:
+    """Raise ProtocolError unless each array has as many rows as ``first``."""
+    for name, array in others.items():
+        if array is not None and len(array) != len(first):
+            raise ProtocolError(f"{name} has {len(array)} rows, where {len(first)} belong")
 
 
 class AttendResult(Message, frozen=True, tag=68, eq=False):

@@ -112,6 +112,7 @@ from fastdecode.wire.blocks import (
     Reserving,
     TierToRWorker,
     TruncateSequence,
+    check_rows,
 )
 from fastdecode.wire.blocks import CloseSequence as CloseSequence
 from fastdecode.wire.blocks import Refused as Refused
@@ -135,7 +136,6 @@ from fastdecode.wire.traits import (
     SomeTokens,
     Text,
     Worded,
-    check_rows,
     compare_versions,
 )
 from fastdecode.wire.traits import MAX_BLOCKS as MAX_BLOCKS

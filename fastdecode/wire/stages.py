@@ -57,7 +57,7 @@ from msgspec import Meta, field
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.version import VERSION
-from fastdecode.wire.blocks import Moved, Pulled, ReplicationNews, Stocked
+from fastdecode.wire.blocks import Moved, Pulled, ReplicationNews, Stocked, check_rows
 from fastdecode.wire.traits import (
     F32,
     I32,
@@ -79,7 +79,6 @@ from fastdecode.wire.traits import (
     Seconds,
     Text,
     Worded,
-    check_rows,
     compare_versions,
 )
 

@@ -6,7 +6,7 @@ the members of a cache group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
@@ -123,13 +123,6 @@ class Worded(Message, frozen=True):
 
     def __post_init__(self) -> None:
         make_printable(self, MAX_TEXT_CHARS)
-
-
-def check_rows(first: Sized, **others: NDArray[Any] | None) -> None:
-    """Raise ProtocolError unless each array has as many rows as ``first``."""
-    for name, array in others.items():
-        if array is not None and len(array) != len(first):
-            raise ProtocolError(f"{name} has {len(array)} rows, where {len(first)} belong")
 
 
 def compare_versions(peer: str, version: str) -> None:

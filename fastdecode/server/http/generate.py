@@ -62,7 +62,7 @@ class Completion:
         self._preparation = Preparation(front, self._number)
         self._opened: OpenRequests | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """Of ``QUEUE_TIMEOUT``, until the first token, and ``REQUEST_TIMEOUT``, until the last."""
+        """``QUEUE_TIMEOUT`` ends with the first token, ``REQUEST_TIMEOUT`` with the last."""
         self._is_read = False
         self._is_streaming = False
         self._finish = "error"

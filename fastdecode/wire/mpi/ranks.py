@@ -90,7 +90,7 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a process that is no rank of the job."""
+    """Return an environment for a process outside the job."""
     return {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
 
 

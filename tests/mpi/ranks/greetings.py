@@ -37,7 +37,7 @@ def serve() -> None:
         pass
     else:
         assert isinstance(message, DescribeExport)
-        with contextlib.suppress(WorkerError):  # it has closed the line, which is told next
+        with contextlib.suppress(WorkerError):  # it has closed the line; the next message says so
             hub.connections[index].send(ExportExpired(f"{message.ticket} {'.' * 200_000}"))
         num_answered += 1
 
