@@ -384,10 +384,10 @@ class Exchange:
         """Return the next text of a rank, if it is here.
 
         Raises:
-            WorkerError: If the rank has left.
+            WorkerError: If the rank has left, or gives signs of life as R-workers do.
         """
-        has_left = self.has_left(rank)
-        if not self._texts[rank] and has_left:
+        is_missing = self.has_left(rank) or bool(self.heard_s.get(rank))
+        if not self._texts[rank] and is_missing:
             raise WorkerError(
                 f"rank {rank} has ended before it met the other S-workers, as its own output then "
                 "says, or was started as an R-worker: the first tp ranks are S-workers",

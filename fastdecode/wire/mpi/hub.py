@@ -315,6 +315,9 @@ class RWorkerHub(MpiHub[FromRWorker, ToRWorker]):
             gives_signs=True,
             is_hurried=is_hurried,
         )
+        if job.rank != S_RANK:
+            with job.lock:
+                self._exchange.give_sign(S_RANK)  # S-workers that meet see what this rank is
 
 
 class MpiNeighbours(MpiHub[ToRWorker, FromRWorker]):
