@@ -88,8 +88,7 @@ class AnswerRules:
     """Seed of lines that don't give one, with their ids."""
     template: ChatTemplate | None
     """For lines that are conversations."""
-    date: datetime
-    """Date for templates."""
+    date: datetime  # for templates
     answers_lost: bool = False
     """True if lines whose workers were lost are answered with that error, not left to resume."""
 

@@ -253,8 +253,7 @@ class Cluster:
     )
     key: str | None = option(
         None,
-        "file with the cluster's key, for R-workers on other hosts over ZeroMQ; none: neither key "
-        "nor encryption, on a trusted network",
+        "the cluster's key file, for R-workers on other hosts; none: plain, on trusted networks",
         metavar="FILE",
     )
     worker_silence_s: float = option(

@@ -1,5 +1,4 @@
-"""Two R-workers that read each other, over and over; run in an MPI job of three ranks, of which the
-first only waits."""
+"""Two R-workers that read each other, over and over, while the first of three ranks waits."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from fastdecode.wire.transport import PeerLostError
 from fastdecode.wire.waiting import look_until_found
 
 ROUNDS = 12
-AHEAD = 3
-"""Questions of which the last isn't waited for: its answer comes after the line is closed."""
+AHEAD = 3  # questions; the last isn't waited for: its answer comes after the line is closed
 WAIT_S = 60.0
 MOST = MOST_PEERS[Role.READER]
 
