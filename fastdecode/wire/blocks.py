@@ -139,12 +139,10 @@ MOST_LINK_BYTES: Final = 1 << 30
 """Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
 MOST_MOVED: Final = 1 << 12
 """Blocks of one job, and of one ``Stocked``."""
-MAX_SLOTS: Final = 1 << 24
-"""Blocks of one holder's lower tier."""
+MAX_SLOTS: Final = 1 << 24  # blocks of one holder's lower tier
 ON_DISK: Final = "disk:"
 """Stands for a neighbour's address: the replica goes into a file."""
-NO_STEP: Final = -1
-"""Stands for a step's number: none has ended yet."""
+NO_STEP: Final = -1  # stands for a step's number: none has ended yet
 SESSION_RESUMED: Final = "session_resumed"
 """Error code for an S-worker whose cache another one has resumed."""
 MISSING: Final = -1
