@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -44,13 +45,12 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
         ConfigError, ModelError: If an option or the model directory is bad.
     """
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
-    spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
+    max_len = config.s_part.max_model_len
+    spec = checkpoint.spec(max_model_len=max_len)
     resolved = resolve_for_this_host(config, spec)
     dtype = torch_dtype(resolved.dtype)
     tell(f"loading {config.model} on {describe_device(resolved.device, resolved.free)}")
-    _, model = load_model(
-        checkpoint, device=resolved.device, dtype=dtype, max_model_len=config.s_part.max_model_len
-    )
+    _, model = load_model(checkpoint, device=resolved.device, dtype=dtype, max_model_len=max_len)
     tell(
         f"S-part: {len(effort.batches)} batch sizes, {len(effort.prompts)} prompt lengths, "
         f"{effort.repeats} repeats"
@@ -59,10 +59,8 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     prompts = () if resolved.prompts_on_r else effort.prompts
     times = measure_s_part(s_worker, effort.batches, prompts, repeats=effort.repeats)
     del s_worker, model
-    tell(
-        "whole steps in the engine"
-        + (", and prompts, which R-workers attend" if resolved.prompts_on_r else "")
-    )
+    beside = ", and prompts, which R-workers attend" if resolved.prompts_on_r else ""
+    tell(f"whole steps in the engine{beside}")
     step, prefill = _measure_in_engine(config, effort)
     name, memory_bytes = "cpu", psutil.virtual_memory().total
     if resolved.device.type == "cuda":
@@ -94,8 +92,7 @@ def _measure_in_engine(
     # Everything is run as if it had never been run before.
     cache = replace(config.cache, prefix_cache="off")
     one_lane = replace(config, batching=batching, cache=cache)
-    running = RunningEngine(one_lane)
-    try:
+    with contextlib.closing(RunningEngine(one_lane)) as running:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
         time_steady_steps(running, effort.batches[0], context, COLD)
         steps = [
@@ -106,6 +103,4 @@ def _measure_in_engine(
             if num_tokens < resolved.max_model_len:
                 times = [time_prompt(running, num_tokens) for _ in range(WARM_UP + effort.repeats)]
                 prompts.append(Point(num_tokens, Timing(tuple(times[WARM_UP:]))))
-    finally:
-        running.close()
     return tuple(Point(each.batch, Timing(each.without_r_s)) for each in steps), tuple(prompts)

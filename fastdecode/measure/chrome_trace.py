@@ -29,16 +29,14 @@ from fastdecode.core.trace import NoTrace, Trace
 
 logger = logging.getLogger(__name__)
 
-MAX_TRACE_BYTES = 1 << 30
-"""Largest trace that viewers can open. The trace stops there, and the run continues."""
+MAX_TRACE_BYTES = 1 << 30  # viewers open no larger trace: it stops there, and the run continues
 
 S_WORKER = 1
 R_WORKERS = 2
 WAIT_ROW = 0
 FIRST_LANE_ROW = 1
 
-_Row: TypeAlias = tuple[int, int, str]
-"""Process, number and name."""
+_Row: TypeAlias = tuple[int, int, str]  # process, number and name
 
 
 class ChromeTrace:
@@ -55,8 +53,7 @@ class ChromeTrace:
         self._start_s = start_s
         self._room = max_bytes
         self._rows: set[_Row] = set()
-        self._free_s: dict[int, float] = {}
-        """End of each R-worker's last span."""
+        self._free_s: dict[int, float] = {}  # end of each R-worker's last span
         self._write(b"[\n")
         for process, name in ((S_WORKER, "S-worker"), (R_WORKERS, "R-workers")):
             self._event("M", "process_name", process, tid=0, args={"name": name})

@@ -21,15 +21,14 @@ from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.measure.link import RConnection, bytes_exchanged, measure_link
+from fastdecode.measure.link import RConnection, bytes_exchanged, expect, measure_link
 from fastdecode.measure.neighbours import NeighbourFacts
-from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
+from fastdecode.wire.messages import PROTOCOL_VERSION, Inspect, Report
 from fastdecode.wire.zmq.hub import io_threads_for
 from rworker.binding import parse_cpu_list
 
 ANSWER_TIMEOUT_S: Final = 30.0
-SLOW_ROUND_TRIP_S: Final = 1e-3
-"""A layer's round trip above this leaves a pipeline of two lanes waiting with most models."""
+SLOW_ROUND_TRIP_S: Final = 1e-3  # of a layer; above it, two lanes wait with most models
 SLOW_BYTES_PER_S: Final = 0.5e9
 _BATCHES: Final = (1, 64)
 # A probe with wide queries and one KV head is large on the wire and small in memory.
@@ -91,36 +90,25 @@ def examine_all(
         asked: Connections, or the facts of R-workers that could not be reached.
         repeats: Repetitions of each measurement.
     """
-    sent: list[tuple[RConnection, str]] = []
+    sent: list[RConnection] = []
+    well: list[tuple[RConnection, Report]] = []
     for one in asked:
         if isinstance(one, WorkerFacts):
             yield one
             continue
         try:
             one.send(Inspect())
-            sent.append((one, ""))
+            sent.append(one)
         except FastDecodeError as error:
-            sent.append((one, error.message))
-    end_s, well = clock() + ANSWER_TIMEOUT_S, []
-    for connection, failure in sent:
-        report = failure or _report(connection, max(0.0, end_s - clock()))
-        if isinstance(report, Report):
-            well.append((connection, report))
-        else:
-            yield WorkerFacts(connection.peer, error=report)
+            yield WorkerFacts(one.peer, error=error.message)
+    end_s = clock() + ANSWER_TIMEOUT_S
+    for one in sent:
+        try:
+            well.append((one, expect(one.receive(max(0.0, end_s - clock())), Report)))
+        except FastDecodeError as error:
+            yield WorkerFacts(one.peer, error=error.message)
     for connection, report in well:
         yield _with_link(connection, report, repeats)
-
-
-def _report(connection: RConnection, timeout_s: float) -> Report | str:
-    """Return an R-worker's report, or the reason why there is none."""
-    try:
-        answer = connection.receive(timeout_s)
-    except FastDecodeError as error:
-        return error.message
-    if isinstance(answer, Report):
-        return answer
-    return answer.message if isinstance(answer, Failed) else f"it answered {type(answer).__name__}"
 
 
 def _with_link(connection: RConnection, report: Report, repeats: int) -> WorkerFacts:
@@ -201,7 +189,8 @@ def judge(
     if lacks_for_triton:
         text = f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels"
         yield warn("kernels", text, "install gcc and Python's development headers")
-    reports, io_rates = [], []
+    reports: list[Report] = []
+    io_rates: list[float] = []
     for worker in workers:
         if worker.report is not None:
             reports.append(worker.report)
@@ -210,10 +199,10 @@ def judge(
             yield fail(check, f"{worker.peer}: {worker.error}", "restart it, and see its log")
         elif worker.link is not None:
             yield _link(worker.peer, worker.link)
-            io_rates += [worker.link.io_bytes_per_s] * (worker.link.io_bytes_per_s is not None)
-    known = [rate for rate in io_rates if rate is not None]
-    if known:
-        rate, num_threads = median(known), io_threads_for(len(known), len(here.cpus))
+            if worker.link.io_bytes_per_s is not None:
+                io_rates.append(worker.link.io_bytes_per_s)
+    if io_rates:
+        rate, num_threads = median(io_rates), io_threads_for(len(io_rates), len(here.cpus))
         text = f"{rate / 1e9:.2f} GB/s a thread of this host, {num_threads} of them"
         if model is not None:
             most = rate * num_threads / model.wire_bytes
@@ -228,8 +217,8 @@ def judge(
             mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
             yield warn("huge pages", text, mend)
         else:
-            text = f"{host}: transparent huge pages are {setting or 'not known here'}"
-            yield ok("huge pages", text)
+            state = setting or "not known here"
+            yield ok("huge pages", f"{host}: transparent huge pages are {state}")
     if not reports:
         yield from _host(here, cpu_quota)
     by_host = sorted(reports, key=lambda report: report.host.host)
@@ -270,8 +259,8 @@ def _models(reports: Sequence[Report], model_hash: str | None) -> Iterator[Findi
     kept = {report.worker: report.model_hash for report in reports if report.model_hash}
     if model_hash is None:
         if kept:
-            text = "R-workers serve one model each"
-            yield warn("model", text, "name the model of the job: --model DIR")
+            mend = "name the model of the job: --model DIR"
+            yield warn("model", "R-workers serve one model each", mend)
         return
     wrong = {worker: hash for worker, hash in kept.items() if hash != model_hash}
     for worker, other in wrong.items():
@@ -308,30 +297,26 @@ def _cores(here: HostFacts, together: Sequence[Report]) -> Iterator[Finding]:
     else:
         yield ok("cores", shown)
     for report in together:
-        own = set(report.host.cpus)
+        own, worker = set(report.host.cpus), report.worker
         if own and report.num_threads > len(own):
-            text = (
-                f"{report.worker} has {report.num_threads} threads, but may use {len(own)} CPU(s)"
-            )
+            text = f"{worker} has {report.num_threads} threads, but may use {len(own)} CPU(s)"
             mend = "lower --threads, or have the launcher bind it to more (--bind-to none)"
             yield warn("binding", text, mend)
         nodes = [i for i, listed in enumerate(report.host.numa_cpus) if own & _listed(listed)]
         if len(nodes) > 1:
-            text = (
-                f"{report.worker} may run on {len(nodes)} NUMA nodes: threads read across sockets"
-            )
+            text = f"{worker} may run on {len(nodes)} NUMA nodes: threads read across sockets"
             mend = "one R-worker a node: fastdecode r-worker --numa-node auto (or N)"
             yield warn("binding", text, mend)
         elif nodes:
-            yield ok("binding", f"{report.worker}: {len(own)} CPU(s) of NUMA node {nodes[0]}")
+            yield ok("binding", f"{worker}: {len(own)} CPU(s) of NUMA node {nodes[0]}")
 
 
 def _memory(together: Sequence[Report]) -> Finding:
     """Return whether the KV caches of one host fit."""
     planned = sum(report.kv_bytes for report in together)
     free = min(report.host.free_bytes for report in together)
-    text = f"{planned / 1e9:.3g} GB for KV caches, {free / 1e9:.3g} GB free"
-    text = f"{together[0].host.host}: {text}"
+    host = together[0].host.host
+    text = f"{host}: {planned / 1e9:.3g} GB for KV caches, {free / 1e9:.3g} GB free"
     if planned > free:
         mend = f"at most {free / len(together) / 1e9:.2g} GB each: --kv-memory-gb"
         return fail("memory", text, mend)
@@ -365,11 +350,8 @@ def _neighbour(way: NeighbourFacts, token_bytes: int | None) -> Finding:
         mib_s = seconds_text((1 << 20) / way.bytes_per_s)
         keeps_up = f"with --replicas 1 each MiB of K and V is there {mib_s} later"
     else:
-        keeps_up = (
-            "with --replicas 1 a replica keeps up with "
-            f"{way.bytes_per_s / token_bytes:,.0f} tokens a second of its R-worker, and lags "
-            "behind beyond"
-        )
+        rate = f"{way.bytes_per_s / token_bytes:,.0f} tokens a second of its R-worker"
+        keeps_up = f"with --replicas 1 a replica keeps up with {rate}, and lags behind beyond"
     text = f"{shown}: {way.bytes_per_s / 1e9:.2f} GB/s; {keeps_up}"
     if way.bytes_per_s < SLOW_BYTES_PER_S:
         mend = "have R-workers named by addresses of the fast network, with CPUs of their own"

@@ -40,15 +40,11 @@ from fastdecode.wire.transport import Connection
 T = TypeVar("T")
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
-NUM_LAYERS = 6
-"""Layers of a step: the first isn't counted, since the step's beginning travels before it."""
+NUM_LAYERS = 6  # of a step; the first isn't counted: the step's beginning travels before it
 WARM_UP_STEPS = 2
-TIMEOUT_S = 300.0
-"""Longest wait for an answer. The first may wait until kernels have been compiled."""
-WEIGHT_BYTES = 16 << 20
-"""More than a core's caches hold."""
-SETTLE_S = 5e-3
-"""Longer than a small answer takes."""
+TIMEOUT_S = 300.0  # longest wait for an answer: the first may wait for kernels to be compiled
+WEIGHT_BYTES = 16 << 20  # more than a core's caches hold
+SETTLE_S = 5e-3  # longer than a small answer takes
 
 
 class LinkTimes(NamedTuple):
@@ -73,17 +69,17 @@ def measure_link(
     """Time round trips to a fresh R-worker.
 
     Args:
-        kv, attention: the head shape; the R-worker is greeted with a few layers
-            of it.
-        batches: sequences whose q, k, v go out and whose o comes back.
-        repeats: steps of each batch, after ``WARM_UP_STEPS``.
+        kv, attention: Head shape. The cache that the R-worker opens has ``NUM_LAYERS`` of it.
+        batches: Sequences of each batch, whose q, k, v are sent and whose o is received.
+        repeats: Steps of each batch, after ``WARM_UP_STEPS``.
 
     Raises:
         WorkerError: If the R-worker refused, failed, or didn't answer in time.
     """
     few = replace(kv, num_layers=NUM_LAYERS)
     hello = Hello(PROTOCOL_VERSION, "measured", few, (attention,) * NUM_LAYERS, activation_dtype)
-    _expect(_ask(connection, hello), Welcome)
+    connection.send(hello)
+    expect(connection.receive(TIMEOUT_S), Welcome)
     transfer = []
     for batch in batches:
         peer = _Peer(connection, batch, attention, activation_dtype, clock)
@@ -131,7 +127,8 @@ class _Peer:
 
     def open(self, num_tokens: int) -> None:
         for sequence in self._ids.tolist():
-            _expect(_ask(self._connection, OpenSequence(sequence, num_tokens)), Accepted)
+            self._connection.send(OpenSequence(sequence, num_tokens))
+            expect(self._connection.receive(TIMEOUT_S), Accepted)
 
     def close(self) -> None:
         for sequence in self._ids.tolist():
@@ -160,23 +157,22 @@ class _Peer:
                 sent = self._clock()
                 wait(SETTLE_S)
                 waited_s = self._clock() - sent
-            answer = self._connection.receive(TIMEOUT_S)
+            answer = expect(self._connection.receive(TIMEOUT_S), AttendResult)
             busy_s = self._clock() - started - waited_s
-            compute_s = _expect(answer, AttendResult).compute_s
-            seconds.append(max(1e-9, busy_s - compute_s if wait is None else busy_s))
+            seconds.append(max(1e-9, busy_s - answer.compute_s if wait is None else busy_s))
         return seconds[1:]
 
 
-def _ask(connection: RConnection, message: ToRWorker) -> FromRWorker:
-    connection.send(message)
-    return connection.receive(TIMEOUT_S)
+def expect(answer: FromRWorker, *kinds: type[T]) -> T:
+    """Return an answer of these kinds.
 
-
-def _expect(answer: FromRWorker, kind: type[T]) -> T:
+    Raises:
+        WorkerError: If the R-worker refused or failed.
+        ProtocolError: If it answered anything else.
+    """
     if isinstance(answer, (Failed, Refused)):
         raise WorkerError(f"the R-worker can't be measured: {answer.message}", code=answer.code)
-    if not isinstance(answer, kind):
-        raise ProtocolError(
-            f"the R-worker answered {type(answer).__name__} where {kind.__name__} was due"
-        )
+    if not isinstance(answer, kinds):
+        due = " or ".join(kind.__name__ for kind in kinds)
+        raise ProtocolError(f"the R-worker answered {type(answer).__name__} where {due} was due")
     return answer

@@ -80,8 +80,9 @@ class LiveView:
         hits = cached / prompts if cached else 0.0
         return [
             f"tokens/s {self._rate('generation_tokens'):.0f} generated, "
-            f"{self._prompt_rate():.0f} of prompts; {now['generation_tokens']} generated "
-            "in all",
+            # A server's own count of prompt tokens grows only when a request is over.
+            f"{self._rate('num_prompt_tokens'):.0f} of prompts; {now['generation_tokens']} "
+            "generated in all",
             f"sequences {now['num_running']} running, {now['num_waiting']} waiting; "
             f"{hits:.0%} of prompt tokens from the cache",
         ]
@@ -116,27 +117,16 @@ class LiveView:
             told.append(f"  {name:<{width}} {lost if each['lost'] else state}")
         return told
 
-    def _prompt_rate(self) -> float:
-        # A server's own count grows only when a request is over.
-        if not self._seen[-1].get("figures"):
-            return 0.0
-        return self._grown("num_prompt_tokens") / self._elapsed_s
-
     def _rate(self, name: str) -> float:
         first, last = self._seen[0], self._seen[-1]
-        before = 0 if first is last else first[name]
-        return max(0.0, float((last[name] - before) / self._elapsed_s))
-
-    @property
-    def _elapsed_s(self) -> float:
-        first, last = self._seen[0], self._seen[-1]
-        return max(float(last["time_s"] - first["time_s"] or last["uptime_s"]), 1e-9)
+        elapsed_s = max(float(last["time_s"] - first["time_s"] or last["uptime_s"]), 1e-9)
+        return self._grown(name) / elapsed_s
 
     def _grown(self, name: str) -> float:
-        """Return by how much a total of the engine has grown."""
-        first, last = self._seen[0].get("figures") or {}, self._seen[-1]["figures"]
-        before = 0.0 if len(self._seen) == 1 else first.get(name, 0.0)
-        return max(0.0, float(last[name] - before))
+        """Return by how much a total of the status, or of the engine's figures, has grown."""
+        ends = self._seen[0], self._seen[-1]
+        first, last = ({**end, **(end.get("figures") or {})}.get(name, 0.0) for end in ends)
+        return max(0.0, float(last - (0.0 if len(self._seen) == 1 else first)))
 
 
 def _duration(seconds: float) -> str:

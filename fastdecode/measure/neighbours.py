@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.measure.link import TIMEOUT_S, RConnection, expect
 from fastdecode.wire.blocks import NO_STEP, DropCache, Dropped, Replicate, Replicated, Unprotected
 from fastdecode.wire.messages import (
     MAX_ID,
@@ -27,26 +28,18 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
-    Failed,
     FromRWorker,
     Hello,
     OpenSequence,
-    Refused,
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.transport import Connection
 from rworker.stream.chunk_endpoints import LINK_BYTES
 
-RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 MOST_SEQUENCES: Final = 8
-REACH_S: Final = 10.0
-"""Longest time for a neighbour to be reached and to make room."""
-TIMEOUT_S: Final = 300.0
-"""Longest time for an answer. Before the first one an R-worker may compile kernels."""
+REACH_S: Final = 10.0  # longest time for a neighbour to be reached and to make room
 KV: Final = KVSpec(4, 8, 128, DType.BFLOAT16, 64)
-TOKENS: Final = 256
-"""Tokens of each sequence: 4 MiB."""
+TOKENS: Final = 256  # of each sequence: 4 MiB
 SEQUENCE_BYTES: Final = TOKENS * KV.token_bytes
 
 
@@ -109,10 +102,8 @@ class _Member:
     def __init__(
         self, connection: RConnection, holder: int, session: int, num_sequences: int
     ) -> None:
-        self._connection = connection
-        self._holder = holder
-        self._session = session
-        self._num_sequences = num_sequences
+        self._connection, self._num_sequences = connection, num_sequences
+        self._holder, self._session = holder, session
         self._num_links = 0
         self._is_full = False
 
@@ -147,9 +138,8 @@ class _Member:
     def _open(self, holder: int, max_blocks: int) -> None:
         specs = (AttentionSpec(KV.num_kv_heads, KV.num_kv_heads, KV.head_dim, 0.1),) * KV.num_layers
         hello = Hello(PROTOCOL_VERSION, "streamed", KV, specs, DType.BFLOAT16)
-        self._ask(
-            replace(hello, holder=holder, session=self._session, max_blocks=max_blocks), Welcome
-        )
+        own = replace(hello, holder=holder, session=self._session, max_blocks=max_blocks)
+        self._ask(own, Welcome)
 
     def _append(self, sequence: int, num_tokens: int) -> None:
         """Open a sequence, and store its tokens in a step of the same number, without queries."""
@@ -178,12 +168,8 @@ class _Member:
 
     def _receive(self, *kinds: type[FromRWorker]) -> FromRWorker:
         answer = self._connection.receive(TIMEOUT_S)
-        if isinstance(answer, (Failed, Refused)):
-            raise WorkerError(answer.message, code=answer.code)
-        if isinstance(answer, Unprotected):
-            if answer.link < self._num_links:
-                return self._receive(*kinds)
-            raise WorkerError(answer.reason)
-        if not isinstance(answer, kinds):
-            raise WorkerError(f"it answered {type(answer).__name__}")
-        return answer
+        while isinstance(answer, Unprotected):
+            if answer.link >= self._num_links:
+                raise WorkerError(answer.reason)
+            answer = self._connection.receive(TIMEOUT_S)
+        return expect(answer, *kinds)

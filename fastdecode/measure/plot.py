@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from fastdecode.schedule.simulation.simulation import SimulationOutcome
 
-NUM_BINS: Final = 400
-"""Parts that the time of a trace is divided into."""
+NUM_BINS: Final = 400  # parts that the time of a trace is divided into
 LEVELS: Final = (("sequences", "running"), ("sequences", "waiting"), ("cached tokens W", "W"))
 """Counters of a trace: event and value."""
 # Colours that stay apart in grey and for the colour-blind.
@@ -74,16 +73,13 @@ def save_plot(sizing: Sizing, path: Path) -> None:
     plan, system, setup = sizing.plan, sizing.system, sizing.setup
     if plan is None:
         raise ConfigError(Given("plot"), ": there is no plan to draw")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     steps = [plan.on(system, count) for count in range(1, 2 * plan.sockets + 1)]
-    with pyplot.rc_context(
-        {"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}
-    ):
-        figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    with rc_context({"font.size": 11, "axes.spines.top": False, "svg.hashsalt": "fastdecode"}):
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.subplots()
         _shade_limits(axes, steps)
         _throughput(axes, sizing, plan, steps)
         _tpot(axes.twinx(), sizing, steps)
@@ -93,10 +89,7 @@ def save_plot(sizing: Sizing, path: Path) -> None:
             f"{counted(plan.lanes, 'lane')}, {setup.workload.peak_context_tokens:,} tokens each"
         )
         axes.set_title(title, loc="left", fontsize=12)
-        try:
-            _save(figure, path)
-        finally:
-            pyplot.close(figure)
+        _save(figure, path)
 
 
 def _shade_limits(axes: Axes, steps: list[StepPrediction]) -> None:

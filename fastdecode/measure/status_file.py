@@ -36,7 +36,6 @@ class Measuring:
     phase: str = "starting"
 
     def say(self, line: str) -> None:
-        """Report the current activity."""
         self.phase = line.strip()
         self.tell(line)
 
@@ -45,7 +44,6 @@ class Measuring:
         return "measuring"
 
     def fields(self) -> Mapping[str, Any]:
-        """Return the fields besides the command, the time and the state."""
         return {"model": self.model, "phase": self.phase, **self.progress()}
 
 
@@ -63,14 +61,12 @@ class RunningEngineStatus:
 
     @classmethod
     def of(cls, llm: LLM, progress: Callable[[], Mapping[str, Any]] = dict) -> RunningEngineStatus:
-        """Return the status of an ``LLM``'s engine."""
         return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
 
     def look(self) -> str:
         from fastdecode.engine.instances.status_report import status_to_json
 
-        def take(running: Any) -> None:
-            """Take the figures, in the engine's thread between two steps."""
+        def take(running: Any) -> None:  # in the engine's thread, between two steps
             self.figures = status_to_json(running.engine.stats, running.engine.figures())
 
         self.service.look(take)

@@ -61,20 +61,29 @@ def time_steady_steps(
     max_tokens = prompt_steps + WARM_UP_STEPS + num_steps + 4
     over = _submit(running, _requests(running, batch, prompt_len, max_tokens))
     try:
-        num_generated = _run_prompts(running, batch, prompt_len, over)
-        steps, computes = [], []
+        stats, steps, computes = engine.stats, [], []
+        prompts_before, outputs_before = stats.num_prompt_tokens, stats.num_output_tokens
+        while stats.num_prompt_tokens - prompts_before < batch * prompt_len:
+            _step(engine)
+            if over:
+                raise CapacityError(
+                    f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the "
+                    "R-workers more KV memory (",
+                    Given("kv_memory_gb"),
+                    "), or measure fewer or shorter ones",
+                )
+        num_generated = stats.num_output_tokens - outputs_before
         for _ in range(WARM_UP_STEPS + num_steps):
-            r_before, started = engine.stats.r_compute_s, time.perf_counter()
+            r_before, started = stats.r_compute_s, time.perf_counter()
             for _ in range(num_lanes):
                 _step(engine)
             steps.append(time.perf_counter() - started)
-            computes.append(engine.stats.r_compute_s - r_before)
+            computes.append(stats.r_compute_s - r_before)
     finally:
         cancel_all(engine)
     context = prompt_len + num_generated / batch + WARM_UP_STEPS + num_steps / 2
-    return SteadySteps(
-        batch, context, tuple(steps[WARM_UP_STEPS:]), tuple(computes[WARM_UP_STEPS:])
-    )
+    timed = slice(WARM_UP_STEPS, None)
+    return SteadySteps(batch, context, tuple(steps[timed]), tuple(computes[timed]))
 
 
 def cancel_all(engine: Engine) -> None:
@@ -124,19 +133,3 @@ def _submit(running: RunningEngine, requests: list[Request]) -> list[Delta]:
     for request in requests:
         running.engine.submit(request, Listener(over.append, every_step=False))
     return over
-
-
-def _run_prompts(running: RunningEngine, batch: int, prompt_len: int, over: list[Delta]) -> int:
-    """Step until every prompt is done. Return the number of tokens generated meanwhile."""
-    stats = running.engine.stats
-    prompts_before, outputs_before = stats.num_prompt_tokens, stats.num_output_tokens
-    while stats.num_prompt_tokens - prompts_before < batch * prompt_len:
-        _step(running.engine)
-        if over:
-            raise CapacityError(
-                f"{batch} sequences of {prompt_len} tokens didn't run all at once: give the "
-                "R-workers more KV memory (",
-                Given("kv_memory_gb"),
-                "), or measure fewer or shorter ones",
-            )
-    return stats.num_output_tokens - outputs_before

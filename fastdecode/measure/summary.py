@@ -118,19 +118,17 @@ def peak_rss_bytes() -> int:
 def render(s: dict[str, Any]) -> str:
     """Return a summary in a few lines for a person."""
     ttft, tpot = (times_text(tuple(s[name].values())) for name in ("ttft_s", "tpot_s"))
-    parts = (_shares, _stages, _hybrid, _failovers, _swap, _losses, _prefix_cache, _tiers)
-    told = [part(s) for part in parts]
-    told[1:1] = [
-        f"KV cache: {s['load_mean_tokens']:.0f} tokens on average, {s['load_peak_tokens']} at "
-        f"most; time to first token {ttft} (p50/p90/p99), per token {tpot} (p50/p90/p99)"
-    ]
+    parts = (_stages, _hybrid, _failovers, _swap, _losses, _prefix_cache, _tiers)
     return "\n".join([
         f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
         f"{s['prompt_tokens']} prompt and {s['output_tokens']} output tokens in {s['steps']} steps",
         f"{s['output_tokens_per_s']:.0f} output tokens/s; load {s['load_s']:.2f} s, prefill "
         f"{s['prefill_s']:.2f} s, decode {s['decode_s']:.2f} s; peak memory "
         f"{s['peak_rss_bytes'] / 1e9:.2f} GB",
-        *(line for line in told if line),
+        _shares(s),
+        f"KV cache: {s['load_mean_tokens']:.0f} tokens on average, {s['load_peak_tokens']} at "
+        f"most; time to first token {ttft} (p50/p90/p99), per token {tpot} (p50/p90/p99)",
+        *filter(None, (part(s) for part in parts)),
     ])  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.mpi.ranks import link_address
 from fastdecode.wire.traits import MOST_PEERS, Role
-from fastdecode.wire.transport import Connection, Hub, PeerLostError
+from fastdecode.wire.transport import CLOSED, Connection, Hub, PeerLostError
 from rworker.transfers.neighbours import Neighbours
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Listener(Hub[FromRWorker, ToRWorker], Protocol):
 
 
 class _Inside(InprocHub[ToRWorker, FromRWorker]):
-    """A gate's connections to its R-worker; ``wake`` is called when that says
-    something."""
+    """A gate's connections to its R-worker, whose messages call ``wake``."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__(keeps_places=False)
@@ -60,12 +59,11 @@ class _Inside(InprocHub[ToRWorker, FromRWorker]):
 
 
 class ExportServer(threading.Thread):
-    """Of one R-worker. Close it once that has ended.
+    """The export server of one R-worker, ``name``. Close it once that has ended.
 
     Args:
-        name: the R-worker's.
-        listener: where readers come; closed with this.
-        worker: its peers.
+        listener: Where readers come. The server closes it.
+        worker: The R-worker's peers.
     """
 
     def __init__(
@@ -104,6 +102,10 @@ class ExportServer(threading.Thread):
         try:
             reader, message = self._listener.receive_any(_LOOK_S)
         except PeerLostError as lost:
+            if lost.code != CLOSED:  # it broke the protocol
+                failed = Failed(self._whose, lost.code, lost.message)
+                with contextlib.suppress(WorkerError):
+                    self._listener.connections[lost.index].send(failed)
             self._hang_up(lost.index)
         except WorkerError:
             pass  # woken, or nothing came
@@ -137,7 +139,6 @@ class ExportServer(threading.Thread):
                     outside.send(answer)
 
     def _hang_up(self, reader: int) -> None:
-        """A reader is gone."""
         self._listener.connections[reader].close()
         within = self._within.pop(reader, None)
         if within is not None:
@@ -155,8 +156,7 @@ class ExportServer(threading.Thread):
 
 
 class ExportServers:
-    """Of an engine's R-workers, which also reach others', over ZeroMQ. Close it once they
-    have ended.
+    """The export servers of an engine's R-workers over ZeroMQ. Close them once those have ended.
 
     Args:
         address: tcp://HOST:PORT of the first one, the next ones' ports follow

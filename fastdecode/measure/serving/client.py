@@ -90,8 +90,7 @@ class Endpoint:
         self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
-        self._key = key
-        self._timeout_s = timeout_s
+        self._key, self._timeout_s = key, timeout_s
         self._shared: aiohttp.ClientSession | None = None
         self.num_done = self.num_failed = 0
         """Requests that are over, and those of them with an error."""
@@ -178,8 +177,8 @@ class Endpoint:
             "stream_options": {"include_usage": True},
         }
         raw = json.dumps(body).encode()
-        record = Record(planned.due_s, sent_s=time.monotonic() - start_s)
-        record.num_prompt = len(planned.prompt)
+        num_prompt, sent_s = len(planned.prompt), time.monotonic() - start_s
+        record = Record(planned.due_s, sent_s, num_prompt=num_prompt)
         try:
             await self._send(raw, record, start_s)
         except asyncio.TimeoutError:

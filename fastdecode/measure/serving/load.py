@@ -11,10 +11,8 @@ from cost_model.goodput.workload import Lengths, drawn
 from cost_model.traces import LoggedLine, decoded, located
 from fastdecode.core.errors import ConfigError
 
-FIRST_TOKEN = 10
-"""Lower ids are often special."""
-_MAX_CHOICES = 1 << 16
-"""Most choices in one line of a request log."""
+FIRST_TOKEN = 10  # lower ids are often special
+_MAX_CHOICES = 1 << 16  # of one line of a request log
 
 
 @dataclass(frozen=True)

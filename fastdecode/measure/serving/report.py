@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,8 +11,7 @@ from typing import Any
 from cost_model.goodput.slo import RequestTimes, Slo
 from fastdecode.measure.serving.client import Record
 
-CLIENT_LAG_S = 0.010
-"""A client that sends later than this measures itself."""
+CLIENT_LAG_S = 0.010  # a client that sends later than this measures itself
 _MAX_DOUBLINGS = 12
 _HALVINGS = 5
 
@@ -20,12 +20,7 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
     """Return the figures of a load, all times in seconds."""
     done = [record for record in records if record.error is None]
     duration_s = max((record.chunk_s[-1] for record in done), default=0.0)
-    gaps = [
-        later - earlier
-        for record in done
-        for earlier, later in zip(record.chunk_s, record.chunk_s[1:], strict=False)
-    ]
-    lags = [record.sent_s - record.due_s for record in records]
+    gaps = [b - a for record in done for a, b in itertools.pairwise(record.chunk_s)]
     tokens = sum(record.num_tokens for record in done)
     messages: dict[str, str] = {}  # of the first error of each kind
     for record in records:
@@ -47,7 +42,7 @@ def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
         "tpot_s": summary([r.tpot_s for r in done if r.tpot_s is not None]),
         "itl_s": summary(gaps),
         "e2e_s": summary([record.e2e_s for record in done]),
-        "client_lag_s": summary(lags),
+        "client_lag_s": summary([record.sent_s - record.due_s for record in records]),
     }
     lag = figures["client_lag_s"]
     figures["client_was_the_limit"] = lag is not None and lag["p99"] > CLIENT_LAG_S
@@ -63,7 +58,7 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-    ranks = {f"p{p}": max(0, math.ceil(len(ordered) * p / 100) - 1) for p in (50, 90, 99)}
+    ranks = {f"p{p}": math.ceil(len(ordered) * p / 100) - 1 for p in (50, 90, 99)}
     found = {name: ordered[rank] for name, rank in ranks.items()}
     return {"mean": sum(ordered) / len(ordered), **found}
 
@@ -129,14 +124,12 @@ def find_goodput(
         The rate, or 0 if there is none. The figures at it, or those of ``measure_alone`` if not
         even they keep the SLO.
     """
-    best, figures = 0.0, None
+    best, figures, rate = 0.0, None, first_rate
     bad: float | None = None
-    rate = first_rate
     for _ in range(_MAX_DOUBLINGS + _HALVINGS):
         now = measure(rate)
-        is_good = now["attainment"] >= attainment
         tell(f"{rate:.3g} requests/s: {now['attainment']:.1%} kept the SLO")
-        if is_good:
+        if now["attainment"] >= attainment:
             best, figures = rate, now
             if now["client_was_the_limit"]:
                 break
