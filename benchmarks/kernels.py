@@ -19,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,7 @@ from provenance import provenance
 
 from cpu_kernels import reference
 from cpu_kernels.attention.multiply import run_multiply
-from cpu_kernels.dispatch import (
-    choose_variant,
-    multiply_entry,
-    read_entry,
-    team_of,
-    thread_scratch,
-)
+from cpu_kernels.dispatch import choose_variant, multiply_entry, read_entry, team_of, thread_scratch
 from cpu_kernels.isa import default_level
 from cpu_kernels.kernels import append, attend
 from cpu_kernels.layout import DTYPES, BlockLayout, allocate_pool
@@ -102,17 +96,9 @@ class Result:
 
 
 def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> None:
-    """Read a pool from end to end, asking for what lies ``ahead_bytes``
-    further; 0: leave it to the hardware."""
-    team, memory = team_of(num_threads).address, pool.reshape(-1)
-    run_read(
-        read_entry(),
-        team,
-        thread_scratch(),
-        memory[: memory.size // 512 * 512],
-        2 << 20,
-        ahead_bytes,
-    )
+    """Read a pool from end to end, and prefetch ``ahead_bytes`` further. 0 leaves it to the CPU."""
+    team, memory = team_of(num_threads).address, pool.reshape(-1)[: pool.size // 512 * 512]
+    run_read(read_entry(), team, thread_scratch(), memory, 2 << 20, ahead_bytes)
 
 
 def multiply_rate(layout: BlockLayout, group_size: int, source: str, num_threads: int) -> float:
@@ -248,15 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = options.batch or max(
             1, -(-int(options.gb * 1e9) // (one.sequence_blocks * one.layout.block_bytes))
         )
-        case = BenchCase(
-            options.q_heads,
-            options.kv_heads,
-            options.head_dim,
-            options.context,
-            batch,
-            kv_dtype,
-            options.threads,
-        )
+        case = replace(one, batch=batch, num_threads=options.threads)
         result = measure(BenchWorkload(case), repeats=options.repeats)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

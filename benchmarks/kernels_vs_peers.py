@@ -76,20 +76,12 @@ class Ours:
         blocks = -(-case.context // self.layout.block_size)
         rng = np.random.default_rng(0)
         self.pool = allocate_pool(self.layout, 1, case.batch * blocks)[0]
-        self.tables = (
-            rng.permutation(case.batch * blocks).astype(np.int32).reshape(case.batch, blocks)
-        )
-        tokens = np.arange(case.context)
+        order = rng.permutation(case.batch * blocks)
+        self.tables = order.astype(np.int32).reshape(case.batch, blocks)
+        places, offsets = np.divmod(np.arange(case.context), self.layout.block_size)
         for row, k, v in zip(self.tables, inputs.k, inputs.v, strict=True):
-            slots = row[tokens // self.layout.block_size].astype(np.int64) * self.layout.block_size
-            append(
-                self.layout,
-                self.pool,
-                _bits(k),
-                _bits(v),
-                slots + tokens % self.layout.block_size,
-                source=case.dtype,
-            )
+            slots = row[places].astype(np.int64) * self.layout.block_size + offsets
+            append(self.layout, self.pool, _bits(k), _bits(v), slots, source=case.dtype)
         self.q, self.out = _bits(inputs.q), _bits(torch.zeros_like(inputs.q))
         self.starts = np.arange(case.batch + 1, dtype=np.int32)
         self.positions = np.full(case.batch, case.context - 1, np.int32)
@@ -126,10 +118,8 @@ def runners(
                 runner.run()
             worst = (runner.out().float() - expected).abs().max().item()
         except Exception as error:  # a peer's failure is a finding, whatever it is
-            yield (
-                f"{name}: {type(error).__name__}: "
-                f"{str(error).splitlines()[0][:200] if str(error) else ''}"
-            )
+            reason = str(error).splitlines()[0][:200] if str(error) else ""
+            yield f"{name}: {type(error).__name__}: {reason}"
             continue
         if not worst < TOLERANCE * expected.abs().max().item():
             yield f"{name}: its output is {worst:.1e} off ours"

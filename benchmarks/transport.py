@@ -43,13 +43,8 @@ TRIPS = 25
 """A round: so many raw trips, then so many of ours."""
 HEAD_DIM = 64
 TIMEOUT_S = 60.0
-HELLO = Hello(
-    PROTOCOL_VERSION,
-    "-",
-    KVSpec(1, 8, 64, DType.FLOAT16),
-    (AttentionSpec(8, 8, 64, 1),),
-    DType.FLOAT16,
-)
+KV, ATTENTION = KVSpec(1, 8, 64, DType.FLOAT16), AttentionSpec(8, 8, 64, 1)
+HELLO = Hello(PROTOCOL_VERSION, "-", KV, (ATTENTION,), DType.FLOAT16)
 ROOT = Path(__file__).parents[1]
 
 MPIRUN = "--with-ft ulfm --oversubscribe --bind-to none --mca pml ob1 --mca btl"
@@ -267,11 +262,9 @@ def run(transport: str, num_r: int) -> list[Row]:
         if transport == "zmq":
             command = [*python, f"zmq-s {num_r}"]
         else:
-            launcher = [
-                str(Path(sys.executable).with_name("mpirun")),
-                *f"{MPIRUN} {BTLS[transport]}".split(),
-            ]
-            command = [*launcher, "-n", str(1 + num_r), *python, transport]
+            mpirun = str(Path(sys.executable).with_name("mpirun"))
+            options = f"{MPIRUN} {BTLS[transport]} -n {1 + num_r}".split()
+            command = [mpirun, *options, *python, transport]
         subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=True, timeout=600)
         return [Row(**row) for row in json.loads(out.read_text())]
 
@@ -314,11 +307,8 @@ def main() -> None:
         ]
         print(table(rows))
         described = [asdict(row) | {"added_s": row.added_s, "ratio": row.ratio} for row in rows]
-        args.out.write_text(
-            json.dumps(
-                {**before, "load_average_after": os.getloadavg(), "rows": described}, indent=1
-            )
-        )
+        result = {**before, "load_average_after": os.getloadavg(), "rows": described}
+        args.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def _measure_in_engine(
         config.batching, lanes=1, schedule="greedy", max_num_sequences=most, max_step_tokens=None
     )
     # Everything is run as if it had never been run before.
-    cache = replace(config.cache, prefix_cache="off")
-    one_lane = replace(config, batching=batching, cache=cache)
+    one_lane = replace(config, batching=batching, cache=replace(config.cache, prefix_cache="off"))
     with contextlib.closing(RunningEngine(one_lane)) as running:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)
         time_steady_steps(running, effort.batches[0], context, COLD)

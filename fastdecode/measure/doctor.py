@@ -90,8 +90,7 @@ def examine_all(
         asked: Connections, or the facts of R-workers that could not be reached.
         repeats: Repetitions of each measurement.
     """
-    sent: list[RConnection] = []
-    well: list[tuple[RConnection, Report]] = []
+    sent, well = [], []
     for one in asked:
         if isinstance(one, WorkerFacts):
             yield one
@@ -189,8 +188,7 @@ def judge(
     if lacks_for_triton:
         text = f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels"
         yield warn("kernels", text, "install gcc and Python's development headers")
-    reports: list[Report] = []
-    io_rates: list[float] = []
+    reports, io_rates = [], []
     for worker in workers:
         if worker.report is not None:
             reports.append(worker.report)

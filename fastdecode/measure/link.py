@@ -97,8 +97,7 @@ def measure_link(
 
 
 def bytes_exchanged(transfer: Sequence[Point], repeats: int) -> float:
-    """Return the bytes of q, k, v and o that ``measure_link`` has sent and received for these
-    results."""
+    """Return the bytes of q, k, v and o that ``measure_link`` exchanged for these results."""
     steps = WARM_UP_STEPS + repeats
     single = 2 * transfer[0].size * (steps + repeats)  # the first batch is one sequence
     return NUM_LAYERS * (single + sum(2 * point.size * steps for point in transfer))
@@ -114,10 +113,8 @@ class _Peer:
         self._ids = np.arange(batch, dtype=np.int64)
         self._num_steps = 0
         self._weights = np.ones(WEIGHT_BYTES // 4, np.float32)
-        shapes = [
-            (batch, heads, spec.head_dim)
-            for heads in (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
-        ]
+        all_heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+        shapes = [(batch, heads, spec.head_dim) for heads in all_heads]
         self._q, self._k, self._v = (np.ones(shape, dtype.carrier) for shape in shapes)
 
     @property
@@ -144,8 +141,7 @@ class _Peer:
         step, count = self._num_steps, len(self._ids)
         self._num_steps += 1
         one = np.ones(count, np.int32)
-        begin = BeginStep(step, 0, self._ids, one * step, one, one, one * (step + 1))
-        self._connection.send(begin)
+        self._connection.send(BeginStep(step, 0, self._ids, one * step, one, one, one * (step + 1)))
         seconds = []
         for layer in range(NUM_LAYERS):
             attend, waited_s = Attend(step, 0, layer, self._q, self._k, self._v), 0.0

@@ -106,10 +106,9 @@ class LiveView:
         workers = now.get("figures", {}).get("r_workers", [])
         if not workers:
             return []
-        live = f"{now['num_live_r_workers']}/{now['num_r_workers']}"
         names = [each["name"].removeprefix("R-worker ") for each in workers]
         width = max(map(len, names))
-        told = [f"R-workers {live}"]
+        told = [f"R-workers {now['num_live_r_workers']}/{now['num_r_workers']}"]
         for name, each in zip(names, workers, strict=True):
             used = each["kv_blocks_used"] / max(1, each["kv_blocks"])
             state = f"{bar(used)} {used:>4.0%}  {each['load_tokens']} tokens"

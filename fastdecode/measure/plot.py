@@ -157,8 +157,7 @@ def plot_simulation(outcomes: Mapping[str, SimulationOutcome], path: Path) -> No
     axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)
     for (mode, outcome), load, latency in zip(outcomes.items(), axes[0], axes[1], strict=True):
         steps = outcome.steps
-        tokens_per_s = summarise(outcome)["output_tokens_per_s"]
-        load.set_title(f"{mode}\n{tokens_per_s:.0f} tokens/s")
+        load.set_title(f"{mode}\n{summarise(outcome)['output_tokens_per_s']:.0f} tokens/s")
         load.plot([step.load_tokens for step in steps], color="tab:blue", linewidth=0.8)
         for name, width, color, label in _CURVES:
             times_ms = [1e3 * getattr(step, name) for step in steps]

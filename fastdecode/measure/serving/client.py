@@ -177,8 +177,8 @@ class Endpoint:
             "stream_options": {"include_usage": True},
         }
         raw = json.dumps(body).encode()
-        num_prompt, sent_s = len(planned.prompt), time.monotonic() - start_s
-        record = Record(planned.due_s, sent_s, num_prompt=num_prompt)
+        sent_s = time.monotonic() - start_s
+        record = Record(planned.due_s, sent_s, num_prompt=len(planned.prompt))
         try:
             await self._send(raw, record, start_s)
         except asyncio.TimeoutError:
