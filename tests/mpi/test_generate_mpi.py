@@ -232,8 +232,8 @@ def test_a_lost_r_worker_changes_no_token(
     replaced = re.findall("(.*) has replaced an R-worker", outcome.output)
     assert len(replaced) == ("--spare" in options), outcome.output
     assert all(each.endswith("stage 1: R-worker rank 5") for each in replaced), outcome.output
-    # Only the launcher can end a rank that hangs, and it wants an exit code for that.
-    assert outcome.exit_code == 4 if trouble == signal.SIGSTOP else outcome.exit_code is not None
+    # Only the launcher can end a rank that hangs, and it returns 1 then.
+    assert outcome.exit_code == 1 if trouble == signal.SIGSTOP else outcome.exit_code is not None
     assert not outcome.orphans, outcome
 
 
