@@ -1,4 +1,4 @@
-"""A model's tokenizer as scripts expect one: by the names that transformers has."""
+"""A model's tokenizer as scripts expect one: the methods of transformers' that they use."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.tokenizer_files import TokenizerFiles
+
+
+class Encoding(dict[str, Any]):
+    """``input_ids`` and ``attention_mask`` of a text, or of several: by key, or as attributes."""
+
+    input_ids = property(lambda self: self["input_ids"])
+    attention_mask = property(lambda self: self["attention_mask"])
 
 
 class ModelTokenizer:
@@ -32,21 +39,64 @@ class ModelTokenizer:
             raise ConfigError(why, code="no_tokenizer")
         self._codec, self._model, self._chosen_template = codec, model, chat_template
         self._tokens, self._whole = codec.vocabulary, codec.whole
-        tokenizer, names = codec.vocabulary.tokenizer, TokenizerFiles.read(model).names
-        bos, eos = names.get("bos_token"), codec.eos_token_id
-        self.bos_token, self.bos_token_id = bos, None if bos is None else tokenizer.token_to_id(bos)
+        self._tokenizer = codec.vocabulary.tokenizer
+        eos = codec.eos_token_id
         self.eos_token_id: int | None = next(iter(eos_token_ids), None) if eos is None else eos
         """The first of several."""
+        self.special_tokens_map: dict[str, str] = dict(TokenizerFiles.read(model).names)
+        """``bos_token``, ``eos_token`` and so on, as far as the model's files name them."""
+        self.bos_token, self.bos_token_id = self._named("bos_token")
+        self.pad_token, self.pad_token_id = self._named("pad_token")
+        self.unk_token, self.unk_token_id = self._named("unk_token")
         eos = self.eos_token_id
-        self.eos_token: str | None = None if eos is None else tokenizer.id_to_token(eos)
+        self.eos_token: str | None = None if eos is None else self._tokenizer.id_to_token(eos)
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        self.all_special_tokens = list(self._tokens.special_tokens)
+        self.all_special_ids = list(self._tokens.special_tokens.values())
+
+    def _named(self, name: str) -> tuple[str | None, int | None]:
+        token = self.special_tokens_map.get(name)
+        return token, None if token is None else self._tokenizer.token_to_id(token)
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError: If the text can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding:
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        several = [self.encode(one, add_special_tokens) for one in text]
+        return Encoding(input_ids=several, attention_mask=[[1] * len(ids) for ids in several])
+
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return (self._tokens if skip_special_tokens else self._whole).text(ids)
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the tokens as they stand in the vocabulary, no special ones added."""
+        return list(self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False)))
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Return None for an unknown id alone, ``""`` for one among others."""
+        named = self._tokenizer.id_to_token
+        return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """Return None for an unknown token."""
+        id_of = self._tokenizer.token_to_id
+        return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
 
     def apply_chat_template(
         self,

@@ -145,7 +145,8 @@ def test_stop_strings_and_tokens_may_stay_in_the_text(llm: LLM) -> None:
 
 
 def test_special_tokens_may_stay_in_the_text(llm: LLM) -> None:
-    special = llm.get_tokenizer().bos_token_id
+    tokenizer = llm.get_tokenizer()
+    special = tokenizer.all_special_ids[0]
     forced = {"logit_bias": {special: 100}, "max_tokens": 2, "ignore_eos": True}
     assert continued(llm, **forced).text == ""
     shown = continued(llm, skip_special_tokens=False, **forced)
@@ -402,12 +403,18 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
     ours, oracle = llm.get_tokenizer(), AutoTokenizer.from_pretrained(DEMO)
     text = "Once upon a time, the baker said: “hello”"
     assert ours.encode(text) == oracle.encode(text)
+    assert ours([text, "a"])["input_ids"] == oracle([text, "a"])["input_ids"]
     ids = ours.encode(text)
     assert ours.decode(ids) == oracle.decode(ids)
     assert ours.decode([1, *ids], skip_special_tokens=True) == text
-    for name in ("eos_token", "bos_token"):
+    assert ours.convert_ids_to_tokens(ids) == oracle.convert_ids_to_tokens(ids)
+    assert ours.convert_tokens_to_ids(ours.tokenize(text)) == ids[1:]  # without <|begin|>
+    for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
         assert getattr(ours, name) == getattr(oracle, name), name
         assert getattr(ours, f"{name}_id") == getattr(oracle, f"{name}_id"), name
+    assert ours.bos_token_id == ours(text).input_ids[0] and ours.special_tokens_map
+    assert ours([text]).attention_mask == oracle([text]).attention_mask
+    assert (len(ours), ours.get_vocab()) == (len(oracle), oracle.get_vocab())
     chat = [{"role": "user", "content": "hello"}]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     options: dict[str, Any] = {"chat_template": template, "tokenize": False}
