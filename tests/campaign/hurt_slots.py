@@ -31,14 +31,12 @@ from rworker.tiers.lower_tier import MoveJob  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
 from rworker.tiers.opening import open_slots  # noqa: E402
 
-WRITES_A_BLOCK = 3
-"""Its entry is cleared, its layers are written, its entry is written."""
+WRITES_A_BLOCK = 3  # its entry is cleared, its layers are written, its entry is written
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
 NUM_SLOTS = 16
 NUM_BLOCKS = 8
 QUOTA = SHAPE.file_bytes(NUM_SLOTS)
-MOST_WRITES = 12 * NUM_BLOCKS * WRITES_A_BLOCK
-"""Of one that is killed: of twelve jobs."""
+MOST_WRITES = 12 * NUM_BLOCKS * WRITES_A_BLOCK  # of one that is killed: of twelve jobs
 WAIT_S = 30.0
 
 

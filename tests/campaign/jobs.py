@@ -33,8 +33,7 @@ from fastdecode.core.config.placement import PLACEMENT_FORMAT
 from fastdecode.wire.mpi.ranks import InstanceRanks
 
 SILENCE_S = 2.0
-LIMIT_S = 400.0
-"""A job that takes longer hangs."""
+LIMIT_S = 400.0  # a job that takes longer hangs
 KV_MEMORY = ["--kv-memory-gb", "0.02"]
 R_WORKER = [*FASTDECODE, "r-worker", "--threads", "1", "--silence-s", str(SILENCE_S),
             "--return-s", "10"]  # fmt: skip

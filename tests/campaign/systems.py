@@ -39,8 +39,7 @@ from fastdecode.schedule.hybrid.rule import Margins
 from fastdecode.schedule.times import MeasuredTimes
 from sworker.paged import PagedKV
 
-BLOWS_AN_ENGINE = 4
-"""R-workers that are lost again and again are asked back ever less often."""
+BLOWS_AN_ENGINE = 4  # R-workers that are lost again and again are asked back ever less often
 COMMON: dict[str, Any] = {
     "dtype": "float32", "block_size": 16, "max_num_sequences": 8, "device": "cpu",
 }  # fmt: skip

@@ -14,8 +14,7 @@ from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, Triple,
 from fastdecode.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_NOT_BUILT = 5
-"""Lower it with every pair that is built; it never grows."""
+MOST_NOT_BUILT = 5  # lower it with every pair that is built; it never grows
 
 
 def can_be_given_together(one: str, other: str) -> bool:

@@ -28,8 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "r3-lanes": {"r_workers": 3, "lanes": 2},
     "gpu": {"kv_placement": "gpu", "prefill_chunk": 6},
 }
-_LEAD = 1e-3
-"""Least lead of each greedy token's logit: rounding does not change it."""
+_LEAD = 1e-3  # least lead of each greedy token's logit: rounding does not change it
 _Clear = tuple[Path, list[list[int]], list[tuple[int, ...]]]
 
 

@@ -26,8 +26,7 @@ DRAWN = [
     SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
     for i, _ in enumerate(LENGTHS)
 ]
-_LEAD = 1e-3
-"""Least lead of each greedy token's logit: rounding does not change it."""
+_LEAD = 1e-3  # least lead of each greedy token's logit: rounding does not change it
 
 
 @pytest.fixture(autouse=True)

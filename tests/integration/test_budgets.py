@@ -25,7 +25,7 @@ MOST_LINES = {
     "fastdecode/openai": 1468,
     "fastdecode/schedule": 10899,
     "fastdecode/server": 3298,
-    "fastdecode/text": 3602,
+    "fastdecode/text": 3652,
     "fastdecode/wire": 5440,
     "rworker": 10570,
     "sworker": 12473,
