@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 CUDA = torch.device("cuda", 0)
-_TAKEN_AT_ONCE = 64 << 10
-"""Of memory that isn't pinned CUDA takes so many bytes without a wait."""
+_TAKEN_AT_ONCE = 64 << 10  # of memory that isn't pinned CUDA takes so many bytes without a wait
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 

@@ -145,7 +145,7 @@ def test_bench_measures_what_it_is_not_given(
         (["--cpu", "none.json"], {}, "No such file"),
         ([], {"format": "x"}, "isn't a plan"),
         ([], {"plan": None}, "infeasible"),
-        ([], {"plan": {"batch": -1}}, "missing required field `lanes`"),
+        ([], {"plan": {"batch": -1}}, "Expected `int` >= 1 - at"),
         ([], {"question": {}}, "missing required field `model`"),
     ],
 )

@@ -23,8 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=9, n=3, ignore_eos=True)
 ANYBODY = CacheUse()
-COMMON = 130
-"""More than two blocks of 64."""
+COMMON = 130  # more than two blocks of 64
 OWN = (0, 1, 17, 62, 33)
 NEW = (3, 20, 1, 16, 8)
 NAMES, TURNS = ("a", "b", "c", "a", "b", "a"), (90, 70, 55, 9, 30, 1)

@@ -18,8 +18,7 @@ from fastdecode.engine.loop import EngineLoop
 from fastdecode.engine.service import EngineService
 
 PATIENCE_S = 60.0
-ENDLESS = 10**12
-"""More tokens than anybody says before he is stopped."""
+ENDLESS = 10**12  # more tokens than anybody says before he is stopped
 
 
 def request(request_id: str, max_tokens: int = 3, n: int = 1) -> Request:

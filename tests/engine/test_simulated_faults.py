@@ -49,8 +49,7 @@ TIMEOUT_S = 8.0
 KINDS = ("crash", "crash", "failure", "hang", "hang for good", "pause", "cut", "flicker")
 FOR_GOOD_S = 1e7
 MOST_STEPS = 20_000
-NUM_FAILURES = 6
-"""Of an R-worker in a row, that is taken in again after each."""
+NUM_FAILURES = 6  # of an R-worker in a row, that is taken in again after each
 
 
 class Trial:

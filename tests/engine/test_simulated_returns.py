@@ -76,7 +76,7 @@ class Returns:
             self._path,
             [(name,) for name in self._names],
             lambda name: name not in self.tokens,
-            num_replicas=self._is_replicated,
+            num_replicas=int(self._is_replicated),
         )
         rig = self._start(session)
         late = [one for one in self.asked if one.request_id not in self.tokens]

@@ -18,8 +18,7 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import CacheUse
 
 Said: TypeAlias = "list[list[list[int]]]"
-WINDOW = 24
-"""Of all layers."""
+WINDOW = 24  # of all layers
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SIBLINGS = SamplingParams(temperature=0.9, seed=5, max_tokens=9, n=3, ignore_eos=True)

@@ -36,8 +36,7 @@ MOST_LINES = {
     "examples": 2062,
 }
 """Lines of ``*.py`` files under each directory."""
-MOST_DOCS = 4294
-"""Lines of Markdown under ``docs/``."""
+MOST_DOCS = 4294  # lines of Markdown under ``docs/``
 
 MOST_IN_A_STEP = (52, 2_447)
 MOST_IN_A_LOSS = (50, 620)

@@ -71,12 +71,12 @@ def test_numa_node_auto_keeps_to_the_given_cpus(
         (tmp_path / node / "cpulist").write_text(cpus)
     monkeypatch.setattr(binding, "usable_cpus", lambda: frozenset(usable))
     monkeypatch.setattr(host, "usable_nodes", lambda: usable_nodes(nodes=tmp_path))
-    monkeypatch.setattr(host.launcher, "local_size", lambda: ranks)
+    monkeypatch.setattr(host.mpi_ranks, "local_size", lambda: ranks)
     monkeypatch.setattr(host, "is_bound", lambda: False)
     for rank, (cpus_of_rank, num_sharing) in enumerate(expected):
         bound: list[frozenset[int]] = []
         monkeypatch.setattr(host, "bind", bound.append)
-        monkeypatch.setattr(host.launcher, "local_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(host.mpi_ranks, "local_rank", lambda rank=rank: rank)
         assert host.bind_cpus(None, "auto") == num_sharing
         assert bound == ([] if cpus_of_rank is None else [cpus_of_rank])
 
@@ -87,7 +87,7 @@ def test_numa_node_auto_of_a_bound_rank_shares_its_cpus_with_none(
     monkeypatch.setattr(host, "usable_nodes", lambda: [frozenset({1})])
     monkeypatch.setattr(host, "is_bound", lambda: True)
     monkeypatch.setattr(host, "bind", lambda cpus: None)
-    monkeypatch.setattr(host.launcher, "local_size", lambda: 4)
+    monkeypatch.setattr(host.mpi_ranks, "local_size", lambda: 4)
     assert host.bind_cpus(None, "auto") == 1
 
 

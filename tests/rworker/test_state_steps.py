@@ -173,7 +173,7 @@ def wrong_attends() -> list[tuple[dict[str, Any], str]]:
     return [
         ({"step": 1}, "step 1, layer 0 when step 0, layer 0 was due"),
         ({"layer": 1}, "layer 1 when step 0, layer 0"),
-        ({"layer": True, "step": True}, "when step 0"),
+        ({"layer": True, "step": True}, "Expected `int`"),
         ({"lane": 1}, "lane 1 has no open step"),
         ({"lane": -1}, "lane"),
         ({"q": np.zeros((2, HQ, D), f4)}, "q has shape [2, 4, 16]"),

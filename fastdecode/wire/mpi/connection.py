@@ -48,8 +48,7 @@ else:
 InFlight: TypeAlias = "tuple[MPI.Request, Any]"
 """What MPI isn't done with, and the memory that it needs for that."""
 
-_INLINE_BYTES: Final = MAX_HEAD_BYTES
-"""A message of up to this size travels in one piece."""
+_INLINE_BYTES: Final = MAX_HEAD_BYTES  # A message of up to this size travels in one piece
 _GOODBYE, _SIGN, _TEXT = range(3)
 _LINES: Final = range(16, 32_000)
 """Of connections that one side opens; lower ones are known to both. MPI has all of these."""

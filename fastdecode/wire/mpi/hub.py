@@ -48,8 +48,7 @@ _R_WORKER_GREETINGS: Final[Greetings] = dict.fromkeys(
     (*get_args(Greeting), FetchChunk, StorePrompt), MOST_PEERS[Role.READER]
 )
 _BETWEEN_STAGES: Final = frozenset((*get_args(StageMessage), *get_args(FromStage)))
-_STAGE_LINE: Final = 8
-"""Between the stages of an engine."""
+_STAGE_LINE: Final = 8  # between the stages of an engine
 CONTROL_LINE: Final = 9
 """Between the controller and an instance."""
 

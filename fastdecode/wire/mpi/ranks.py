@@ -24,11 +24,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.processes import interrupt
+
+if TYPE_CHECKING:
+    from fastdecode.core.config.instances import PlacedInstance
 
 S_RANK: Final = 0
 """The rank that leads a job: an S-worker, or the controller of instances."""
