@@ -131,14 +131,11 @@ from fastdecode.wire.traits import (
 
 MAX_CHUNK_BYTES: Final = 4 << 20
 """Bytes of one chunk. No loop keeps other messages waiting for longer than such a chunk takes."""
-MAX_PIECES: Final = 1 << 14
-"""Sequences of one chunk."""
-MAX_SOURCES: Final = 1 << 10
-"""Sources of one pull."""
+MAX_PIECES: Final = 1 << 14  # sequences of one chunk
+MAX_SOURCES: Final = 1 << 10  # sources of one pull
 MOST_LINK_BYTES: Final = 1 << 30
 """Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
-MOST_MOVED: Final = 1 << 12
-"""Blocks of one job, and of one ``Stocked``."""
+MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Stocked``
 MAX_SLOTS: Final = 1 << 24  # blocks of one holder's lower tier
 ON_DISK: Final = "disk:"
 """Stands for a neighbour's address: the replica goes into a file."""

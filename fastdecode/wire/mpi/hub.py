@@ -294,10 +294,13 @@ class MpiHub(Generic[SendT, ReceiveT]):
         waits_since = self._waits_since
         if waits_since is not None:  # the caller looks after things itself
             return now - waits_since < _PUMP_RESTS_IN_WAIT_AFTER_S
-        with self._job.lock:
-            if self._job.is_over:
-                return False
-            self._exchange.advance()
+        if self._job.lock.acquire(blocking=False):  # else another thread looks after things
+            try:
+                if self._job.is_over:
+                    return False
+                self._exchange.advance()
+            finally:
+                self._job.lock.release()
         is_sending = any(connection.leaving for connection in self.connections)
         longest_s = _PUMP_GIVES_UP_AFTER_S if is_sending else _PUMP_RESTS_AFTER_S
         return now - self._left_s < longest_s
