@@ -142,8 +142,7 @@ ON_DISK: Final = "disk:"
 NO_STEP: Final = -1  # stands for a step's number: none has ended yet
 SESSION_RESUMED: Final = "session_resumed"
 """Error code for an S-worker whose cache another one has resumed."""
-MISSING: Final = -1
-"""Stands for a number of tokens: the cache lacks the sequence."""
+MISSING: Final = -1  # stands for a number of tokens: the cache lacks the sequence
 
 
 def no_keys() -> Keys:

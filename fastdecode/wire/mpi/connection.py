@@ -137,6 +137,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         with self._exchange.lock:
             if self.is_closed:
                 raise closed_error(self.peer, by_peer=False)
+            self.let_go()
             while (message := self.take()) is None and self._exchange.take_in():
                 pass
             return message
