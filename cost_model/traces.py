@@ -86,11 +86,11 @@ def read_trace(path: Path) -> RequestTrace:
     Raises:
         ConfigError: If it can't be read, or a line is broken.
     """
-    return _own(located(path, str(path)), str(path))
+    return _own_trace(located(path, str(path)), str(path))
 
 
-def _own(located: Iterable[Located], name: str) -> RequestTrace:
-    lines = list(decoded(located, OwnLine))
+def _own_trace(own: Iterable[Located], name: str) -> RequestTrace:
+    lines = list(decoded(own, OwnLine))
     if not lines:
         raise ConfigError(f"{name} holds no requests")
     in_steps = any(line.arrival_step is not None for line in lines)
@@ -130,7 +130,7 @@ def read_any_trace(path: Path) -> ReadTrace:
         raise ConfigError(f"{name} holds no requests")
     (names,) = decoded([first], dict[str, Any])
     if "num_prompt_tokens" in names:
-        trace = _own(chain([first], lines), name)
+        trace = _own_trace(chain([first], lines), name)
         if trace.unit != "s":
             raise ConfigError(f"{name}: arrivals are steps; a plan needs arrival_s")
         return ReadTrace(_from_zero(trace.requests), "own", 0)

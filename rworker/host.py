@@ -146,7 +146,7 @@ def serve_rank(
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = available_cores(mpi_ranks.local_size(), num_sharing_cpus)
     _check_rank(job, instances)
-    hub = RWorkerHub(job)  # it gives signs of life from now on
+    hub = RWorkerHub(job)  # gives signs of life, while kernels are compiled too
     neighbours = MpiNeighbours(job, 0.0 if instances is None else silence_s)
     state, executor = make_worker(
         f"rank {job.rank} on {job.host}",
@@ -171,7 +171,7 @@ def serve_rank(
 def _check_rank(job: MpiJob, instances: InstanceRanks | None) -> None:
     """
     Raises:
-        ConfigError: If this rank is no R-worker's.
+        ConfigError: If this rank is not an R-worker's.
     """
     if job.rank == mpi_ranks.S_RANK:
         raise ConfigError(

@@ -185,15 +185,10 @@ class LinkReplica:
     books: CacheState
     keeper: str
     """The neighbour's address, or ``ON_DISK``; empty: nobody keeps one any more."""
-    guest: str
-    """Address of an R-worker that will have its replica kept here; empty: none."""
     link_bytes: int
     number: int
     timeout_s: float
     """How long the neighbour may stay silent while it owes an answer."""
-    line: int = 0
-    """See ``Replicate``."""
-    guest_line: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from typing import Final
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST_STEPS: Final = 20
-"""Enough for the answer to a request of three tokens."""
+FIRST_STEPS: Final = 20  # enough for the answer to a request of three tokens
 _FEW_STEPS: Final = 8
 UNLIMITED: Final = 1 << 60
 _LOOK_EVERY_S: Final = 0.01

@@ -200,7 +200,7 @@ class Host:
 
     def source(self, ticket: str, num_tokens: int, first_token: int = 0) -> KVSource:
         heads = self.first_head, self.kv.num_kv_heads
-        return KVSource(self.name, 0, ticket, first_token, num_tokens, *heads)
+        return KVSource(self.name, ticket, first_token, num_tokens, *heads)
 
     def die(self) -> None:
         for reader in self.readers:

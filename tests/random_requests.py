@@ -14,7 +14,6 @@ FLOATS = st.floats(-1e9, 0)
 SOURCES = st.builds(
     KVSource,
     TEXTS.filter(str.isprintable),
-    st.integers(0, 9),
     st.text("0123456789abcdef", min_size=32, max_size=32),
     st.integers(0, 1 << 20),
     st.integers(1, 1 << 20),

@@ -224,19 +224,13 @@ def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, signals: Signals
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
-    from fastdecode.engine.instances.status_report import status_to_json
+    from fastdecode.engine.instances.status_report import status_of
     from fastdecode.measure.status_file import RunningEngineStatus, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
     limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
-    bridge = Bridge(
-        llm.service,
-        http.channel,
-        limits,
-        lambda running: status_to_json(running.engine.stats, running.engine.figures()),
-        options.write_timeout_s,
-    )
+    bridge = Bridge(llm.service, http.channel, limits, status_of, options.write_timeout_s)
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
     bridge.start()

@@ -128,9 +128,6 @@ class KVSource:
 
     address: Annotated[str, Meta(max_length=1 << 8)]
     """As R-workers call each other."""
-    line: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
-    """Of the connection to it, for transports over which two between the same
-    two R-workers couldn't be told apart."""
     ticket: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     """The right to read them; nobody else has it."""
     first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]

@@ -139,5 +139,5 @@ class KVExchange(Extension):
     def _offer(self, part: Part, num_tokens: int) -> list[KVSource]:
         ticket = secrets.token_hex(_TICKET_BYTES)
         self._fleet.send(part.holder, ExportSequence(part.part_id, ticket))
-        offered = KVSource("", 0, ticket, part.first_token, num_tokens, 0, 0)
+        offered = KVSource("", ticket, part.first_token, num_tokens, 0, 0)
         return list(self._exports.sources(self._fleet.workers_of(part.holder), offered))

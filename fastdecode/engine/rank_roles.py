@@ -98,7 +98,7 @@ def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoRetu
 
     let_rank_0_stop()
     if serve_instance_rank(config, tell):
-        mpi_job.leave(0)  # rank 0 has been told, and says how the job ends
+        mpi_job.leave(0)  # rank 0 decides how the job ends
     _end_job("the controller has died")
 
 
@@ -116,7 +116,7 @@ def _serve_stage(config: EngineConfig) -> NoReturn:
 
     let_rank_0_stop()
     if serve_stage(config, resolve_rank):
-        mpi_job.leave(0)  # rank 0 has been told, and says how the job ends
+        mpi_job.leave(0)  # rank 0 decides how the job ends
     _end_job("the first stage has died")
 
 

@@ -269,10 +269,10 @@ def _begin(
         if not differences:
             manifest = before
         elif is_resumed:
-            told = "\n".join(f"  {difference}" for difference in differences)
+            listed = "\n".join(f"  {difference}" for difference in differences)
             raise ConfigError(
-                f"this run differs from the one that began {options.output}:\n{told}\n"
-                "To resume, use the same input, model and options. Or start anew, with another "
+                f"this run differs from the one that began {options.output}:\n{listed}\n"
+                "To resume, use the same input, model and options. Or start again, with another "
                 "--output or with --overwrite",
                 code="manifest_mismatch",
             )

@@ -303,11 +303,11 @@ def _recorded(rows: Iterable[tuple[bytes]]) -> tuple[_Opened | None, list[HeldSe
 
 
 def _check(held: HeldSequence) -> None:
-    """Raises ValueError: If there is no such sequence."""
+    """Raises ValueError: If it can't be a sequence of a job."""
     is_one_of_n = 0 <= held.index < held.num_siblings
     is_begun = 0 < held.num_prompt_tokens <= len(held.token_ids)
     if not (is_one_of_n and is_begun and all(0 <= x <= _MAX_TOKEN for x in held.token_ids)):
-        raise ValueError("that is no start")
+        raise ValueError("a sequence's start is damaged")
     for part in held.parts:
         if min(part.part_id, part.holder, part.first_token) < 0 or part.num_tokens < 1:
-            raise ValueError("that is no part")
+            raise ValueError("a part is damaged")

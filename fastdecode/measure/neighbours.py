@@ -87,8 +87,7 @@ def examine_neighbours(
         try:
             for member in (members[index], members[keeper]):
                 member.fill()
-            members[keeper].expect_guest(addresses[index], line=index)
-            seconds = members[index].copy_to(addresses[keeper], line=index)
+            seconds = members[index].copy_to(addresses[keeper])
             num_bytes = num_sequences * SEQUENCE_BYTES
             found.append(NeighbourFacts(names[index], names[keeper], num_bytes, seconds))
         except FastDecodeError as error:
@@ -122,13 +121,10 @@ class _Member:
                 self._receive(AttendResult)
         self._is_full = True
 
-    def expect_guest(self, address: str, line: int) -> None:
-        """Accept the replica of the R-worker at ``address``."""
-        self._replicate(Replicate("", address, LINK_BYTES, 0, REACH_S, guest_line=line))
-
-    def copy_to(self, address: str, line: int) -> float:
+    def copy_to(self, address: str) -> float:
         """Replicate to ``address``. Return the seconds of the copy, once there was room."""
-        self._replicate(Replicate(address, "", LINK_BYTES, 0, REACH_S, line=line))
+        self._num_links += 1
+        self._connection.send(Replicate(address, LINK_BYTES, self._num_links, REACH_S))
         self._await(NO_STEP)
         started = time.perf_counter()
         self._append(self._num_sequences, 1)
@@ -150,10 +146,6 @@ class _Member:
         rows = np.ones((num_tokens, KV.num_kv_heads, KV.head_dim), np.uint16)
         for layer in range(KV.num_layers):
             self._connection.send(Attend(sequence, 0, layer, rows[:0], rows, rows))
-
-    def _replicate(self, message: Replicate) -> None:
-        self._num_links += 1
-        self._connection.send(replace(message, link=self._num_links))
 
     def _await(self, step: int) -> None:
         """Wait until the neighbour reports this step."""

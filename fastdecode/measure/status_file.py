@@ -64,10 +64,10 @@ class RunningEngineStatus:
         return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
 
     def look(self) -> str:
-        from fastdecode.engine.instances.status_report import status_to_json
+        from fastdecode.engine.instances.status_report import status_of
 
-        def take(running: Any) -> None:  # in the engine's thread, between two steps
-            self.figures = status_to_json(running.engine.stats, running.engine.figures())
+        def take(running: Any) -> None:
+            self.figures = status_of(running)
 
         self.service.look(take)
         return self.service.snapshot().state

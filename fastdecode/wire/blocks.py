@@ -487,9 +487,6 @@ class Dropped(Message, frozen=True, tag=76):
 class Replicate(ForHolder, frozen=True, tag=15):
     keeper: Text
     """Address of the neighbour that stores the replica. Empty to stop replicating."""
-    guest: Text
-    """Address of the R-worker whose replica is stored here, if a transport must expect it. Empty
-    for none that is new."""
     link_bytes: Annotated[int, Meta(ge=1, le=MOST_LINK_BYTES)]
     """Most bytes of K and V without an answer from the neighbour."""
     link: Count
@@ -498,11 +495,6 @@ class Replicate(ForHolder, frozen=True, tag=15):
     timeout_s: Wait
     """How long the neighbour may stay silent while it owes an answer."""
     holder: CacheId = THE_ONLY
-    line: Count = 0
-    """Line of the link to the neighbour, where two links between two R-workers would look alike.
-    No other link of the run has it."""
-    guest_line: Count = 0
-    """Line of the guest's link."""
 
     said_by = S_WORKERS
 

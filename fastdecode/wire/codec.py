@@ -43,8 +43,7 @@ ALIGNMENT: Final = 64  # a cache line, and the widest vector
 MAX_HEAD_BYTES: Final = 1 << 18
 MAX_BODY_BYTES: Final = 1 << 30
 _LONG_BYTES: Final = 1 << 16
-NAME: Final = b"FDN"
-"""First bytes of a message of any version."""
+NAME: Final = b"FDN"  # first bytes of a message of any version
 _MAGIC: Final = NAME + bytes([PROTOCOL_VERSION])
 _PREFIX: Final = Packer("<4sIQ")
 _DTYPES: Final = [np.dtype(name) for name in ("<f4", "<u2", "<i4", "<i8", "u1")]

@@ -37,6 +37,8 @@ ReceiveT = TypeVar("ReceiveT")
 
 CLOSED = "connection_closed"
 TIMEOUT = "worker_timeout"
+_LOOK_S: Final = 1e-3
+"""Seconds between two looks at peers that move KV, while others are waited for."""
 
 
 class Connection(Protocol[SendT_contra, ReceiveT_co]):
@@ -151,10 +153,6 @@ def timeout_error(peer: str, timeout_s: float) -> WorkerError:
         f"{peer} sent nothing for {timeout_s:g} s: it hangs, is overloaded, or can't be reached",
         code=TIMEOUT,
     )
-
-
-_LOOK_S: Final = 1e-3
-"""Seconds between two looks at peers that move KV, while others are waited for."""
 
 
 class PeerHere(Connection[SendT_contra, ReceiveT_co], Protocol):

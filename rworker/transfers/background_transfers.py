@@ -44,7 +44,7 @@ from rworker.instructions import (
 from rworker.stream.chunk_endpoints import ChunkMemory, LocalCache
 from rworker.tiers.tiers import POLL_S, Tiers
 from rworker.transfers.block_transfer import BlockTransfer
-from rworker.transfers.import_transfer import ImportTransfer, Place
+from rworker.transfers.import_transfer import ImportTransfer
 from rworker.transfers.neighbours import Neighbours, NoNeighbours
 from rworker.transfers.peer_link import PeerLink
 from rworker.transfers.replica_file import ReplicaFiles, ReplicaSink
@@ -124,7 +124,7 @@ class BackgroundTransfers:
         self._numbers: dict[HolderId, int] = {}  # of the last replica of each, which may be over
         self._num_ended = 0  # steps, since replicas had a unit
         self._imports: dict[tuple[HolderId, int], ImportTransfer] = {}
-        self._links: dict[Place, PeerLink] = {}  # that imports share
+        self._links: dict[str, PeerLink] = {}  # that imports share
         self._moves: dict[tuple[HolderId, int], BlockTransfer] = {}
         self._throttle = Throttle(clock)
         self.is_used = False
@@ -210,8 +210,8 @@ class BackgroundTransfers:
         gives_way = self.gives_way
         if gives_way and self._throttle.rest_s > 0:
             return
-        for place in list(self._links):
-            self._listen(place, 1 if gives_way else _MOST_ANSWERS)
+        for address in list(self._links):
+            self._listen(address, 1 if gives_way else _MOST_ANSWERS)
         self._advance_all(self._imports)
         self._throttle.worked(began_s, gives_way=gives_way)
 
@@ -273,28 +273,28 @@ class BackgroundTransfers:
         return self.files.sink(order)
 
     def _import(self, order: BeginPull) -> None:
-        for place, link in list(self._links.items()):
+        for address, link in list(self._links.items()):
             if not link.is_owed:
-                self._listen(place, _MOST_ANSWERS)  # nothing else finds that it is gone
+                self._listen(address, _MOST_ANSWERS)  # nothing else finds that it is gone
         sink = LocalCache(order.holder, order.books, self._memory)
         one = ImportTransfer(order, sink, self._throttle, self._clock)
         key = order.holder, order.message.sequence_id
         self._imports[key] = one
         self._end_if_failed(self._imports, key, lambda: one.begin(self._link_to))
 
-    def _link_to(self, place: Place) -> PeerLink:
+    def _link_to(self, address: str) -> PeerLink:
         """To where a source is. Raises FastDecodeError: it can't be had."""
-        if place not in self._links:
-            self._links[place] = PeerLink(self._neighbours.open(place[0]), self._clock)
-        return self._links[place]
+        if address not in self._links:
+            self._links[address] = PeerLink(self._neighbours.open(address), self._clock)
+        return self._links[address]
 
-    def _listen(self, place: Place, most: int) -> None:
+    def _listen(self, address: str, most: int) -> None:
         """Take in answers of a shared link. If it fails, so do imports that need it."""
-        link = self._links[place]
+        link = self._links[address]
         reason = _failure_of(lambda: link.listen(most))
         if reason is not None:
-            self._links.pop(place).close()
-            for key in [key for key, one in self._imports.items() if one.uses(place)]:
+            self._links.pop(address).close()
+            for key in [key for key, one in self._imports.items() if one.uses(address)]:
                 self._end(self._imports, key, reason)
 
     def _advance_all(self, transfers: dict[_Key, _One]) -> None:

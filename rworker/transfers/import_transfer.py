@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -41,9 +41,6 @@ _SEQUENCE: Final = SequenceId(0)
 """As both sides' parts are called in a plan."""
 _HERE: Final = HolderId(-1)
 
-Place: TypeAlias = tuple[str, int]
-"""An address, and a line."""
-
 
 class ImportTransfer:
     """See the module, and ``Transfer``: asks all sources first what they have, then for
@@ -64,7 +61,7 @@ class ImportTransfer:
         self._sink = sink
         self._throttle = throttle
         self._clock = clock
-        self._links: dict[Place, PeerLink] = {}
+        self._links: dict[str, PeerLink] = {}
         self._began_s = clock()
         self._not_yet: list[int] = []  # sources that don't know their tickets yet
         self._ask_again_s = 0.0
@@ -80,15 +77,14 @@ class ImportTransfer:
         """See ``Transfer``."""
         return self._plan is not None and self._plan.is_over and not self._num_due
 
-    def uses(self, place: Place) -> bool:
+    def uses(self, address: str) -> bool:
         """Whether a source is there."""
-        return place in self._links
+        return address in self._links
 
-    def begin(self, link_to: Callable[[Place], PeerLink]) -> None:
+    def begin(self, link_to: Callable[[str], PeerLink]) -> None:
         """Find out what the sources have. Raises FastDecodeError: one can't be reached."""
         for source in self._sources:
-            place = source.address, source.line
-            link = self._links[place] = link_to(place)
+            link = self._links[source.address] = link_to(source.address)
             link.timeout_s = max(link.timeout_s, self.order.message.timeout_s)
         self._not_yet = list(range(len(self._sources)))
         self._ask_again()
@@ -120,8 +116,7 @@ class ImportTransfer:
         return self.order.message.sources
 
     def _link(self, index: int) -> PeerLink:
-        source = self._sources[index]
-        return self._links[source.address, source.line]
+        return self._links[self._sources[index].address]
 
     def _ask_next(self) -> int:
         """Ask for a chunk, if one is left to be asked for, and its link has credit: how

@@ -171,7 +171,7 @@ def links_over(number: int, caches: Iterable[HolderCache]) -> Iterator[LinkRepli
     """A peer takes its leave: nobody needs the replicas of its caches any more."""
     for cache in caches:
         if cache.owner == number and cache.is_replicated:
-            yield LinkReplica(number, cache.holder, cache.books, "", "", 1, OVER, 0.0)
+            yield LinkReplica(number, cache.holder, cache.books, "", 1, OVER, 0.0)
 
 
 def link_for(number: int, cache: HolderCache, message: Replicate) -> LinkReplica:
@@ -187,14 +187,6 @@ def link_for(number: int, cache: HolderCache, message: Replicate) -> LinkReplica
         raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
     cache.is_replicated = bool(message.keeper)
     return LinkReplica(
-        number,
-        cache.holder,
-        cache.books,
-        message.keeper,
-        message.guest,
-        message.link_bytes,
-        message.link,
+        number, cache.holder, cache.books, message.keeper, message.link_bytes, message.link,
         message.timeout_s,
-        message.line,
-        message.guest_line,
-    )
+    )  # fmt: skip

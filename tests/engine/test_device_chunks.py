@@ -78,7 +78,7 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
         Worker(prefill, KV)
         prefill.close()
         place.open(9, 64)
-        decode.send(Pull(9, 0, 37, (KVSource("p", 0, TICKET, 0, 37, 0, 4),), WAIT_S))
+        decode.send(Pull(9, 0, 37, (KVSource("p", TICKET, 0, 37, 0, 4),), WAIT_S))
         pulled = decode.receive(WAIT_S)
         assert isinstance(pulled, Pulled) and "closed" in pulled.reason
         with pytest.raises(WorkerError, match=r"0\.01 s"):
@@ -111,7 +111,7 @@ def offered(prefill: ReachedDevice, num_tokens: int) -> KVSource:
     home.fill({0: num_tokens}, seed=3)
     move(pieces_between({0: num_tokens}, KV), home, Worker(prefill, KV))
     prefill.send(ExportSequence(0, TICKET))
-    return KVSource("p", 0, TICKET, 0, num_tokens, 0, KV.num_kv_heads)
+    return KVSource("p", TICKET, 0, num_tokens, 0, KV.num_kv_heads)
 
 
 def test_others_read_while_the_s_worker_waits_for_a_tier() -> None:

@@ -19,7 +19,7 @@ PROMPT = (5, 6, 7, 8, 9)
 PLAIN = Request("a", PROMPT, SamplingParams(n=2, min_tokens=2), 4, seed=1)
 ENDLESS = replace(PLAIN, params=SamplingParams(n=2, ignore_eos=True))
 PROMPT_ONLY = replace(PLAIN, params=SamplingParams(n=2), max_tokens=1, hands_over=True)
-SOURCE = KVSource("p-r0", 0, "ab" * 16, 0, 5, 0, 1)
+SOURCE = KVSource("p-r0", "ab" * 16, 0, 5, 0, 1)
 FETCHING = replace(PLAIN, drawn={0: (20, 21), 1: (30,)}, sources=(SOURCE,))
 LOGGED = replace(FETCHING, params=SamplingParams(n=2, logprobs=1))
 

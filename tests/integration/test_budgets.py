@@ -16,18 +16,18 @@ from reading import entered_by_a_decode_step, entered_by_a_loss
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
-    "fastdecode/cli": 4458,
+    "fastdecode/cli": 4452,
     "fastdecode/conversations": 1493,
-    "fastdecode/core": 10209,
-    "fastdecode/engine": 21822,
+    "fastdecode/core": 10206,
+    "fastdecode/engine": 21789,
     "fastdecode/jobs": 2738,
-    "fastdecode/measure": 2452,
+    "fastdecode/measure": 2444,
     "fastdecode/openai": 1468,
     "fastdecode/schedule": 10899,
     "fastdecode/server": 3298,
     "fastdecode/text": 3652,
     "fastdecode/wire": 5440,
-    "rworker": 10570,
+    "rworker": 10552,
     "sworker": 12473,
     "cpu_kernels": 6526,
     "cost_model": 7641,

@@ -55,7 +55,7 @@ def reached(address: str, kv: KVSpec) -> Iterator[Worker]:
 
 
 def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: int) -> Pulled:
-    source = KVSource(address, 0, ticket, 0, num_tokens, 0, KV.num_kv_heads)
+    source = KVSource(address, ticket, 0, num_tokens, 0, KV.num_kv_heads)
     worker.connection.send(Pull(sequence, 0, num_tokens, (source,), WAIT_S))
     news = worker.connection.receive(WAIT_S)
     assert isinstance(news, Pulled)

@@ -44,7 +44,7 @@ def serve_one(worker: RWorker, keeper: RWorker, session: int) -> None:
     connection = hub.add(worker.address)
     connection.send(replace(hello_for(KV), max_blocks=NUM_BLOCKS, session=session))
     assert isinstance(connection.receive(WAIT_S), Welcome)
-    connection.send(Replicate(keeper.address, "", 1 << 20, session, WAIT_S))
+    connection.send(Replicate(keeper.address, 1 << 20, session, WAIT_S))
     news = connection.receive(WAIT_S)
     assert news == Replicated(news.holder, 0, NO_STEP, session)  # type: ignore[union-attr]
     hub.close()

@@ -131,7 +131,7 @@ def test_a_reader_looks_and_changes_nothing() -> None:
     worker.refuses(OTHER, FEW, "serves another S-worker", code="busy")
     nobody = np.zeros(0, np.int64), np.zeros(0, np.int32)
     worker.refuses(OTHER, TakeOver(7, *nobody, 0), "a reader may not say that")
-    worker.refuses(OTHER, Replicate("r1", "", 1 << 20, 1, 60.0, 0), "a reader may not say that")
+    worker.refuses(OTHER, Replicate("r1", 1 << 20, 1, 60.0, 0), "a reader may not say that")
     assert worker.say(OTHER, Shutdown()) == (HangUp(OTHER),)
     assert worker.lose(OTHER, may_return=False) == ()
     worker.step_from(ONE, step_of((1, 0, 3)))

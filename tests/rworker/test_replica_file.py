@@ -38,7 +38,7 @@ CHANGES = (OpenSequence(1, 8), OpenSequence(2, 8), CloseSequence(1), OpenSequenc
 
 def _order(number: int = LINK) -> LinkReplica:
     books = CacheState(HELLO, HELLO.max_blocks)
-    return LinkReplica(0, HOLDER, books, "disk:", "", 1 << 20, number, 60.0)
+    return LinkReplica(0, HOLDER, books, "disk:", 1 << 20, number, 60.0)
 
 
 def _read(files: ReplicaFiles, why: str) -> list[ToRWorker]:

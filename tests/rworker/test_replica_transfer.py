@@ -64,7 +64,7 @@ class Pair:
         self.link(LINK)
 
     def link(self, number: int) -> None:
-        link = LinkReplica(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, number, TIMEOUT_S)
+        link = LinkReplica(S_WORKER, HOLDER, self.books, "r1", 1 << 20, number, TIMEOUT_S)
         self.links.obey(link)
 
     def open(self, address: str) -> NeighbourConnection:

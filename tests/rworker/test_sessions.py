@@ -170,12 +170,12 @@ def test_whoever_broke_the_protocol_is_kept_nothing() -> None:
 
 def test_a_replicated_cache_has_no_replica_when_it_is_gone_on_with() -> None:
     peers = Peers()
-    (link,) = peers.say(FIRST, Replicate("r8", "", 1 << 20, 1, 9.0))
+    (link,) = peers.say(FIRST, Replicate("r8", 1 << 20, 1, 9.0))
     assert isinstance(link, LinkReplica)
     assert peers.lose(FIRST) == (Unlink(HolderId(0)),)
     peers.say(SECOND, RESUMING)
     assert peers.hold(SECOND, _9=20) == [20]
-    (again,) = peers.say(SECOND, Replicate("r8", "", 1 << 20, 1, 9.0))
+    (again,) = peers.say(SECOND, Replicate("r8", 1 << 20, 1, 9.0))
     assert isinstance(again, LinkReplica) and again.number == 1
 
 

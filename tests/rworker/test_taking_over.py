@@ -204,7 +204,7 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
     for sequence, num_tokens in ((1, 5), (2, 4), (3, 3)):
         peers.say(S_WORKER, OpenSequence(sequence, 10))
         peers.step_from(S_WORKER, step_of((sequence, 0, num_tokens)))
-    peers.say(S_WORKER, Replicate("r2", "", 1 << 20, 1, 60.0))
+    peers.say(S_WORKER, Replicate("r2", 1 << 20, 1, 60.0))
     under_way = step_of((1, 5, 1), (2, 4, 1), step=1)
     peers.say(S_WORKER, under_way)
     told, *followed = peers.say(S_WORKER, take((1, 5), (2, 2), holder=1))

@@ -17,7 +17,7 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.prefill import PrefillBudget
 
-SOURCES = (KVSource("p-r0", 0, "ab" * 16, 0, 5, 0, 2),)
+SOURCES = (KVSource("p-r0", "ab" * 16, 0, 5, 0, 2),)
 
 
 def request(name: str, n: int = 1, num_tokens: int = 5) -> Request:

@@ -25,7 +25,7 @@ from fastdecode.schedule.life.sequences import (
 )
 from fastdecode.schedule.modes import make_scheduler
 
-SOURCES = (KVSource("p-r0", 0, "ab" * 16, 0, 5, 0, 2),)
+SOURCES = (KVSource("p-r0", "ab" * 16, 0, 5, 0, 2),)
 NUM_HOLDERS = 2
 NUM_LANES = 2
 UNSEEN = {SequenceState.FETCHING}

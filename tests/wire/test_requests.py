@@ -25,7 +25,7 @@ from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances import Deltas, Submit
 
 CODEC = Codec()
-SOURCE = KVSource("tcp://127.0.0.1:7000", 0, "ab" * 16, 0, 9, 0, 2)
+SOURCE = KVSource("tcp://127.0.0.1:7000", "ab" * 16, 0, 9, 0, 2)
 REQUEST = Request("a", (5, 6), SamplingParams(), 8, seed=1, sources=(SOURCE,))
 
 

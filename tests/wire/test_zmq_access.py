@@ -75,7 +75,7 @@ def test_key_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1: .* other lines behind it"):
         ClusterKey.read(path)
     path.write_text("short")
-    with pytest.raises(ConfigError, match=f"{path}, line 1: it is no key.*--new-key"):
+    with pytest.raises(ConfigError, match=f"{path}, line 1: it is not a key.*--new-key"):
         ClusterKey.read(path)
 
 

@@ -182,12 +182,7 @@ class Handovers:
     def _begin(self, holder: HolderId) -> None:
         source = HolderId(self._fleet.placement[holder])
         self._under_way[holder] = Handover(source, self._clock())
-        self._replacements.make_way(
-            holder,
-            self._ring.options.addresses[source],
-            self._ring.links.next_line(holder),
-            self._ring.options.timeout_s,
-        )
+        self._replacements.make_way(holder)
 
     def _try_later(self, holder: HolderId) -> None:
         """The two R-workers don't get to each other."""

@@ -23,7 +23,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection
-from fastdecode.wire.blocks import DropCache, Dropped, Replicate
+from fastdecode.wire.blocks import DropCache, Dropped
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
 
 logger = logging.getLogger(__name__)
@@ -228,13 +228,11 @@ class HubReplacements(Generic[ConnectionT]):
         self._pauses.admitted(worker)
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
-    def make_way(self, worker: int, guest: str, line: int, timeout_s: float) -> None:
-        """Have one that waits give up its empty cache, and expect the neighbour
-        (``guest``) that sends it another over a line."""
+    def make_way(self, worker: int) -> None:
+        """Have a candidate drop its empty cache, for a neighbour that sends it another."""
         candidate, session = self._candidates[worker], self._hello.session
-        expect = Replicate("", guest, 1, 0, timeout_s, holder=worker, guest_line=line)
         candidate.makes_way, candidate.since_s = True, self._clock()
-        self._tell(worker, expect, DropCache(session, worker, holder=worker))
+        self._tell(worker, DropCache(session, worker, holder=worker))
 
     def has_made_way(self, worker: int) -> bool:
         """Whether it is there, and has."""

@@ -8,10 +8,9 @@ with theirs.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -68,8 +67,7 @@ class LinkOptions:
 
 
 class Links:
-    """The last link of each holder: the number by which news of it are told
-    from those of earlier ones, and the line that it goes over.
+    """The last link of each holder: its number is in all reports on it.
 
     Args:
         fleet: the holders.
@@ -80,34 +78,20 @@ class Links:
         self._fleet = fleet
         self._options = options
         self._numbers: Counter[HolderId] = Counter()
-        self._lines: dict[HolderId, int] = {}
-        self._next_line = itertools.count(1)
 
     def number(self, holder: HolderId) -> int:
         """Of its last link; 0: there was none."""
         return self._numbers[holder]
 
-    def line(self, holder: HolderId) -> int:
-        """Of its last link; 0: there was none."""
-        return self._lines.get(holder, 0)
-
-    def next_line(self, holder: HolderId) -> int:
-        """From now on its links go over another line, of this number."""
-        self._lines[holder] = next(self._next_line)
-        return self._lines[holder]
-
     def begin(self, holder: HolderId) -> None:
         """What it is told next is about a new link."""
         self._numbers[holder] += 1
 
-    def tell(self, holder: HolderId, keeper: str, guest: str, guest_line: int = 0) -> None:
-        """Have it keep its replica up to date at ``keeper``; empty: nowhere. And
-        have it expect the link of ``guest``, over a line; empty: nobody's new one."""
-        options, line = self._options, self.line(holder)
-        numbers = options.num_bytes, self._numbers[holder], options.timeout_s
-        self._fleet.send(
-            holder, Replicate(keeper, guest, *numbers, line=line, guest_line=guest_line)
-        )
+    def tell(self, holder: HolderId, keeper: str) -> None:
+        """Have a holder replicate to the R-worker at ``keeper``. Empty to stop replicating."""
+        options = self._options
+        number, timeout_s = self._numbers[holder], options.timeout_s
+        self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
 
 
 class Ring:
@@ -177,22 +161,9 @@ class Ring:
         self.protection.only(self._keepers.keys(), members)
         new = {holder for holder in self._keepers if before.get(holder) != self._keepers[holder]}
         for holder in new:
-            self.links.next_line(holder)
             self._begin(holder)
-        guests = {keeper: holder for holder, keeper in self._keepers.items()}
-        for holder in self._keepers:
-            self._link(holder, guests.get(holder), new)
+            self.links.tell(holder, self.options.address(self._keepers[holder]))
         self.protection.count()
-
-    def _link(self, holder: HolderId, guest: HolderId | None, new: Collection[HolderId]) -> None:
-        """Begin a holder's link, and expect the link of its guest, if there is one, where
-        they are new."""
-        if holder in new or guest in new:
-            names = self.options.addresses
-            expected = names[guest] if guest is not None and guest in new else ""
-            guest_line = 0 if guest is None else self.links.line(guest)
-            address = self.options.address(self._keepers[holder])
-            self.links.tell(holder, address, expected, guest_line)
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
         """Who keeps whose replica; of a single one in a ring nobody does."""
@@ -229,7 +200,7 @@ class Ring:
         """The R-worker that restored a holder keeps its replica in a file."""
         if self._is_in_file(holder):
             self._begin(holder)
-            self.links.tell(holder, ON_DISK, "")
+            self.links.tell(holder, ON_DISK)
 
     def _is_in_file(self, holder: HolderId) -> bool:
         return self._keepers.get(holder) == DISK
@@ -256,10 +227,10 @@ class Ring:
 
     def copy(self, holder: HolderId) -> None:
         """A cache that a neighbour goes on with is copied to whoever has come in
-        its holder's place, over the line that was told (``links``)."""
+        its holder's place."""
         self._keepers[holder] = holder
         self._begin(holder)
-        self.links.tell(holder, self.options.addresses[holder], "")
+        self.links.tell(holder, self.options.addresses[holder])
         self.protection.count()
 
     def stop_copying(self, holder: HolderId, source: HolderId) -> None:
@@ -313,4 +284,4 @@ class Ring:
         self.protection.end(holder)
         if holder not in self._fleet.lost:
             self.links.begin(holder)
-            self.links.tell(holder, "", "")
+            self.links.tell(holder, "")

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, WorkerError
 from fastdecode.engine.instances.connections import FromInstance
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
-from fastdecode.engine.instances.status_report import status_to_json
+from fastdecode.engine.instances.status_report import status_of, status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
 from fastdecode.wire.instances import InstanceHello, InstanceWelcome, ToInstance
@@ -149,7 +149,7 @@ class InstanceServer:
         self._server = server = EngineServer(
             self._service,
             self._limits,
-            lambda running: status_to_json(running.engine.stats, running.engine.figures()),
+            status_of,
             self._listener.wake,
             totals=lambda: status_to_json(self.stats, None),
         )

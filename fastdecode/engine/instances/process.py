@@ -150,8 +150,8 @@ def _lead_instance(
     from fastdecode.wire.mpi.hub import CONTROL_LINE, MpiHub
     from fastdecode.wire.mpi.job import wait_for_end
 
-    hears = frozenset(get_args(ToInstance))
-    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, hears, gives_signs=True, is_hurried=False)
+    kinds = frozenset(get_args(ToInstance))
+    hub: MpiHub[FromInstance, ToInstance] = MpiHub(job, kinds, gives_signs=True, is_hurried=False)
     hub.connect(S_RANK, "the controller (rank 0)", line=CONTROL_LINE)
     name = colocation.name
     try:

@@ -49,8 +49,8 @@ class RankHub(MpiHub[ToInstance, FromInstance]):
     def __init__(self, job: MpiJob, instances: Instances, silence_s: float) -> None:
         leaders = check_job(instances, job).leaders
         self.names: Sequence[str] = tuple(map(link_address, leaders))
-        hears = frozenset([*get_args(InstanceSays), Failed])
-        super().__init__(job, hears, takes_signs=True, silence_s=silence_s, is_hurried=False)
+        kinds = frozenset([*get_args(InstanceSays), Failed])
+        super().__init__(job, kinds, takes_signs=True, silence_s=silence_s, is_hurried=False)
         for rank in leaders:
             self.connect(rank, f"instance rank {rank}", line=CONTROL_LINE)
 

@@ -53,6 +53,11 @@ def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
     return EngineFigures(sum(figures.lanes for figures in each), holders)
 
 
+def status_of(running: Any) -> dict[str, Any]:
+    """Return the report of a ``RunningEngine``, in its thread and between two steps."""
+    return status_to_json(running.engine.stats, running.engine.figures())
+
+
 def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
     """Totals by their names, and figures if they are reported this time: the one form of status
     files, ``/status.json``, metrics and instances' reports."""

@@ -99,6 +99,6 @@ def _workload(config: EngineConfig, identity: Identity) -> Workload:
 
 
 def _why(placement: str, rates: dict[str, float], machine: PlacementHost) -> str:
-    told = ", ".join(f"{_NAMES[each]} {rate_text(rates[each])} tokens/s" for each in rates)
+    listed = ", ".join(f"{_NAMES[each]} {rate_text(rates[each])} tokens/s" for each in rates)
     by = "" if machine.free.device_name else ", of a GPU that is not known"
-    return f"KV cache on {_NAMES[placement]} (--kv-placement auto; estimated{by}: {told})"
+    return f"KV cache on {_NAMES[placement]} (--kv-placement auto; estimated{by}: {listed})"

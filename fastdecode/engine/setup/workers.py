@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 REACH_TIMEOUT_S = 20.0
 """For R-workers that are being started at the same time."""
-"""However short the silence is that R-workers are allowed: a large message may
-keep MPI busy for a while."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
         if line.prompt_tokens and line.output_tokens:
             num_choices = line.prompts * line.n
             if num_choices > _MAX_CHOICES:
-                raise ConfigError(f"{name}: a line with {num_choices} choices is no request's")
+                raise ConfigError(f"{name}: a line with {num_choices} choices is not one request's")
             num_output = max(1, round(line.output_tokens / num_choices))
             entry = line.time, round(line.prompt_tokens / line.prompts), num_output
             found += [entry] * num_choices

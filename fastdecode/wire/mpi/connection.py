@@ -12,8 +12,8 @@ that both sides know have the same number on both. ::
     line        | (nothing)                 this side has closed
 
 There is one probe for all ranks and lines. A large body leaves from a copy in buffers that MPI
-reads quickly (``fastdecode.wire.buffers``), but for q, k and v that were packed for the way: those
-leave from where they lie.
+reads quickly (``fastdecode.wire.buffers``), but for lent arrays that lie in one: those leave from
+there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire.buffers import BufferPool, in_one_array
-from fastdecode.wire.codec import ALIGNMENT, MAX_HEAD_BYTES, Array, piece_bytes, read_prefix
-from fastdecode.wire.messages import Attend, Message
+from fastdecode.wire.codec import (
+    ALIGNMENT,
+    MAX_BODY_BYTES,
+    MAX_HEAD_BYTES,
+    Array,
+    piece_bytes,
+    read_prefix,
+)
+from fastdecode.wire.messages import Message
 from fastdecode.wire.mpi.job import MpiJob, load_mpi
 from fastdecode.wire.transport import (
     CLOSED,
@@ -48,20 +55,19 @@ else:
 InFlight: TypeAlias = "tuple[MPI.Request, Any]"
 """What MPI isn't done with, and the memory that it needs for that."""
 
-_INLINE_BYTES: Final = MAX_HEAD_BYTES  # A message of up to this size travels in one piece
+_INLINE_BYTES: Final = MAX_HEAD_BYTES  # a message of up to this size travels in one piece
 _GOODBYE, _SIGN, _TEXT = range(3)
 _LINES: Final = range(16, 32_000)
-"""Of connections that one side opens; lower ones are known to both. MPI has all of these."""
+"""Lines that the side that opens a connection chooses from. Lower ones are fixed."""
 _FIRST_SIGN_S: Final = 120.0
-"""That a peer may take to give its first sign of life: it may load torch before."""
+"""Longest time to a peer's first sign of life: it may load torch before."""
 
 
 class MpiConnection(Generic[SendT, ReceiveT]):
     """A connection to another rank; see ``fastdecode.wire.transport.Connection``. The job's lock is
     held around what has no lock of its own."""
 
-    hub: MpiHub[SendT, ReceiveT]
-    """None has claimed it before."""
+    hub: MpiHub[SendT, ReceiveT]  # set once a hub has claimed the connection
     peer: str
 
     def __init__(self, exchange: Exchange, rank: int, line: int) -> None:
@@ -70,15 +76,11 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.inbox: Final[deque[InFlight]] = deque()
         self.index: int | None = None
         """Its place in the hub. None if the hub doesn't receive from it."""
-        self.is_open = True
-        """False once this side has closed it, or its end was received."""
+        self.is_open = True  # false once this side has closed it, or its end was received
         self.is_closed = False
-        self.is_ready = False
-        """True while the hub is about to look at it."""
-        self.gives_signs = False
-        """True if the peer gives signs of life."""
-        self.end: WorkerError | None = None
-        """Why nothing follows what is in the inbox."""
+        self.is_ready = False  # true while the hub is about to look at it
+        self.gives_signs = False  # true if the peer gives signs of life
+        self.end: WorkerError | None = None  # why nothing follows what is in the inbox
         self.leaving: Final[deque[InFlight]] = deque()
         self._exchange = exchange
         self._began_s = time.monotonic()
@@ -115,8 +117,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._isend(whole)
         else:
             self._isend(frame.head)
-            is_lent = isinstance(message, Attend)
-            body = in_one_array(frame.arrays, ALIGNMENT) if is_lent else None
+            body = in_one_array(frame.arrays, ALIGNMENT) if message.lends else None
             if body is None:
                 body = self.pool.take(frame.body_bytes)
                 frame.write_body(body.data)
@@ -254,6 +255,14 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 self.fail(WorkerError(why, code=TIMEOUT))
 
 
+def _is_done(sent: InFlight) -> bool:
+    """Return True if MPI needs this memory no longer."""
+    try:
+        return bool(sent[0].Test())
+    except MPI.Exception:  # of a rank that has died
+        return False
+
+
 class Exchange:
     """Where the messages of all ranks of a job arrive, whichever thread looks. The job's lock is
     held around every call but ``look_for_text`` and ``has_left``."""
@@ -309,6 +318,10 @@ class Exchange:
             if connection is None:
                 connection = self._add(rank, line)
                 self._unclaimed.append(connection)
+            if num_bytes > MAX_BODY_BYTES:
+                error = ProtocolError(f"rank {rank} wants to send {num_bytes} bytes at once")
+                connection.fail(WorkerError(error.message, code=error.code))
+                return
             is_wanted = not connection.is_closed and connection.end is None
             buffer = connection.pool.take(num_bytes) if is_wanted else bytearray(num_bytes)
             piece = found.Irecv([buffer, MPI.BYTE]), buffer
@@ -322,7 +335,7 @@ class Exchange:
         if line == _SIGN:
             self.heard_s[rank] = time.monotonic()
         elif line == _TEXT:
-            self._texts[rank].append(data.decode())
+            self._texts[rank].append(data.decode(errors="replace"))
         elif line == _GOODBYE:
             self._left_s.setdefault(rank, time.monotonic())
             self._lose_rank(rank)
@@ -347,6 +360,8 @@ class Exchange:
         for connection in (*self._connections.values(), *self._closing):
             connection.let_go()
         self._closing = [each for each in self._closing if each.leaving]
+        if self.abandoned:
+            self.abandoned[:] = [each for each in self.abandoned if not _is_done(each)]
 
     def on_close(self, connection: MpiConnection[Any, Any]) -> None:
         """Forget a connection once its peer has closed it, too, and what was sent has left."""

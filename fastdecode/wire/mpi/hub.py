@@ -1,7 +1,7 @@
 """Hubs over MPI: connections to other ranks that one thread serves together.
 
 Any hub's thread that looks takes in messages for all hubs. Over TCP MPI moves nothing by itself:
-there, while the caller computes, the **pump**, a thread, looks every so often. Waiting is polite:
+there, while the caller computes, the **pump**, a thread, looks now and then. Waiting is polite:
 look a few times, then yield the core between looks, then sleep.
 """
 
@@ -61,7 +61,7 @@ _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
 _LINGER_S: Final = 2.0
 _LOOK_S: Final = 1e-3
 _LEAVING_S: Final = 5.0
-"""That an S-worker may take to leave once rank 0 has."""
+"""Longest time for an S-worker to leave once rank 0 has left."""
 
 
 class MpiHub(Generic[SendT, ReceiveT]):
@@ -73,7 +73,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
             that is over goes to the next one.
         gives_signs: Give the peers signs of life, whatever the caller does.
         takes_signs: The peers that this side connects to give signs of life.
-        silence_s: Such a peer is lost after this long without one. 0: the caller looks after that.
+        silence_s: Such a peer is lost after this long without one. 0 if the caller checks it.
         is_hurried: The caller looks without a pause at first, and has a pump. If False it looks
             once a millisecond, and leaves its core to the engine beside it.
     """
@@ -138,12 +138,12 @@ class MpiHub(Generic[SendT, ReceiveT]):
         """Connect without an index: the caller polls it.
 
         Raises:
-            ConfigError: If the address is no other rank's.
+            ConfigError: If the address is not another rank's.
         """
         number = address.removeprefix("rank ")
         rank = int(number) if number.isdecimal() and len(number) < 10 else -1
         if not 0 < rank < self._job.size or rank == self._job.rank:
-            raise ConfigError(f"{address!r} is no other R-worker of this MPI job")
+            raise ConfigError(f"{address!r} is not another R-worker of this MPI job")
         with self._job.lock:
             connection = self._exchange.open(rank, None)
             connection.hub, connection.peer = self, f"R-worker {address}"
@@ -165,7 +165,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
         if num_alike < self._greetings[kind]:
             self._kinds[connection] = kind
         else:
-            name, why = f"rank {self._job.rank}", f"{num_alike} others have said {kind.__name__}"
+            name, why = f"rank {self._job.rank}", f"{num_alike} peers have sent {kind.__name__}"
             connection.say_last(Failed(name, "busy", why))
         return True
 

@@ -1,11 +1,11 @@
 """This process's part in an MPI job: joining it, and leaving it whatever the other ranks do.
 
-Nobody is trusted to be alive. MPI tells of a dead rank where it can (Open MPI under ``--with-ft
-ulfm``) or ends the job. It says nothing of a rank that was stopped, and waits for it: in MPI_Init,
-and in any call that a stopped rank on the same host has left in the middle. So a thread looks after
-both, with deadlines, and names the ranks that the system says have ended or were stopped. What ends
-such a job is SIGTERM to Open MPI's launcher, which needs no rank; MPI_Abort hangs where several are
-stopped. Under ulfm a rank leaves by ``_exit``, since MPI_Finalize waits for all ranks.
+Any rank may have died. MPI reports a dead rank where it can (Open MPI under ``--with-ft ulfm``) or
+ends the job. It reports no rank that was stopped, and waits for it: in MPI_Init, and in any call
+that a stopped rank on the same host has left in the middle. So a thread looks after both, with
+deadlines, and names the ranks that the system says have ended or were stopped. What ends such a job
+is SIGTERM to Open MPI's launcher, which needs no rank. MPI_Abort hangs where several are stopped.
+Under ulfm a rank leaves by ``_exit``, since MPI_Finalize waits for all ranks.
 
 MPI's library changes a process that loads it, so nothing here does so before the environment says
 that a launcher started this process.
@@ -77,27 +77,25 @@ class MpiJob:
     comm: MPI.Intracomm
     rank: int
     size: int
-    library: str
-    """Name and version of the MPI library."""
+    library: str  # name and version of the MPI library
     host: str
-    threads_may_take_turns: bool
-    """If False, only the thread that joined may call MPI."""
+    threads_may_take_turns: bool  # if False, only the thread that joined may call MPI
     exchange: Exchange = field(init=False)
     """Where the messages of all ranks arrive."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held around every MPI call: MPI was asked for calls by several threads, one at a time."""
     hanging: set[int] = field(default_factory=set)
-    """Ranks that were given up though nobody says that they are dead."""
+    """Ranks that were given up though MPI has not reported them dead."""
     dead: set[int] = field(default_factory=set)
     """Ranks that MPI says have died."""
     peers: set[int] = field(default_factory=set)
     """Ranks that wait for this one's goodbye, beside rank 0."""
     is_over: bool = False
-    """Set under the lock when this process leaves: nobody calls MPI any more."""
+    """Set under the lock when this process leaves: no thread calls MPI any more."""
 
     def looks(self) -> int | None:
-        """Return how often messages were taken in, for the watchdog. None while nobody calls
-        MPI."""
+        """Return how often messages were taken in, for the watchdog. None while no thread
+        calls MPI."""
         return self.exchange.num_looks if self.lock.locked() else None
 
 
@@ -350,7 +348,7 @@ def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
 
 
 def wait_for_end(job: MpiJob) -> bool:
-    """Wait until rank 0 has left or died. Return True if it has left, and says how the job ends."""
+    """Wait until rank 0 has left or died. Return True if it has left: it decides the exit code."""
     look_until_found(lambda: job.exchange.has_left(S_RANK) or None, None)
     return S_RANK not in job.dead
 
@@ -366,7 +364,7 @@ def leave(code: int, *, hung: bool = False) -> NoReturn:
 
     Args:
         code: Of this process. mpirun's own says little once a rank was lost.
-        hung: Ranks were given up that nobody else ends, so the launcher is asked to end all.
+        hung: Ranks were given up that no other process ends, so the launcher is asked to end all.
     """
     signal.alarm(_LEAVING_S)  # the kernel ends this process if MPI doesn't let it go
     _flush()
@@ -434,5 +432,5 @@ def _exit(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone
             stream.flush()

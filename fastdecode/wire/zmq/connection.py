@@ -78,10 +78,8 @@ class ZmqConnection:
     """A link to one peer; see ``fastdecode.wire.transport.Connection``. Its hub takes in what
     arrives. ``route``: in front of each message, if the socket isn't this connection's own."""
 
-    heard_s: ClassVar = None
-    """ZeroMQ's threads look after silent peers."""
-    address = ""
-    """Where the peer listens, if it does."""
+    heard_s: ClassVar = None  # ZeroMQ's threads look after silent peers
+    address = ""  # where the peer listens, if it does
     role: Role | None = None
     """What the peer is, if it has connected."""
 

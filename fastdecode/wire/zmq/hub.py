@@ -91,7 +91,7 @@ class ZmqHub(SocketHub):
         """Connect without an index: ``receive_any`` doesn't read it. The peer needn't be there yet.
 
         Raises:
-            ConfigError: If the address is none, or may not be used without a key.
+            ConfigError: If the address is not one, or may not be used without a key.
         """
         check_address(address, self._key, parameter=self.parameter)
         try:
@@ -159,7 +159,7 @@ class ZmqListener(SocketHub):
         most_peers: Of each role; one that is missing isn't accepted.
 
     Raises:
-        ConfigError: If the address is none, is in use, or may not be used without a key.
+        ConfigError: If the address is not one, is in use, or may not be used without a key.
     """
 
     receives = frozenset(get_args(ToRWorker))
@@ -224,7 +224,7 @@ class ZmqListener(SocketHub):
             elif len(frames[0]) > 1:  # else one that was lost speaks on
                 try:
                     self._greet(identity, frames)
-                except Exception as error:  # of a peer that is no member, perhaps
+                except Exception as error:  # of a peer that is not a member, perhaps
                     self._refuse(identity, frames[0].buffer, error)
 
     def _greet(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:

@@ -51,7 +51,7 @@ class ClusterKey:
         if why := exposure(found, path):
             raise ConfigError(f"key file {path}: {why}")
         if more or not _SECRET.fullmatch(text):
-            why = "has other lines behind it" if more else "is no key of 40 characters"
+            why = "has other lines behind it" if more else "is not a key of 40 characters"
             raise ConfigError(
                 f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
                 "--new-key FILE, and copy that file unchanged"
@@ -75,7 +75,7 @@ class ClusterKey:
 
 
 NO_KEY: Final = ClusterKey(b"", b"")
-"""Nothing is proved or encrypted, also beyond loopback, because the user said ``none``."""
+"""Nothing is proved or encrypted, also beyond loopback, because ``--key`` is ``none``."""
 
 
 def read_key(given: str | None) -> ClusterKey | None:
