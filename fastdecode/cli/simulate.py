@@ -29,9 +29,6 @@ DEFAULT_KV_TOKENS = 1 << 20
 class Run:
     trace: Path = option(REQUIRED, "requests, JSON Lines", metavar="FILE")
     json: bool = switch("print all numbers, step by step, as JSON")
-    plot: Path | None = option(
-        None, "draw load and latency over steps (.svg, .png, .pdf)", metavar="FILE"
-    )
 
 
 @dataclass(frozen=True)
@@ -130,13 +127,10 @@ def run_simulate(args: argparse.Namespace) -> int:
         return _run_turns(args, workers)
     from cost_model.simulate import Table, TabledTimes, as_json, as_text
     from cost_model.traces import read_trace
-    from fastdecode.measure.plot import check_plot, plot_simulation
     from fastdecode.schedule.modes import make_scheduler
     from fastdecode.schedule.simulation.resources import Rounds
     from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 
-    if args.plot is not None:
-        check_plot(args.plot)
     r_times = workers.for_each(workers.r_time or ("1e-6",), "--r-time")
     r_parts = tuple(Table.parse(text, option="--r-time", rate=True) for text in r_times)
     s_part = Table.parse(workers.s_time, option="--s-time")
@@ -157,8 +151,6 @@ def run_simulate(args: argparse.Namespace) -> int:
             block_size=workers.block_size,
             num_lanes=options.num_lanes,
         ).run()
-    if args.plot is not None:
-        plot_simulation(outcomes, args.plot)
     print(json.dumps(as_json(outcomes)) if args.json else as_text(outcomes))
     return 0
 

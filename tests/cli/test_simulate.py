@@ -78,16 +78,6 @@ def test_prints_json_of_the_chosen_modes(trace: str, capsys: pytest.CaptureFixtu
         assert len(mode["steps"]["load_tokens"]) == mode["summary"]["steps"]
 
 
-@pytest.mark.parametrize("ending", [".svg", ".png"])
-def test_plots(trace: str, tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plot{ending}"
-    assert run("--trace", trace, "--schedule", "greedy,synchronized", "--plot", str(path)) == 0
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG" if ending == ".png" else b"<?xml")
-    assert len(content) > 5000
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -100,7 +90,6 @@ def test_plots(trace: str, tmp_path: Path, ending: str) -> None:
         (["--lanes", "0"], "lanes=0"),
         (["--max-step-tokens", "8"], "max_step_tokens=8 must exceed"),
         (["--length-quantile", "1.5"], "length_quantile=1.5"),
-        (["--plot", "load.docx"], r"load\.docx"),
     ],
 )
 def test_bad_options_are_named(trace: str, arguments: list[str], text: str) -> None:
