@@ -34,8 +34,8 @@ from fastdecode.core.config.options import REQUIRED, check_options, option, swit
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cost_model.goodput.answer import Answer, Question
-    from cost_model.goodput.search import PlacementPrices
+    from cost_model.goodput.answer import Answer
+    from cost_model.goodput.search import Question
     from cost_model.goodput.workload import Draw
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Wanted:
     )
     affinity: str = option("high", "low: K and V stay on a node", choices=("high", "low"))
     objective: str = option("gpu", "what is to be least", choices=("gpu", "cost"))
-    prices: str | None = option(None, "gpu=1,socket=0.05 (default)", metavar="P")
+    prices: str = option("gpu=1,socket=0.05", "of a GPU and of a socket", metavar="P")
 
 
 def add_goodput(questions: Any) -> None:
@@ -168,7 +168,7 @@ def _emit(path: Path, question: Question, found: Answer) -> None:
     if found.best is None:
         tell(f"--emit {path}: there is no placement to write")
         return
-    placement, what = placement_file(found), "the placement"
+    placement, what = placement_file(found.best), "the placement"
     try:
         placed_instances(placement, ConfigError)
     except ConfigError as error:
@@ -193,7 +193,7 @@ def _launchable(question: Question) -> dict[str, Any] | None:
         found = answer(replace(question, hardware=hardware), progress_teller())
         if found.best is None:
             return None
-        placement = placement_file(found)
+        placement = placement_file(found.best)
         placed_instances(placement, ConfigError)
     except ConfigError:
         return None  # no such instance holds the model, or too many are needed
@@ -201,8 +201,8 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    from cost_model.goodput.answer import Question
     from cost_model.goodput.placements import InstanceHardware
+    from cost_model.goodput.search import Question
     from cost_model.goodput.simulator import Load
     from cost_model.goodput.slo import Slo
 
@@ -279,21 +279,16 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     return drawn_from(lengths_of(read.trace), cv, asked.requests, asked.seed), rate, described
 
 
-def _prices(text: str | None) -> PlacementPrices:
-    from cost_model.goodput.search import PlacementPrices
-
-    if text is None:
-        return PlacementPrices()
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = -1.0
-    if set(found) != {"gpu", "socket"} or not all(0 < each < 1e9 for each in found.values()):
+def _prices(text: str) -> tuple[float, float]:
+    """Return the prices of a GPU and of a socket."""
+    found = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    try:
+        gpu, socket = float(found.pop("gpu", "")), float(found.pop("socket", ""))
+    except ValueError:
+        gpu = socket = -1.0
+    if found or not (0 < gpu < 1e9 and 0 < socket < 1e9):
         raise ConfigError(f"--prices {text}: give both, above 0, like gpu=1,socket=0.05")
-    return PlacementPrices(found["gpu"], found["socket"])
+    return gpu, socket
 
 
 def add_disaggregate(questions: Any) -> None:
