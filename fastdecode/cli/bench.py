@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,8 @@ from fastdecode.cli.options import (
     read_options,
     tell,
 )
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
-from fastdecode.core.errors import ConfigError, Given, imports_for
+from fastdecode.core.config.options import REQUIRED, option, switch
+from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import write_json
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
@@ -35,97 +34,12 @@ if TYPE_CHECKING:
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.model.spec import ModelSpec
     from fastdecode.measure.serving.client import Endpoint
-    from fastdecode.measure.serving.load import LoadShape, Planned
+    from fastdecode.measure.serving.load import Load, Planned
 
-MAX_REQUESTS = 10_000_000
 EXIT_OFF = 1
 # The twin's cached tokens, so that it is filled in seconds, and its sequences.
 MAX_TWIN_TOKENS = 65_536
 MAX_TWIN_BATCH = 64
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests, and when they are sent. None of an option that others replace: it would
-    change nothing, and is refused."""
-
-    rate: float | None = option(
-        None,
-        "requests a second, that don't wait",
-        low=1e-6,
-        high=1e6,
-        metavar="R",
-        is_alternative=True,
-    )
-    concurrency: int | None = option(
-        None, "clients, each with one request at a time", low=1, high=65536, is_alternative=True
-    )
-    trace: Path | None = option(None, "a server's request log", is_alternative=True)
-    cv: float | None = option(
-        None,
-        "variation of the gaps, with --rate: 1 (default) is Poisson, 0 a clock",
-        low=0,
-        high=100,
-        metavar="C",
-    )
-    speed: float | None = option(
-        None, "with --trace: replay it this much faster", low=1e-3, high=1e6, metavar="X"
-    )
-    requests: int | None = option(
-        None, "how many (default: 100; of a trace: all)", low=1, high=MAX_REQUESTS
-    )
-    prompt_tokens: int | None = option(
-        None, "of each, on average (default: 128)", low=1, high=1 << 24
-    )
-    output_tokens: int | None = option(
-        None, "of each, on average (default: 64)", low=1, high=1 << 24
-    )
-    vocab_size: int = option(
-        1000, "prompts are random tokens from 10 to this", low=11, high=1 << 24
-    )
-    seed: int = option(0, "of lengths, gaps and prompts", low=0, high=1 << 62)
-    spread: float | None = option(
-        None,
-        "lengths are log-normal with this sigma; 0 (default): all alike",
-        low=0,
-        high=5,
-        metavar="S",
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        for name, needed in (("cv", "rate"), ("speed", "trace")):
-            if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ConfigError(Given(name), " changes nothing without ", Given(needed))
-        for name in ("prompt_tokens", "output_tokens", "spread"):
-            if self.trace is not None and getattr(self, name) is not None:
-                raise ConfigError(Given(name), " changes nothing with ", Given("trace"))
-
-    @property
-    def shape(self) -> LoadShape:
-        """What the load is drawn from."""
-        from fastdecode.measure.serving.load import LoadShape
-
-        num_requests = self.requests or (100 if self.trace is None else MAX_REQUESTS)
-        return LoadShape(
-            num_requests,
-            self.prompt_tokens or 128,
-            self.output_tokens or 64,
-            self.spread or 0.0,
-            self.vocab_size,
-            self.seed,
-        )
-
-    def planned(self, rate: float | None = None) -> list[Planned]:
-        """Return the requests, at another rate if one is given."""
-        from fastdecode.measure.serving.load import arriving, closed, traced
-
-        rate = rate or self.rate
-        if self.trace is not None:
-            return traced(self.trace, self.shape, self.speed or 1.0)
-        if rate is None:
-            return closed(self.shape)
-        return arriving(self.shape, rate, 1.0 if self.cv is None else self.cv)
 
 
 @dataclass(frozen=True)
@@ -139,9 +53,6 @@ class Server:
     )
     json: Path | None = option(None, "write the figures there")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True)
 class Goodput:
@@ -153,11 +64,10 @@ class Goodput:
     )
     find_goodput: bool = switch("look for the greatest rate at which it does, beginning at --rate")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    from fastdecode.measure.serving.load import Load  # here: NumPy is slow to load
+
     parser.description = (
         "Send requests to any server of OpenAI's API, as they would arrive or from a "
         f"number of clients, and measure the streams. A key is read from {KEY_VARIABLE}."
@@ -166,7 +76,6 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
     add_options(parser, Server)
     add_options(parser, Load, "load")
     add_options(parser, Goodput, "goodput")
-    add_status_option(parser)
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
@@ -176,6 +85,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     with imports_for("fastdecode bench-serve"):
         from fastdecode.measure.serving.client import Endpoint
     from cost_model.goodput.slo import Slo
+    from fastdecode.measure.serving.load import Load
     from fastdecode.measure.serving.report import told
 
     server, load = read_options(args, Server), read_options(args, Load)
@@ -184,22 +94,8 @@ def run_bench_serve(args: argparse.Namespace) -> int:
         raise ConfigError("--find-goodput needs --rate, to begin at, and --slo")
     slo = None if goodput.slo is None else Slo.parse(goodput.slo, needs_both=False)
     endpoint = Endpoint(server.base_url, os.environ.get(KEY_VARIABLE), server.timeout_s)
-    if server.model is not None:
-        asyncio.run(endpoint.reach())
-    model = server.model or asyncio.run(endpoint.model())
-    is_known = not goodput.find_goodput and load.trace is None
-
-    def progress() -> dict[str, Any]:
-        return {
-            "unit": "requests",
-            "done": endpoint.num_done,
-            "total": load.shape.num_requests if is_known else None,
-            "num_failed": endpoint.num_failed,
-            "eta_s": None,
-        }
-
-    with measuring(args, "bench-serve", progress, json=server.json) as say:
-        figures = _measured(load, goodput, endpoint, model, slo, say)
+    model = asyncio.run(endpoint.model(server.model))
+    figures = _measured(load, goodput, endpoint, model, slo)
     print(told(figures), flush=True)
     if server.json is not None:
         write_json(server.json, figures, "figures")
@@ -207,12 +103,7 @@ def run_bench_serve(args: argparse.Namespace) -> int:
 
 
 def _measured(
-    load: Load,
-    goodput: Goodput,
-    endpoint: Endpoint,
-    model: str,
-    slo: Slo | None,
-    say: Callable[[str], None],
+    load: Load, goodput: Goodput, endpoint: Endpoint, model: str, slo: Slo | None
 ) -> dict[str, Any]:
     import asyncio
 
@@ -231,29 +122,20 @@ def _measured(
             return one_by_one(load.planned(), load.concurrency or 1)
         return measure(load.rate)
     first, wanted = load.rate or 1.0, goodput.attainment
-    rate, figures = find_goodput(
-        measure, lambda: one_by_one(closed(load.shape), 1), first, wanted, say
-    )
+    rate, figures = find_goodput(measure, lambda: one_by_one(closed(load), 1), first, wanted, tell)
     return {**(figures or measure(first)), "greatest_rate": rate, "wanted_attainment": wanted}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    plan: Path | None = option(None, "of `size --json` or `size --emit`", metavar="FILE")
-    model: str | None = option(None, "Hugging Face model directory to run", metavar="DIR")
+    plan: Path = option(REQUIRED, "of `size --json` or `size --emit`")
+    model: str = option(REQUIRED, "Hugging Face model directory to run", metavar="DIR")
     device: str = option("cpu", "cpu, cuda, cuda:1, ..., auto", metavar="DEVICE")
-    gpu: Path | None = option(
-        None, "profile of `calibrate s`; default: measured now", metavar="FILE"
-    )
-    cpu: Path | None = option(
-        None, "profile of `calibrate r`; default: measured now", metavar="FILE"
-    )
+    gpu: Path | None = option(None, "profile of `calibrate s`; default: measured now")
+    cpu: Path | None = option(None, "profile of `calibrate r`; default: measured now")
     steps: int = option(20, "decode steps to time", low=1, high=100_000)
     tolerance: float = option(0.15, "relative", low=1e-12, high=1e6, metavar="X")
     json: bool = switch("print the comparison as JSON")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
@@ -270,8 +152,6 @@ def run_bench(args: argparse.Namespace) -> int:
     """Compare one plan. Returns the exit code."""
     from cost_model.steady import read_plan
 
-    if args.plan is None or args.model is None:
-        raise ConfigError("bench needs a plan and a model to run it with (--plan FILE --model DIR)")
     read_options(args, Comparison)
     planned = read_plan(args.plan)
     with imports_for("fastdecode bench (an S-worker)"):

@@ -24,7 +24,7 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.core.config.options import REQUIRED, check_options, option
+from fastdecode.core.config.options import REQUIRED, option
 from fastdecode.core.errors import imports_for
 
 if TYPE_CHECKING:
@@ -59,9 +59,6 @@ class _Measurement:
         "auto", "weights and activations; auto is the checkpoint's", metavar="DTYPE"
     )
     repeats: int = option(9, "of each size", low=1, high=10_000)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True)

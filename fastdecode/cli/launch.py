@@ -28,7 +28,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
-from fastdecode.core.config.options import check_options, option, switch
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
@@ -89,9 +89,6 @@ class LaunchOptions:
     )
     mpirun_arg: tuple[str, ...] = option((), "a further word for mpirun; repeatable", metavar="ARG")
     dry_run: bool = switch("show the line, and do nothing else")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastdecode.cli.parser import RareHelp
-from fastdecode.core.config.options import REQUIRED, Declared, declared, option, switch
+from fastdecode.core.config.options import (
+    REQUIRED,
+    Declared,
+    check_options,
+    declared,
+    option,
+    switch,
+)
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
 from fastdecode.core.files import STANDARD, check_paths
 
@@ -43,8 +50,7 @@ def add_options(
 
     A bool becomes ``--name`` and ``--no-name``, or ``--name`` alone if it is a ``switch``.
     A tuple becomes an option that may be repeated, unless ``Option.read`` reads it from one
-    word. A default of ``REQUIRED`` makes argparse ask for it. Limits of numbers are checked
-    where the dataclass is made: call ``check_options`` in its ``__post_init__``.
+    word. A default of ``REQUIRED`` makes argparse ask for it. ``read_options`` checks the limits.
 
     Args:
         title: Draw them into a group with this title, which ``--help=GROUP`` shows. None
@@ -132,9 +138,11 @@ def read_options(args: argparse.Namespace, group: type[T]) -> T:
     """Return a dataclass that ``add_options`` has drawn, with the values that were given.
 
     Raises:
-        ConfigError: If the dataclass refuses a value.
+        ConfigError: If a value does not fit its declaration, or the dataclass refuses it.
     """
-    return group(**given(args, group))
+    options = group(**given(args, group))
+    check_options(options)
+    return options
 
 
 def as_typed(error: FastDecodeError, flags: Mapping[str, str]) -> str:
@@ -347,17 +355,13 @@ def check_engine_options(args: argparse.Namespace) -> EngineConfig:
 
 @contextlib.contextmanager
 def measuring(
-    args: argparse.Namespace,
-    command: str,
-    progress: Callable[[], Mapping[str, Any]] = dict,
-    **outputs: Path | None,
+    args: argparse.Namespace, command: str, **outputs: Path | None
 ) -> Iterator[Callable[[str], None]]:
     """Write ``--status``, if it is given, while the command measures.
 
     Args:
         args: Options of the command.
         command: Name of the command.
-        progress: Returns its progress. Empty if it does not count.
         outputs: Other files that it writes, by option.
 
     Returns:
@@ -370,6 +374,6 @@ def measuring(
 
     if args.status is not None:
         check_paths(STANDARD, status=args.status, **outputs)
-    watched = Measuring(tell, getattr(args, "model", None), progress)
+    watched = Measuring(tell, args.model)
     with status_file(args.status, command, watched, tell):
         yield watched.say

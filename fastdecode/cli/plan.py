@@ -30,7 +30,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.size import Parts, Sequences, read_setup
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,9 +78,6 @@ class Arrivals:
     requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
     seed: int = option(0, "of what is drawn", low=0, high=(1 << 63) - 1)
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
@@ -95,9 +92,6 @@ class Nodes:
         low=1, high=MAX_SOCKETS,
     )  # fmt: skip
     max_sockets: int = option(64, "of a decode instance", low=1, high=MAX_SOCKETS, metavar="P")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +326,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
             if args.overhead != 1.0:
                 raise ConfigError("give --overhead, or --kv-gb and --bandwidth-gbps, not both")
             args.overhead = streaming.overhead(args.prompt_time)
-        asked = Disaggregation(**given(args, Disaggregation), memory=memory)
+        asked = replace(read_options(args, Disaggregation), memory=memory)
     if args.kv_kb is not None or args.bandwidth_gb is not None or asked is None:
         _need(args, *given(args, Swapping))
         swap = read_options(args, Swapping)
@@ -381,4 +375,4 @@ def _all_or_none(args: argparse.Namespace, group: type[T]) -> T | None:
     if set(options.values()) == {None}:
         return None
     _need(args, *options)
-    return group(**options)
+    return read_options(args, group)

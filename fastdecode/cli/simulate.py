@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from fastdecode.cli.options import add_options, given, read_options
 from fastdecode.core.config.groups import SCHEDULES, Batching
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.options import MODES, ScheduleOptions
 
@@ -45,9 +45,6 @@ class Conversations:
         metavar="F",
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True)
 class Workers:
@@ -63,15 +60,12 @@ class Workers:
         0.0, "seconds that a lane's step spends on the way between S-worker and R-workers", low=0,
         high=3600, unit="seconds", metavar="L",
     )  # fmt: skip
-    r_workers: int = option(1, "R-workers", metavar="P")
+    r_workers: int = option(1, "R-workers", low=1, high=MAX_R_WORKERS, metavar="P")
     kv_tokens: tuple[int, ...] = option(
         (), "tokens that an R-worker holds; once for all, or once for each (default: "
         f"{DEFAULT_KV_TOKENS})",
     )  # fmt: skip
     block_size: int = option(64, "tokens in a KV block")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def blocks(self) -> tuple[int, ...]:
         """Return the KV blocks of each R-worker."""
@@ -85,15 +79,12 @@ class Workers:
 
     def for_each(self, values: Sequence[T], option: str) -> list[T]:
         """Return the values of each R-worker, of which one stands for all."""
-        num = self.r_workers
-        if not 1 <= num <= MAX_R_WORKERS:
-            raise ConfigError(f"--r-workers={num} is not within 1..{MAX_R_WORKERS}")
-        if len(values) not in (1, num):
+        if len(values) not in (1, self.r_workers):
             raise ConfigError(
-                f"{option} was given {len(values)} times: give it once, or for each of {num} "
-                "R-workers"
+                f"{option} was given {len(values)} times: give it once, or for each of "
+                f"{self.r_workers} R-workers"
             )
-        return list(values) * (num // len(values))
+        return list(values) * (self.r_workers // len(values))
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:

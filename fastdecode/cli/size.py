@@ -26,7 +26,7 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.config.s_part import MAX_PP
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
@@ -101,9 +101,6 @@ class Parts:
         4, "with ZeroMQ: a quarter of the cores of the S-worker's host", low=1, high=MAX_IO_THREADS
     )
     prices: Path | None = option(None, "prices an hour, TOML or JSON", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True)

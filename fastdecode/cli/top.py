@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from fastdecode.cli.options import add_options, read_options
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_writable
 from fastdecode.core.json_file import read_bytes
@@ -50,9 +50,6 @@ class TopOptions:
     once: bool = switch("show it once")
     every: float = option(1.0, "look every S seconds", low=0.1, high=3600, unit="s")
     api_key_file: Path | None = option(None, "of a server that needs a key")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.instances import InstanceRole, Instances
-from fastdecode.core.config.options import check_options, option, switch
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import check_writable
 from fastdecode.core.host.processes import end_with, interrupt
@@ -116,9 +116,6 @@ class Address:
     )
     keep_serving: bool = switch("when an S-worker leaves, wait for the next")
     new_key: Path | None = option(None, "write a new key to this file, and do nothing else")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,7 @@ class Measuring:
 
     tell: Callable[[str], None]
     """Prints each line, too."""
-    model: str | None
-    progress: Callable[[], Mapping[str, Any]]
-    """Returns its progress. Empty if it does not count."""
+    model: str
     phase: str = "starting"
 
     def say(self, line: str) -> None:
@@ -44,7 +42,7 @@ class Measuring:
         return "measuring"
 
     def fields(self) -> Mapping[str, Any]:
-        return {"model": self.model, "phase": self.phase, **self.progress()}
+        return {"model": self.model, "phase": self.phase}
 
 
 @dataclass

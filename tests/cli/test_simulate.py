@@ -83,7 +83,7 @@ def test_prints_json_of_the_chosen_modes(trace: str, capsys: pytest.CaptureFixtu
     [
         (["--schedule", "fastest"], "--schedule='fastest'"),
         (["--s-time", "soon"], "--s-time='soon'"),
-        (["--r-workers", "0"], "--r-workers=0"),
+        (["--r-workers", "0"], "r_workers=0"),
         (["--link-time", "-1"], "link_time=-1"),
         (["--r-workers", "3", "--r-time", "1", "--r-time", "2"], "--r-time was given 2 times"),
         (["--kv-tokens", "5"], "--kv-tokens"),
