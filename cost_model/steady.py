@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cost_model.numbers import at_most
 from cost_model.predict import System
 from cost_model.traces import Count
 from cost_model.workload import Workload
@@ -27,20 +26,6 @@ class SteadyBatch:
     lanes: int
     r_workers: int
     context_tokens: int
-
-
-@dataclass(frozen=True)
-class Quantity:
-    name: str
-    predicted: float
-    measured: float
-
-    @property
-    def relative_error(self) -> float:
-        return self.predicted / self.measured - 1.0
-
-    def within(self, tolerance: float) -> bool:
-        return at_most(abs(self.relative_error), tolerance)
 
 
 def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:

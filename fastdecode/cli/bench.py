@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cost_model.numbers import at_most
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     add_options,
@@ -25,21 +25,15 @@ from fastdecode.cli.options import (
 from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import write_json
-from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
+from fastdecode.core.measurement import RProfile, SProfile
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 
 if TYPE_CHECKING:
     from cost_model.goodput.slo import Slo
-    from cost_model.steady import Quantity, SteadyBatch
-    from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.core.model.spec import ModelSpec
     from fastdecode.measure.serving.client import Endpoint
     from fastdecode.measure.serving.load import Load, Planned
 
 EXIT_OFF = 1
-# The twin's cached tokens, so that it is filled in seconds, and its sequences.
-MAX_TWIN_TOKENS = 65_536
-MAX_TWIN_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -151,166 +145,50 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 def run_bench(args: argparse.Namespace) -> int:
     """Compare one plan. Returns the exit code."""
     from cost_model.steady import read_plan
+    from fastdecode.cli.size import profile_at
 
-    read_options(args, Comparison)
-    planned = read_plan(args.plan)
+    asked = read_options(args, Comparison)
+    planned = read_plan(asked.plan)
     with imports_for("fastdecode bench (an S-worker)"):
-        from fastdecode.measure.calibrate import SEffort, calibrate_s
-    asked = planned.question
-    spec, config, twin = _twin(args, asked.dtype, asked.kv_dtype, planned.steady)
-    if twin != planned.steady or spec.name != asked.model:
-        tell(f"the plan is for {_describe(asked.model, planned.steady)}")
-    tell(f"here runs {_describe(spec.name, twin)}")
-    s_profile = _read(args.gpu, SProfile, "--gpu", "s")
-    r_profile = _read(args.cpu, RProfile, "--cpu", "r")
+        from fastdecode.measure.twin import Twin, describe
+    twin = Twin(asked.model, asked.device, planned)
+    if twin.batch != planned.steady or twin.spec.name != planned.question.model:
+        tell(f"the plan is for {describe(planned.question.model, planned.steady)}")
+    tell(f"here runs {describe(twin.spec.name, twin.batch)}")
+    s_profile = asked.gpu and profile_at(asked.gpu, "gpu", SProfile, "s")
+    r_profile = asked.cpu and profile_at(asked.cpu, "cpu", RProfile, "r")
     with measuring(args, "bench") as say:
-        if s_profile is None:
-            sizes = sorted({1, max(1, twin.batch // 4), max(1, twin.batch // 2), twin.batch})
-            s_profile = calibrate_s(config, SEffort(tuple(sizes), (16, 64), 9), say)
+        s_profile = s_profile or twin.calibrate_s(say)
         if r_profile is None:
             say("R-part: sizes around the batch")
-            r_profile = _calibrate_r(spec, config, twin)
-        say(f"running {args.steps} steps")
-        quantities = _compare(spec, config, twin, s_profile, r_profile, args.steps)
-    return _report(args, twin, quantities)
+            r_profile = twin.calibrate_r()
+        say(f"running {asked.steps} steps")
+        found = twin.run(s_profile, r_profile, asked.steps)
+    return _report(asked, asdict(twin.batch), found)
 
 
-def _twin(
-    args: argparse.Namespace, dtype: str, kv_dtype: str, planned: SteadyBatch
-) -> tuple[ModelSpec, EngineConfig, SteadyBatch]:
-    """Return what runs here instead of the plan."""
-    from cost_model.shapes import read_model
-    from cost_model.steady import scale_down
-    from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.core.dtype import DType
-    from fastdecode.core.host.cpus import available_cores
-    from fastdecode.core.host.machine import default_kv_bytes
-    from fastdecode.engine.setup.devices import choose_device
-
-    spec, cores = read_model(args.model), available_cores()
-    kv_bytes = default_kv_bytes(2)  # weights, and what steps need, have as much as the cache
-    token_bytes = spec.kv_spec(DType.parse(kv_dtype, option="kv_dtype", of_kv=True)).token_bytes
-    kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // token_bytes)
-    longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
-    on_cpu = choose_device(args.device).type == "cpu"
-    twin = scale_down(
-        longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu
-    )
-    config = EngineConfig.of(
-        args.model,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=args.device,
-        r_workers=twin.r_workers,
-        r_threads=max(1, cores // twin.r_workers),
-        kv_memory_gb=kv_bytes / twin.r_workers / 1e9,
-        max_num_sequences=max(twin.batch, 2),
-        lanes=twin.lanes,
-        schedule="greedy",
-        prefix_cache="off",
-    )
-    return spec, config, twin
-
-
-def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RProfile:
-    from fastdecode.core.dtype import DType
-    from rworker.measure import Effort, Host, measure_r_part
-
-    share = max(1, twin.batch // twin.r_workers)
-    effort = Effort(
-        sequences=tuple(sorted({1, max(1, share // 4), share})),
-        contexts=tuple(sorted({16, max(16, twin.context_tokens // 4), twin.context_tokens})),
-    )
-    kv = spec.kv_spec(
-        DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True), config.r_part.block_size
-    )
-    host = Host(twin.r_workers, config.r_part.r_threads or 1)
-    memory_bytes = int((config.r_part.kv_memory_gb or 1.0) * 1e9)
-    return measure_r_part(
-        host, kv, spec.attention, DType.parse(config.s_part.dtype), memory_bytes, effort
-    )
-
-
-def _compare(
-    spec: ModelSpec,
-    config: EngineConfig,
-    twin: SteadyBatch,
-    s_profile: SProfile,
-    r_profile: RProfile,
-    num_steps: int,
-) -> list[Quantity]:
-    from cost_model.predict import System
-    from cost_model.stages import LinkModel, RPartModel, SPartModel
-    from cost_model.steady import Quantity, predict_steady
-    from cost_model.workload import TokenCosts, Workload
-    from fastdecode.core.dtype import DType
-    from fastdecode.engine.setup.launch import RunningEngine
-    from fastdecode.measure.steady import time_steady_steps
-
-    costs = TokenCosts(spec, DType.parse(config.s_part.dtype), config.r_part.kv_dtype)
-    system = System(
-        s=SPartModel.from_profile(s_profile, costs),
-        r=RPartModel.from_profile(r_profile, costs),
-        link=LinkModel.within_process(),
-        num_nics=1,
-        costs=costs,
-        workload=Workload(0, 1),
-    )
-    running = RunningEngine(config)
-    try:
-        steps = time_steady_steps(running, twin.batch, twin.context_tokens, num_steps)
-    finally:
-        running.close()
-    ran = replace(twin, context_tokens=round(steps.mean_context_tokens))
-    predicted = predict_steady(system, ran)
-    step_s, r_part_s = statistics.median(steps.step_s), statistics.median(steps.r_compute_s)
-    measured = {"step_s": step_s, "tokens_per_s": twin.batch / step_s, "r_part_s": r_part_s}
-    if twin.lanes == 1:
-        measured["s_part_s"] = statistics.median(steps.without_r_s)
-    return [Quantity(name, predicted[name], value) for name, value in measured.items()]
-
-
-def _report(args: argparse.Namespace, twin: SteadyBatch, quantities: list[Quantity]) -> int:
-    good = all(quantity.within(args.tolerance) for quantity in quantities)
-    if args.json:
-        rows = [{**asdict(each), "relative_error": each.relative_error} for each in quantities]
-        tree = {
-            "ran": asdict(twin),
-            "tolerance": args.tolerance,
-            "within": good,
-            "quantities": rows,
-        }
+def _report(asked: Comparison, ran: dict[str, int], found: dict[str, tuple[float, float]]) -> int:
+    errors = {name: predicted / measured - 1 for name, (predicted, measured) in found.items()}
+    good = all(at_most(abs(error), asked.tolerance) for error in errors.values())
+    if asked.json:
+        rows = [
+            {
+                "name": name,
+                "predicted": predicted,
+                "measured": measured,
+                "relative_error": errors[name],
+            }
+            for name, (predicted, measured) in found.items()
+        ]
+        tree = {"ran": ran, "tolerance": asked.tolerance, "within": good, "quantities": rows}
         print(json.dumps(tree, indent=2))
     else:
         print(f"{'':<14} {'predicted':>12} {'measured':>12}   off by")
-        for each in quantities:
-            mark = "" if each.within(args.tolerance) else "   beyond the tolerance"
-            print(f"{_row(each)}   {each.relative_error:+.1%}{mark}")
+        for name, (predicted, measured) in found.items():
+            shown, factor = name, 1.0
+            if not name.endswith("_per_s") and max(predicted, measured) < 1.0:
+                shown, factor = name.removesuffix("_s") + "_ms", 1e3
+            values = f"{predicted * factor:>12.3f} {measured * factor:>12.3f}"
+            mark = "" if at_most(abs(errors[name]), asked.tolerance) else "   beyond the tolerance"
+            print(f"{shown:<14} {values}   {errors[name]:+.1%}{mark}")
     return 0 if good else EXIT_OFF
-
-
-def _row(each: Quantity) -> str:
-    """Return name, prediction and measurement. Times are in ms, from 1 s on in s."""
-    name, factor = each.name, 1.0
-    if not name.endswith("_per_s") and max(each.predicted, each.measured) < 1.0:
-        name, factor = name.removesuffix("_s") + "_ms", 1e3
-    return f"{name:<14} {each.predicted * factor:>12.3f} {each.measured * factor:>12.3f}"
-
-
-def _read(path: Path | None, kind: type[Any], option: str, letter: str) -> Any:
-    if path is None:
-        return None
-    profile: Profile = read_profile(path)
-    if not isinstance(profile, kind):
-        raise ConfigError(
-            f"{option} {path} is a profile of another kind: it needs `fastdecode calibrate "
-            f"{letter}`'s"
-        )
-    return profile
-
-
-def _describe(model: str, steady: SteadyBatch) -> str:
-    return (
-        f"{model}: {steady.batch} sequences of {steady.context_tokens} tokens in {steady.lanes} "
-        f"lane(s), {steady.r_workers} R-worker(s)"
-    )

@@ -11,7 +11,7 @@ import argparse
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Hardware, described_cpu, is_described
 from cost_model.plans.question import Goal, Prices, Setup
@@ -33,6 +33,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile, read_profile
 from fastdecode.core.os_errors import explained
 
+T = TypeVar("T")
 LONG_OUTPUT = 8192  # output tokens from which ``--seq-len`` may be meant as a context
 
 
@@ -364,15 +365,22 @@ def _workload(args: argparse.Namespace) -> Workload:
     return Workload(*lengths, args.start_interval_steps, args.prefix_hit)
 
 
-def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
+def _profile(name: str, option: str, kind: type[T], letter: str) -> T | None:
     """Return the profile at this path. None if ``name`` is not a path."""
     path = Path(name)
-    if path.suffix != ".json" and not path.is_file():
-        return None
+    is_path = path.suffix == ".json" or path.is_file()
+    return profile_at(path, option, kind, letter) if is_path else None
+
+
+def profile_at(path: Path, option: str, kind: type[T], letter: str) -> T:
+    """
+    Raises:
+        ConfigError: If the file is no profile, or one of another kind.
+    """
     profile = read_profile(path)
     if not isinstance(profile, kind):
         raise ConfigError(
-            Given(option, name),
+            Given(option, str(path)),
             f" is a profile of another kind; it needs one of: fastdecode calibrate {letter} "
             "--out FILE",
         )
