@@ -65,9 +65,7 @@ class GenerateFiles:
 
     input: Path = option(REQUIRED, INPUT_HELP, short="-i")
     output: Path = option(
-        REQUIRED,
-        "completions, JSON Lines; replaced if it exists; FILE.gz: compressed; -: standard output",
-        short="-o",
+        REQUIRED, "completions; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
     )
     show: bool = switch("also print the completions")
 
@@ -86,9 +84,7 @@ class MergeOptions:
 
     outputs: tuple[Path, ...] = option(REQUIRED, "of run-batch", flag="outputs", metavar="OUTPUT")
     output: Path = option(
-        REQUIRED,
-        "all answers; replaced if it exists; FILE.gz: compressed; -: standard output",
-        short="-o",
+        REQUIRED, "all answers; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
     )
     partial: bool = switch("also if lines or shards are missing")
 

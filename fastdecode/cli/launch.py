@@ -59,9 +59,7 @@ class LaunchOptions:
         metavar="A:2,B:2",
     )
     placement: Path | None = option(
-        None,
-        "run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
-        "job; they take the R-workers of --hosts in order",
+        None, "run the instances of plan goodput --emit; they take R-workers of --hosts in order"
     )
     s_host: str | None = option(
         None, "where the S-worker runs (default: the first of --hosts)", metavar="HOST"
@@ -76,9 +74,7 @@ class LaunchOptions:
         None, "KV cache of each R-worker (default: its share)", low=1e-6, high=1e6, unit="GB"
     )
     cache_disk: str | None = option(
-        None,
-        "where each R-worker keeps a copy of KV blocks that may come again, on its own host",
-        metavar="DIR",
+        None, "where each R-worker keeps copies of KV blocks, on its own host", metavar="DIR"
     )
     cache_disk_gb: float | None = option(
         None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB"

@@ -242,10 +242,7 @@ class SamplingOptions:
         "keep the stop text, or the text of the stop token, in the text"
     )
     skip_special_tokens: bool = option(
-        True,
-        "keep the names of special tokens in the text",
-        flag="--no-skip-special-tokens",
-        is_switch=True,
+        True, "keep special tokens in the text", flag="--no-skip-special-tokens", is_switch=True
     )
     truncate_prompt_tokens: int | None = option(
         None, "keep the last N tokens of each prompt; -1: as many as fit"

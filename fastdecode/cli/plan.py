@@ -57,23 +57,14 @@ class Arrivals:
     """Options of what arrives."""
 
     rate: float | None = option(
-        None,
-        "requests a second; default: the trace's",
-        low=1e-6,
-        high=1e6,
-        unit="requests a second",
-        metavar="R",
+        None, "requests a second; default: the trace's", low=1e-6, high=1e6, metavar="R"
     )
-    trace: Path | None = option(None, "requests, JSON Lines, or a server's log", metavar="FILE")
+    trace: Path | None = option(None, "requests, JSON Lines, or a server's log")
     replay: bool = switch("the trace's own gaps and order, not drawn ones")
     prompt_len: str | None = option(None, "without a trace: tokens, or lognormal:512,0.8")
     output_len: str | None = option(None, "without a trace: tokens, or lognormal:200,0.8")
     cv: float | None = option(
-        None,
-        "of the gaps; 1 is Poisson; default: the trace's, or 1",
-        low=0,
-        high=100,
-        metavar="CV",
+        None, "of the gaps; 1 is Poisson; default: the trace's, or 1", low=0, high=100
     )
     requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
     seed: int = option(0, "of what is drawn", low=0, high=(1 << 63) - 1)

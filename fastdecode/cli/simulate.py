@@ -27,7 +27,7 @@ DEFAULT_KV_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    trace: Path = option(REQUIRED, "requests, JSON Lines", metavar="FILE")
+    trace: Path = option(REQUIRED, "requests, JSON Lines")
     json: bool = switch("print all numbers, step by step, as JSON")
 
 

@@ -83,9 +83,7 @@ class Parts:
         "64 cores, 2.4 GHz, avx512'; all: each known CPU, in one table", metavar="C",
     )  # fmt: skip
     nic: str = option("100GbE", "name, or profile.json of `calibrate net`")
-    hardware: Path | None = option(
-        None, "TOML with GPUs, CPUs and NICs of your own", metavar="FILE"
-    )
+    hardware: Path | None = option(None, "TOML with GPUs, CPUs and NICs of your own")
     pp: int = option(
         1, "pipeline stages, each with GPUs and R-workers of its own", low=1, high=MAX_PP
     )
@@ -101,7 +99,7 @@ class Parts:
     io_threads: int = option(
         4, "with ZeroMQ: a quarter of the cores of the S-worker's host", low=1, high=MAX_IO_THREADS
     )
-    prices: Path | None = option(None, "prices an hour, TOML or JSON", metavar="FILE")
+    prices: Path | None = option(None, "prices an hour, TOML or JSON")
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,7 @@ class Output:
     )  # fmt: skip
     json: bool = switch("print the plan as JSON")
     explain: bool = switch("show the numbers behind every line, with their sources")
-    plot: Path | None = option(
-        None, "draw throughput and TPOT over sockets (png, svg, pdf)", metavar="FILE"
-    )
+    plot: Path | None = option(None, "draw throughput and TPOT over sockets (png, svg, pdf)")
     emit: Path | None = option(
         None, "write launch files for the plan: hostfile, mpirun, sbatch", metavar="DIR"
     )

@@ -55,13 +55,10 @@ class Resources:
     """What an R-worker may use of its host."""
 
     kv_memory_gb: float | None = option(
-        None,
-        "memory for the KV cache; default: half of the host's free memory, divided among its ranks",
-        unit="GB",
+        None, "KV cache; default: half of the free memory, divided among ranks", unit="GB"
     )
     threads: int | None = option(
-        None,
-        "CPU threads; default: one for each CPU it is bound to, or else a share of the host's CPUs",
+        None, "CPU threads; default: one for each CPU it is bound to, or its share of all"
     )
     cache_disk: str | None = option(
         None, "directory for copies of kept KV blocks; only you may use it", metavar="DIR"
@@ -81,35 +78,19 @@ class Address:
         None, "tcp://HOST:PORT; off loopback a key is needed too", metavar="ADDRESS"
     )
     key: str | None = option(
-        None,
-        "the cluster's key, the same file on every host; none: neither key nor encryption, on a "
-        "trusted network",
-        metavar="FILE",
+        None, "the cluster's key; none: no encryption, on a trusted network", metavar="FILE"
     )
     name: str | None = option(
         None, "what to be called in logs; default: the host and port", metavar="NAME"
     )
     silence_s: float = option(
-        5.0,
-        "give up an S-worker or R-worker whose heartbeat is missing this long",
-        low=0.1,
-        high=3600,
-        unit="s",
+        5.0, "longest time without a peer's heartbeat", low=0.1, high=3600, unit="s"
     )
     return_s: float = option(
-        60.0,
-        "after the S-worker is lost, wait this long for its return, without its cache",
-        low=0,
-        high=1e6,
-        unit="s",
+        60.0, "how long to wait for a lost S-worker, without its cache", low=0, high=1e6, unit="s"
     )
     session_keep_s: float = option(
-        300.0,
-        "after the S-worker of a resumable job is lost, keep its KV cache this long for the "
-        "resumed job; 0: do not keep it (default: 300)",
-        low=0,
-        high=1e6,
-        unit="s",
+        300.0, "how long to keep KV of a lost, resumable job", low=0, high=1e6, unit="s"
     )
     model_hash: str | None = option(
         None, "serve S-workers that run this model only", metavar="HASH"
@@ -123,9 +104,7 @@ class Rank:
     """What the job says that an R-worker belongs to."""
 
     instances: tuple[str, ...] = option(
-        (),
-        "the same as the S-workers' --instances; fastdecode launch --placement sets it",
-        metavar="RANKS",
+        (), "as the S-workers' --instances; launch --placement sets it", metavar="RANKS"
     )
     exit_with_parent: bool = switch("end when the parent process ends")
 
@@ -219,21 +198,13 @@ class InstanceOptions:
     """What an instance is for, and where it is reached."""
 
     role: str = option(
-        InstanceRole.BOTH.value,
-        "what controllers give it: prompts, requests whose prompts others have run, or both; "
-        "they may change that",
-        choices=tuple(role.value for role in InstanceRole),
+        "both", "what controllers give it, at first", choices=tuple(x.value for x in InstanceRole)
     )
     bind: str = option(
-        ANY_PORT,
-        f"where controllers connect (default: {ANY_PORT}, any free port)",
-        metavar="ADDRESS",
+        ANY_PORT, f"where controllers connect (default: {ANY_PORT})", metavar="ADDRESS"
     )
     export: str | None = option(
-        None,
-        "where other instances' R-workers fetch prompts from the first of its own; the next "
-        "ones' ports follow upon it (default: free ports of the host of --bind)",
-        metavar="ADDRESS",
+        None, "where others fetch prompts: the first of its R-workers' ports", metavar="ADDRESS"
     )
     name: str | None = option(
         None, "what to be called in logs; default: the host and port", metavar="NAME"

@@ -32,9 +32,8 @@ class LoadShape:
     """What requests are drawn from."""
 
     num_requests: int | None = option(
-        None, "how many (default: 100; of a trace: all)", low=1, high=MAX_REQUESTS,
-        flag="--requests",
-    )  # fmt: skip
+        None, "default: 100; of a trace: all", low=1, high=MAX_REQUESTS, flag="--requests"
+    )
     prompt_tokens: int = option(128, "of each, on average", low=1, high=1 << 24)
     output_tokens: int = option(64, "of each, on average", low=1, high=1 << 24)
     spread: float = option(
@@ -54,17 +53,15 @@ class Load(LoadShape):
     """Requests, and when they are sent."""
 
     rate: float | None = option(
-        None, "requests a second, that don't wait", low=1e-6, high=1e6, metavar="R",
-        is_alternative=True,
-    )  # fmt: skip
+        None, "requests a second", low=1e-6, high=1e6, metavar="R", is_alternative=True
+    )
     concurrency: int | None = option(
         None, "clients, each with one request at a time", low=1, high=65536, is_alternative=True
     )
     trace: Path | None = option(None, "a server's request log", is_alternative=True)
     cv: float | None = option(
-        None, "variation of the gaps, with --rate: 1 (default) is Poisson, 0 a clock", low=0,
-        high=100, metavar="C",
-    )  # fmt: skip
+        None, "variation of the gaps: 1 (default) is Poisson, 0 a clock", low=0, high=100
+    )
     speed: float | None = option(
         None, "with --trace: replay it this much faster", low=1e-3, high=1e6, metavar="X"
     )
