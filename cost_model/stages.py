@@ -166,11 +166,6 @@ class SPartModel(HardwarePart):
             relative_error=gpu.relative_error,
         )
 
-    def without_gpu(self, r: RPartModel, costs: TokenCosts) -> SPartModel:
-        """Return the S-part of a CPU that attends as the R-workers' do, without a host link."""
-        read = costs.kv_layer_bytes / r.token_s
-        return replace(self, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
-
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
         """Return curves through what was measured.
@@ -402,10 +397,7 @@ class Transport:
 
 MPI: Final = Transport("mpi", math.inf, "", "MPI's own copies are part of what a NIC's figure says")
 TRANSPORTS: Final = {
-    transport.name: transport
-    for transport in (
-        MPI,
-        Transport("zmq-encrypted", 1.9e9, "encrypt", _LINK_SECURITY),
-        Transport("zmq-plain", 7.0e9, "copy", _LINK_SECURITY),
-    )
+    "mpi": MPI,
+    "zmq-encrypted": Transport("zmq-encrypted", 1.9e9, "encrypt", _LINK_SECURITY),
+    "zmq-plain": Transport("zmq-plain", 7.0e9, "copy", _LINK_SECURITY),
 }

@@ -203,7 +203,6 @@ class Judge:
     profile: InstanceProfile
     sample: TrafficSample
     slo: Slo
-    progress: Callable[[str], object] = lambda _: None
     _found: dict[tuple[Roles, int], float] = field(default_factory=dict)
 
     def judge(self, present: Roles) -> JudgedRoles:
@@ -236,7 +235,6 @@ class Judge:
             run = simulation_of(self.profile, roles)
             most = HEADROOM * self.sample.rate
             self._found[key] = greatest_rate(self._load(seed), run, most)
-            self.progress(f"{roles}: {self._found[key]:.4g} requests a second")
         return self._found[key]
 
     def _may_exceed(self, roles: Roles, goodput: float) -> bool:

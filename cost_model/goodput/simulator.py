@@ -18,7 +18,6 @@ from functools import partial
 
 from cost_model.goodput.instances import (
     UNLIMITED,
-    ColocatedInstance,
     DecodeInstance,
     DecodeSpec,
     PrefillInstance,
@@ -109,7 +108,7 @@ class _Cluster:
         self.clock = VirtualClock()
         self.requests: dict[int, _Request] = {}
         self.prefill = [PrefillInstance(self.clock, spec, self._prefilled) for spec in prefill]
-        self.decode = [DecodeInstance(self.clock, spec.times, self._decoded) for spec in decode]
+        self.decode = [DecodeInstance(self.clock, spec, self._decoded) for spec in decode]
         self._decoding: dict[int, int] = {}
         self._opens_at_once = [spec.opens_at_once for spec in decode]
         self._out = [TransferPort(spec.times.times) for spec in prefill]
@@ -228,7 +227,7 @@ def simulate_colocated(
     def arrive(job: DispatchJob) -> None:
         min(engines, key=lambda engine: engine.fullness).put(job)
 
-    engines = [ColocatedInstance(clock, spec, step_tokens, first, done) for spec in instances]
+    engines = [DecodeInstance(clock, spec, done, first, step_tokens) for spec in instances]
     for number, (arrived_s, prompt, output) in enumerate(requests):
         known[number] = _Request(arrived_s, output)
         clock.at(arrived_s, partial(arrive, DispatchJob(number, prompt, prompt + output)))
