@@ -63,8 +63,6 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A transfer of K and V, layers of which are streamed while later ones run."""
-
     kv_gb: float = _positive(
         "in place of --overhead: K and V that the largest prompt stage sends", "GB"
     )
@@ -84,8 +82,6 @@ class Split:
 
 @dataclass(frozen=True)
 class Disaggregation:
-    """D machines, and what a microbatch asks of them."""
-
     machines: int = option(
         REQUIRED, "machines in all; without them, swapping alone", low=1, high=MAX_MACHINES,
         metavar="D",
@@ -155,7 +151,6 @@ class Swapping:
 
     @property
     def unswapped_s(self) -> float:
-        """Seconds of two microbatches of B, one after the other."""
         return 2 * self.tokens * self.token_time
 
     @property
@@ -165,7 +160,6 @@ class Swapping:
 
     @property
     def crossover_tokens(self) -> float:
-        """Cached tokens at which bringing back takes as long as a token."""
         return self.token_time / self._cached_token_s
 
     @property

@@ -74,7 +74,6 @@ class Gpu:
     relative_error: float = _within(1e-3, 10.0)
 
     def flops_per_s(self, dtype: DType) -> float:
-        """Return the dense matrix peak in ``dtype``."""
         if dtype is DType.FLOAT32:
             raise ConfigError(
                 f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
@@ -101,8 +100,6 @@ class SocketAsGpu(Gpu):
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """One CPU socket with its memory."""
-
     name: str
     source: str
     cores: int = _within(1, 65536)
@@ -147,7 +144,6 @@ class Cpu:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """The stated bandwidth: channels x 8 bytes x transfers."""
         return self.memory_channels * 8 * self.transfers_per_s
 
     @property
@@ -203,8 +199,6 @@ parse_toml: Callable[[str], dict[str, Any]] = tomllib.loads
 
 
 class Hardware:
-    """Everything in one ``hardware.toml``."""
-
     def __init__(self, tables: Mapping[str, Any]) -> None:
         self._tables = tables
 
@@ -380,7 +374,6 @@ def _read_field(field: Field[Any], key: str, row: Mapping[str, Any]) -> Any:
 
 
 def _read(kind: str, name: str, row: Mapping[str, Any]) -> Any:
-    """Return a part from a row of the file, which has all fields but its name."""
     keys = {
         each: each.metadata.get("key") or each.name
         for each in fields(_KINDS[kind])
@@ -412,7 +405,6 @@ _ISAS: dict[str, dict[str, Any]] = {
 
 
 def is_described(text: str) -> bool:
-    """Return True if this is a description of a CPU rather than a name."""
     return "," in text or re.search(r"ddr\d|channel", text.lower()) is not None
 
 

@@ -26,8 +26,6 @@ MAX_LANES = 4
 
 @dataclass(frozen=True)
 class LaneTimes:
-    """One lane's way through one layer, in seconds."""
-
     s_s: float
     """The S-part, the lane's share of prompts included."""
     out_s: float

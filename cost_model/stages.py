@@ -120,8 +120,6 @@ class _Roofline:
 
 @dataclass(frozen=True)
 class SPartModel(HardwarePart):
-    """The S-part of one model on one set of GPUs."""
-
     num_layers: int
     layer_s: TimeOf
     """Time of one layer over tokens in the batch."""
@@ -309,8 +307,6 @@ class RPartModel(HardwarePart):
 
 @dataclass(frozen=True)
 class LinkModel(HardwarePart):
-    """A port of an S-worker or of an R-worker's host."""
-
     bytes_per_s: float
     """Payload each way, both at once."""
     round_trip_s: float

@@ -80,10 +80,7 @@ class PlanFile(msgspec.Struct):
 
 
 def read_plan(path: Path) -> PlanFile:
-    """
-    Raises:
-        ConfigError: If the file isn't such a plan, or its question was infeasible.
-    """
+    """Raises ConfigError: If the file isn't such a plan, or its question was infeasible."""
     given = Given("plan", str(path))
     tree = read_object(
         path, most_bytes=MAX_PLAN_BYTES, refuse=lambda why: ConfigError(given, f": {why}")

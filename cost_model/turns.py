@@ -76,7 +76,6 @@ class Tier:
         return self._held.get(conversation, [])
 
     def hold(self, conversation: int, blocks: list[int], last_s: float) -> None:
-        """Replace the blocks of a conversation that was last active at ``last_s``."""
         while conversation >= self._rows.shape[1]:
             self._rows = np.pad(self._rows, ((0, 0), (0, self._rows.shape[1])))
         self._rows[2, conversation] = last_s

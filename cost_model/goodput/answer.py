@@ -213,7 +213,6 @@ def _plan_as_json(plan: PlacementPlan) -> dict[str, Any]:
 
 
 def as_text(answer: Answer, *, explain: bool = False) -> str:
-    """Return the answer for people. ``explain`` adds what it follows from."""
     question, slo = answer.question, answer.question.load.slo
     lines = [
         f"{question.model}: {question.rate:g} requests a second, of which {slo.attainment:.0%} are "

@@ -30,8 +30,6 @@ class PrefillSpec:
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """A decode instance, or one for both phases."""
-
     times: InstanceTime
     capacity_tokens: int = UNLIMITED
     max_sequences: int = UNLIMITED

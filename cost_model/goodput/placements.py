@@ -91,7 +91,6 @@ class InstanceHardware:
         return self.num_nodes * self.gpus_per_node
 
     def _degrees(self) -> Iterator[Degrees]:
-        """Yield degrees that divide heads and layers."""
         spec = self.setup.spec
         for tp, pp in product(_divisors(spec.num_q_heads), _divisors(spec.num_layers)):
             yield Degrees(tp, pp)
@@ -146,7 +145,6 @@ class InstanceHardware:
         return PrefillSpec(times, batch_tokens(times, self.mean_prompt), buffer_tokens)
 
     def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
-        """Return times of an instance whose stages share the sockets evenly."""
         system, stage_sockets, lanes = self.system(degrees.tp), sockets / degrees.pp, MAX_LANES
         ports = num_ports * system.link.bytes_per_s / system.link.pace
         if not sockets:

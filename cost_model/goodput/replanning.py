@@ -52,8 +52,6 @@ _MIN_S = 1e-3
 
 @dataclass(frozen=True)
 class InstanceTotals:
-    """Totals of one instance since its start."""
-
     steps: float = 0.0
     tokens: float = 0.0
     """Sampled tokens, one for each sequence of a step."""

@@ -120,13 +120,11 @@ class PlacementPlan:
 
     @cached_property
     def keeps_slo(self) -> bool:
-        """True if it keeps the SLO on the GPUs at hand."""
         is_here = self.num_gpus <= self.asked.hardware.num_gpus
         return is_here and self.asked.load.is_carried(self.run)
 
     @cached_property
     def quantiles(self) -> tuple[float, float]:
-        """TTFT and TPOT at the attainment."""
         return self.asked.load.slo.quantiles(self.counted)
 
     @property
@@ -317,7 +315,6 @@ class Search:
 
 
 def plan_colocated(search: Search, sockets_per_node: int | None = None) -> PlacementPlan | None:
-    """Plan instances for both phases. None if none keeps the SLO."""
     chosen = search.choose("both", search.degrees(), sockets_per_node)
     if chosen is None:
         return None

@@ -239,8 +239,6 @@ def simulate_colocated(
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and the limits that they are to keep."""
-
     draw: Draw
     slo: Slo
     how: Attainment = "both"

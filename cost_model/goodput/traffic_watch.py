@@ -31,8 +31,6 @@ class FinishedRequest:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its standard error."""
-
     value: float
     error: float
 
@@ -50,8 +48,6 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Arrivals as a gamma process, lengths, and the share that kept the SLO."""
-
     rate: Estimate
     """Requests per second."""
     cv: Estimate

@@ -37,7 +37,6 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float:
-        """Sum over all systems."""
         return self.copies * self.headline.tokens_per_s
 
     @property
@@ -51,7 +50,6 @@ class Choice:
 
     @property
     def sockets(self) -> int:
-        """Sum over all systems."""
         return self.systems * (self.headline.sockets + self.is_without_gpu)
 
     @property
@@ -130,7 +128,6 @@ def arrange(
 
 
 def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
-    """Yield GPUs that share every layer, stages, and systems."""
     spec = setup.spec
     for tp in (1, *([] if setup.is_without_gpu else split_counts(spec, 1))):
         if gpus % tp:
@@ -144,7 +141,6 @@ def _best(
     name: str, sizing: Sizing, prices: Prices | None, by: str,
     copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
 ) -> Choice | str:  # fmt: skip
-    """Return the best placement, or why there is none."""
     found = []
     placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
     if by == "tokens" and placed:

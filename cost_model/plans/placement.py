@@ -117,7 +117,6 @@ class Hybrid:
 
     @property
     def tpot_s(self) -> float:
-        """TPOT of the slower side."""
         return max(self.home_tpot_s, self.away_tpot_s or 0.0)
 
 
@@ -152,7 +151,6 @@ def best_hybrid(
 
 
 def hybrid_on(system: System, plan: Hybrid) -> Hybrid:
-    """Predict the sequences and sockets of ``plan`` on another system."""
     layout, layers = Layout(plan.layout), system.costs.num_layers
     lane_batch = -(-plan.away // max(1, layout.num_away_lanes))
     costs = costs_of(system, lambda num: layers * system.s_s(num), lane_batch, plan.sockets)

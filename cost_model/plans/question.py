@@ -40,8 +40,6 @@ NicSource: TypeAlias = Nic | NetProfile
 
 @dataclass(frozen=True)
 class Setup:
-    """A model on hardware, with a workload."""
-
     spec: ModelSpec
     dtype: DType
     kv_dtype: str
@@ -150,8 +148,6 @@ def _requests(text: str) -> int:
 
 @dataclass(frozen=True)
 class Goal:
-    """What to hold, and how to choose among what holds."""
-
     latency_s: float | None = option(
         None, "most seconds for a whole sequence, or like 30s, 800ms", flag="--latency",
         read=duration, low=1e-6, high=MAX_SECONDS, unit="seconds", metavar="S",
@@ -210,7 +206,6 @@ class Goal:
 
     @property
     def gain(self) -> float:
-        """``min_gain``, or its default."""
         if self.min_gain is not None:
             return self.min_gain
         return 0.10 if self.max_sockets is None else 0.01
@@ -224,10 +219,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     currency: Annotated[str, Meta(min_length=1, max_length=8)] = "USD"
 
     def of(self, kind: Literal["gpu", "socket"], name: str) -> float:
-        """
-        Raises:
-            ConfigError: If there is no such price.
-        """
+        """Raises ConfigError: If there is no such price."""
         table = self.gpu_per_hour if kind == "gpu" else self.socket_per_hour
         price = table.get(name, table.get("default"))
         if price is None:

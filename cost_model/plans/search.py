@@ -59,7 +59,6 @@ class Plan:
     """W_lim: cached tokens of one lane that the R-workers keep up with."""
 
     def on(self, system: System, sockets: int) -> StepPrediction:
-        """Predict the plan's batch on another system or number of sockets."""
         return system.predict(self.lane_batch, self.lanes, sockets, self.batch)
 
     @property
@@ -214,7 +213,6 @@ class Search:
         return constraints(self.system, lane_batch, lanes, goal, cycle_s)
 
     def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
-        """Return a plan. ``working``: sockets without spare ones."""
         system, goal = self.system, self.goal
         sockets, batch = working + goal.survive, self.batch(lane_batch, lanes)
         return Plan(

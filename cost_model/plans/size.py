@@ -86,8 +86,6 @@ class Cost:
 
 @dataclass(frozen=True)
 class Job:
-    """What the output tokens of a job cost at the headline's rate."""
-
     hours: float
     kwh: float | None
     """GPUs and sockets at their rated power. None if a profile has none."""
@@ -105,8 +103,6 @@ class Pace:
 
 @dataclass(frozen=True)
 class Headline:
-    """One placement of the KV cache, and what it gives."""
-
     kv_placement: str
     """gpu, r or hybrid."""
     tokens_per_s: float
@@ -126,8 +122,6 @@ class Headline:
 
 @dataclass(frozen=True)
 class Served:
-    """What users get who read an answer for ``think_s`` before they ask again."""
-
     users: int
     think_s: float
     running: int
@@ -170,7 +164,6 @@ class Sizing:
 
     @property
     def headlines(self) -> tuple[Headline, ...]:
-        """Each placement of the KV cache that can run."""
         found, slow, fast = [], self.system.scaled(+1), self.system.scaled(-1)
         alone, plan, both = self.gpu_only, self.plan, self.hybrid
         if alone is not None:

@@ -81,7 +81,6 @@ def _stages(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[dict[str,
 
 
 def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
-    """Return all stages together. None if one of them has no plan."""
     plan = sizing.plan
     if plan is None:
         return None

@@ -38,8 +38,6 @@ EXIT_OFF = 1
 
 @dataclass(frozen=True)
 class Server:
-    """The server that is measured, and what is kept of it."""
-
     base_url: str = option(REQUIRED, "http://HOST:PORT", metavar="URL")
     model: str | None = option(None, "default: the first that is served", metavar="NAME")
     timeout_s: float = option(
@@ -50,8 +48,6 @@ class Server:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What requests must keep to."""
-
     slo: str | None = option(None, "such as ttft=400ms,tpot=40ms", metavar="LIMITS")
     attainment: float = option(
         0.9, "part of the requests that is to keep the SLO", low=0, high=1, metavar="A"
@@ -73,7 +69,6 @@ def add_bench_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench_serve(args: argparse.Namespace) -> int:
-    """Run the load. Return the exit code."""
     import asyncio
 
     with imports_for("fastdecode bench-serve"):
@@ -143,7 +138,6 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Compare one plan. Returns the exit code."""
     from cost_model.steady import read_plan
     from fastdecode.cli.size import profile_at
 

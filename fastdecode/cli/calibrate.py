@@ -48,7 +48,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _several(default: str) -> Any:
-    """Return an option of several sizes. ``default``: what the help says."""
     return option((), default, read=_sizes, metavar="N,N,...")
 
 
@@ -76,8 +75,6 @@ class _PartOfHost(_Measurement):
 
 @dataclass(frozen=True)
 class SMeasurement(_PartOfHost):
-    """What is measured of the S-part."""
-
     device: str = option("cpu", "cpu, cuda, cuda:1, ..., auto", metavar="DEVICE")
     batches: tuple[int, ...] = _several("batch sizes (default: 1,2,4,...,256)")
     prompts: tuple[int, ...] = _several("prompt lengths (default: 16,64,256,1024)")
@@ -85,8 +82,6 @@ class SMeasurement(_PartOfHost):
 
 @dataclass(frozen=True)
 class RMeasurement(_PartOfHost):
-    """What is measured of the R-part."""
-
     sequences: tuple[int, ...] = _several("on each R-worker (default: 1,4,16,64)")
     contexts: tuple[int, ...] = _several("tokens (default: 64,256,1024,4096)")
     max_memory_gb: float = option(2.0, "while measuring", low=1e-3, high=65536, unit="GB")
@@ -94,8 +89,6 @@ class RMeasurement(_PartOfHost):
 
 @dataclass(frozen=True)
 class NetMeasurement(_Measurement):
-    """What is measured of a link."""
-
     batches: tuple[int, ...] = _several("sequences (default: 1,16,64,256,1024)")
     r_worker: str | None = option(
         None, "tcp://HOST:PORT of an R-worker that waits for a job", metavar="ADDRESS"
@@ -132,7 +125,6 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate_s(args: argparse.Namespace) -> int:
-    """Measure the S-part. Return the exit code."""
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.doubts import doubts
     from fastdecode.core.measurement import ENOUGH
@@ -163,7 +155,6 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
 
 
 def run_calibrate_r(args: argparse.Namespace) -> int:
-    """Measure the R-part. Return the exit code."""
     from cost_model.fit import fit_decode
     from cost_model.shapes import read_model
     from fastdecode.core.doubts import doubts
@@ -207,7 +198,6 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
 
 
 def run_calibrate_net(args: argparse.Namespace) -> int:
-    """Measure the link to an R-worker. Return the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import LinkModel
     from fastdecode.core.doubts import doubts

@@ -57,8 +57,6 @@ _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"  # Open MPI's variable for its ne
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is checked besides this host."""
-
     model: str | None = option(None, "the model to be run: R-workers must serve it", metavar="DIR")
     compile: bool = switch("compile what --model runs on this CPU, before the first start")
     r_worker_addresses: tuple[str, ...] = option(
@@ -96,7 +94,6 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Ask, judge, print. Return the exit code."""
     options = read_options(args, DoctorOptions)
     if options.features:
         from fastdecode.core.config.features import refusals_as_text

@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateFiles:
-    """Files of ``generate``."""
-
     input: Path = option(REQUIRED, INPUT_HELP, short="-i")
     output: Path = option(
         REQUIRED, "completions; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
@@ -72,16 +70,12 @@ class GenerateFiles:
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """Files about a job, besides its answers."""
-
     summary: Path | None = option(None, "write timings and totals there, JSON")
     trace: Path | None = option(None, "write what ran when, as Chrome trace events")
 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What is joined."""
-
     outputs: tuple[Path, ...] = option(REQUIRED, "of run-batch", flag="outputs", metavar="OUTPUT")
     output: Path = option(
         REQUIRED, "all answers; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
@@ -137,7 +131,6 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 
 @stop_signals(interrupt)  # until the job looks for them between steps
 def run_generate(args: argparse.Namespace) -> int:
-    """Run one job to its end. Return the exit code."""
     if args.show and args.output == STANDARD:
         raise ConfigError("--show prints to standard output, as --output - does: give one of them")
     config = _prepare(args)
@@ -177,7 +170,6 @@ def run_generate(args: argparse.Namespace) -> int:
 
 @stop_signals(interrupt)  # until the job looks for them between steps
 def run_run_batch(args: argparse.Namespace) -> int:
-    """Run or resume one job. Return the exit code."""
     config = _prepare(args)
     from fastdecode.jobs.opening import open_job
 
@@ -212,7 +204,6 @@ def run_run_batch(args: argparse.Namespace) -> int:
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Join the outputs. Return the exit code."""
     from fastdecode.jobs.merging import merge
 
     for path in args.outputs:

@@ -49,8 +49,6 @@ _TERMINATING_S = 5.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Where a job runs, and what its R-workers get."""
-
     hosts: str | None = option(
         None,
         "hosts and their R-workers; one for each NUMA node is best (default with "
@@ -100,7 +98,6 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Show the line and run it. Return the exit code."""
     options = read_options(args, LaunchOptions)
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command or command[0] not in COMMANDS:
@@ -183,7 +180,6 @@ def _line(
     instances: tuple[PlacedInstance, ...],
     mpirun: str,
 ) -> JobLine:
-    """Return the mpirun line of a command. ``job``: its options."""
     has_r_workers = bool(instances) or not (
         getattr(job, "kv_placement", "r") in ("gpu", "swap")
         or getattr(job, "r_worker_addresses", None)

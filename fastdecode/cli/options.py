@@ -85,7 +85,6 @@ def _help(each: Declared, default: object) -> str:
 
 
 def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
-    """Return what argparse is to do with an option."""
     known: dict[str, Any] = {} if is_positional else {"dest": each.name}
     if each.default is not REQUIRED:
         known["default"] = each.default
@@ -310,7 +309,6 @@ def add_engine_options(
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ``EngineConfig`` as given."""
     from fastdecode.core.config.engine import GROUPS
 
     return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}

@@ -42,7 +42,6 @@ T = TypeVar("T")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add a subcommand for each question."""
     parser.description = (
         "Which machines run prompts and which run tokens, and whether it pays to separate them. "
         "Needs no GPU and no torch."
@@ -54,8 +53,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Options of what arrives."""
-
     rate: float | None = option(
         None, "requests a second; default: the trace's", low=1e-6, high=1e6, metavar="R"
     )
@@ -72,8 +69,6 @@ class Arrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Options of what to run on, beside those of ``Parts`` and ``Setup``."""
-
     gpu: str | None = option(None, "name, or profile.json of `calibrate s`", metavar="G")
     gpus_per_node: int = option(8, "GPUs of a node", low=1, high=64)
     nodes: int = option(1, "nodes", low=1, high=1024)
@@ -87,8 +82,6 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Options of what to keep."""
-
     slo: str = option(
         REQUIRED, "ttft=400ms,tpot=40ms; or chatbot, chatbot-66b, chatbot-175b, code-completion, "
         "summarisation: DistServe's", metavar="LIMITS",
@@ -129,7 +122,6 @@ def add_goodput(questions: Any) -> None:
 
 
 def run_goodput(args: argparse.Namespace) -> int:
-    """Answer one question. Returns the exit code."""
     from cost_model.goodput.answer import answer, as_json, as_text
 
     question = _question(args)
@@ -265,7 +257,6 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
 
 
 def _prices(text: str) -> tuple[float, float]:
-    """Return the prices of a GPU and of a socket."""
     found = dict(part.strip().partition("=")[::2] for part in text.split(","))
     try:
         gpu, socket = float(found.pop("gpu", "")), float(found.pop("socket", ""))
@@ -303,7 +294,6 @@ def add_disaggregate(questions: Any) -> None:
 
 
 def run_disaggregate(args: argparse.Namespace) -> int:
-    """Answer one question. Return the exit code."""
     from cost_model.disaggregate import as_json, as_text
     from cost_model.printing import json_text
 

@@ -136,7 +136,6 @@ class Signals:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until asked to stop. Return the exit code."""
     from fastdecode.core.host.logs import keep_traces_out
 
     signals = Signals()
@@ -155,7 +154,6 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, signals: Signals) -> int:
-    """Start, and serve until asked to stop. Return the exit code."""
     # Reserve room for expected lengths: without max_tokens a request's limit is the model's.
     if args.length_quantile is None:
         args.length_quantile = LENGTH_QUANTILE
@@ -186,10 +184,7 @@ def _load_and_serve(
     keys: tuple[str, ...],
     signals: Signals,
 ) -> int:
-    """
-    Raises:
-        KeyboardInterrupt: If asked to stop while it starts.
-    """
+    """Raises KeyboardInterrupt: If asked to stop while it starts."""
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
         if launched_rank() in (None, 0):

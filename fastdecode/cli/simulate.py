@@ -68,7 +68,6 @@ class Workers:
     block_size: int = option(64, "tokens in a KV block")
 
     def blocks(self) -> tuple[int, ...]:
-        """Return the KV blocks of each R-worker."""
         kv_tokens = self.for_each(self.kv_tokens or (DEFAULT_KV_TOKENS,), "--kv-tokens")
         if not 1 <= self.block_size <= min(kv_tokens) <= max(kv_tokens) <= 1 << 40:
             raise ConfigError(
@@ -112,7 +111,6 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Simulate every mode and print the outcome. Returns the exit code."""
     workers = read_options(args, Workers)
     if args.instant:
         return _run_turns(args, workers)
@@ -147,7 +145,6 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 
 def _run_turns(args: argparse.Namespace, workers: Workers) -> int:
-    """Play turns with every policy and print the outcome. Returns the exit code."""
     from cost_model.turns import TierSimulator, as_json, as_text, read_turns
     from fastdecode.schedule.cache.costs import FLAT_TO_HALF
     from fastdecode.schedule.cache.retention import POLICIES, policy_of

@@ -48,8 +48,6 @@ def _tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Options of what to run, beside those of ``Workload``."""
-
     dtype: str = option(
         "auto", "weights and activations; auto (default) is a measured --gpu's, else the "
         "checkpoint's", metavar="D",
@@ -72,8 +70,6 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Options of what to run on, beside those of ``Setup``."""
-
     gpu: str = option(
         REQUIRED, "name, or profile.json of `calibrate s`; none: the S-worker runs on a socket of "
         "--cpu; all: each known GPU, in one table", metavar="G",
@@ -177,7 +173,6 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run_size(args: argparse.Namespace) -> int:
-    """Answer one question. Returns the exit code."""
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import slowest_stage, stages_json, stages_text
@@ -230,7 +225,6 @@ def run_size(args: argparse.Namespace) -> int:
 def _print_choices(
     args: argparse.Namespace, parts: Parts, hardware: Hardware, prices: Prices | None
 ) -> int:
-    """Print one table instead of one plan. Returns the exit code."""
     from cost_model.plans.choices import arrange, choices_text, choose, sort_choices
     from cost_model.plans.size import size
     from cost_model.printing import json_text
@@ -369,10 +363,7 @@ def _profile(name: str, option: str, kind: type[T], letter: str) -> T | None:
 
 
 def profile_at(path: Path, option: str, kind: type[T], letter: str) -> T:
-    """
-    Raises:
-        ConfigError: If the file is no profile, or one of another kind.
-    """
+    """Raises ConfigError: If the file is no profile, or one of another kind."""
     profile = read_profile(path)
     if not isinstance(profile, kind):
         raise ConfigError(

@@ -42,8 +42,6 @@ class NotYetError(ConfigError):
 
 @dataclass(frozen=True)
 class TopOptions:
-    """What is watched, and how often."""
-
     place: str = option(
         REQUIRED, "the status file, or a server's address", flag="place", metavar="FILE|URL"
     )
@@ -54,8 +52,6 @@ class TopOptions:
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """What is drawn, and where."""
-
     source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="TRACE")
     output: Path | None = option(
         None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
@@ -73,7 +69,6 @@ def add_top(parser: argparse.ArgumentParser) -> None:
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Show until the command has ended, or ctrl-C. Return the exit code."""
     from fastdecode.measure.live_view import LiveView
 
     view = LiveView()
@@ -179,7 +174,6 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plot(args: argparse.Namespace) -> int:
-    """Draw. Return the exit code."""
     from fastdecode.measure.plot import plot_run
 
     target = args.output or args.source.with_name(args.source.name + ".svg")

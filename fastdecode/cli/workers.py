@@ -52,8 +52,6 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 @dataclass(frozen=True)
 class Resources:
-    """What an R-worker may use of its host."""
-
     kv_memory_gb: float | None = option(
         None, "KV cache; default: half of the free memory, divided among ranks", unit="GB"
     )
@@ -72,8 +70,6 @@ class Resources:
 
 @dataclass(frozen=True)
 class Address:
-    """How S-workers reach an R-worker, and how long it waits for them."""
-
     bind: str | None = option(
         None, "tcp://HOST:PORT; off loopback a key is needed too", metavar="ADDRESS"
     )
@@ -101,8 +97,6 @@ class Address:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the job says that an R-worker belongs to."""
-
     instances: tuple[str, ...] = option(
         (), "as the S-workers' --instances; launch --placement sets it", metavar="RANKS"
     )
@@ -123,7 +117,6 @@ def add_r_worker(parser: argparse.ArgumentParser) -> None:
 
 
 def run_r_worker(args: argparse.Namespace) -> int:
-    """Serve until the job, or the last S-worker, has ended. Return the exit code."""
     own, at = read_options(args, Resources), read_options(args, Address)
     rank = read_options(args, Rank)
     if at.new_key is not None:
@@ -152,7 +145,6 @@ def run_r_worker(args: argparse.Namespace) -> int:
 
 
 def _serve_at(bind: str, own: Resources, at: Address) -> int:
-    """Serve S-workers that connect to an address: one, or one after another."""
     keys = _zmq_keys()
     from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
     from rworker.grace_period import GracePeriod
@@ -195,8 +187,6 @@ def _zmq_keys() -> Any:
 
 @dataclass(frozen=True)
 class InstanceOptions:
-    """What an instance is for, and where it is reached."""
-
     role: str = option(
         "both", "what controllers give it, at first", choices=tuple(x.value for x in InstanceRole)
     )

@@ -37,8 +37,6 @@ _PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
-
     level: Literal["PASS", "WARN", "FAIL"]
     check: str
     text: str
@@ -59,8 +57,6 @@ def fail(check: str, text: str, mend: str = "") -> Finding:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """The link to an R-worker, as decode steps see it."""
-
     round_trip_s: float
     bytes_per_s: float
     io_bytes_per_s: float | None = None

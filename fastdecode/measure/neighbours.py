@@ -96,8 +96,6 @@ def examine_neighbours(
 
 
 class _Member:
-    """An R-worker of the ring."""
-
     def __init__(
         self, connection: RConnection, holder: int, session: int, num_sequences: int
     ) -> None:

@@ -34,7 +34,6 @@ class SteadySteps:
 
     @property
     def without_r_s(self) -> tuple[float, ...]:
-        """Seconds of each step without ``r_compute_s``."""
         return tuple(step - r for step, r in zip(self.step_s, self.r_compute_s, strict=True))
 
 

@@ -19,8 +19,6 @@ _MAX_CHOICES = 1 << 16  # of one line of a request log
 
 @dataclass(frozen=True)
 class Planned:
-    """A request to send."""
-
     due_s: float
     """Seconds after the start. 0 if clients send one after the other."""
     prompt: tuple[int, ...]
@@ -29,8 +27,6 @@ class Planned:
 
 @dataclass(frozen=True)
 class LoadShape:
-    """What requests are drawn from."""
-
     num_requests: int | None = option(
         None, "default: 100; of a trace: all", low=1, high=MAX_REQUESTS, flag="--requests"
     )
@@ -50,8 +46,6 @@ class LoadShape:
 
 @dataclass(frozen=True)
 class Load(LoadShape):
-    """Requests, and when they are sent."""
-
     rate: float | None = option(
         None, "requests a second", low=1e-6, high=1e6, metavar="R", is_alternative=True
     )

@@ -17,7 +17,6 @@ _HALVINGS = 5
 
 
 def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
-    """Return the figures of a load, all times in seconds."""
     done = [record for record in records if record.error is None]
     duration_s = max((record.chunk_s[-1] for record in done), default=0.0)
     gaps = [b - a for record in done for a, b in itertools.pairwise(record.chunk_s)]
@@ -64,7 +63,6 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """Return the figures as lines for a person."""
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in "
         f"{figures['duration_s']:.2f} s: {figures['requests_per_s']:.2f} requests/s, "
