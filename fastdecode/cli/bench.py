@@ -149,8 +149,8 @@ def run_bench(args: argparse.Namespace) -> int:
     if twin.batch != planned.steady or twin.spec.name != planned.question.model:
         tell(f"the plan is for {describe(planned.question.model, planned.steady)}")
     tell(f"here runs {describe(twin.spec.name, twin.batch)}")
-    s_profile = asked.gpu and profile_at(asked.gpu, "gpu", SProfile, "s")
-    r_profile = asked.cpu and profile_at(asked.cpu, "cpu", RProfile, "r")
+    s_profile = None if asked.gpu is None else profile_at(asked.gpu, "gpu", SProfile, "s")
+    r_profile = None if asked.cpu is None else profile_at(asked.cpu, "cpu", RProfile, "r")
     with measuring(args, "bench") as say:
         s_profile = s_profile or twin.calibrate_s(say)
         if r_profile is None:

@@ -36,40 +36,10 @@ def test_compares_the_modes(trace: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_prints_json_of_the_chosen_modes(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--schedule",
-        "greedy, stabilized",
-        "--lanes",
-        "1",
-        "--length-quantile",
-        "0.9",
-        "--block-size",
-        "8",
-    ]
-    hardware = [
-        "--s-time",
-        "1:0.01,64:0.02",
-        "--r-workers",
-        "2",
-        "--r-time",
-        "1e-5",
-        "--r-time",
-        "0:0.001,100:0.002",
-    ]
-    assert (
-        run(
-            "--trace",
-            trace,
-            "--json",
-            *options,
-            *hardware,
-            "--kv-tokens",
-            "320",
-            "--kv-tokens",
-            "400",
-        )
-        == 0
-    )
+    options = "--lanes 1 --length-quantile 0.9 --block-size 8 --kv-tokens 320 --kv-tokens 400"
+    hardware = "--s-time 1:0.01,64:0.02 --r-workers 2 --r-time 1e-5 --r-time 0:0.001,100:0.002"
+    words = f"--json {options} {hardware}".split()
+    assert run("--trace", trace, "--schedule", "greedy, stabilized", *words) == 0
     modes = json.loads(capsys.readouterr().out)["modes"]
     assert list(modes) == ["greedy", "stabilized"]
     for mode in modes.values():
