@@ -27,12 +27,8 @@ MAX_BYTES = 1 << 20
 
 
 def _within(least: float, most: float, key: str = "", unit: int = 1) -> Any:
-    """Return a field with limits far beyond any part that is sold, in units of the file.
-
-    Args:
-        key: What the file calls it, if not by its name.
-        unit: How much one of the file's is.
-    """
+    """Return a field with limits far beyond any part that is sold, in units of the file, which may
+    have its own name for it, and a unit of its own."""
     return field(metadata={"limits": (least, most), "key": key, "unit": unit})
 
 
@@ -204,11 +200,10 @@ class Hardware:
 
     @classmethod
     def load(cls, more: Path | None = None) -> Hardware:
-        """Read the file that comes with the package.
+        """Read the file that comes with the package, and ``more``, a user's file.
 
-        Args:
-            more: A user's file, whose parts are added. A part of a known name changes the
-                fields that it has. ``like`` names the part that has all others.
+        A part of a known name changes the fields that it has. ``like`` names the part that has all
+        others.
 
         Raises:
             ConfigError: If the user's file can't be read, or a field makes no sense.
@@ -325,12 +320,8 @@ _MOST_LISTED = 40
 
 
 def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "") -> str:
-    """Look a name up, whatever its capitals, spaces and dashes.
-
-    Args:
-        known: Every accepted spelling, and the name it stands for.
-        also: What else the option takes, for the error.
-    """
+    """Look a name up, whatever its capitals, spaces and dashes. ``known`` has all accepted
+    spellings. The error says what ``also`` may be given."""
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
     if key in plain:

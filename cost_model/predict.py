@@ -202,12 +202,8 @@ class System:
     def predict(
         self, lane_batch: int, lanes: int, sockets: int, batch: int | None = None
     ) -> StepPrediction:
-        """Predict the steady state of ``lanes`` lanes over ``sockets`` R-workers.
-
-        Args:
-            lane_batch: Sequences of the largest lane.
-            batch: Sequences of all lanes. None if the lanes are equal.
-        """
+        """Predict the steady state of ``lanes`` lanes over ``sockets`` R-workers, the largest of
+        ``lane_batch`` sequences. ``batch`` has all sequences, where lanes differ."""
         lane = self.lane(lane_batch, sockets)
         cycle_s = lane.cycle_s(lanes)
         step_s = self.costs.num_layers * cycle_s
@@ -257,13 +253,8 @@ def machine_times(system: System, sequences: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class SystemTime(StepTime):
-    """Step times of an S-worker and equal R-workers, which share sequences evenly.
-    The prompts of the system's workload are counted in, at their average.
-
-    Args:
-        sockets: R-workers, one per socket.
-        transfer_bytes_per_s: Rate at which K and V leave or come. Infinite if they stay.
-    """
+    """Step times of an S-worker and equal R-workers, one per socket, which share sequences evenly.
+    The prompts of the system's workload are counted in, at their average."""
 
     system: System
     sockets: float

@@ -99,11 +99,7 @@ def scale_down(
     planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: int, one_lane: bool
 ) -> SteadyBatch:
     """Return the plan's twin on a smaller machine, whose batch fits, with its contexts if they can.
-
-    Args:
-        kv_tokens: Cached tokens that all R-workers together may hold.
-        one_lane: True if S-part and R-part share the cores, so that nothing overlaps.
-    """
+    ``one_lane``: S-part and R-part share the cores, so that nothing overlaps."""
     r_workers = min(planned.r_workers, cores)
     context = max(16, min(planned.context_tokens, kv_tokens // (2 * r_workers)))
     batch = max(r_workers, min(planned.batch, max_batch, kv_tokens // (2 * context)))

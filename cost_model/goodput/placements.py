@@ -67,13 +67,8 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class InstanceHardware:
-    """A model on nodes of equal GPUs, with CPU sockets beside them.
-
-    Args:
-        setup: Setup of one GPU. Its workload holds the longest request.
-        max_sockets: Most sockets of a decode instance.
-        mean_prompt: Tokens.
-    """
+    """A model on nodes of equal GPUs, with up to ``max_sockets`` CPU sockets for a decode instance.
+    ``setup`` is one GPU's. Its workload holds the longest request."""
 
     setup: Setup
     num_nodes: int

@@ -42,13 +42,8 @@ STEP_TOKENS = 512
 
 @dataclass(frozen=True)
 class Question:
-    """
-    Args:
-        rate: Requests per second to carry.
-        sockets_per_node: With low affinity, a pair gets its part of these.
-        prices: Of a GPU and of a socket, in any one unit.
-        described: The requests, in words.
-    """
+    """``rate`` is in requests per second, ``described`` the requests in words. With low affinity a
+    pair gets its part of ``sockets_per_node``. ``prices`` are those of a GPU and a socket."""
 
     model: str
     hardware: InstanceHardware
@@ -252,12 +247,8 @@ class Search:
     def cheapest(
         self, kind: Kind, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
     ) -> Chosen | None:
-        """Return what carries the rate at the least cost. None if nothing does.
-
-        Args:
-            candidates: Instances or pairs, and the sockets of each.
-            than: What the result must be cheaper than.
-        """
+        """Return what carries the rate at the least cost, below that of ``than``. None if nothing does.
+        The candidates are instances or pairs, each with the sockets of one."""
         best, least = None, (math.inf, math.inf) if than is None else self._cost(than)
         for what, sockets in candidates:
             most = self._most_below(least, what, sockets)

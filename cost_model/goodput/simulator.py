@@ -208,11 +208,7 @@ def simulate_colocated(
 ) -> GoodputRun:
     """Run instances for both phases. A request goes to the one with the least KV that is reserved,
     or wanted by the requests that wait there. ``Dispatcher`` does so while there is capacity;
-    without, it keeps requests, or has prompts run alone.
-
-    Args:
-        step_tokens: Most prompt tokens of a step.
-    """
+    without, it keeps requests, or has prompts run alone."""
     clock = VirtualClock()
     known: dict[int, _Request] = {}
 

@@ -59,12 +59,8 @@ class Slo:
     def parse(
         cls, text: str, attainment: float = 0.9, option: str = "slo", *, needs_both: bool = True
     ) -> Slo:
-        """Read ``ttft=400ms,tpot=40ms``, or one of ``PRESETS``. Times have units.
-
-        Args:
-            option: The parameter that the text was given as, for errors.
-            needs_both: False takes one limit alone.
-        """
+        """Read ``ttft=400ms,tpot=40ms``, or one of ``PRESETS``. Times have units. ``option`` is the
+        parameter that errors name."""
         found: dict[str, float] = {}
         for part in PRESETS.get(text, text).split(","):
             name, _, value = part.strip().partition("=")

@@ -64,12 +64,8 @@ class Traffic:
 def traffic(
     arrived_s: Sequence[float], finished: Sequence[FinishedRequest], slo: Slo, now_s: float
 ) -> Traffic:
-    """Return the traffic of a window up to now.
-
-    Args:
-        arrived_s: Arrivals in the window, rising. Two at least.
-        finished: Requests that finished in it, in that order. One at least.
-    """
+    """Return the traffic of a window up to now. It needs two arrivals, rising, and a finished
+    request."""
     num = len(arrived_s)
     rate = num / max(now_s - arrived_s[0], 1e-9)
     gaps = np.diff(np.asarray(arrived_s))
@@ -116,12 +112,8 @@ class ReplanTrigger:
 
 
 class TrafficWatch:
-    """Decides from arrivals and finished requests when roles must be judged again.
-
-    Args:
-        slo: Limits that requests are to keep.
-        now_s: Time of the clock that all other times are of.
-    """
+    """Decides from arrivals and finished requests when roles must be judged again. All times are of
+    one clock."""
 
     def __init__(self, slo: Slo, rules: WatchRules, now_s: float) -> None:
         self.slo = slo

@@ -73,11 +73,7 @@ def choose(
     prices: Prices | None,
     by: str = "tokens",
 ) -> Choices:
-    """Find the best answer of each part to one question.
-
-    Args:
-        by: what is best: one of ``SORTS``.
-    """
+    """Find the best answer of each part to one question, by one of ``SORTS``."""
     found, left_out = [], {}
     for name, setup in setups:
         try:
@@ -96,13 +92,8 @@ def choose(
 def arrange(
     setup: Setup, num_gpus: int, goal: Goal, plan: PlanOf, prices: Prices | None, by: str = "tokens"
 ) -> Choices:
-    """Find what each way to use the GPUs and sockets at hand gives: systems side by side, of
-    stages, of GPUs that share every layer.
-
-    Args:
-        setup: one GPU's.
-        by: what is best of the placements of one way: one of ``SORTS``.
-    """
+    """Find what each way to use the GPUs and sockets at hand gives: systems side by side, stages,
+    GPUs that share every layer. ``setup`` is one GPU's, ``by`` one of ``SORTS``."""
     if goal.max_sockets is None:
         raise ConfigError("how many CPU sockets are there? Give ", Given("max_sockets"))
     found, left_out = [], {}

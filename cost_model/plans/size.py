@@ -216,10 +216,6 @@ def size(
 ) -> Sizing:
     """Find the plan, and what surrounds it: the GPU alone, both sides, what-ifs, costs.
 
-    Args:
-        hardware: for the what-if of a faster NIC; None leaves it out.
-        prices: for the cost of a million tokens.
-
     Raises:
         ConfigError: If a profile doesn't fit the model, or a price is missing.
     """

@@ -23,11 +23,7 @@ PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
 
 
 def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Sizing:
-    """Plan the stage that sets the pace of all.
-
-    Args:
-        plan: Answers the question about one stage.
-    """
+    """Plan the stage that sets the pace of all. ``plan`` answers the question about one stage."""
     first, *others = layers_of_stages(setup.spec, num_stages)
     asked = _stage_goal(goal, num_stages)
     questions = [replace(setup, spec=stage_spec(setup.spec, first))]

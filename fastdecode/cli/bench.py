@@ -1,8 +1,5 @@
 """``fastdecode bench-serve`` puts a load on a server of OpenAI's API. ``fastdecode bench`` runs a
-plan, or its twin on this machine, and compares what was predicted with what it takes.
-
-Exit codes of ``bench``: 0 every quantity is within the tolerance; 1 one is not; 2 usage.
-"""
+plan's twin on this machine, and compares what was predicted with what it takes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``fastdecode cache``: show, verify or clear conversations and KV blocks on disk.
-
-Exit codes: 0; 1 something is damaged; 2 usage, or there is nothing.
-"""
+"""``fastdecode cache``: show, verify or clear conversations and KV blocks on disk."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with.
-
-``s`` measures the S-part of a model on a device and needs torch. ``r`` measures the R-part of
-its head shape on this host. ``net`` measures the link to an R-worker, of an MPI job or at an
-address.
-"""
+"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``fastdecode doctor``: check whether this host, and R-workers, are fit to run a job.
-
-Exit codes: 0 nothing is wrong (there may be warnings); 1 something is; 2 usage.
-"""
+"""``fastdecode doctor``: check whether this host, and R-workers, are fit to run a job."""
 
 from __future__ import annotations
 
@@ -256,11 +253,7 @@ def _cache_disk(directory: Path) -> Finding:
 def _reach_all(
     options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
 ) -> tuple[Sequence[RConnection | WorkerFacts], Sequence[str]]:
-    """Connect to every R-worker, at the addresses given or in this MPI job.
-
-    Args:
-        opened: Closes the connections.
-        found: Facts of R-workers that are known when it does.
+    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes.
 
     Returns:
         Their connections, or why there is none, and their addresses for each other.

@@ -1,12 +1,7 @@
 """``fastdecode generate``, ``run-batch`` and ``merge``: files of lines in, files of answers out.
 
-``generate`` answers in the file's order. A job of ``run-batch`` survives being killed. ``merge``
-joins the outputs of a job's shards.
-
-Exit codes: 0 every line was answered; 2 usage, or lines or outputs that were refused before
-anything ran; 3 some lines failed, or are missing; 4 workers were lost, and lines are left; 130
-interrupted. After 4 and 130, and after any crash, ``run-batch --resume`` continues.
-"""
+``generate`` answers in the file's order. ``run-batch --resume`` continues a job after its exit
+codes 4 and 130, and after any crash. ``merge`` joins the outputs of a job's shards."""
 
 from __future__ import annotations
 
@@ -238,9 +233,6 @@ def _run(
     job: BatchJob, args: argparse.Namespace, stopping: Stopping, progress: Progress, **options: Any
 ) -> tuple[JobResult, int]:
     """Run a job by an engine that is made for it, and show a summary.
-
-    Args:
-        options: Options of the engine besides those in ``args``.
 
     Returns:
         The result, and 1 if the summary can't be written, otherwise 0.

@@ -1,7 +1,4 @@
-"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it.
-
-Exit codes: the S-worker's own if it runs on this host, otherwise mpirun's.
-"""
+"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it."""
 
 from __future__ import annotations
 
@@ -223,12 +220,9 @@ def _run(
     """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
     Args:
-        words: Command line of mpirun.
-        stop_signal: Signal that it gets when this process is asked to stop. It isn't killed,
-            because it takes a while to end the ranks.
-        environ: Environment of mpirun.
-        report: Where the S-worker notes its exit code. mpirun is ended if it then stays, as it
-            does for a rank that was stopped meanwhile.
+        stop_signal: What mpirun gets when this process is asked to stop. It is not killed, because
+            it takes a while to end the ranks.
+        report: Where the S-worker notes its exit code. If mpirun then stays, it is ended.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []

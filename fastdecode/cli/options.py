@@ -352,18 +352,10 @@ def check_engine_options(args: argparse.Namespace) -> EngineConfig:
 def measuring(
     args: argparse.Namespace, command: str, **outputs: Path | None
 ) -> Iterator[Callable[[str], None]]:
-    """Write ``--status``, if it is given, while the command measures.
-
-    Args:
-        args: Options of the command.
-        command: Name of the command.
-        outputs: Other files that it writes, by option.
-
-    Returns:
-        A function that reports the current activity in a line.
+    """Write ``--status``, if it is given, while the command measures. Yield what reports a line.
 
     Raises:
-        ConfigError: If the file can't be written, or is one of ``outputs``.
+        ConfigError: If the file can't be written, or is one of ``outputs``, by option.
     """
     from fastdecode.measure.status_file import Measuring, status_file
 

@@ -1,11 +1,4 @@
-"""``fastdecode plan``: which machines for what. No torch, no GPU.
-
-``goodput``: instances for prefill and for decode that carry a rate within an SLO, or instances for
-both, whichever takes less. ``disaggregate``: DéjàVu's closed forms over whole machines.
-
-Exit codes: 0 an answer; 1 none keeps the SLO on these GPUs (the nearest SLO or rate is printed), or
-no split fits; 2 usage.
-"""
+"""``fastdecode plan goodput`` and ``disaggregate``: which machines for what. No torch, no GPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""``fastdecode serve``: an OpenAI-compatible server.
-
-Exit codes: 0 it was asked to stop, and answered all running requests; 2 options, or the model
-directory; 3 it was asked to stop, and some requests were cut off; 4 the engine or its R-workers
-were lost; 5 the HTTP process was.
-"""
+"""``fastdecode serve``: an OpenAI-compatible server."""
 
 from __future__ import annotations
 

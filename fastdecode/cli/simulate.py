@@ -1,8 +1,4 @@
-"""``fastdecode simulate``: what a schedule would gain on given hardware,
-answered without the hardware.
-
-Exit codes: 0 done; 2 usage.
-"""
+"""``fastdecode simulate``: what a schedule would gain on given hardware, without the hardware."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy.
-Needs no torch and no GPU.
-
-Exit codes: 0 a plan; 1 no plan satisfies what was asked (the nearest one is
-printed); 2 usage.
-"""
+"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy. Needs no torch."""
 
 from __future__ import annotations
 
@@ -279,14 +274,7 @@ def read_setup(
     workload: Workload,
     num_gpus: int | None = None,
 ) -> Setup:
-    """Return the model and the hardware that the options name, with a workload.
-
-    Args:
-        num_gpus: In place of the option.
-
-    Raises:
-        ConfigError: If an option makes no sense.
-    """
+    """Return the model and the hardware that the options name. ``num_gpus`` replaces the option."""
     spec = read_model(args.model)
     cpu: Cpu | RProfile
     gpu: Gpu | SProfile

@@ -1,8 +1,5 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server. ``fastdecode plot``:
 a picture of a run that is over.
-
-Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 nothing is to be watched.
-Without ``--once``, ``top`` waits until the file or the server exists.
 """
 
 from __future__ import annotations

@@ -26,9 +26,6 @@ _BY_VALUE: Final = ("dtype", "load_format")  # options whose values may be vLLM'
 def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return a command line with vLLM's options by their names here.
 
-    Args:
-        flags: of the command; they stay as they are.
-
     Raises:
         ConfigError: If there is nothing like an option of vLLM here.
     """

@@ -1,13 +1,5 @@
-"""Processes that serve others.
-
-``fastdecode r-worker`` keeps the KV cache of other processes' sequences, and computes their
-attention. In an MPI job every rank but the first is an R-worker. With ``--bind`` an R-worker has an
-address that S-workers connect to over ZeroMQ. ``fastdecode instance`` is a whole engine that runs
-what a controller gives it.
-
-Exit codes of an instance: 0 it was asked to end; 2 options, or the model directory; 4 its R-workers
-were lost, or its engine broke down.
-"""
+"""Processes that serve others: ``fastdecode r-worker`` keeps KV caches and computes attention over
+MPI, or at an address. ``fastdecode instance`` is an engine that runs what a controller gives it."""
 
 from __future__ import annotations
 

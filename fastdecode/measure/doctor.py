@@ -79,13 +79,8 @@ def examine_all(
 ) -> Iterator[WorkerFacts]:
     """Ask all R-workers at once, then measure one link after the other.
 
-    Each result is yielded as soon as it is known, failures first. R-workers can serve a job
-    afterwards.
-
-    Args:
-        asked: Connections, or the facts of R-workers that could not be reached.
-        repeats: Repetitions of each measurement.
-    """
+    Each result is yielded as soon as it is known, failures first. R-workers can serve afterwards.
+    ``asked`` may hold the facts of R-workers that could not be reached."""
     sent, well = [], []
     for one in asked:
         if isinstance(one, WorkerFacts):
@@ -164,11 +159,8 @@ def judge(
     """Yield the findings about an S-worker's host and its R-workers, each as soon as possible.
 
     Args:
-        here: Facts of the S-worker's host.
-        workers: Taken one after the other.
         lacks_for_triton: What the build of the S-worker's fused kernels lacks.
         neighbours: Links from each R-worker to the next, taken after ``workers``.
-        environment: Variables of the process that would be the S-worker.
         cpu_quota: CPU time per second that this host's control groups allow, if limited.
     """
     if forces_tf32(environment):

@@ -142,12 +142,7 @@ def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
 
 
 def plot_run(source: Path, target: Path) -> None:
-    """Draw a file of ``--trace``. The suffix of ``target`` says as what.
-
-    Raises:
-        ConfigError: If ``source`` isn't a trace, or a file can't be read or written.
-        MissingExtraError: If matplotlib isn't installed.
-    """
+    """Draw a file of ``--trace``. The suffix of ``target`` says as what."""
     with imports_for("fastdecode plot"):
         from matplotlib.figure import Figure
 

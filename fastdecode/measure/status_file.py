@@ -91,12 +91,7 @@ def status_file(
 ) -> Iterator[None]:
     """Write a status until the context ends, and then once more how the command ended.
 
-    A failure to write is reported once, and ends no work.
-
-    Args:
-        path: The file. None writes nothing.
-        tell: Prints a failure.
-    """
+    A failure to write is reported once, and ends no work. Without a path nothing is written."""
     if path is None:
         yield
         return

@@ -44,9 +44,6 @@ def time_steady_steps(
 
     Sampling is greedy, and EOS is ignored. The engine is empty before and after.
 
-    Args:
-        batch: Number of sequences, at most as many as the engine runs at once.
-
     Raises:
         CapacityError: If the R-workers can't hold the whole batch at once.
     """

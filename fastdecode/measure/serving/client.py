@@ -60,10 +60,7 @@ class Record:
 
 
 class Endpoint:
-    """A server.
-
-    Args:
-        url: http://HOST:PORT, perhaps with a path before /v1.
+    """A server at http://HOST:PORT, perhaps with a path before /v1.
 
     Raises:
         ConfigError: If ``url`` is not such an address.

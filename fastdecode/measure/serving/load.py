@@ -83,10 +83,9 @@ def closed(shape: LoadShape) -> list[Planned]:
 
 
 def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
-    """Return requests that don't wait for answers.
+    """Return requests that don't wait for answers. Other rates have the same pattern.
 
     Args:
-        rate: Requests per second, on average. Other rates have the same pattern.
         cv: Coefficient of variation of the gaps, which are gamma: 1 is Poisson, 0 is a clock.
     """
     prompts = Lengths(shape.prompt_tokens, shape.spread)
@@ -96,12 +95,9 @@ def arriving(shape: LoadShape, rate: float, cv: float = 1.0) -> list[Planned]:
 
 
 def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
-    """Return the answered requests of a request log.
+    """Return the answered requests of a request log, ``speed`` times as fast.
 
     A request of several prompts or choices counts as several: they were answered side by side.
-
-    Args:
-        speed: Factor by which they are sent faster.
 
     Raises:
         ConfigError: If the file has none.
