@@ -247,8 +247,8 @@ class Search:
     def cheapest(
         self, kind: Kind, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
     ) -> Chosen | None:
-        """Return what carries the rate at the least cost, below that of ``than``. None if nothing does.
-        The candidates are instances or pairs, each with the sockets of one."""
+        """Return what carries the rate at the least cost, and below that of ``than``, or None. The
+        candidates are instances or pairs, each with the sockets of one."""
         best, least = None, (math.inf, math.inf) if than is None else self._cost(than)
         for what, sockets in candidates:
             most = self._most_below(least, what, sockets)

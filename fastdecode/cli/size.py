@@ -351,7 +351,7 @@ def _profile(name: str, option: str, kind: type[T], letter: str) -> T | None:
 
 
 def profile_at(path: Path, option: str, kind: type[T], letter: str) -> T:
-    """Raises ConfigError: If the file is no profile, or one of another kind."""
+    """Raises ConfigError: If the file holds no profile of this kind."""
     profile = read_profile(path)
     if not isinstance(profile, kind):
         raise ConfigError(
