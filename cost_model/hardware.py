@@ -66,7 +66,6 @@ class Gpu:
     layer_overhead_s: float = _within(1e-9, 1.0)
     """Launches of one layer's kernels, as far as they can't be hidden."""
     all_reduce_s: float = _within(1e-9, 1.0)
-    """Latency of one all-reduce among the GPUs of a node."""
     relative_error: float = _within(1e-3, 10.0)
 
     def flops_per_s(self, dtype: DType) -> float:
@@ -101,7 +100,6 @@ class Cpu:
     cores: int = _within(1, 65536)
     base_ghz: float = _within(0.1, 100.0)
     isa: str
-    """Instruction set of the attention kernels: avx2, avx512 or neon."""
     fp32_flops_per_cycle: int = _within(1, 65536)
     bf16_flops_per_cycle: float | None = _within(1, 65536)
     """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""

@@ -79,7 +79,6 @@ class StepPrediction:
     """One token for every running sequence: the TPOT."""
     tokens_per_s: float
     latency_s: float
-    """Time of a whole sequence: its prompt, then every output token."""
     s_utilisation: float
     r_utilisation: float
     network_utilisation: float

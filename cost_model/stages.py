@@ -213,15 +213,12 @@ class RPartModel(HardwarePart):
     the read ceiling as it is."""
 
     call_s: float
-    """Fixed time of one call."""
     sequence_s: float
-    """Fixed time of one sequence."""
     token_s: float
     """R in the paper: time of one cached token."""
     read_token_s: float
     """Time of one cached token at the read ceiling: no kernel can be faster."""
     capacity_bytes: float
-    """Memory for the KV cache."""
     memory_bytes: float
     sockets_per_host: int
     power_w: float | None

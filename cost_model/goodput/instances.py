@@ -167,12 +167,10 @@ class DecodeInstance:
         self.room = DecodeReservations(spec.capacity_tokens, spec.max_sequences)
         self._waiting: deque[DispatchJob] = deque()
         self._wanted_tokens = 0
-        """Tokens that waiting requests will reserve."""
         self._opening: list[_Prompt] = []
         """Prompts with a reservation that join the step after the running one."""
         self._prompts: deque[_Prompt] = deque()
         self._parts: list[tuple[_Prompt, int]] = []
-        """Parts of prompts in the running step."""
         self._joining: list[tuple[DispatchJob, int]] = []
         self._running: list[tuple[int, int, DispatchJob]] = []
         """Ordered by the step after which they are finished."""

@@ -59,10 +59,8 @@ class InstanceTotals:
     """Cached tokens of all running sequences, summed over steps."""
     prompt_tokens: float = 0.0
     seconds: float = 0.0
-    """Time of all steps."""
     fetched_tokens: float = 0.0
     fetching_s: float = 0.0
-    """Time in which tokens were being fetched."""
 
     def since(self, before: InstanceTotals) -> InstanceTotals:
         pairs = zip(astuple(self), astuple(before), strict=True)
@@ -74,7 +72,6 @@ class LinearTimes(StepTime):
     """Straight lines of an instance as a whole. The link's time is part of its steps."""
 
     step_s: float
-    """Time of any step."""
     token_s: float
     """Added for each sequence that samples a token."""
     cached_s: float
@@ -158,7 +155,6 @@ class Roles:
 class InstanceProfile:
     times: LinearTimes
     batch_tokens: int
-    """Prompt tokens that an instance runs at once."""
     capacity_tokens: int
     max_sequences: int
 

@@ -31,7 +31,6 @@ Objective = Literal["gpu", "cost"]
 Kind: TypeAlias = Role | Literal["pair"]
 What: TypeAlias = Degrees | Pair
 Run: TypeAlias = Callable[[list[tuple[float, int, int]], int], GoodputRun]
-"""Runs requests through a number of instances or pairs."""
 _SLACK = 1.25
 """Bounds from means are this much above what they say."""
 _MAX_INSTANCES = 1 << 12
@@ -70,7 +69,6 @@ class InstanceGroup:
     degrees: Degrees
     count: int
     sockets: int
-    """Sockets of each, beside those of its own host."""
     goodput: float
     """Requests per second of each, by itself."""
 
@@ -92,7 +90,6 @@ class PlacementPlan:
     """Requests per second that they carry."""
     asked: Question
     run: GoodputRun
-    """Run at the rate that they were made for."""
     segments: int = 1
     """Nodes that a pair is spread over."""
 

@@ -52,7 +52,6 @@ MIN_WARMED_UP = 200
 @dataclass
 class GoodputRun:
     times: list[RequestTimes]
-    """Times of the requests in order of arrival."""
     total_s: float = 0.0
     prefill_busy: list[float] = field(default_factory=list)
     """Share of the time that each instance's first stage was busy."""
@@ -60,7 +59,6 @@ class GoodputRun:
     link_busy: list[float] = field(default_factory=list)
     """The same of prefill instances' ports."""
     most_buffered: int = 0
-    """Most tokens in a prefill instance's buffer."""
 
     def counted(self, since_s: float = 0.0) -> list[RequestTimes]:
         """Return the requests without the warm-up, where enough are left: the first tenth, and all
@@ -94,7 +92,6 @@ class _Request:
     first_s: float = 0.0
     ended_s: float = 0.0
     instance: int = 0
-    """Prefill instance."""
 
     def times(self) -> RequestTimes:
         tpot_s, decoding_s = None, self.ended_s - self.first_s
@@ -239,7 +236,6 @@ class Load:
     slo: Slo
     how: Attainment = "both"
     min_requests: int = MIN_REQUESTS
-    """Fewest requests of a run."""
 
     @property
     def residence_s(self) -> float:

@@ -44,7 +44,6 @@ class Slo:
     ttft_s: float
     tpot_s: float
     attainment: float = 0.9
-    """The share of requests that must meet the limits."""
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):

@@ -14,7 +14,6 @@ from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import MAX_CV
 
 MAX_REQUESTS = 10_000
-"""Most requests of a window that count."""
 _CHECKS = 10
 """Checks in the time of a window."""
 SURE = 3.0
@@ -49,16 +48,11 @@ class Estimate:
 @dataclass(frozen=True)
 class Traffic:
     rate: Estimate
-    """Requests per second."""
     cv: Estimate
-    """Coefficient of variation of the gaps."""
     prompts: Estimate
-    """Tokens."""
     outputs: Estimate
     lengths: tuple[tuple[int, int], ...]
-    """Prompt and output tokens of finished requests."""
     kept: Estimate
-    """Share of finished requests that kept the SLO."""
 
 
 def traffic(
@@ -123,7 +117,6 @@ class TrafficWatch:
         self._planned: Traffic | None = None
         """Traffic that the present roles were judged for."""
         self._window_at = now_s
-        """Start of what counts."""
         self._check_at = now_s
         self._judged_at = now_s
         self._is_asked = False

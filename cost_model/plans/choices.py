@@ -25,11 +25,8 @@ _WHERE = {"gpu": "GPU", "r": "R-workers", "hybrid": "both"}
 class Choice:
     name: str
     headline: Headline
-    """Headline of one system."""
     copies: int
-    """Systems side by side."""
     num_stages: int
-    """Stages of each system."""
     job: Job
     """A million output tokens."""
     is_without_gpu: bool = False

@@ -23,7 +23,6 @@ class Constraint:
     min_sockets: int | None
     """0 if satisfied without any. None if no number of sockets satisfies it."""
     detail: str
-    """The numbers behind it, in words."""
     mend: str
 
 

@@ -90,7 +90,6 @@ class Job:
     kwh: float | None
     """GPUs and sockets at their rated power. None if a profile has none."""
     money: float | None
-    """None without prices."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,9 @@ class Headline:
     sockets: int
     batch: int
     tpot_s: float
-    """TPOT of the slower side."""
     ttft_s: float
     """To the first token: half a step until the next one starts, the prompt, and a step."""
     latency_s: float
-    """Seconds of a whole sequence."""
     fast: Pace
     """If every input is better than thought by its own error."""
     slow: Pace
@@ -125,7 +122,6 @@ class Served:
     users: int
     think_s: float
     running: int
-    """Sequences that run at once."""
     requests_per_s: float
     queue_s: float
     """Seconds that a request waits for its start, beside what is running."""
@@ -144,7 +140,6 @@ class Sizing:
     in_the_way: tuple[Constraint, ...]
     """If infeasible: the constraints that no candidate satisfies."""
     nearest: str
-    """If infeasible: what would have to give."""
     gpu_only: GpuOnly | None
     """None if the GPU alone can't run it."""
     hybrid: Hybrid | None
@@ -153,14 +148,11 @@ class Sizing:
     most_tokens_per_s: float
     """Most of any batch on R-workers. The plan gives nearly as many."""
     over_sockets: tuple[StepPrediction, ...] = ()
-    """The plan's batch over rising numbers of sockets."""
     what_ifs: tuple[WhatIf, ...] = ()
     verdict: Verdict | None = None
     cost: Cost | None = None
     job: Job | None = None
-    """Hours and costs of the goal's requests, at the headline's rate."""
     served: Served | None = None
-    """The goal's users, by the headline."""
 
     @property
     def headlines(self) -> tuple[Headline, ...]:

@@ -16,7 +16,6 @@ _SERVER_NAMES: Final = {
     "uds": "unix_socket",
     "tool_call_parser": "tool_parser",
 }
-"""vLLM's name of a server's option → the name here."""
 _DONE_ANYWAY: Final = ("enable_auto_tool_choice", "disable_log_requests")
 """Switches of vLLM's server that ask for what happens here without them."""
 _SWITCHES: Final = ("enable_prefix_caching", "enforce_eager", *_DONE_ANYWAY)

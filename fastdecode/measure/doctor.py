@@ -132,7 +132,6 @@ class ModelFacts:
     hash: str
     """Name of the model for R-workers that serve one model only."""
     token_bytes: int
-    """K and V of a token."""
     wire_bytes: int
     """Bytes that a token sends to R-workers (q, k, v) and receives (o)."""
 

@@ -29,7 +29,6 @@ class Measuring:
     """Status of a command that measures and has no engine: the line it reported last."""
 
     tell: Callable[[str], None]
-    """Prints each line, too."""
     model: str
     phase: str = "starting"
 
@@ -52,9 +51,7 @@ class RunningEngineStatus:
     model: str
     service: EngineService[Any]
     stats: Callable[[], EngineStats]
-    """Returns the engine's totals."""
     progress: Callable[[], Mapping[str, Any]] = dict
-    """Returns the progress of a job. Empty without a job."""
     figures: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -37,11 +37,9 @@ class Record:
     num_tokens: int = 0
     """Counted by the server, or else the chunks."""
     error: str | None = None
-    """Kind of the error."""
     message: str = ""
     """Words of the server, or of the operating system, about the error."""
     has_usage: bool = False
-    """True if the server has counted the tokens."""
 
     @property
     def ttft_s(self) -> float:
