@@ -277,8 +277,8 @@ def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
 
 
 def gpu_like(name: str, memory_bytes: int, usable: float, hardware: Hardware) -> tuple[Gpu, bool]:
-    """Return a GPU by its driver's name, and True if it is known. An unknown one is taken for one of
-    its size."""
+    """Return a GPU by its driver's name, and True if it is known. An unknown one is taken for
+    one of its size."""
     known = hardware.printed_gpu(name)
     gpu = known or hardware.gpu(_LARGE if memory_bytes >= _LARGE_BYTES else _SMALL)
     part = Efficiency(min(0.999, max(0.001, usable)), "what is free of it")

@@ -239,7 +239,7 @@ def _run(
     """
     from fastdecode.engine.llm import LLM
     from fastdecode.measure.chrome_trace import open_trace
-    from fastdecode.measure.status_file import RunningEngineStatus, status_file
+    from fastdecode.measure.status_file import engine_status, status_file
     from fastdecode.measure.summary import render, summarise
 
     options = {**engine_options(args), **options}
@@ -249,7 +249,10 @@ def _run(
         LLM(args.model, progress=tell, trace=trace, **options) as llm,
         progress,
         status_file(
-            args.status, args.command, RunningEngineStatus.of(llm, lambda: progress.state), tell
+            args.status,
+            args.command,
+            engine_status(args.model, llm.service, lambda: llm.stats, lambda: progress.state),
+            tell,
         ),
         asked_by_signals(stopping, f"fastdecode {args.command}"),
     ):

@@ -357,10 +357,15 @@ def measuring(
     Raises:
         ConfigError: If the file can't be written, or is one of ``outputs``, by option.
     """
-    from fastdecode.measure.status_file import Measuring, status_file
+    from fastdecode.measure.status_file import status_file
 
     if args.status is not None:
         check_paths(STANDARD, status=args.status, **outputs)
-    watched = Measuring(tell, args.model)
-    with status_file(args.status, command, watched, tell):
-        yield watched.say
+    fields = {"model": args.model, "phase": "starting"}
+
+    def say(line: str) -> None:
+        fields["phase"] = line.strip()
+        tell(line)
+
+    with status_file(args.status, command, lambda _: ("measuring", fields), tell):
+        yield say

@@ -215,7 +215,7 @@ def _serve(
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.engine.instances.status_report import status_of
-    from fastdecode.measure.status_file import RunningEngineStatus, status_file
+    from fastdecode.measure.status_file import engine_status, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
@@ -242,7 +242,8 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    with status_file(args.status, "serve", RunningEngineStatus.of(llm), tell):
+    look = engine_status(args.model, llm.service, lambda: llm.stats)
+    with status_file(args.status, "serve", look, tell):
         return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 

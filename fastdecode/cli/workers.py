@@ -218,7 +218,7 @@ def _instance(args: argparse.Namespace) -> int:
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{INSTANCE} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
-        from fastdecode.measure.status_file import RunningEngineStatus, status_file
+        from fastdecode.measure.status_file import engine_status, status_file
     if args.status is not None:
         check_writable(args.status, "status")
     name = own.name or f"{socket.gethostname()} {own.bind.rpartition(':')[2]}"
@@ -229,8 +229,8 @@ def _instance(args: argparse.Namespace) -> int:
             serving.end()
 
         stops.enter_context(stop_signals(end))
-        status = RunningEngineStatus(args.model, serving.service, lambda: serving.stats)
-        stops.enter_context(status_file(args.status, "instance", status, tell))
+        look = engine_status(args.model, serving.service, lambda: serving.stats)
+        stops.enter_context(status_file(args.status, "instance", look, tell))
         print(f"instance {name} ({own.role}) listens at {address}", flush=True)
 
     with contextlib.ExitStack() as stops:

@@ -11,7 +11,7 @@ from fixed_time import fixed
 from sizing import HARDWARE, setup
 
 from cost_model.goodput.answer import answer, as_json, as_text, placement_file
-from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
+from cost_model.goodput.placements import Degrees, InstanceHardware
 from cost_model.goodput.search import STEP_TOKENS, Question, Search, plan_colocated
 from cost_model.goodput.simulator import (
     Load,
@@ -58,13 +58,6 @@ def test_the_greatest_rate_is_found_to_two_percent() -> None:
     assert greatest_rate(load, run_at, 5.0) == 5.0  # type: ignore[arg-type]
     never = replace(load, slo=Slo(0.05, 1.0, 1.0))
     assert greatest_rate(never, run_at, 64.0) == 0.0  # type: ignore[arg-type]
-
-
-def test_instances_hold_the_model() -> None:
-    seventy = hardware("Llama-2 70B", 2, 8)
-    assert not seventy.fits(Degrees(1, 1)) and not seventy.fits(Degrees(4, 1))
-    assert seventy.fits(Degrees(8, 1)) and seventy.fits(Degrees(4, 2))
-    assert hardware().fits(Degrees(1, 1))
 
 
 def test_a_placement_that_keeps_the_slo() -> None:
@@ -194,17 +187,6 @@ def test_says_the_nearest_slo_or_rate() -> None:
 def test_refuses_what_fits_nowhere() -> None:
     with pytest.raises(ConfigError, match="fits on no instance of up to 2 GPUs"):
         answer(question(hardware=hardware("Llama-2 70B")))
-
-
-def test_a_pair_carries_no_more_than_either_phase() -> None:
-    search = Search(question(rate=8.0))
-    pair = Pair(1, Degrees(1, 1), Degrees(1, 1))
-    together, prompts, tokens = (
-        search.goodput("pair", pair, 4),
-        search.goodput("prefill", pair, 4),
-        search.goodput("decode", pair, 4),
-    )
-    assert 0 < together <= 1.02 * min(prompts, tokens)
 
 
 def test_what_launch_can_not_start_is_left_out() -> None:

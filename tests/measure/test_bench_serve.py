@@ -134,9 +134,6 @@ def test_figures_and_goodput() -> None:
     assert figures["ttft_s"]["p50"] == pytest.approx(0.1)
     assert figures["tpot_s"]["p99"] == pytest.approx(0.05)
     assert figures["output_tokens"] == 9 and figures["itl_s"]["mean"] == pytest.approx(0.08 / 3)
-    for bad in ("ttft", "ttft=4", "tbt=4ms", "ttft=xms", ""):
-        with pytest.raises(ConfigError, match="slo="):
-            Slo.parse(bad, needs_both=False)
 
 
 @pytest.mark.parametrize("limit", [0.07, 3.3, 47.0])
