@@ -8,14 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, keeping, play, traffic, turn
+from random_traffic import POLICIES, Requests, keeping, play, traffic, turn
 from remembering_store import BLOCK_SIZE
 
 from examples import examples
 from fastdecode.core.errors import RequestError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
-from fastdecode.schedule.cache.retention import POLICIES
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
@@ -29,7 +28,7 @@ from fastdecode.schedule.reserving.holder_choice import OwnHolders
     st.integers(1, 3),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(POLICIES),
+    st.sampled_from(list(POLICIES)),
     st.sampled_from((None, None, "split", 1, 3, 4, 5, 9, 14)),
     st.sampled_from((0, 3, 15)),
     st.sampled_from((0.3, 0.9, 1.0)),

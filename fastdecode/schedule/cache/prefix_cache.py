@@ -162,7 +162,7 @@ class PrefixCache:
         sharing = self._sharing.get(sequence.sequence_id)
         jobs: set[int] = set()
         for part in [] if sharing is None else sharing.parts:
-            jobs |= self.stock[part.holder].moving.jobs_of(part.keys)
+            jobs |= self.stock[part.holder].jobs_of(part.keys)
         return frozenset(jobs)
 
     def begin_fork(
@@ -219,7 +219,7 @@ class PrefixCache:
 
     def is_awaited(self, holder: HolderId) -> bool:
         """Whether a holder keeps what some conversation goes on with."""
-        return self.stock[holder].idle.leases.num_turns > 0
+        return self.stock[holder].num_turns > 0
 
     def has_gap(self, sequence: Sequence) -> bool:
         """Whether a sequence has kept blocks behind tokens that it hasn't run yet."""

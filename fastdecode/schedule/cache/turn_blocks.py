@@ -49,9 +49,9 @@ class TurnBlocks:
         size, turn = self._block_size, sequence.request.cache.turn
         for part in sharing.parts:
             index = self._stock[part.holder]
-            index.blocks.want(part.keys)
+            index.want(part.keys)
             if part.is_turns_tail and part.tail is not None:
-                index.blocks.condemn([part.tail])
+                index.make_void([part.tail])
             elif turn and turn % size == 0:
                 index.end_turn(self._chains.keys(sequence, turn // size)[-1])
 
