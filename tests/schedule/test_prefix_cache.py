@@ -13,8 +13,10 @@ from remembering_store import BLOCK_SIZE
 
 from examples import examples
 from fastdecode.core.errors import RequestError
-from fastdecode.core.holders import HolderId
-from fastdecode.core.sequence import CacheUse
+from fastdecode.core.holders import HolderId, SequenceId
+from fastdecode.core.model.block_keys import block_keys, root_key
+from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams, Sequence
+from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
@@ -207,8 +209,8 @@ def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> N
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_waves_of_prompts_touch_no_more_memory_than_without_a_cache(lanes: int) -> None:
     touched = []
-    for identity in (None, "a"):
-        waves = keeping((60,), lanes=lanes, identity=identity)
+    for keeps in (False, True):
+        waves = keeping((60,), lanes=lanes, keeps_blocks=keeps)
         for wave in range(4):
             for start in range(5):
                 own = 1000 * wave + 100 * start
@@ -243,3 +245,14 @@ def test_what_came_to_no_finite_logits_is_used_by_nobody_again() -> None:
     assert not opened, "it is recomputed from its first token on"
     chat.run_out()
     assert turn(chat, prompt)[1] == 0
+
+
+def test_a_token_that_is_not_known_is_part_of_no_key() -> None:
+    chains = Chains(BLOCK_SIZE, are_on=True)
+    request = Request("a", tuple(range(7)), SamplingParams(), 9, seed=0)
+    sequence = Sequence.of(SequenceId(0), request, 0)
+    sequence.token_ids.append(COMING)
+    keys = block_keys(root_key(""), range(8), BLOCK_SIZE)
+    assert chains.keys(sequence) == keys[:1], "two sequences may have drawn different tokens"
+    sequence.token_ids[-1] = 7
+    assert chains.keys(sequence) == keys

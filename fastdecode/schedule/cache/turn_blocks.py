@@ -7,7 +7,7 @@ from typing import Final
 
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.block_cache import BlockCache
-from fastdecode.schedule.cache.block_hashes import BlockHashes
+from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.parts import Sharing
 
 
@@ -22,7 +22,7 @@ class TurnBlocks:
         block_size: tokens in a block.
     """
 
-    def __init__(self, chains: BlockHashes, stock: BlockCache, block_size: int) -> None:
+    def __init__(self, chains: Chains, stock: BlockCache, block_size: int) -> None:
         self._chains = chains
         self._stock = stock
         self._block_size = block_size
