@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 from holdings import Holding, victim_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from published_configs import LLAMA2_7B, MISTRAL_7B
 
-from examples import examples
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.costs import CostTable, costs_of
@@ -107,24 +103,6 @@ def test_the_order_is_that_of_the_simulated_policy_block_by_block() -> None:
     assert [key.decode() for key in index.evict(40, 100)] == expected
 
 
-def test_what_is_kept_again_is_shared_by_whom_it_was_shared_before() -> None:
-    kept = Kept("retention")
-    first = kept.use("first", 2, 0, ("system", 2))
-    second = kept.use("second", 2, 0, ("system", 2))
-    for chain in (first, second):
-        kept.index.lease(chain[-1])
-    assert kept.give_up(2, 9) == ["first0", "second0"], "the system's are worth twice as much"
-    again = kept.use("first", 2, 5, ("system", 2))
-    kept.index.check_invariants(Counter())
-    assert again == first and {b.key: b.num_leases for b in kept.index} == {
-        b"system0": 2,
-        b"system1": 2,
-        b"first0": 1,
-        b"first1": 1,
-        b"second1": 1,
-    }
-
-
 def test_what_conversations_share_is_worth_what_all_of_them_would_pay() -> None:
     kept = Kept("retention")
     shared, alone = kept.use("shared", 2, 0), kept.use("alone", 2, 10)
@@ -154,29 +132,6 @@ def test_least_recently_used_ends_go_first() -> None:
     kept.use("b", 2, 0)
     kept.use("a", 2, 0)
     assert kept.give_up(4, 0) == ["b1", "b0", "a1", "a0"], "though all at the same moment"
-
-
-@settings(max_examples=examples(150))
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 4)), max_size=12),
-    st.lists(st.integers(1, 6), max_size=6),
-    st.sampled_from(("retention", "lru")),
-)
-def test_whatever_the_policy_only_ends_go_and_all_of_them_in_the_end(
-    uses: list[tuple[int, int, int]], counts: list[int], policy: str
-) -> None:
-    """Chains branch off from another's first blocks."""
-    kept = Kept(policy)
-    for now_s, (name, num_blocks, num_common) in enumerate(uses):
-        branch = f"c{name}-{num_common}-" if num_common else f"c{name}-"
-        kept.use(branch, num_blocks, now_s, ("root", num_common))
-        if counts:
-            kept.give_up(min(counts.pop(), len(kept.index.idle)), now_s + 1)
-        kept.index.check_invariants(Counter())
-        assert not any(block.num_users for block in kept.index)
-        assert all(block.parent is None or block.parent.key in kept.index for block in kept.index)
-    num_idle = len(kept.index.idle)
-    assert len(kept.give_up(num_idle, 99)) == num_idle and not kept.index.idle
 
 
 def test_costs_follow_from_the_model() -> None:

@@ -176,7 +176,7 @@ class Index:
         self._update(block)
 
     def use(self, keys: Iterable[bytes], *, as_hit: bool) -> None:
-        """Count a sequence that starts with these blocks. ``as_hit``: it is no fork."""
+        """Count a sequence that starts with these blocks. ``as_hit``: not a fork."""
         for key in keys:
             block = self._blocks[key]
             block.num_users += 1
