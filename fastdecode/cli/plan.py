@@ -23,7 +23,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.size import Parts, Sequences, read_setup
-from fastdecode.core.config.options import REQUIRED, option, switch
+from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 @dataclass(frozen=True)
 class Arrivals:
     rate: float | None = option(
-        None, "requests a second; default: the trace's", low=1e-6, high=1e6, metavar="R"
+        None, "default: the trace's", low=1e-6, high=1e6, unit="requests a second", metavar="R"
     )
     trace: Path | None = option(None, "requests, JSON Lines, or a server's log")
     replay: bool = switch("the trace's own gaps and order, not drawn ones")
@@ -238,7 +238,8 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     for warning in fit.warnings:
         tell(f"--trace {asked.trace}: {warning}")
     cv = fit.cv if asked.cv is None else asked.cv
-    rate = replace(asked, rate=fit.rate if asked.rate is None else asked.rate).rate
+    rate = fit.rate if asked.rate is None else asked.rate
+    check_options(replace(asked, rate=rate))
     described = (
         f"trace ({read.form}): {fit.num_requests} requests, {read.num_left_out} left out, cv "
         f"{fit.cv:.3g}, mean prompt {fit.mean_prompt:.4g} and output {fit.mean_output:.4g} tokens"
