@@ -113,6 +113,8 @@ def run_launch(args: argparse.Namespace) -> int:
                 "say on which --hosts, and how many R-workers each of them gets: A:2,B:2"
             )
         hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
+    if job.command in _OF_INSTANCES and job.prompt_pp and not instances:
+        instances, hosts = _prompts_apart(job, hosts)
     is_here = (options.s_host or hosts[0].name) in (*_LOCAL, socket.gethostname())
     reports = is_here and not options.dry_run and job.command != "calibrate"
     _check(job, files=reports)
@@ -149,6 +151,23 @@ def _instances(options: LaunchOptions, job: argparse.Namespace) -> tuple[PlacedI
             f"{', '.join(_OF_INSTANCES)} have"
         )
     return read_placement(options.placement, on_devices=job.kv_placement == "gpu")
+
+
+def _prompts_apart(
+    job: argparse.Namespace, hosts: tuple[JobHost, ...]
+) -> tuple[tuple[PlacedInstance, ...], tuple[JobHost, ...]]:
+    """Return the instances of ``--prompt-pp``, and the hosts with a place for each of its stages.
+
+    These are on the hosts without R-workers in turn, or else on the first.
+    """
+    config = check_engine_options(job)
+    prompt_pp, pp, tp = config.s_part.prompt_pp, config.s_part.pp, config.s_part.tp
+    num_places = sum(host.num_r_workers for host in hosts)
+    num_r_workers = 0 if config.r_part.is_on_device else prompt_pp + num_places
+    placed = config.in_job(1 + tp * (prompt_pp + pp) + num_r_workers).instances.placed
+    names = [host.name for host in hosts if not host.num_r_workers] or [hosts[0].name]
+    of_prompts = [JobHost(names[i % len(names)], 1) for i in range(prompt_pp)]
+    return placed, (*of_prompts, *(host for host in hosts if host.num_r_workers))
 
 
 def _check(job: argparse.Namespace, *, files: bool) -> None:
@@ -193,7 +212,7 @@ def _line(
             )
         r_command += [] if value is None else [flag.replace("--r-", "--"), str(value)]
     if instances:
-        r_command += ["--instances", *job.instances]
+        r_command += ["--instances", ",".join(map(str, instances))]
         if job.worker_silence_s != Cluster.worker_silence_s:
             r_command += ["--silence-s", str(job.worker_silence_s)]
     return JobLine(
@@ -208,7 +227,6 @@ def _line(
         as_root=os.geteuid() == 0,
         num_s_ranks=1 if instances else getattr(job, "tp", 1),
         num_stages=1 if instances else getattr(job, "pp", 1),
-        num_prompt_stages=0 if instances else getattr(job, "prompt_pp", 0),
         has_r_workers=has_r_workers,
         instances=instances,
     )
