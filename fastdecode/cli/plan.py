@@ -62,7 +62,7 @@ class Arrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    gpu: str | None = option(None, "name, or profile.json of `calibrate s`", metavar="G")
+    gpu: str = option(REQUIRED, "name, or profile.json of `calibrate s`", metavar="G")
     gpus_per_node: int = option(8, "GPUs of a node", low=1, high=64)
     nodes: int = option(1, "nodes", low=1, high=1024)
     cpu: str = option("EPYC 7452", "name, or profile.json of `calibrate r`", metavar="C")
@@ -177,8 +177,6 @@ def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.slo import Slo
 
     nodes = read_options(args, Nodes)
-    if nodes.gpu is None:
-        raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")
     arrivals = read_options(args, Arrivals)
     slo = Slo.parse(args.slo, args.attainment)
     draw, rate, described = _drawn(arrivals) if arrivals.trace is None else _traced(arrivals)
