@@ -2,7 +2,7 @@
 with the same tokens start with them.
 
 Which holder keeps what is known here, on the S-worker, to the block, since
-starts count on it: holders learn by ``Keep`` and ``Forget`` (``BlockCache``) and
+starts count on it: holders learn by messages (``Stock``) and
 decide nothing. What running sequences use is never given up. Of the rest a
 policy says what goes first.
 
@@ -21,12 +21,12 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence, shifted
-from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.in_progress_blocks import InProgressBlocks
 from fastdecode.schedule.cache.parts import KeptPart, Sharing
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.reuse import Reuse, reuses
+from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.cache.turn_blocks import TurnBlocks
 
 
@@ -62,7 +62,7 @@ class PrefixCache:
         self._fills_gaps = fills_gaps
         self.chains = Chains(block_size, are_on=keeps_blocks)
         policy = policy or Retention(block_size)
-        self.stock = BlockCache(
+        self.stock = Stock(
             num_holders, block_size, policy, clock, only_ends=only_ends, window=window
         )
         """What is kept where."""
@@ -151,7 +151,7 @@ class PrefixCache:
             before = [keys[first - 1] if first else None, *used[:-1]]
             if gap:
                 before[own_gap.start] = keys[gap.stop - 1]
-            self.stock.traffic.fetch(part.holder, used, before)
+            self.stock.fetch(part.holder, used, before)
             self.stock[part.holder].use(used, as_hit=True)
             part.start_with(used, own_gap, has_copy=has_copy and part is last)
         last.is_turns_tail = reuse.has_tail
@@ -239,13 +239,13 @@ class PrefixCache:
             for part in sharing.parts:
                 if part.holder == holder and not lost.isdisjoint(part.keys):
                     self._use_less(part, lost)
-        self.stock.lose_blocks(holder, lost)
+        self.stock[holder].lose(lost)
 
     def _use_less(self, part: KeptPart, lost: set[bytes]) -> None:
         """A part of a running sequence uses these kept blocks no more."""
         self._num_shared[part.holder] -= part.num_shared
         gone = [key for key in part.keys if key in lost]
-        self.stock.release_lost(part.holder, gone)
+        self.stock[part.holder].release(gone, self.stock.now_s())
         part.names = [None if name in lost else name for name in part.names]
         while part.names and part.names[-1] is None:
             part.names.pop()  # it may be kept when the sequence has run it again

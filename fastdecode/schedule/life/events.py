@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId
 from fastdecode.core.sequence import NOTHING, FinishReason, Request, Sequence
-from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Offload, Restore
+from fastdecode.schedule.plan import Chunk, Send
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Submitted:
 @dataclass(frozen=True)
 class LaneIdle:
     """No step of the lane is in flight: what comes before its next one? →
-    ``Keep``, ``Forget``, ``Offload``, ``DropCopies``, ``Close``, ``Extend``,
-    ``Restore``, ``Open``, ``Fork``, ``Resume``"""
+    ``Send``, ``Close``, ``Extend``, ``Open``, ``Fork``, ``Resume``"""
 
     lane: int
 
@@ -337,6 +336,6 @@ class Fail:
 
 
 Instruction: TypeAlias = (
-    "Open | Fork | Resume | Extend | Truncate | Close | Keep | Forget | Offload | Restore | "
-    "DropCopies | TakeOver | Pull | HandOver | HasFetched | Run | Finish | Fail"
+    "Open | Fork | Resume | Extend | Truncate | Close | Send | TakeOver | Pull | HandOver | "
+    "HasFetched | Run | Finish | Fail"
 )

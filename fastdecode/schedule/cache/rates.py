@@ -18,16 +18,6 @@ _TRY_AGAIN: Final = 64
 """After so many times that fetching didn't pay it is measured anew."""
 
 
-@dataclass(frozen=True)
-class OffloadJob:
-    """Blocks of a holder that are being moved."""
-
-    number: int
-    holder: HolderId
-    keys: tuple[bytes, ...]
-    is_fetch: bool
-
-
 @dataclass
 class TierCounts:
     """Blocks, since the start."""

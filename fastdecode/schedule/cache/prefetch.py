@@ -30,7 +30,7 @@ class Prefetch:
 
     def look(self, waiting: Iterable[Sequence]) -> None:
         """At those that wait, in the order of the queue."""
-        if not self._ledger.cache.stock.traffic.has_lower:
+        if not self._ledger.cache.stock.has_lower:
             return
         head = list(islice(waiting, MOST))
         new = [sequence for sequence in head if sequence.sequence_id not in self._seen]
@@ -62,10 +62,10 @@ class Prefetch:
             # Unless some of these had to go for it.
             if sum(key not in stock[best] for key in chain) == num_missing:
                 before = keys[first - 1] if first else None
-                stock.traffic.fetch(best, chain, [before, *chain[:-1]])
+                stock.fetch(best, chain, [before, *chain[:-1]])
 
     def _has_room(self, holder: HolderId, num_blocks: int) -> bool:
-        jobs = self._ledger.cache.stock.traffic.jobs.values()
+        jobs = self._ledger.cache.stock.jobs.values()
         if sum(job.is_fetch and job.holder == holder for job in jobs) >= MOST:
             return False
         copied = self._ledger.cache.stock[holder].idle.num_stored
