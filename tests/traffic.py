@@ -26,14 +26,12 @@ from fastdecode.schedule.life.events import (
     Event,
     Extend,
     Fail,
-    Fetching,
     Finish,
     Fork,
     Instruction,
     LaneIdle,
     LaneReady,
     Lost,
-    Moved,
     Open,
     Opened,
     Resume,
@@ -44,7 +42,15 @@ from fastdecode.schedule.life.events import (
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk, Send
-from fastdecode.wire.blocks import FetchBlocks, ForgetBlocks, KeepBlocks, keys_of
+from fastdecode.wire.blocks import (
+    FetchBlocks,
+    Fetching,
+    ForgetBlocks,
+    KeepBlocks,
+    Moved,
+    keys_of,
+    words_of,
+)
 
 
 @dataclass
@@ -74,12 +80,12 @@ class Moves:
         is_fetch, job = isinstance(order.message, FetchBlocks), order.message.job
         keys = keys_of(order.message.keys)
         if is_fetch and self.tell():
-            return Fetching(order.holder, job, 0.5, 0.5)
+            return Fetching(order.holder, job, 1, 2, 0.5)
         self.under_way.pop(0)
         failed = {key for key in keys if self.fail()}
         failed = stores[order.holder].end_move(keys, blocks, is_fetch=is_fetch, failed=failed)
         self.num_fetched += (len(keys) - len(failed)) * is_fetch
-        return Moved(order.holder, job, tuple(failed), 1, 1.0)
+        return Moved(order.holder, job, words_of(sorted(failed)), 1, 1.0)
 
     def lose(self, worker: int) -> None:
         self.under_way = [move for move in self.under_way if move[0].holder != worker]

@@ -9,13 +9,8 @@ from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume, Truncate
 from fastdecode.schedule.plan import Send
 from fastdecode.wire.blocks import (
-    Fetching,
-    Moved,
-    MoveNews,
-    Pulled,
     ResumeSequence,
     TruncateSequence,
-    keys_of,
     words_of,
 )
 from fastdecode.wire.messages import (
@@ -62,22 +57,6 @@ def message_for(instruction: ForHolder) -> ToRWorker:
             return TruncateSequence(part.part_id, instruction.num_tokens)
         case Close():
             return CloseSequence(part.part_id, tail=(instruction.tail or b"").hex())
-
-
-def move_event(
-    news: MoveNews,
-) -> events.Fetching | events.Moved | events.Stocked | events.Pulled:
-    """What is said of what a holder has moved, or has on disk."""
-    holder = HolderId(news.holder)
-    if isinstance(news, Fetching):
-        return events.Fetching(holder, news.job, news.num_there / news.num_layers, news.seconds)
-    if isinstance(news, Pulled):
-        return events.Pulled(PartId(news.sequence_id), news.reason)
-    if isinstance(news, Moved):
-        failed = tuple(keys_of(news.failed))
-        return events.Moved(holder, news.job, failed, news.num_bytes, news.seconds, news.faults)
-    blocks = dict(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
-    return events.Stocked(holder, news.num_slots, blocks)
 
 
 def event_for(answer: Accepted | Refused, peer: str) -> events.Opened | events.Refused:

@@ -16,10 +16,10 @@ from traffic import Harness
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.cache.rates import Rates, TierCounts
-from fastdecode.schedule.life.events import Fetching
 from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.blocks import Fetching
 
 EARLY = {"swap_threshold": 0.5}
 
@@ -142,7 +142,7 @@ class Fetched:
         self.restores.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:
-        return bool(self.restores.hear(Fetching(HolderId(0), 7, 1 / 6, 0.25)).ready)
+        return bool(self.restores.hear(Fetching(0, 7, 1, 6, 0.25)).ready)
 
 
 @pytest.mark.parametrize(

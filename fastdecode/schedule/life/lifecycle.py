@@ -14,7 +14,7 @@ import logging
 from typing import Final
 
 from fastdecode.core.errors import CapacityError, WorkerError, assert_never
-from fastdecode.core.holders import PartId
+from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
@@ -28,7 +28,6 @@ from fastdecode.schedule.life.events import (
     Ended,
     Event,
     Extend,
-    Fetching,
     Instruction,
     Interrupted,
     Joined,
@@ -36,15 +35,12 @@ from fastdecode.schedule.life.events import (
     LaneReady,
     Leaving,
     Lost,
-    Moved,
     Opened,
-    Pulled,
     Refused,
     Regrouped,
     Reopened,
     Run,
     StepDone,
-    Stocked,
     Submitted,
     TakenOver,
 )
@@ -54,6 +50,7 @@ from fastdecode.schedule.life.restores import Restores
 from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.blocks import Fetching, Moved, Pulled, Stocked, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +146,8 @@ class Lifecycle:
             case Pulled():
                 self.handing.pulled(event)
             case Stocked():
-                self._cache.stock.stocked(event.holder, event.num_slots, event.blocks)
+                blocks = dict(zip(keys_of(event.keys), event.num_tokens.tolist(), strict=True))
+                self._cache.stock.stocked(HolderId(event.holder), event.num_slots, blocks)
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastdecode.schedule.cache.stock import Stock
-from fastdecode.schedule.life.events import Fetching, Moved
 from fastdecode.schedule.life.sequences import SequenceRecord, SequenceState
 from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
+from fastdecode.wire.blocks import Fetching, Moved, keys_of
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,32 @@ class Restores:
             return Outcome()
         if isinstance(event, Fetching):
             return self._come_further(event)
-        self._stock.end_job(event.job, event.failed, event.num_bytes, event.seconds)
+        failed = keys_of(event.failed)
+        self._stock.end_job(event.job, failed, event.num_bytes, event.seconds)
         self._stock.counts.count_faults(*event.faults)
-        return self._over(event)
+        return self._over(event.job, failed)
 
     def _come_further(self, event: Fetching) -> Outcome:
         """More of a job's layers are there."""
         before = self._fetching.get(event.job)
-        a_group = event.share if before is None else before.a_group
-        self._fetching[event.job] = Progress(event.share, a_group, event.seconds)
+        share = event.num_there / event.num_layers
+        a_group = share if before is None else before.a_group
+        self._fetching[event.job] = Progress(share, a_group, event.seconds)
         lives = self._awaiting.get(event.job, ())
         awaiting = [(life, life.fetching) for life in lives if life.fetching is not None]
         return Outcome(tuple([one for one in awaiting if self._joins(*one)]))
 
-    def _over(self, event: Moved) -> Outcome:
-        """A job is over."""
-        self._fetching.pop(event.job, None)
+    def _over(self, job: int, bad: Seq[bytes]) -> Outcome:
+        """Return what comes of a job that is over. ``bad``: keys of what it did not fetch."""
+        self._fetching.pop(job, None)
         ready: list[Awaiting] = []
         failed: list[Awaiting] = []
-        for life in self._awaiting.pop(event.job, ()):
+        for life in self._awaiting.pop(job, ()):
             start = life.fetching
-            if start is None or event.job not in life.awaits:
+            if start is None or job not in life.awaits:
                 continue
-            life.awaits.discard(event.job)
-            has_all = all(set(event.failed).isdisjoint(keys) for keys in start.kept)
+            life.awaits.discard(job)
+            has_all = all(set(bad).isdisjoint(keys) for keys in start.kept)
             if not has_all:
                 life.stop_awaiting()
                 failed += [(life, start)] if life.pending is None else []
