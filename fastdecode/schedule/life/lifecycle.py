@@ -299,7 +299,7 @@ class Lifecycle:
             if sequence.behind_gap:
                 sequence.pass_gap()
             lives.num_cached_tokens += chunk.num_tokens
-            if sequence.sequence_id in cache.coming.computing:
+            if sequence.sequence_id in cache.computing:
                 cache.keep(sequence)
         if lives.num_pending:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
