@@ -1,4 +1,4 @@
-"""What requests that wait will start with is fetched while they wait."""
+"""Fetches the blocks of waiting requests ahead of their start."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ of a holder that fetch for some."""
 
 
 class Prefetch:
-    """Only where there is room that nobody needs: blocks that are free, or
-    are in the lower tier, too. Each request is looked at once.
+    """Fetches into free blocks, and into idle ones that the lower tier has, too. Looks at each
+    request once.
 
     Args:
         ledger: knows what is kept where, and what is free.
@@ -29,7 +29,7 @@ class Prefetch:
         self._seen: set[SequenceId] = set()
 
     def look(self, waiting: Iterable[Sequence]) -> None:
-        """At those that wait, in the order of the queue."""
+        """Fetch for the requests at the head of the queue."""
         if not self._ledger.cache.stock.has_lower:
             return
         head = list(islice(waiting, MOST))
