@@ -22,12 +22,11 @@ from fastdecode.core.sequence import (
     SHARED,
     CacheUse,
     Completion,
-    Prompt,
     SamplingParams,
     check_prompt,
 )
-from fastdecode.text.chat_template import PLAIN, ChatTemplate
-from fastdecode.text.chats import Message, Rendering
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Chat, Message, PromptOrChat
 from fastdecode.text.codec import TextCodec
 
 MAX_ID_CHARS = 1024
@@ -134,14 +133,15 @@ class Turn:
 
     def __post_init__(self) -> None:
         check_turn(self.conversation_id, self.params, 1)
-        if not isinstance(self.prompter, ChatTurn):
+        new = getattr(self.prompter, "new", None)
+        if not isinstance(new, Chat):
             return
         if not self.params.detokenize:
             raise _invalid(
                 "detokenize is false, but a chat's next turn needs the text of this answer: leave "
                 "detokenize out, or give prompts instead of messages"
             )
-        if self.prompter.how.continue_final_message:
+        if new.how.continue_final_message:
             raise _invalid(
                 Given("continue_final_message"),
                 ": a conversation keeps whole messages: leave conversation_id out, and give all "
@@ -197,53 +197,44 @@ def after_a_failed_turn() -> RequestError:
 
 
 @dataclass(frozen=True)
-class PromptTurn:
-    """Continues with a text, or with token ids."""
+class TurnPrompter:
+    """Continues a conversation with a prompt, or with a chat's new messages."""
 
-    prompt: Prompt
+    new: PromptOrChat
     codec: TextCodec
+    template: ChatTemplate | None = None
+    """Writes chats."""
 
     def __call__(self, history: History) -> TurnPrompt:
-        if history.messages:
-            raise _mixed("a chat", "messages")
-        new = check_prompt(self.prompt)
-        if isinstance(new, str):
-            new = self.codec.encode(new, add_special_tokens=not history.token_ids)
-        token_ids = (*history.token_ids, *new)
-        num_past = len(history.token_ids)
+        new, past, text = self.new, history.token_ids, None
+        if isinstance(new, Chat):
+            if past and not history.messages:
+                raise _mixed("prompts", "a prompt")
+            assert self.template is not None, "chats are refused without a template"
+            text = rest = self.template.render(
+                [*history.messages, *new.messages], history.begun, new.how
+            )
+            more = None if history.spelled is None else history.spelled.rest_of(text)
+            past, rest = ((), text) if more is None else (past, more)
+            added: Sequence[int] = self.codec.encode(rest, add_special_tokens=False)
+        else:
+            if history.messages:
+                raise _mixed("a chat", "messages")
+            checked = check_prompt(new)
+            if isinstance(checked, str):
+                text = checked
+                checked = self.codec.encode(text, add_special_tokens=not past)
+            added = checked
+        token_ids = (*past, *added)
 
         def answered(completion: Completion) -> HistoryStep:
-            return HistoryStep(num_past, (*token_ids[num_past:], *completion.token_ids))
-
-        text = self.prompt if isinstance(self.prompt, str) else None
-        return TurnPrompt(token_ids, num_past, answered, text)
-
-
-@dataclass(frozen=True)
-class ChatTurn:
-    """Continues with new messages."""
-
-    messages: tuple[Message, ...]
-    codec: TextCodec
-    template: ChatTemplate
-    how: Rendering = PLAIN
-
-    def __call__(self, history: History) -> TurnPrompt:
-        if history.token_ids and not history.messages:
-            raise _mixed("prompts", "a prompt")
-        messages = [*history.messages, *self.messages]
-        text = self.template.render(messages, history.begun, self.how)
-        rest = None if history.spelled is None else history.spelled.rest_of(text)
-        past = () if rest is None else tuple(history.token_ids)
-        new = self.codec.encode(text if rest is None else rest, add_special_tokens=False)
-        token_ids = (*past, *new)
-
-        def answered(completion: Completion) -> HistoryStep:
-            spelled = _spelled(self.codec, token_ids, text, completion)
+            drawn = (*added, *completion.token_ids)
+            if not isinstance(new, Chat):
+                return HistoryStep(len(past), drawn)
+            spelled = _spelled(self.codec, token_ids, text or "", completion)
+            asked = [deepcopy(dict(each)) for each in new.messages]  # callers may change theirs
             answer = {"role": "assistant", "content": completion.text}
-            added = (*new, *completion.token_ids)
-            asked = [deepcopy(dict(each)) for each in self.messages]  # callers may change theirs
-            return HistoryStep(len(past), added, (*asked, answer), spelled)
+            return HistoryStep(len(past), drawn, (*asked, answer), spelled)
 
         return TurnPrompt(token_ids, len(past), answered, text)
 

@@ -15,7 +15,6 @@ from fastdecode.jobs.formats import (
     LineFormat,
     load_object,
     shape_of,
-    too_long,
 )
 from fastdecode.jobs.lines import (
     WHOLE,
@@ -25,7 +24,7 @@ from fastdecode.jobs.lines import (
     LineSource,
     Shard,
 )
-from fastdecode.openai.chat import Chat
+from fastdecode.text.chats import Chat
 
 MAX_COMPLAINTS = 20
 """Kinds of bad lines that a refusal shows, by the first line of each."""
@@ -114,7 +113,7 @@ def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
     with source.open() as reader:
         for _, raw in itertools.islice(reader, MAX_PROBED_LINES):
             try:
-                line = load_object(raw or b"", 0)
+                line = load_object(raw, 0)
             except RequestError:
                 continue
             if any(name in line for name in OPENAI_FIELDS):
@@ -165,7 +164,7 @@ def survey(
         found.duplicates.add(number)
         if number not in found.bad:
             text = f"its {lines.id_field} was used by line {first}: give each line one of its own"
-            found.complain(number, None, f"{lines.duplicate_code}: {text}")
+            found.complain(number, None, f"duplicate_{lines.id_field}: {text}")
     return found
 
 
@@ -174,8 +173,6 @@ def _check(
 ) -> tuple[LineId | None, bool | None]:
     """Parse a line. Return its id, if it has one, and if it is a turn. None if it is bad."""
     try:
-        if raw is None:
-            raise too_long(number)
         request = lines.parse(raw, number)
         if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
             found.num_untokenizable += 1

@@ -28,12 +28,12 @@ from fastdecode.openai.body_errors import (
     refuse,
     refuse_unknown,
 )
-from fastdecode.openai.chat import Chat, Turn, read_messages
+from fastdecode.openai.chat import read_messages
 from fastdecode.openai.formats import FORMAT_FIELDS, read_format
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
-from fastdecode.text.chats import Rendering
+from fastdecode.text.chats import Chat, PromptOrChat, Rendering
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
@@ -110,7 +110,7 @@ TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
 class BodyRequest:
     """What a body asks: prompts, all to be continued in the same way."""
 
-    prompts: tuple[Turn, ...]
+    prompts: tuple[PromptOrChat, ...]
     params: SamplingParams
     is_chat: bool
     model: str | None = None
@@ -128,6 +128,8 @@ class BodyRequest:
     """What a chat's answer may have besides plain text. None if nothing."""
     echo: Mapping[str, Any] | None = None
     """What a response repeats of its request. None if it isn't for a response."""
+    line_id: str | int = ""
+    """The id of the line that has the body, in a file of lines."""
 
     @property
     def prompt_field(self) -> str:
@@ -355,7 +357,7 @@ def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> 
     refuse_unknown(body, (*FIELDS[url], *also, *LABELS), NOT_SUPPORTED, "the body")
 
 
-def _prompts(prompt: object) -> tuple[Turn, ...]:
+def _prompts(prompt: object) -> tuple[PromptOrChat, ...]:
     """Return one prompt or several, each text or token ids."""
     kinds = {type(each) for each in prompt} if isinstance(prompt, list) else {type(prompt)}
     if isinstance(prompt, str) or (isinstance(prompt, list) and kinds == {int}):

@@ -25,12 +25,20 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.json_file import Refuse, read_bytes
 from fastdecode.core.model.files import read_model_json
-from fastdecode.text.chats import MARK, ROLES, USER, Message, Rendering, for_template, with_objects
+from fastdecode.text.chats import (
+    MARK,
+    PLAIN,
+    ROLES,
+    USER,
+    Message,
+    Rendering,
+    for_template,
+    with_objects,
+)
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.tokenizer_files import SPECIAL_TOKENS, TokenizerFiles
 
 logger = logging.getLogger(__name__)
-PLAIN: Final = Rendering()
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
 # What a template is given anyway, under these names.

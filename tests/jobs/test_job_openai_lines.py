@@ -25,7 +25,6 @@ from fastdecode.core.sequence import (
 )  # fmt: skip
 from fastdecode.jobs.formats import (
     LineError,
-    LineRequest,
     OpenAILines,
     SimpleLines,
     identifier,
@@ -33,12 +32,17 @@ from fastdecode.jobs.formats import (
 )  # fmt: skip
 from fastdecode.openai.answers import usage
 from fastdecode.openai.body_errors import BodyError
-from fastdecode.openai.chat import Chat
-from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
+from fastdecode.openai.requests import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    NOT_SUPPORTED,
+    BodyRequest,
+    RequestReader,
+)
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.server.link import Deltas, Packing, Submit
 from fastdecode.text.chat_format import ChatFormat
-from fastdecode.text.chats import MessageStyle, Rendering
+from fastdecode.text.chats import Chat, MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
 from fastdecode.text.tools import TOOL_FORMATS
@@ -61,11 +65,11 @@ def line(body: object, url: str = COMPLETIONS_URL, **rest: object) -> bytes:
     ).encode()
 
 
-def completion(**body: object) -> LineRequest:
+def completion(**body: object) -> BodyRequest:
     return lines().parse(line({"prompt": "p", **body}), 1)
 
 
-def chat(**body: object) -> LineRequest:
+def chat(**body: object) -> BodyRequest:
     return lines().parse(line({"messages": USER, **body}, CHAT_URL), 1)
 
 
@@ -288,7 +292,7 @@ def test_a_chat_may_continue_its_last_message_and_say_its_effort() -> None:
     completion(add_special_tokens=True, length_penalty=1.0, priority=0)
 
 
-def simple(**body: object) -> LineRequest:
+def simple(**body: object) -> BodyRequest:
     raw = json.dumps({"id": "x", "prompt": "p", **body}).encode()
     return SimpleLines(SamplingParams()).parse(raw, 1)
 
@@ -318,9 +322,7 @@ def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
     }
-    body = completion(model="dir/llama", **labels).body
-    assert body is not None
-    assert body.model == "dir/llama"
+    assert completion(model="dir/llama", **labels).model == "dir/llama"
 
 
 # --- answers

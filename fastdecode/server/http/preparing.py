@@ -21,18 +21,17 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from fastdecode.conversations.order import OpenTurn
-from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, as_turn_error
+from fastdecode.conversations.turns import Turn, TurnPrompt, TurnPrompter, as_turn_error
 from fastdecode.core.errors import CHILD_DIED, FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.openai.body_errors import BodyError, blamed
-from fastdecode.openai.chat import Chat
-from fastdecode.openai.chat import Turn as PromptOrChat
 from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
 from fastdecode.server.admission import QueueFull
 from fastdecode.server.front import Front
 from fastdecode.server.http.connection import CONNECTION
 from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal, unavailable
 from fastdecode.server.options import ServeOptions
+from fastdecode.text.chats import Chat, PromptOrChat
 
 MOST_SEQUENCES: Final = 2048  # most sequences that one HTTP request may ask for
 ORDINARY_BYTES_PER_TOKEN: Final = 16
@@ -101,15 +100,11 @@ class Preparation:
     async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
         """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
-        front, threads = self._front, self._front.tokenizer_thread
+        front = self._front
+        is_chat = isinstance(prompt, Chat)
+        threads = front.template_thread if is_chat else front.tokenizer_thread
         with _blaming_the_prompt(asked):
-            new: ChatTurn | PromptTurn
-            if isinstance(prompt, Chat):
-                assert front.template is not None, "the reader refuses chats without a template"
-                threads = front.template_thread
-                new = ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
-            else:
-                new = PromptTurn(prompt, front.codec)
+            new = TurnPrompter(prompt, front.codec, front.template)
             turn = Turn(f"{self._number}.0", conversation_id, new, asked.params, asked.cache)
             self._take_place()
             opened = self.turn = front.turns.arrive(turn)
