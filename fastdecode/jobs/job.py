@@ -63,9 +63,8 @@ class JobResult:
 
     num_lines: int
     num_done: int
-    """Lines that are answered, now or in a run before."""
+    """Lines that are answered, now or in a run before, ``num_failed`` of them with an error."""
     num_failed: int
-    """Lines that are answered with an error."""
     num_bad: int = 0
     """Lines that fail in every run: bad ones, and prompts that are too long."""
     num_run: int = 0
@@ -83,12 +82,11 @@ class AnswerRules:
     """What a job's answers depend on beside its lines."""
 
     run_seed: int
-    """Seed of lines that don't give one, with their ids."""
     template: ChatTemplate | None
-    """For lines that are conversations."""
-    date: datetime  # for templates
+    date: datetime
+    """Date for the template."""
     answers_lost: bool = False
-    """True if lines whose workers were lost are answered with that error, not left to resume."""
+    """Answer lines whose workers were lost with that error: no other run will."""
 
 
 class BatchJob:
@@ -255,10 +253,7 @@ class BatchJob:
         self, name: str, index: int, prompt: PromptOrChat, request: BodyRequest, llm: LLM
     ) -> PromptRequest | Turn:
         """Return a line's prompt as a request. A turn's is made when the turns before it are over.
-
-        Raises:
-            RequestError: If the template can't write it.
-        """
+        Raises RequestError: If the template can't write it."""
         template, date, params = self._rules.template, self._rules.date, request.params
         if params.seed is None:
             seed = seed_of(self._rules.run_seed, request.line_id, index)

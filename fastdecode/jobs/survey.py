@@ -9,21 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.jobs.formats import (
-    OPENAI_FIELDS,
-    LineError,
-    LineFormat,
-    load_object,
-    shape_of,
-)
-from fastdecode.jobs.lines import (
-    WHOLE,
-    DuplicateFinder,
-    LineId,
-    LineSet,
-    LineSource,
-    Shard,
-)
+from fastdecode.jobs.formats import OPENAI_FIELDS, LineError, LineFormat, load_object, shape_of
+from fastdecode.jobs.lines import WHOLE, DuplicateFinder, LineId, LineSet, LineSource, Shard
 from fastdecode.text.chats import Chat
 
 MAX_COMPLAINTS = 20
@@ -90,14 +77,13 @@ class Survey:
                 "token ids",
                 code="no_tokenizer",
             )
-        num_bad = num_left = len(self.bad)
-        shown = ""
+        num_left, shown = len(self.bad), ""
         for _, text, count in sorted(self.complaints.values()):
             num_left -= count
             shown += f"\n  {text}" + (f" (and {count - 1} more like it)" if count > 1 else "")
         more = f"\n  and {num_left} more" if num_left else ""
         return ConfigError(
-            f"{num_bad} of the {self.num_in_file} lines of {source} are bad; nothing was "
+            f"{len(self.bad)} of the {self.num_in_file} lines of {source} are bad; nothing was "
             f"run:{shown}{more}\n"
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
@@ -105,11 +91,7 @@ class Survey:
 
 
 def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
-    """Return the format of a file's first readable line. None if it is neither.
-
-    Raises:
-        ConfigError: If the file can't be read.
-    """
+    """Return the format of a file's first readable line. None if it is neither."""
     with source.open() as reader:
         for _, raw in itertools.islice(reader, MAX_PROBED_LINES):
             try:
@@ -130,14 +112,12 @@ def survey(
     shard: Shard = WHOLE,
     on_look: OnLook = unseen,
 ) -> Survey:
-    """Read a file from end to end, as the job will.
-
-    Lines of a shape that was checked before are not checked again (``shape_of``).
+    """Read a file from end to end, as the job will. Lines of a shape that was checked before are
+    not checked again (``shape_of``).
 
     Args:
         takes_text: True if the model has a tokenizer.
         shard: The counts are of its lines. Bad lines are those of the whole file.
-        on_look: Called every ``TICK_LINES`` lines.
     """
     found, finder = Survey(shard), DuplicateFinder()
     checked: dict[str, bool] = {}
@@ -154,7 +134,7 @@ def survey(
                     checked[shape] = is_turn
             if line_id is not None:
                 finder.add(number, line_id)
-            if number % shard.count == shard.index % shard.count:
+            if number in shard:
                 found.num_lines += 1
                 found.num_turns += bool(is_turn)
             if found.num_in_file % TICK_LINES == 0:

@@ -22,7 +22,6 @@ from fastdecode.server.link import Opening, StatusReport
 from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
-from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
@@ -95,20 +94,13 @@ class Front:
     def __post_init__(self) -> None:
         opening = self.opening
         self.names = self.options.names(opening.model)
-        has_template = self.template is not None
         self.reader = RequestReader(
             opening.sampling,
             self.names,
-            has_template,
+            self.template is not None,
             is_online=True,
             model_defaults=opening.model_defaults,
-            chat_format=ChatFormat.of(
-                self.template,
-                self.codec.special_tokens,
-                self.options.tool_parser,
-                self.options.reasoning_parser,
-                self.options.chat_template_content_format,
-            ),
+            chat_format=self.options.chat_format(self.template, self.codec.special_tokens),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
         self.metrics = Metrics(opening.max_model_len, self.names[0])

@@ -42,6 +42,13 @@ class ChatOptions:
         AUTO, "marks of reasoning_content; auto: the template's", choices=REASONING_PARSERS
     )
 
+    def chat_format(self, template: ChatTemplate | None, special: Mapping[str, int]) -> ChatFormat:
+        """Return the formats of a model's chats. ``special``: As in ``ChatFormat``."""
+        content_format = self.chat_template_content_format
+        return ChatFormat.of(
+            template, special, self.tool_parser, self.reasoning_parser, content_format
+        )
+
 
 @dataclass(frozen=True)
 class ChatFormat:
