@@ -62,10 +62,9 @@ class Spelled:
 
 @dataclass(frozen=True)
 class HistoryStep:
-    """Addition of one turn."""
+    """Addition of one turn. ``num_kept`` leading tokens of the history before it stay."""
 
     num_kept: int
-    """Leading tokens of the history before it that stay."""
     token_ids: tuple[int, ...]
     """Tokens after them: the rest of the prompt, and what was drawn."""
     messages: tuple[Message, ...] = ()
@@ -98,12 +97,10 @@ def digest_of(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """A turn's prompt."""
+    """A turn's prompt: all tokens of the conversation. The leading ``num_past`` are its history."""
 
     token_ids: tuple[int, ...]
-    """All tokens of the conversation."""
     num_past: int
-    """Leading tokens that are its history's."""
     answered: Callable[[Completion], HistoryStep]
     """Returns what an answered turn adds to the conversation."""
     text: str | None = None
@@ -116,12 +113,8 @@ Prompter: TypeAlias = Callable[[History], TurnPrompt]
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that continues a conversation.
-
-    Raises:
-        RequestError: If the id is invalid, or several answers are requested (code
-            ``invalid_conversation``).
-    """
+    """A request that continues a conversation. Raises RequestError: (code ``invalid_conversation``)
+    If the id is invalid, or several answers are requested."""
 
     request_id: str
     conversation_id: str
@@ -153,10 +146,8 @@ def as_turn_error(error: FastDecodeError) -> FastDecodeError:
     """Return an error of a turn's request, as one of its conversation."""
     if error.code != "prompt_too_long":
         return error
-    return RequestError(
-        f"the conversation has become too long ({error}), or begin another one",
-        code="conversation_too_long",
-    )
+    text = f"the conversation has become too long ({error}), or begin another one"
+    return RequestError(text, code="conversation_too_long")
 
 
 def check_id(conversation_id: object) -> str:
@@ -168,11 +159,8 @@ def check_id(conversation_id: object) -> str:
 
 
 def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int) -> str | None:
-    """Return the conversation that a request names, if it does.
-
-    Raises:
-        RequestError: If such a request hasn't one prompt, or wants more than one answer.
-    """
+    """Return the conversation that a request names, if it does. Raises RequestError: If such a
+    request hasn't one prompt, or wants more than one answer."""
     if conversation_id is None:
         return None
     for name, why in _NOT_IN_TURNS.items():
@@ -190,10 +178,8 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
 
 def after_a_failed_turn() -> RequestError:
     """Return the error of turns after one that has failed."""
-    return RequestError(
-        "an earlier turn of its conversation has failed: ask that one again, and this one after it",
-        code=PREVIOUS_FAILED,
-    )
+    text = "an earlier turn of its conversation has failed: ask that one again, and this one after"
+    return RequestError(f"{text} it", code=PREVIOUS_FAILED)
 
 
 @dataclass(frozen=True)
@@ -257,9 +243,8 @@ def _spelled(
 
 
 def _mixed(begun: str, wanted: str) -> RequestError:
-    return _invalid(
-        f"the conversation began as {begun}: go on with {wanted}, or under another conversation_id"
-    )
+    remedy = f"go on with {wanted}, or under another conversation_id"
+    return _invalid(f"the conversation began as {begun}: {remedy}")
 
 
 def _invalid(*words: str | Given) -> RequestError:
@@ -274,10 +259,8 @@ def why_no_reuse(config: EngineConfig) -> str:
 
 
 def no_reuse_warning(why: str, cache: CacheUse = SHARED) -> str:
-    """Return the warning of a turn with this ``cache``, where ``why`` is ``why_no_reuse``.
-
-    Returns: "" if it reuses KV.
-    """
+    """Return the warning of a turn with this ``cache``, where ``why`` is ``why_no_reuse``; "" if
+    it reuses KV."""
     if not why and cache.is_off:
         why = "this request's cache is off. To reuse KV, leave cache out"
     turn = "conversation_id is given, but this turn computes the whole conversation again"

@@ -40,9 +40,9 @@ async def _generate(front: Front, request: Request) -> ASGIApp:
 
 
 async def _forget(front: Front, request: Request) -> Response:
-    """End a conversation, and keep nothing of it."""
     name = check_id(request.path_params["name"])
-    if not await front.turns.forget(name):
+    # A turn under way is answered, but not kept.
+    if not await asyncio.wrap_future(front.turns.act(front.conversations.forget, name)):
         text = "there is no such conversation, or it is over"
         raise HttpRefusal(404, text, "conversation_not_found", param="conversation_id")
     return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
