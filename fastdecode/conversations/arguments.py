@@ -89,8 +89,8 @@ def parsed(
     for one in output.completions:
         parser = answer_format.parser(codec, output.prompt_token_ids)
         answer = ParsedAnswer.of(one.text, parser, answer_format, token_hex(8))
-        parts = {"content": answer.content, "reasoning_content": answer.reasoning}
-        completions.append(replace(one, **parts, tool_calls=tuple(answer.calls)))
+        one = replace(one, content=answer.content, tool_calls=tuple(answer.calls))
+        completions.append(replace(one, reasoning_content=answer.reasoning))
     return replace(output, completions=tuple(completions))
 
 
