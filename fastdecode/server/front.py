@@ -18,6 +18,7 @@ from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.link import Opening, StatusReport
 from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
@@ -42,14 +43,12 @@ class Outlook:
     seen_s: float = 0.0  # when that arrived
 
     def trouble(self, waiting_since_s: float | None, now_s: float, stall_s: float) -> str | None:
-        """Return why no token could come out, or None if one could.
+        """Return why no token could come out, or None if one could: starting, draining, stalled,
+        broken or no_r_worker.
 
         Args:
             waiting_since_s: When the current stretch of work began. None if there is no work.
             stall_s: Work without a step for this long is a stall, unless steps are long.
-
-        Returns:
-            starting, draining, stalled, broken or no_r_worker.
         """
         seen = self.seen
         # A drained engine is closed, too, but has done its work.
@@ -111,8 +110,8 @@ class Front:
         """Parse what was asked, put together what is answered."""
         self.template_thread = ThreadPoolExecutor(1, "templates")
         self.tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
-        self._turn_thread = ThreadPoolExecutor(1, "conversations")
-        self.turns = OpenTurns(self.conversations, self._turn_thread)
+        self._turns = ThreadPoolExecutor(1, "conversations")
+        self.turns = OpenTurns(self.conversations, self._turns)
         self._numbers = itertools.count(1)
 
     def trouble(self) -> str | None:
@@ -132,14 +131,20 @@ class Front:
             for request in requests
         )
 
+    def enter(self, number: int, num_sequences: int, num_tokens: int) -> None:
+        """Put a request into the queue, or update its size. Raises HttpRefusal: If it is full."""
+        try:
+            self.admission.enter(number, num_sequences, num_tokens, time.monotonic())
+        except HttpRefusal:
+            self.metrics.rejected["queue_full"] += 1
+            raise
+
     def fail_all(self, error: FastDecodeError) -> None:
         self.num_cut += self.client.fail_all(error)
 
     def close(self) -> None:
         """End the processes that encode and render, and the threads."""
-        for pool in (
-            self.body_threads, self.template_thread, self.tokenizer_thread, self._turn_thread,
-        ):  # fmt: skip
+        for pool in (self.body_threads, self.template_thread, self.tokenizer_thread, self._turns):
             pool.shutdown(wait=False, cancel_futures=True)
         self.conversations.close()
         self.codec.close()

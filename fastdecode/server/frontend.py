@@ -20,12 +20,7 @@ from typing import Any
 import uvicorn
 
 from fastdecode.conversations.conversations import Keeping
-from fastdecode.core.errors import (
-    ConfigError,
-    FastDecodeError,
-    ProtocolError,
-    WorkerError,
-)
+from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
@@ -116,11 +111,8 @@ async def _serve(connected: socket.socket) -> None:
 
 
 def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration, loaded.
-
-    Raises:
-        ConfigError: If TLS's files are of no use, or others may read the key.
-    """
+    """Return uvicorn's configuration, loaded. Raises ConfigError: If TLS's files are of no use, or
+    others may read the key."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -168,12 +160,9 @@ def _room_for_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     most = max(1, soft - SPARE_FILES)
-    logger.warning(
-        "more than %d connections are refused, too few files may be open (--max-connections %d): "
-        "raise ulimit -n",
-        most,
-        wanted,
-    )
+    text = "more than %d connections are refused, too few files may be open (--max-connections %d)"
+    text += ": raise ulimit -n"
+    logger.warning(text, most, wanted)
     return most
 
 
@@ -220,9 +209,7 @@ class _Frontend:
     """Follows the messages of the engine's process until that ends."""
 
     def __init__(self, front: Front, guard: Guard, channel: AsyncChannel) -> None:
-        self._front = front
-        self._guard = guard
-        self._channel = channel
+        self._front, self._guard, self._channel = front, guard, channel
         self._ending: asyncio.Task[None] | None = None
         self._gives_up_s = math.inf
         """By ``time.monotonic``; then clients without an answer get none."""

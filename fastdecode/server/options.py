@@ -27,11 +27,7 @@ _FOREVER_S = 1e7
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ChatOptions):
-    """Frozen, and valid from construction on.
-
-    Raises:
-        ConfigError: If a value is out of bounds, or options contradict each other.
-    """
+    """Raises ConfigError: If a value is out of bounds, or options contradict each other."""
 
     host: str = option(
         "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST",
@@ -46,19 +42,15 @@ class ServeOptions(ChatOptions):
         "directory)", metavar="NAME", common=True,
     )  # fmt: skip
     api_key_file: str | None = option(
-        None,
-        f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "
-        "again upon SIGHUP",
-        metavar="FILE",
-        common=True,
-    )
+        None, f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is "
+        "read again upon SIGHUP", metavar="FILE", common=True,
+    )  # fmt: skip
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
     allowed_origins: tuple[str, ...] = option(
-        (),
-        "pages of this site (such as https://HOST) may ask from a browser; *: of any; repeatable",
-        metavar="ORIGIN",
-    )
+        (), "pages of this site (such as https://HOST) may ask from a browser; *: of any; "
+        "repeatable", metavar="ORIGIN",
+    )  # fmt: skip
     open_metrics: bool = option(False, "/metrics, /status.json and /history.json need no key")
     request_log: str | None = option(
         None, "append a JSON line there for every request; -: to stdout", metavar="FILE"
@@ -67,9 +59,8 @@ class ServeOptions(ChatOptions):
         1024, "more requests that wait for their first token are refused (429)", high=1 << 24, low=1
     )
     max_queued_tokens: int | None = option(
-        None,
-        "and more tokens of those, prompts and expected answers (default: 4 times what the KV "
-        "caches hold)", low=1, high=1 << 40,
+        None, "and more tokens of those, prompts and expected answers (default: 4 times what the "
+        "KV caches hold)", low=1, high=1 << 40,
     )  # fmt: skip
     max_connections: int = option(4096, "more connections are refused", low=1, high=1 << 20)
     max_body_mb: float = option(
@@ -82,10 +73,8 @@ class ServeOptions(ChatOptions):
         60.0, "time for a request's body", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
     )
     write_timeout_s: float = option(
-        60.0,
-        "cut off a client that takes nothing for so long; and an HTTP process that was stopped",
-        low=0.1, high=_FOREVER_S, unit="s",
-        metavar="S",
+        60.0, "cut off a client that takes nothing for so long; and an HTTP process that was "
+        "stopped", low=0.1, high=_FOREVER_S, unit="s", metavar="S",
     )  # fmt: skip
     queue_timeout_s: float | None = option(
         None, "end requests (503) whose first token takes longer (default: never)", low=0.001,
@@ -148,9 +137,8 @@ def is_loopback(host: str) -> bool:
 def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the SHA-256, in hex, of every key. If there is none, requests need no key.
 
-    Raises:
-        ConfigError: If the file can't be read, or others may read it; a key is too
-            short; or there is none though others can reach the address.
+    Raises ConfigError: If the file can't be read, or others may read it; a key is too short; or
+    there is none though others can reach the address.
     """
     found = set(filter(None, re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))))
     for key in found:

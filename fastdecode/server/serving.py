@@ -51,15 +51,8 @@ _MOST_BETWEEN_LOOKS_S: Final = 1.0
 
 
 class HttpProcess:
-    """Starts the HTTP process, which refuses requests until the engine is ready. Close it.
-
-    Args:
-        opening: What to serve.
-        environ: Its environment, but for what launchers and keys put there.
-
-    Raises:
-        ConfigError: If it can't listen there, or the tokenizer or the template is of no use.
-    """
+    """Starts the HTTP process, which refuses requests until the engine is ready. Close it. Raises
+    ConfigError: If it can't listen there, or the tokenizer or the template is of no use."""
 
     def __init__(self, opening: Opening, environ: Mapping[str, str] = os.environ) -> None:
         inherited = without_launcher(environ)
@@ -105,9 +98,6 @@ class Bridge(threading.Thread):
     """Serves an engine to the HTTP process from ``start`` on, until the channel is closed.
 
     Args:
-        service: Runs the requests.
-        channel: To the HTTP process.
-        limits: Of any request.
         figures: Of the engine, for status reports. Its thread calls this between two steps.
         silence_s: The HTTP process answers each status report, twice a second. If an answer takes
             longer than this, nothing is read: the process was stopped, or hangs.
@@ -123,7 +113,7 @@ class Bridge(threading.Thread):
     ) -> None:
         super().__init__(name="http", daemon=True)
         self._channel = channel
-        self._server = EngineServer(service, limits, figures, channel.wake)
+        self.server = EngineServer(service, limits, figures, channel.wake)
         self.silence_s = silence_s
         self.is_silent = False
         self.report = StatusReport()  # the engine's latest
@@ -143,7 +133,7 @@ class Bridge(threading.Thread):
         try:
             while True:
                 self._send_all()
-                message = self._channel.receive(self._server.wait_s)
+                message = self._channel.receive(self.server.wait_s)
                 if message is not None:
                     self._obey(message)
         except OSError:
@@ -161,10 +151,6 @@ class Bridge(threading.Thread):
         self._outbox.append(message)
         self._channel.wake()
 
-    def cancel_all(self, error: FastDecodeError) -> None:
-        """End all requests of the HTTP process, which gets the error once it reads again."""
-        self._server.cancel_all(error)
-
     def look(self, now_s: float) -> bool:
         """Update ``is_silent``, several times a second. Return True if it has changed."""
         before_s, self._looked_s = self._looked_s, now_s
@@ -179,7 +165,7 @@ class Bridge(threading.Thread):
     def _send_all(self) -> None:
         while self._outbox:
             self._channel.send(self._outbox.popleft())
-        for message in self._server.messages():
+        for message in self.server.messages():
             if isinstance(message, StatusReport):
                 self._owes_answer, self.report = True, message
             self._channel.send(message)
@@ -190,7 +176,7 @@ class Bridge(threading.Thread):
             case StatusAck():
                 self.is_open.set()
             case Submit() | Cancel():
-                self._server.obey(message)
+                self.server.obey(message)
             case Drained(num_cut):
                 self.num_cut = num_cut
                 self.drained.set()
@@ -241,14 +227,8 @@ class Signals(Protocol):
 
 
 class Serving:
-    """Waits for what ends a server. Used by the thread that opened the service.
-
-    Args:
-        service: Runs the requests. Where it has no thread of its own, its steps run here.
-        bridge: To the HTTP process.
-        signals: Looked at several times a second.
-        reload: Reads the keys again.
-        tell: Shows a line.
+    """Waits for what ends a server. Used by the thread that opened the service: where that has no
+    thread of its own, its steps run here. ``reload`` reads the keys again, ``tell`` shows a line.
     """
 
     def __init__(
@@ -259,12 +239,9 @@ class Serving:
         reload: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
+        self._service, self._bridge, self._signals = service, bridge, signals
+        self._reload, self._tell = reload, tell
         self._lines = ActivityLines(tell)
-        self._service = service
-        self._bridge = bridge
-        self._signals = signals
-        self._reload = reload
-        self._tell = tell
         self._nothing = DeltaQueue()
         self._num_reloaded = 0
 
@@ -292,15 +269,15 @@ class Serving:
         if bridge.is_gone.is_set():
             self._tell("the HTTP process has ended; so does the server")
             return Ending.HTTP_LOST
+        ending, said = Ending.SOME_CUT, "the HTTP process didn't say in time how many requests were"
         if not bridge.drained.is_set():
-            said = "the HTTP process didn't say in time how many requests were cut off"
+            said += " cut off"
         elif num := bridge.num_cut:
             said = f"{num} {'request was' if num == 1 else 'requests were'} cut off"
         else:
-            said = "all running requests were answered"
+            ending, said = Ending.ALL_ANSWERED, "all running requests were answered"
         self._tell(f"ended; {said}")
-        is_whole = bridge.drained.is_set() and not bridge.num_cut
-        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
+        return ending
 
     @property
     def _is_broken(self) -> bool:
@@ -330,7 +307,7 @@ class Serving:
             "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
         )
         text = "the server's HTTP process read nothing for too long: try again"
-        self._bridge.cancel_all(RequestError(text, code="http_stopped"))
+        self._bridge.server.cancel_all(RequestError(text, code="http_stopped"))
 
 
 def _shown(error: FastDecodeError | None) -> str:

@@ -53,7 +53,10 @@ async def tokenize(front: Front, request: Request) -> Response:
 async def detokenize(front: Front, request: Request) -> Response:
     raw = await read_body(request, front.options)
     with _prepared(front) as preparation:
-        body = await preparation.read(raw, _checked_tokens)
+        body = await preparation.read(raw, lambda body: body)
+        refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
+        if not isinstance(body.get("tokens"), list):
+            refuse("tokens", "must be a list of token ids")
         front.reader.model_of(body)
 
         def text() -> str:
@@ -85,14 +88,6 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
             refuse(name, "must be true or false")
     if not is_chat and not isinstance(body.get("prompt"), str):
         refuse("prompt", "must be a string", "invalid_prompt")
-    return body
-
-
-def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of ``/detokenize``. Raises: RequestError: If it is invalid."""
-    refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
-    if not isinstance(body.get("tokens"), list):
-        refuse("tokens", "must be a list of token ids")
     return body
 
 
