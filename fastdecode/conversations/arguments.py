@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from fastdecode.conversations.turns import check_id
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
-from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
+from fastdecode.text.chat_format import AnswerFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, Rendering, check_content
 from fastdecode.text.codec import TextCodec
@@ -87,8 +87,7 @@ def parsed(
         return output
     completions = []
     for one in output.completions:
-        parser = answer_format.parser(codec, output.prompt_token_ids)
-        answer = ParsedAnswer.of(one.text, parser, answer_format, token_hex(8))
+        answer = answer_format.parsed(one.text, codec, output.prompt_token_ids, token_hex(8))
         one = replace(one, content=answer.content, tool_calls=tuple(answer.calls))
         completions.append(replace(one, reasoning_content=answer.reasoning))
     return replace(output, completions=tuple(completions))

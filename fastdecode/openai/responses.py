@@ -103,7 +103,7 @@ class ResponseWriter:
         self._status = "in_progress"
         tokens = TokenText(codec.vocabulary_of(request.params))
         has_reasoning = self._format.reasoning is not None
-        self._offsets = tokens.offsets_after(self._prompt) if has_reasoning else None
+        self._offset_of = tokens.offsets_after(self._prompt) if has_reasoning else None
         self._begins: list[int] = []
         """Where in the text each token begins, if some may be reasoning."""
         self._num_tokens = self._num_cached = self._num_events = 0
@@ -134,8 +134,8 @@ class ResponseWriter:
     def add(self, delta: Delta) -> list[Event]:
         """Return a delta's events, but for those that begin and end a stream."""
         self._num_tokens += len(delta.token_ids)
-        if self._offsets is not None:
-            self._begins += map(self._offsets.next, delta.token_ids)
+        if self._offset_of is not None:
+            self._begins += map(self._offset_of, delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
         parts = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
