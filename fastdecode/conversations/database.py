@@ -72,7 +72,6 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit all statements of the context, or none of them."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield

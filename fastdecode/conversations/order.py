@@ -24,11 +24,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BegunTurn:
-    """A turn that has begun."""
-
     turn: Turn
     history: History
-    """Before it."""
     asked: TurnPrompt
 
     @property
@@ -44,8 +41,6 @@ class BegunTurn:
 
 
 class ReaderTurns:
-    """Turns of one reader."""
-
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
         self._lines: dict[str, deque[Turn]] = {}
@@ -230,6 +225,5 @@ class OpenTurn:
         self._turns.leave(self, has_failed=has_failed)
 
     def tell(self, why_not: FastDecodeError | None) -> None:
-        """Let the turn begin, or fail."""
         if not self.is_due.done():
             self.is_due.set_result(why_not)

@@ -26,7 +26,6 @@ from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.core.os_errors import explained
 
 FILE: Final = "conversations.sqlite"
-"""Its name in a directory of conversations."""
 _KIND: Final = int.from_bytes(b"FDCV", "big")
 _SCHEMA: Final = """
 CREATE TABLE model (identity BLOB NOT NULL);
@@ -146,7 +145,6 @@ class ConversationStore:
         self.sync()
 
     def sync(self) -> None:
-        """Make all turns survive a power cut."""
         with _explaining(self._path):
             self._database.checkpoint()
         self._num_unsynced, self._synced_s = 0, time.monotonic()
@@ -204,8 +202,6 @@ def _replay(
 
 @dataclass
 class Contents:
-    """Summary of one file."""
-
     path: str
     num_bytes: int
     identity: str

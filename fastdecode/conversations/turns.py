@@ -84,7 +84,6 @@ class History:
     spelled: Spelled | None = None
 
     def then(self, step: HistoryStep) -> History:
-        """Return the history with one more turn."""
         token_ids = array("i", self.token_ids[: step.num_kept])
         token_ids.extend(step.token_ids)
         return History(self.begun, token_ids, self.messages + step.messages, step.spelled)
@@ -189,7 +188,6 @@ class TurnPrompter:
     new: PromptOrChat
     codec: TextCodec
     template: ChatTemplate | None = None
-    """Writes chats."""
 
     def __call__(self, history: History) -> TurnPrompt:
         new, past, text = self.new, history.token_ids, None

@@ -72,8 +72,6 @@ class LineError(BodyError):
 
 
 class _Lines:
-    """Lines of one format."""
-
     name: ClassVar[str]
     id_field: ClassVar[str]
     json_code: ClassVar[str] = "invalid_json"
@@ -158,13 +156,7 @@ class SimpleLines(_Lines):
 
 @dataclass(frozen=True)
 class OpenAILines(_Lines):
-    """OpenAI batch lines.
-
-    Args:
-        reader: Reads bodies.
-        run_id: Stands in every answer's id.
-        clock: Unix time, for ``created``.
-    """
+    """OpenAI batch lines. ``run_id`` stands in every answer's id."""
 
     reader: RequestReader
     run_id: str

@@ -59,8 +59,6 @@ KEEP_ALL = Keeping(max_conversations=1 << 40)
 
 @dataclass
 class JobResult:
-    """State of a job."""
-
     num_lines: int
     num_done: int
     """Lines that are answered, now or in a run before, ``num_failed`` of them with an error."""
@@ -84,7 +82,6 @@ class AnswerRules:
     run_seed: int
     template: ChatTemplate | None
     date: datetime
-    """Date for the template."""
     answers_lost: bool = False
     """Answer lines whose workers were lost with that error: no other run will."""
 
@@ -104,7 +101,6 @@ class BatchJob:
         session: JobSession | None = None,
     ) -> None:
         self.session = session
-        """Names of its caches at R-workers that outlive it."""
         self._turns = turns
         self._conversations = None
         if turns is not None:
@@ -155,12 +151,9 @@ class BatchJob:
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
         """Answer what is left, until it is done, ``stopping`` is asked, or no R-worker is left.
-
-        Raises:
-            ConfigError: If the input changed while it was read. Some answers may belong to lines
-                that no longer exist.
-            FastDecodeError: If the output can't be written (code ``output_failed``).
-        """
+        Raises ConfigError: If the input changed while it was read. Some answers may belong to lines
+        that no longer exist. FastDecodeError: If the output can't be written (code
+        ``output_failed``)."""
         progress.begin(self._survey.num_lines, len(self._done))
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
@@ -313,5 +306,4 @@ class BatchJob:
 
 
 def _refuse_later_turn(history: History) -> TurnPrompt:
-    """Refuse a turn that comes after one that has failed."""
     raise after_a_failed_turn()

@@ -52,14 +52,9 @@ class Recovered:
 class Journal:
     """An output that this process holds and no other, open for appending. Close it.
 
-    It is made if it is missing. ``recover`` or ``empty`` it before the first answer.
-
-    Args:
-        sync_lines: Answers after which the next one syncs.
-        sync_s: Seconds after the first answer that isn't synced, likewise.
-
-    Raises:
-        ConfigError: If another run holds it, or it can't be opened.
+    It is made if it is missing. ``recover`` or ``empty`` it before the first answer. It syncs after
+    ``sync_lines`` answers, or ``sync_s`` after the first one that isn't synced. Raises ConfigError:
+    If another run holds it, or it can't be opened.
     """
 
     def __init__(
@@ -96,11 +91,8 @@ class Journal:
         self, identify: Identify, last_line: int, shard: Shard, *, retry_errors: bool
     ) -> Recovered:
         """Cut a torn end off, and return what the output holds. Arguments are as of
-        ``read_answers``. ``retry_errors`` takes answers that are errors out of the file.
-
-        Raises:
-            ConfigError: If it can't be repaired, or holds what isn't this run's.
-        """
+        ``read_answers``. ``retry_errors`` takes answers that are errors out of the file. Raises
+        ConfigError: If it can't be repaired, or holds what isn't this run's."""
         found, good_bytes = Recovered(), 0
         for number, failed, raw in read_answers(self._path, identify, last_line, shard):
             if number in found.done:
@@ -149,11 +141,8 @@ class Journal:
         """Do nothing: answers stand in the order in which they come."""
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write one answer.
-
-        Raises:
-            FastDecodeError: If the disk is full, or gone (code ``output_failed``).
-        """
+        """Write one answer. Raises FastDecodeError: If the disk is full, or gone (code
+        ``output_failed``)."""
         if not self._num_unsynced:
             self._unsynced_since = self._clock()
         with writing(self._path, "; when there is room, go on with --resume"):
@@ -211,10 +200,7 @@ def writing(output: Path, remedy: str = "") -> Iterator[None]:
 
 def _open_locked(path: Path, output: Path, more_flags: int = 0) -> int:
     """Return a descriptor of a file for reading and appending. ``output`` is its name in messages.
-
-    Raises:
-        ConfigError: If another run holds it, or it can't be opened.
-    """
+    Raises ConfigError: If another run holds it, or it can't be opened."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more_flags
     with _refusing(f"can't write the output file {output}"):
         fd = os.open(path, flags, 0o666)
@@ -236,16 +222,8 @@ def read_answers(
     path: Path, identify: Identify, last_line: int, shard: Shard
 ) -> Iterator[tuple[int, bool, bytes]]:
     """Yield the line that each answer is for, True if it is an error, and the answer as it stands.
-
-    An incomplete end is left out.
-
-    Args:
-        last_line: The highest number of a line.
-        shard: Has the lines that may be answered.
-
-    Raises:
-        ConfigError: If the file can't be read, or holds something else.
-    """
+    An incomplete end is left out. Raises ConfigError: If the file can't be read, or holds something
+    else: an answer beyond ``last_line``, for example, or of a line that isn't in ``shard``."""
     torn_at = 0
     try:
         with path.open("rb") as file:
@@ -311,11 +289,8 @@ class OrderedOutput:
         self._expected.append(number)
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write an answer and those that waited for it, or let it wait.
-
-        Raises:
-            FastDecodeError: If the disk is full, or gone (code ``output_failed``).
-        """
+        """Write an answer and those that waited for it, or let it wait. Raises FastDecodeError: If
+        the disk is full, or gone (code ``output_failed``)."""
         line = _encoded(answer)
         if number != self._expected[0]:
             with writing(self._path):

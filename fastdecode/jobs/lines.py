@@ -97,11 +97,8 @@ class LineSource:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[LineReader]:
-        """Open the lines from the first on, uncompressed, without a byte order mark.
-
-        Raises:
-            ConfigError: If it isn't UTF-8, or while it is read, not a whole gzip file.
-        """
+        """Open the lines from the first on, uncompressed, without a byte order mark. Raises
+        ConfigError: If it isn't UTF-8, or while it is read, not a whole gzip file."""
         # A copy is opened by its descriptor, to have a place of its own.
         path = self._path if self._copy is None else f"/proc/self/fd/{self._copy.fileno()}"
         with open(path, "rb") as raw:
@@ -154,7 +151,6 @@ class LineReader:
 
     @property
     def sha256(self) -> str:
-        """Hash of what has been read, in hex."""
         return self._hash.hexdigest()
 
     def _read(self) -> bytes:
@@ -182,7 +178,6 @@ class LineSink:
             write_whole(self._fd, line)
 
     def close(self) -> None:
-        """Raises: OSError: If the end of a compressed file can't be written."""
         if self._packed is None:
             os.close(self._fd)
             return

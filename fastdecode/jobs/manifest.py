@@ -59,7 +59,6 @@ class Manifest:
     """Hash of each file, and chosen formats."""
     shard: str
     num_lines: _Whole
-    """Lines of the shard."""
     last_line: _Whole
     """Number of the input's last line, blank ones left out."""
 
@@ -89,7 +88,6 @@ class Manifest:
         return manifest
 
     def write(self, path: Path) -> None:
-        """Write it whole and durably, or not at all. Raises: ConfigError: If that fails."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
         what = f"the run manifest {path}"
         write_whole(path, text, refuse=lambda why: ConfigError(f"{what}: {why}"), durable=True)
@@ -133,10 +131,7 @@ def identify_model(
     directory: Path, chat_template: Path | None = None, load_format: str = "safetensors"
 ) -> dict[str, str]:
     """Return hashes of a model's files: small ones whole, of weights the size and 256 samples.
-
-    Raises:
-        CheckpointError: If a file can't be read.
-    """
+    Raises CheckpointError: If a file can't be read."""
     files = {name: directory / name for name in MODEL_FILES}
     if chat_template is not None:
         files["--chat-template"] = chat_template

@@ -30,8 +30,6 @@ _PART: Final = ".part"  # suffix of a file that is not whole yet
 
 @dataclass(frozen=True)
 class Merged:
-    """Counts of the joined file."""
-
     num_answers: int
     num_failed: int
     """Answers that are errors."""
@@ -44,13 +42,10 @@ class Merged:
 def merge(
     outputs: Sequence[Path], merged: Path, on_look: OnLook = unseen, *, partial: bool = False
 ) -> Merged:
-    """Write the answers of all outputs into one file. If ``partial``, some may be missing.
-
-    Raises:
-        ConfigError: If the outputs are not those of one job, answers are missing, a line is
-            answered twice, or the joined file is one of the outputs or manifests.
-        FastDecodeError: If the joined file can't be written (code ``output_failed``).
-    """
+    """Write the answers of all outputs into one file. If ``partial``, some may be missing. Raises
+    ConfigError: If the outputs are not those of one job, answers are missing, a line is answered
+    twice, or the joined file is one of the outputs or manifests. FastDecodeError: If the joined
+    file can't be written (code ``output_failed``)."""
     _check_apart(outputs, merged)
     manifests = [Manifest.read(Manifest.path_for(path.resolve())) for path in outputs]
     missing_shards = _check_one_job(outputs, manifests, partial=partial)
@@ -114,11 +109,8 @@ def _write(merged: Path, lines: Iterable[bytes], num_lines: int, on_look: OnLook
 
 
 def _lines_at(places: Iterable[tuple[int, int]], outputs: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the line at each place: an output's index, and an offset.
-
-    Raises:
-        ConfigError: If an output can't be read, or was cut.
-    """
+    """Yield the line at each place: an output's index, and an offset. Raises ConfigError: If an
+    output can't be read, or was cut."""
     with contextlib.ExitStack() as opened:
         try:
             files = [opened.enter_context((path := each).open("rb")) for each in outputs]

@@ -45,12 +45,8 @@ def open_job(
     on_look: OnLook = unseen,
 ) -> BatchJob:
     """Check everything that can be checked without a model, find out what is left to do, and hold
-    the output.
-
-    Raises:
-        ConfigError, ModelError: If something is wrong with options, files or the model directory.
-            Nothing was changed.
-    """
+    the output. Raises ConfigError, ModelError: If something is wrong with options, files or the
+    model directory. Nothing was changed."""
     options = replace(options, output=_resumable(options.output))
     output, turns_path = options.output, options.output.with_name(options.output.name + ".turns")
     check_paths(
@@ -149,11 +145,7 @@ def open_ordered_job(
     on_look: OnLook = unseen,
 ) -> BatchJob:
     """Open a job of simple lines whose answers stand in the order of the lines. It can't be
-    resumed.
-
-    Raises:
-        ConfigError: If something is wrong with the files. Nothing was changed.
-    """
+    resumed. Raises ConfigError: If something is wrong with the files. Nothing was changed."""
     check_paths(options.input, output=options.output)
     lines = simple_lines(options, numbers=False)
     is_stream = options.output == STANDARD
@@ -242,14 +234,8 @@ def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
 def _begin(
     options: JobOptions, config: EngineConfig, journal: Journal, lines: str, found: Survey
 ) -> tuple[Manifest, Recovered]:
-    """Begin or resume a run. Return its manifest, and what is in its output.
-
-    Args:
-        lines: Format of the lines.
-
-    Raises:
-        ConfigError: If there is an output, and this job may not resume it.
-    """
+    """Begin or resume a run. Return its manifest, and what is in its output. Raises ConfigError:
+    If there is an output, and this job may not resume it."""
     path, is_empty = Manifest.path_for(options.output), journal.is_empty
     if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(
@@ -285,7 +271,6 @@ def _begin(
 
 
 def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Survey) -> Manifest:
-    """Return the manifest of a new run."""
     directory = find_model(config.model)
     checkpoint = open_checkpoint(directory, config.s_part.load_format)
     identity = identify(config, checkpoint.spec(max_model_len=config.s_part.max_model_len))

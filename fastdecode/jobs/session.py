@@ -136,11 +136,8 @@ class JobSession:
         return self._session.number
 
     def begin(self) -> None:
-        """Record that this process resumes what was held, under names that it gives.
-
-        Raises:
-            ConfigError: If the file can neither be written nor removed. Its names are stale.
-        """
+        """Record that this process resumes what was held, under names that it gives. Raises
+        ConfigError: If the file can neither be written nor removed. Its names are stale."""
         try:
             self._write(())
             assert self._database is not None
@@ -210,11 +207,8 @@ class JobSession:
 
     def _write(self, sequences: Iterable[TokenSequence]) -> None:
         """Replace the content: ``sequences``, and held ones that have not been submitted yet.
-        Holders know the KV of those by other names now, so they have no parts.
-
-        Raises:
-            sqlite3.Error: If it can't be written. The content is what it was.
-        """
+        Holders know the KV of those by other names now, so they have no parts. Raises
+        sqlite3.Error: If it can't be written. The content is what it was."""
         assert self._database is not None
         every = list(sequences)
         submitted = {sequence.request.request_id for sequence in every}

@@ -22,14 +22,8 @@ def answer_body(
     created_s: int,
     model: str,
 ) -> dict[str, Any]:
-    """Return a ``text_completion`` or ``chat.completion`` object.
-
-    Args:
-        outputs: One for each of the request's prompts, none of them an error.
-        answer_id: What follows ``chatcmpl-`` or ``cmpl-``.
-        created_s: Unix time.
-        model: The model's name in the answer.
-    """
+    """Return a ``text_completion`` or ``chat.completion`` object. ``outputs`` are one for each of
+    the request's prompts, none of them an error. ``created_s`` is Unix time."""
     writer = ChoiceWriter(request, codec, answer_id)
     body = {
         **writer.head("chat.completion", created_s, model),
@@ -79,7 +73,6 @@ def status(error: FastDecodeError) -> tuple[int, str]:
 
 
 def finish_reason(reason: str, *, has_calls: bool) -> str:
-    """Return OpenAI's finish reason of an answer to a chat."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 

@@ -20,8 +20,6 @@ _NO_TEXT = '""'
 
 @dataclass
 class _Choice:
-    """What has been sent of one choice."""
-
     offset_of: Callable[[int], int]
     parser: PartsParser | None
     """None if the text is plain."""
@@ -33,14 +31,11 @@ class _Choice:
 
 
 class ChunkWriter:
-    """Writes one request's deltas as chunks, each a JSON object in a text.
+    """Writes one request's deltas as chunks, each a JSON object in a text. ``prompts`` are the
+    tokens of each of the request's prompts.
 
     A choice's first chunk comes with its first token, and only then has the role: clients take
     it for the first token.
-
-    Args:
-        prompts: The tokens of each of the request's prompts.
-        answer_id, created_s, model: As of ``answer_body``.
     """
 
     def __init__(

@@ -114,7 +114,6 @@ class BodyRequest:
     params: SamplingParams
     is_chat: bool
     model: str | None = None
-    """The model's name as the body gave it."""
     want_token_ids: bool = False
     """Answer with the tokens' ids, too."""
     stream: StreamOptions | None = None
@@ -141,8 +140,6 @@ class BodyRequest:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What a body says of its stream."""
-
     include_usage: bool = False
     """Send the usage in a chunk of its own at the end."""
     continuous_usage: bool = False
@@ -155,8 +152,6 @@ class RequestReader:
 
     Args:
         given: Sampling parameters for bodies without them, in place of OpenAI's defaults.
-        served_model_names: What a body's ``model`` may be.
-        has_chat_template: True if chats can be answered.
         is_online: The client is connected. Bodies may ask for streams, and what they give a
             template is bounded.
     """
@@ -245,8 +240,7 @@ class RequestReader:
         # null is the same as not given
         said = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
         if is_chat:
-            said.update(_chat_logprobs(body))
-            said.update(_max_completion_tokens(body))
+            said.update(_chat_params(body))
         elif body.get("logprobs") is not None:
             said["logprobs"] = body["logprobs"]
         if structured is not None:
@@ -288,24 +282,17 @@ class RequestReader:
             if self.is_online and (name in TEMPLATE_FIELDS or isinstance(value, (dict, list))):
                 known = "only texts, numbers, true, false and null, and no template"
                 refuse("chat_template_kwargs", f"can't say {name!r}: {known}")
-        messages = read_messages(body.get("messages"))
-        how = _rendering(body, variables or {}, tools)
-        return Chat(messages, replace(how, style=self.chat_format.style))
-
-
-def _rendering(
-    body: dict[str, Any], variables: Mapping[str, Any], tools: Tools | None
-) -> Rendering:
-    begins_turn = _boolean(body, "add_generation_prompt")
-    continues = _boolean(body, "continue_final_message") is True
-    effort = body.get("reasoning_effort")
-    if effort is not None:
-        if not isinstance(effort, str):
+        messages, effort = read_messages(body.get("messages")), body.get("reasoning_effort")
+        begins_turn = _boolean(body, "add_generation_prompt")
+        continues = _boolean(body, "continue_final_message") is True
+        if not isinstance(effort, str | None):
             refuse("reasoning_effort", "must be a string")
-        variables = {"reasoning_effort": effort, **variables}
-    with blaming("continue_final_message"):
-        definitions = () if tools is None else tools.definitions
-        return Rendering.of(begins_turn, continues, variables, definitions)
+        if effort is not None:
+            variables = {"reasoning_effort": effort, **(variables or {})}
+        with blaming("continue_final_message"):
+            definitions = () if tools is None else tools.definitions
+            how = Rendering.of(begins_turn, continues, variables, definitions)
+        return Chat(messages, replace(how, style=self.chat_format.style))
 
 
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
@@ -371,20 +358,13 @@ def _prompts(prompt: object) -> tuple[PromptOrChat, ...]:
     return tuple(prompt)
 
 
-def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters that a chat gives in another form."""
     wanted = _boolean(body, "logprobs", " in a chat; how many is top_logprobs")
-    top = body.get("top_logprobs")
+    top, most = body.get("top_logprobs"), body.get("max_completion_tokens")
     if top and not wanted:
         refuse("top_logprobs", "needs logprobs: true")
-    if wanted is None:
-        return {}
-    return {"logprobs": (top or 0) if wanted else None}
-
-
-def _max_completion_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    most = body.get("max_completion_tokens")
-    if most is None:
-        return {}
-    if body.get("max_tokens") not in (None, most):
+    if most is not None and body.get("max_tokens") not in (None, most):
         refuse("max_completion_tokens", "and max_tokens, its older name, differ: give one of them")
-    return {"max_tokens": most}
+    said = {} if wanted is None else {"logprobs": (top or 0) if wanted else None}
+    return said if most is None else {**said, "max_tokens": most}

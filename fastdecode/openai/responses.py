@@ -44,8 +44,6 @@ def response_body(
 
 @dataclass
 class _Item:
-    """An item that is being written."""
-
     kind: str
     place: int
     item_id: str
@@ -71,13 +69,8 @@ class _Item:
 
 
 class ResponseWriter:
-    """Writes one answer as a ``response``, and its deltas as events.
-
-    Args:
-        request: What was asked, with an ``echo``.
-        prompts: The tokens of its only prompt.
-        answer_id, created_s, model: As of ``answer_body``.
-    """
+    """Writes one answer as a ``response``, and its deltas as events. ``prompts`` has the tokens of
+    the request's only prompt."""
 
     def __init__(
         self,
@@ -116,7 +109,6 @@ class ResponseWriter:
         return "".join(map(self._sent, first + self.add(delta)))
 
     def end(self) -> str:
-        """Return what ends the stream."""
         return self._sent(self._whole(f"response.{self._status}"))
 
     def response(self) -> dict[str, Any]:
@@ -187,7 +179,6 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str) -> list[Event]:
-        """End the open item, if one is."""
         item, events = self._open, []
         if item is None:
             return []

@@ -28,11 +28,8 @@ class QueueAdmission:
         """Times at which requests left the queue with a token, their sequences and tokens."""
 
     def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
-        """Queue a request, or update the size of a queued one.
-
-        Raises:
-            HttpRefusal: If a limit would be exceeded. The request is then not queued.
-        """
+        """Queue a request, or update the size of a queued one. Raises HttpRefusal: If a limit would
+        be exceeded. The request is then not queued."""
         self.remove(key)
         excess = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self.max_tokens

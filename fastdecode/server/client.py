@@ -76,7 +76,6 @@ class OpenRequests:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The engine's part of a line of the request log."""
         ttft_s = None if self.first_s is None else round(self.first_s - self.accepted_s, 6)
         return {
             "prompt_tokens": self.num_prompt_tokens,

@@ -115,7 +115,6 @@ class Front:
         self._numbers = itertools.count(1)
 
     def trouble(self) -> str | None:
-        """Return why no token could come out now, or None if one could."""
         since_s = self.client.waiting_since_s
         return self.outlook.trouble(since_s, time.monotonic(), self.options.stall_s)
 
@@ -154,5 +153,4 @@ class Front:
 
 
 def draining_error() -> FastDecodeError:
-    """Return the error of requests that the end of the server cuts off."""
     return RequestError("the server is shutting down", code="draining")

@@ -61,7 +61,6 @@ SPARE_FILES = 128
 
 
 def main(fd: int) -> None:
-    """Serve until the socket ``fd`` is closed by the other side."""
     # The engine's process says what to do; uvicorn would end upon these.
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)

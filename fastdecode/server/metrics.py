@@ -79,8 +79,6 @@ Values: TypeAlias = "float | Mapping[Any, float]"
 
 
 class Histogram:
-    """Counts of observations by size."""
-
     def __init__(self, buckets: Sequence[float]) -> None:
         self._buckets = tuple(buckets)
         self._counts = [0] * (len(buckets) + 1)
@@ -91,7 +89,6 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return how many observations were at most each bound."""
         bounds = [*(str(float(bound)) for bound in self._buckets), "+Inf"]
         return [(bound, sum(self._counts[: i + 1])) for i, bound in enumerate(bounds)]
 

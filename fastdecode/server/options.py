@@ -111,7 +111,6 @@ class ServeOptions(ChatOptions):
 
     @property
     def is_loopback(self) -> bool:
-        """True if no other host can reach the server."""
         return self.unix_socket is not None or is_loopback(self.host)
 
     @property

@@ -85,7 +85,6 @@ class HttpProcess:
             raise
 
     def close(self) -> None:
-        """End it. Safe to call twice."""
         self.channel.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDS_WITHIN_S)

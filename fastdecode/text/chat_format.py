@@ -251,7 +251,6 @@ class ParsedAnswer:
     calls: list[ToolCall] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Return OpenAI's message of an assistant."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

@@ -98,8 +98,6 @@ _NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "fil
 
 
 class _Probes:
-    """Renders conversations with marks in them."""
-
     def __init__(self, probe: Probe, content_format: str) -> None:
         self._probe = probe
         self._is_auto = content_format == "auto"

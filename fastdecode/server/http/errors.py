@@ -47,7 +47,6 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
 
 
 def new_request_id() -> str:
-    """Return an id for a request that brings none."""
     return "req_" + secrets.token_hex(12)
 
 

@@ -39,8 +39,6 @@ T = TypeVar("T")
 
 
 class Completion:
-    """One request for completions, answered as an ASGI application."""
-
     def __init__(self, front: Front, request: Request, ping_s: float = PING_S) -> None:
         self._front, self._request, self._ping_s = front, request, ping_s
         self._number = front.next_number()

@@ -24,7 +24,6 @@ _TOKENS_FIELDS = ("model", "tokens")
 
 
 async def tokenize(front: Front, request: Request) -> Response:
-    """Answer with the token ids of a text or a chat."""
     raw = await read_body(request, front.options)
     with _prepared(front) as preparation:
         body = await preparation.read(raw, _checked)
