@@ -78,10 +78,14 @@ def test_completions(client: Any) -> None:
 def test_without_text_there_are_token_ids(client: Any, streams: bool) -> None:
     asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
     ids = client.completions.create(**asked, extra_body={"return_token_ids": True})
+    asked["logprobs"] = 0
     said = client.completions.create(**asked, stream=streams, extra_body={"detokenize": False})
     choices = [chunk.choices[0] for chunk in said] if streams else said.choices
     assert "".join(choice.text for choice in choices) == ""
     assert [token for choice in choices for token in choice.token_ids] == ids.choices[0].token_ids
+    assert [len(choice.token_ids) for choice in choices] == [
+        len(choice.logprobs.tokens) for choice in choices
+    ], "no log-probability waits for text"
 
 
 def test_chats(client: Any) -> None:
