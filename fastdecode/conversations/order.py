@@ -1,7 +1,4 @@
-"""Order of turns: each begins when the one before it in its conversation is over.
-
-``ReaderTurns`` orders turns of one reader, ``OpenTurns`` those of many clients of an event loop.
-"""
+"""Order of turns: each begins when the one before it in its conversation is over."""
 
 from __future__ import annotations
 

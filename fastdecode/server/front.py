@@ -12,7 +12,7 @@ from typing import Final
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.order import OpenTurns
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
@@ -112,15 +112,12 @@ class Front:
         self.tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
         self._turns = ThreadPoolExecutor(1, "conversations")
         self.turns = OpenTurns(self.conversations, self._turns)
-        self._numbers = itertools.count(1)
+        self.next_number = itertools.count(1).__next__
+        """Returns a number of a generation, unique in this process."""
 
     def trouble(self) -> str | None:
         since_s = self.client.waiting_since_s
         return self.outlook.trouble(since_s, time.monotonic(), self.options.stall_s)
-
-    def next_number(self) -> int:
-        """Return a number of a generation, unique in this process."""
-        return next(self._numbers)
 
     def expected_tokens(self, requests: list[Request]) -> int:
         """Return about how many tokens requests will have in the KV cache."""
@@ -150,7 +147,3 @@ class Front:
         if self.template is not None:
             self.template.close()
         self.log.close()
-
-
-def draining_error() -> FastDecodeError:
-    return RequestError("the server is shutting down", code="draining")

@@ -20,13 +20,19 @@ from typing import Any
 import uvicorn
 
 from fastdecode.conversations.conversations import Keeping
-from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
+)
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 from fastdecode.server.client import RequestTable
-from fastdecode.server.front import Front, draining_error
+from fastdecode.server.front import Front
 from fastdecode.server.http.app import Routes
 from fastdecode.server.http.connection import bounded
 from fastdecode.server.http.guard import Guard
@@ -242,7 +248,7 @@ class _Frontend:
             case Drain() | CutOff():
                 front.outlook.is_draining = True
                 if isinstance(message, CutOff):
-                    self._cut(draining_error())
+                    self._cut(RequestError("the server is shutting down", code="draining"))
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
             case _:

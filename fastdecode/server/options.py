@@ -113,10 +113,6 @@ class ServeOptions(ChatOptions):
     def is_loopback(self) -> bool:
         return self.unix_socket is not None or is_loopback(self.host)
 
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mb * (1 << 20))
-
     def names(self, model: str) -> tuple[str, ...]:
         name = hub_name(model)
         usual = (Path(os.path.abspath(model)).name,) if name is None else (name, Path(name).name)

@@ -116,8 +116,7 @@ class Bridge(threading.Thread):
         self.silence_s = silence_s
         self.is_silent = False
         self.report = StatusReport()  # the engine's latest
-        self._owes_answer = False
-        self._was_heard = False  # since the last look
+        self._owes_answer = self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
         self._outbox: deque[ServerMessage] = deque()
@@ -187,10 +186,8 @@ class ActivityLines:
     """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
     def __init__(self, tell: Callable[[str], None], clock: Clock = time.monotonic) -> None:
-        self._tell = tell
-        self._clock = clock
-        self._told_s = clock()
-        self._tokens = 0
+        self._tell, self._clock = tell, clock
+        self._told_s, self._tokens = clock(), 0
 
     def turn(self, now: StatusReport) -> None:
         now_s = self._clock()
@@ -202,11 +199,8 @@ class ActivityLines:
         if not (now.num_running or now.num_waiting or num_new):
             return
         live, num = now.workers
-        workers = f", R-workers {live}/{num}" if num else ""
-        self._tell(
-            f"{now.num_running} running, {now.num_waiting} waiting, "
-            f"{num_new / elapsed_s:.0f} tok/s{workers}"
-        )
+        rate = f"{num_new / elapsed_s:.0f} tok/s" + (f", R-workers {live}/{num}" if num else "")
+        self._tell(f"{now.num_running} running, {now.num_waiting} waiting, {rate}")
 
 
 class Ending(IntEnum):
@@ -249,10 +243,8 @@ class Serving:
         bridge, signals = self._bridge, self._signals
         self._turn_while(lambda: not signals.num_stops)
         if not self._is_broken:
-            self._tell(
-                f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
-                "at once"
-            )
+            most = f"{drain_timeout_s:g} s at most"
+            self._tell(f"finishing requests for {most}; a second signal stops at once")
             bridge.send(Drain(drain_timeout_s))
             self._turn_while(lambda: signals.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():

@@ -88,7 +88,10 @@ class Guard:
 
         connection = CONNECTION.get(None)
         if connection is not None:
-            connection.begin(_body_bytes(scope["headers"]))
+            found = dict(scope["headers"])
+            length = found.get(b"content-length", b"0").strip()
+            is_known = length.isdigit() and b"transfer-encoding" not in found
+            connection.begin(int(length) if is_known else None)
         try:
             await self._app(scope, receive, answer)
         except Exception as error:
@@ -171,12 +174,3 @@ class Guard:
                 kind="authentication_error", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         return hashed[:12]
-
-
-def _body_bytes(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """Return the length of a request's body. None if it was not announced."""
-    found = dict(headers)
-    if b"transfer-encoding" in found:
-        return None
-    length = found.get(b"content-length", b"0").strip()
-    return int(length) if length.isdigit() else None

@@ -181,7 +181,7 @@ async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
     if any(coding and coding.lower() not in ("identity", "chunked") for coding in codings):
         text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
         raise HttpRefusal(415, text, "unsupported_media_type")
-    most_bytes = options.max_body_bytes
+    most_bytes = int(options.max_body_mb * (1 << 20))
     too_large = HttpRefusal(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
