@@ -29,7 +29,7 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.jobs.lines import MAX_LINE_BYTES, Identify, LineId
-from fastdecode.openai.answers import answer_body, error_body, status
+from fastdecode.openai.answers import answer_body, error_body, status, usage
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, BodyRequest, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
@@ -308,19 +308,13 @@ def _prompt_of(line: dict[str, Any]) -> Prompt:
 
 def output_fields(output: RequestOutput) -> dict[str, Any]:
     completions = [_completion_fields(completion) for completion in output.completions]
-    num_prompt = len(output.prompt_token_ids)
-    num_output = sum(len(completion.token_ids) for completion in output.completions)
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
-    if output.num_cached_tokens:
-        usage["cached_tokens"] = output.num_cached_tokens
+    counts = usage([output])
+    details = counts.pop("prompt_tokens_details")
+    counts |= details if output.num_cached_tokens else {}
     body: dict[str, Any] = completions[0] if len(completions) == 1 else {"completions": completions}
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = [step and _step(step) for step in output.prompt_logprobs]
-    return {**body, "usage": usage}
+    return {**body, "usage": counts}
 
 
 def _completion_fields(completion: Completion) -> dict[str, Any]:

@@ -12,12 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import core
 from prometheus_client.registry import Collector
 
 from fastdecode.server.client import OpenRequests
@@ -221,7 +216,7 @@ class Metrics(Collector):
         self._seen = seen
         self.history.note(now_s, self.generation_tokens, seen)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         if self._seen is not None:
             yield from self._of_engine(self._seen)
         tokens = {
@@ -237,7 +232,7 @@ class Metrics(Collector):
         ends = "Requests that are over."
         yield self._counter("vllm:request_success", ends, self.ended, "finished_reason")
         for name, (text, histogram) in self._histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=[*self._labels])
+            family = core.HistogramMetricFamily(f"vllm:{name}", text, labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.cumulative(), histogram.sum)
             yield family
         refused = "Requests that were refused."
@@ -245,7 +240,7 @@ class Metrics(Collector):
         gone = "Requests whose client went away."
         yield self._counter("fastdecode:aborted_requests", gone, self.aborted, "stage")
 
-    def _of_engine(self, seen: StatusReport) -> Iterator[Metric]:
+    def _of_engine(self, seen: StatusReport) -> Iterator[core.Metric]:
         """Yield what the latest report says; figures only exist after the first step."""
         figures, live = seen.figures, seen.num_live_r_workers
         yield self._gauge("vllm:num_requests_running", "Sequences that run.", seen.num_running)
@@ -273,20 +268,20 @@ class Metrics(Collector):
         text = "Tokens cached on an R-worker."
         yield self._gauge("fastdecode:r_worker_load_tokens", text, loads, "worker")
 
-    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> Metric:
-        return self._filled(GaugeMetricFamily, name, text, values, labels)
+    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> core.Metric:
+        return self._filled(core.GaugeMetricFamily, name, text, values, labels)
 
-    def _counter(self, name: str, text: str, values: Values, *labels: str) -> Metric:
-        return self._filled(CounterMetricFamily, name, text, values, labels)
+    def _counter(self, name: str, text: str, values: Values, *labels: str) -> core.Metric:
+        return self._filled(core.CounterMetricFamily, name, text, values, labels)
 
     def _filled(
         self, kind: Any, name: str, text: str, values: Values, labels: Sequence[str]
-    ) -> Metric:
+    ) -> core.Metric:
         family = kind(name, text, labels=[*self._labels, *labels])
         for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
             more = (key,) if isinstance(key, str) else key
             family.add_metric([*self._labels.values(), *more], value)
-        filled: Metric = family
+        filled: core.Metric = family
         return filled
 
 

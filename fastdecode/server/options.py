@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
@@ -23,6 +24,10 @@ MAX_KEYS = 10_000
 MIN_KEY_CHARS = 8
 _MAX_KEYS_BYTES = 4 << 20
 _FOREVER_S = 1e7
+
+
+def _seconds(default: float | None, text: str, low: float = 0.1) -> Any:
+    return option(default, text, low=low, high=_FOREVER_S, unit="s", metavar="S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +71,20 @@ class ServeOptions(ChatOptions):
     max_body_mb: float = option(
         8.0, "larger bodies are refused (413)", low=0.001, high=1024, unit="MiB", metavar="MIB"
     )
-    header_timeout_s: float = option(
-        10.0, "time for a request's header", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
+    header_timeout_s: float = _seconds(10.0, "time for a request's header")
+    body_timeout_s: float = _seconds(60.0, "time for a request's body")
+    write_timeout_s: float = _seconds(
+        60.0,
+        "cut off a client that takes nothing for so long; and an HTTP process that was stopped",
     )
-    body_timeout_s: float = option(
-        60.0, "time for a request's body", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
+    queue_timeout_s: float | None = _seconds(
+        None, "end requests (503) whose first token takes longer (default: never)", 0.001
     )
-    write_timeout_s: float = option(
-        60.0, "cut off a client that takes nothing for so long; and an HTTP process that was "
-        "stopped", low=0.1, high=_FOREVER_S, unit="s", metavar="S",
-    )  # fmt: skip
-    queue_timeout_s: float | None = option(
-        None, "end requests (503) whose first token takes longer (default: never)", low=0.001,
-        high=_FOREVER_S, unit="s", metavar="S",
-    )  # fmt: skip
-    request_timeout_s: float | None = option(
-        None, "end requests that take longer (default: never)", low=0.001, high=_FOREVER_S,
-        unit="s", metavar="S",
-    )  # fmt: skip
-    drain_timeout_s: float = option(
-        30.0, "upon SIGTERM, time for running requests to end", low=0, high=_FOREVER_S, unit="s",
-        metavar="S",
-    )  # fmt: skip
-    stall_s: float = option(
-        60.0, "not healthy when there is work, but no step within so long", low=0.1,
-        high=_FOREVER_S, unit="s", metavar="S",
-    )  # fmt: skip
+    request_timeout_s: float | None = _seconds(
+        None, "end requests that take longer (default: never)", 0.001
+    )
+    drain_timeout_s: float = _seconds(30.0, "upon SIGTERM, time for running requests to end", 0)
+    stall_s: float = _seconds(60.0, "not healthy when there is work, but no step within so long")
 
     def __post_init__(self) -> None:
         check_options(self)

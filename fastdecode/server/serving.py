@@ -22,20 +22,7 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, 
 from fastdecode.core.host.processes import python_command
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.link import (
-    Cancel,
-    Channel,
-    CutOff,
-    Drain,
-    Drained,
-    Listening,
-    Opening,
-    ServerMessage,
-    StatusAck,
-    StatusReport,
-    Submit,
-    Unfit,
-)
+from fastdecode.server import link
 from fastdecode.server.options import KEYS_VARIABLE
 from fastdecode.wire.mpi.ranks import without_launcher
 
@@ -54,7 +41,7 @@ class HttpProcess:
     """Starts the HTTP process, which refuses requests until the engine is ready. Close it. Raises
     ConfigError: If it can't listen there, or the tokenizer or the template is of no use."""
 
-    def __init__(self, opening: Opening, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, opening: link.Opening, environ: Mapping[str, str] = os.environ) -> None:
         inherited = without_launcher(environ)
         ours, theirs = socket.socketpair()
         main = "from fastdecode.server.frontend import main; main(int(given))"
@@ -67,13 +54,13 @@ class HttpProcess:
                 env={name: inherited[name] for name in inherited if name != KEYS_VARIABLE},
                 start_new_session=True,
             )
-        self.channel = Channel(ours)
+        self.channel = link.Channel(ours)
         try:
             self.channel.send(opening)
             match self.channel.receive():
-                case Listening(address):
+                case link.Listening(address):
                     self.address = address
-                case Unfit(message):
+                case link.Unfit(message):
                     raise ConfigError(message, code="unfit_to_serve")
                 case _:
                     raise OSError
@@ -105,7 +92,7 @@ class Bridge(threading.Thread):
     def __init__(
         self,
         service: EngineService[Any],
-        channel: Channel,
+        channel: link.Channel,
         limits: RequestLimits,
         figures: Callable[[Any], dict[str, Any]] = lambda served: {},
         silence_s: float = math.inf,
@@ -115,11 +102,11 @@ class Bridge(threading.Thread):
         self.server = EngineServer(service, limits, figures, channel.wake)
         self.silence_s = silence_s
         self.is_silent = False
-        self.report = StatusReport()  # the engine's latest
+        self.report = link.StatusReport()  # the engine's latest
         self._owes_answer = self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
-        self._outbox: deque[ServerMessage] = deque()
+        self._outbox: deque[link.ServerMessage] = deque()
         self.is_gone = threading.Event()  # set when the HTTP process has ended
         self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
@@ -144,7 +131,7 @@ class Bridge(threading.Thread):
             self.is_gone.set()
             self.is_open.set()
 
-    def send(self, message: ServerMessage) -> None:
+    def send(self, message: link.ServerMessage) -> None:
         """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
         self._outbox.append(message)
         self._channel.wake()
@@ -164,18 +151,18 @@ class Bridge(threading.Thread):
         while self._outbox:
             self._channel.send(self._outbox.popleft())
         for message in self.server.messages():
-            if isinstance(message, StatusReport):
+            if isinstance(message, link.StatusReport):
                 self._owes_answer, self.report = True, message
             self._channel.send(message)
 
-    def _obey(self, message: ServerMessage) -> None:
+    def _obey(self, message: link.ServerMessage) -> None:
         self._owes_answer, self._was_heard = False, True
         match message:
-            case StatusAck():
+            case link.StatusAck():
                 self.is_open.set()
-            case Submit() | Cancel():
+            case link.Submit() | link.Cancel():
                 self.server.obey(message)
-            case Drained(num_cut):
+            case link.Drained(num_cut):
                 self.num_cut = num_cut
                 self.drained.set()
             case _:
@@ -189,7 +176,7 @@ class ActivityLines:
         self._tell, self._clock = tell, clock
         self._told_s, self._tokens = clock(), 0
 
-    def turn(self, now: StatusReport) -> None:
+    def turn(self, now: link.StatusReport) -> None:
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
@@ -245,12 +232,12 @@ class Serving:
         if not self._is_broken:
             most = f"{drain_timeout_s:g} s at most"
             self._tell(f"finishing requests for {most}; a second signal stops at once")
-            bridge.send(Drain(drain_timeout_s))
+            bridge.send(link.Drain(drain_timeout_s))
             self._turn_while(lambda: signals.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():
             self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
         if not bridge.drained.is_set():
-            bridge.send(CutOff())
+            bridge.send(link.CutOff())
             end_s = time.monotonic() + _CUT_WITHIN_S
             is_answered = bridge.drained.is_set
             while not (is_answered() or bridge.is_gone.is_set() or time.monotonic() >= end_s):
@@ -289,7 +276,7 @@ class Serving:
                 self._reload()
 
     def _on_silence(self) -> None:
-        """Cancel the requests of an HTTP process that reads nothing: it answers no client."""
+        """link.Cancel the requests of an HTTP process that reads nothing: it answers no client."""
         if not self._bridge.is_silent:
             self._tell("the HTTP process reads again")
             return
