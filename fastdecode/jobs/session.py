@@ -103,11 +103,11 @@ class JobSession:
         self._num_known: dict[int, int] = {}
         """Recorded tokens of the sequences that have started."""
         self._database: database.Database | None = self._open()
-        rows = self._database.execute("SELECT content FROM records ORDER BY number")
+        select = "SELECT content FROM records ORDER BY number"
         found: _Opened | None = None
         held: list[HeldSequence] = []
         try:
-            found, held = _recorded(rows)
+            found, held = _recorded(self._database.execute(select))
         except (MsgspecError, LookupError, ValueError, TypeError, sqlite3.Error):
             logger.warning(_DAMAGED, path)
         before = found or _Opened()

@@ -56,17 +56,10 @@ _PROBED_AT: Final = datetime(2000, 1, 1)
 
 
 class ChatTemplate:
-    """A template, ready to render in a child process.
-
-    Args:
-        origin: Where it comes from, for the log and errors at the start.
-        special_tokens: ``{"bos_token": "<s>", …}``, as far as the model has them.
-        tool_source: The program for conversations with tools. None for the same one.
-
-    Raises:
-        CheckpointError: If the source isn't a Jinja program, or hits a limit on a word.
-        MissingExtraError: If the package jinja2 isn't installed.
-    """
+    """A template, ready to render in a child process. ``origin`` is for the log and for errors at
+    the start. ``tool_source`` is the program for conversations with tools; None for the same one.
+    Raises CheckpointError: If the source isn't a Jinja program, or hits a limit on a word.
+    MissingExtraError: If the package jinja2 isn't installed."""
 
     def __init__(
         self,
