@@ -279,6 +279,7 @@ def test_metrics_add_up(server: Server) -> None:
         usages.append(server.complete(**body)[1]["usage"])
         more = {"stream": True, "stream_options": {"include_usage": True}}
         said = events(server.ask("POST", "/v1/completions", {**body, **more})[2])
+        assert all(chunk["usage"] is None for chunk in said[:-2]), "as OpenAI's API has it"
         usages.append(said[-2]["usage"])
         assert usages[-1] == usages[-2]
     server.wait_until_idle()  # KV blocks are as of the last report
