@@ -356,9 +356,8 @@ class LLM:
             ]
             if ids is not None:
                 self._warn_of_turns(cache)
-                prompters = [
-                    TurnPrompter(Chat(tuple(new), how), self.codec, template) for new in chats
-                ]
+                using = self.codec, template
+                prompters = [TurnPrompter(Chat(tuple(new), how), *using) for new in chats]
                 turns = [
                     Turn(str(place), *each, cache)
                     for place, each in enumerate(zip(ids, prompters, every, strict=True))
