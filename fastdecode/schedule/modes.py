@@ -81,8 +81,6 @@ def make_scheduler(
         clock,
         only_ends=split is not None,
         window=window if split is None else None,
-        # A prompt stage stores the tokens of a prompt one after the other.
-        fills_gaps=not options.num_prompt_lanes,
     )
     home = None if hybrid is None else hybrid.device
     reserve = 0.0 if batching.length_quantile is None else RESERVE
@@ -95,7 +93,7 @@ def make_scheduler(
         ledger,
         partial(_lanes, sharing, capacity, times, places, home=home),
         lengths,
-        num_lanes=options.num_all_lanes,
+        num_lanes=options.num_lanes,
         max_num_sequences=batching.max_num_sequences,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
@@ -115,8 +113,7 @@ def _lanes(
 ) -> list[Lane]:
     """So many lanes. Each has its part of what there may be in all; with a home lane,
     each may have all of it, but for a load limit, which away lanes share."""
-    num_prompt_lanes = options.num_prompt_lanes
-    one = options.with_lanes(num_lanes - num_prompt_lanes) if home is None else options
+    one = options.with_lanes(num_lanes) if home is None else options
     num_limited = one.num_lanes if home is None else max(1, num_lanes - 1)
     budget = (
         one.batching.step_tokens - one.lane_size,
@@ -125,8 +122,7 @@ def _lanes(
         one.split_tokens,
         one.whole_prompts,
     )
-    decodes_only = num_prompt_lanes > 0
-    lanes = [
+    return [
         Lane(
             _admission(
                 one,
@@ -137,19 +133,9 @@ def _lanes(
             ),
             PrefillBudget(*budget),
             index=index,
-            decodes_only=decodes_only,
         )
-        for index in range(num_lanes - num_prompt_lanes)
+        for index in range(num_lanes)
     ]
-    return lanes + [_prompt_lane(one, len(lanes) + index) for index in range(num_prompt_lanes)]
-
-
-def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
-    """It runs nothing but prompts, a step's tokens of them at a time."""
-    most = min(options.batching.chunk_tokens(), options.batching.step_tokens)
-    split = options.split_tokens
-    budget = PrefillBudget(most, most, part_tokens=split, whole_prompts=True, past_alone=True)
-    return Lane(Greedy(), budget, index=index, runs_prompts_only=True)
 
 
 def _control(
