@@ -92,6 +92,7 @@ class Pump(threading.Thread):
         """True if it was woken, and has not begun to work since."""
         self._stopped = False
         self._has_failed = False
+        self.start()
 
     def wake(self) -> None:
         self.is_wanted = True

@@ -104,18 +104,16 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._woken = threading.Event()
         self._waits_since: float | None = None
         self._left_s = 0.0
-        with job.lock:
-            self._exchange.hubs.append(self)
-            self._exchange.claim()
         self._pump: Pump | None = None
         self._pulse: Pump | None = None
         if is_hurried and job.threads_may_take_turns:
             self._pump = Pump(self._keep_going, _PUMP_INTERVAL_S)
-            self._pump.start()
         if gives_signs and job.threads_may_take_turns:
             self._pulse = Pump(self._give_signs, _PULSE_S)
-            self._pulse.start()
             self._pulse.wake()
+        with job.lock:
+            self._exchange.hubs.append(self)
+            self._exchange.claim()
 
     def connect(
         self, rank: int, peer: str, *, line: int | None = None, gives_signs: bool | None = None
@@ -166,7 +164,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
             self._kinds[connection] = kind
         else:
             name, why = f"rank {self._job.rank}", f"{num_alike} peers have sent {kind.__name__}"
-            connection.say_last(Failed(name, "busy", why))
+            connection.send(Failed(name, "busy", why))
+            connection.close()
         return True
 
     def _add(self, connection: MpiConnection[SendT, ReceiveT], peer: str) -> None:
@@ -178,8 +177,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
             index = next(places, index)
         connection.index = index
         self.connections = *self.connections[:index], connection, *self.connections[index + 1 :]
-        if connection.inbox or connection.end is not None:
-            connection.note_ready()
+        connection.note_ready()
 
     def wake(self) -> None:
         """Have the thread that waits in ``receive_any``, or does so next, look up, as if its time
@@ -244,8 +242,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
     def _look(self) -> tuple[int, ReceiveT] | None:
         """Take what has come, in order of arrival."""
         with self._job.lock:
-            for connection in self.connections if self.silence_s else ():
-                connection.check_silence()
+            if self.silence_s:
+                for connection in self.connections:
+                    connection.check_silence()
             while True:
                 for _ in range(len(self.ready)):
                     connection = self.ready.popleft()
@@ -256,28 +255,19 @@ class MpiHub(Generic[SendT, ReceiveT]):
                         message = connection.take()
                     except WorkerError as error:
                         raise PeerLostError(connection.index, error) from None
-                    if connection.inbox or connection.end is not None:
-                        connection.note_ready()
+                    connection.note_ready()
                     if message is not None:
                         return connection.index, message
                 if not self._exchange.take_in():
                     break
-            self._check_peers()
+            is_over = not any(each.is_open for each in self.connections)
+            if self._greetings:  # then others may come until rank 0 has left
+                left_s = self._exchange.left_s.get(S_RANK, math.inf)
+                is_over = time.monotonic() - left_s > (0.0 if is_over else _LEAVING_S)
+            if is_over:
+                peers = ", ".join(x.peer for x in self.connections)
+                raise closed_error(peers or link_address(S_RANK), by_peer=True)
         return None
-
-    def _check_peers(self) -> None:
-        """
-        Raises:
-            WorkerError: (``CLOSED``) If no peer is left, and none may come.
-        """
-        is_any_open = any(each.is_open for each in self.connections)
-        patience_s = _LEAVING_S if is_any_open else 0.0
-        may_come = bool(self._greetings) and self._exchange.left_for_s(S_RANK) <= patience_s
-        if may_come or (is_any_open and not self._greetings):
-            return
-        raise closed_error(
-            ", ".join(x.peer for x in self.connections) or link_address(S_RANK), by_peer=True
-        )
 
     def _give_signs(self) -> bool:
         with self._job.lock:

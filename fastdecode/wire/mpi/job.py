@@ -82,7 +82,7 @@ class MpiJob:
     threads_may_take_turns: bool  # if False, only the thread that joined may call MPI
     exchange: Exchange = field(init=False)
     """Where the messages of all ranks arrive."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     """Held around every MPI call: MPI was asked for calls by several threads, one at a time."""
     hanging: set[int] = field(default_factory=set)
     """Ranks that were given up though MPI has not reported them dead."""
@@ -96,7 +96,10 @@ class MpiJob:
     def looks(self) -> int | None:
         """Return how often messages were taken in, for the watchdog. None while no thread
         calls MPI."""
-        return self.exchange.num_looks if self.lock.locked() else None
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return None
+        return self.exchange.num_looks
 
 
 joined: Final[list[MpiJob]] = []
@@ -325,14 +328,8 @@ class JoinWatch(threading.Thread):
         return ""
 
 
-def send_text(job: MpiJob, rank: int, text: str) -> None:
-    """Send a short text to another S-worker's rank, when the job begins."""
-    with job.lock:
-        job.exchange.send_text(rank, text)
-
-
 def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
-    """Wait for the text that a rank sends by ``send_text``.
+    """Wait for the text that a rank sends by ``Exchange.send_text``.
 
     Raises:
         WorkerError: If the rank has ended without sending it, or it doesn't come in time.
