@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages_for_tests import in_one_piece, same, small_attend
+from messages_for_tests import in_one_piece, same, small_attend, to_r_worker
+from values import replace
 
 from examples import examples
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.codec import MAX_BODY_BYTES, Codec
 from fastdecode.wire.messages import (
@@ -30,6 +31,7 @@ from fastdecode.wire.messages import (
     Shutdown,
 )
 from fastdecode.wire.stages import StagePass
+from fastdecode.wire.traits import Role
 
 CODEC = Codec()
 PREFIX = struct.Struct("<4sIQ")
@@ -152,6 +154,15 @@ def test_values_in_messages_are_held_to_their_own_rules(
     if "more" in changes:
         good = [*good, *[0] * 20]
     refuse(forged([*good[:3], {**kv, **changes}, *good[4:]]), f"Hello: .*{match}")
+
+
+@pytest.mark.parametrize(("session", "role"), [(0, Role.S_WORKER), (7, Role.NEIGHBOUR)])
+def test_only_an_s_workers_cache_of_a_session_outlives_it(session: int, role: Role) -> None:
+    """Of a neighbour's, nothing would ever free the memory."""
+    hello = to_r_worker()[0]
+    for field in ("outlives", "resumes"):
+        with pytest.raises(ConfigError, match="only an S-worker's cache of a session"):
+            replace(hello, session=session, role=role, **{field: True})
 
 
 def test_a_lie_about_sizes_costs_no_memory() -> None:
