@@ -15,9 +15,7 @@ from messages_for_tests import in_one_piece, same, small_attend, to_r_worker
 from values import replace
 
 from examples import examples
-from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
-from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.codec import MAX_BODY_BYTES, Codec
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -189,13 +187,7 @@ SAMPLES: list[Message] = [
     AttendResult(1, 0, 2, np.ones((2, 4, 8), np.float32), np.ones((2, 4), np.float32), 0.25),
     AttendResult(1, 0, 2, np.ones((0, 4, 8), np.float32), None, 0.25),
     BeginStep(1, 0, np.arange(3), *[np.arange(3, dtype=np.int32)] * 4, want_lse=True),
-    Hello(
-        1,
-        "abc",
-        KVSpec(2, 2, 64, DType.FLOAT32),
-        (AttentionSpec(4, 2, 64, 0.1),) * 2,
-        DType.FLOAT32,
-    ),
+    to_r_worker()[0],
     Failed("rank 3", "internal_error", "the kernel failed"),
     Shutdown(),
 ]
