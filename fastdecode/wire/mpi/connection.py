@@ -30,7 +30,6 @@ from fastdecode.wire.codec import (
     MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
     Array,
-    piece_bytes,
     read_prefix,
 )
 from fastdecode.wire.messages import Failed
@@ -103,9 +102,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def send(self, message: SendT | Failed) -> None:
         with self._exchange.lock:
             frame = self.hub.codec.encode(message)  # type: ignore[arg-type]
-            if self.is_closed or self.is_gone:
+            if self.is_closed or (self.end is not None and self.is_gone):
                 raise closed_error(self.peer, by_peer=not self.is_closed)
-            self.let_go()
+            if self.leaving:
+                self.let_go()
             if frame.num_bytes <= _INLINE_BYTES:
                 whole = self.pool.take(frame.num_bytes)
                 frame.write(whole.data)
@@ -118,13 +118,14 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                     body = self.pool.take(frame.body_bytes)
                     frame.write_body(body.data)
                 self.isend(body)
-            if self.is_gone:
+            if self.end is not None and self.is_gone:
                 raise closed_error(self.peer, by_peer=True)
         self.hub.on_left()
 
     def isend(self, data: Any) -> None:
         try:
-            self.leaving.append((self._exchange.isend(data, self.rank, self.line), data))
+            request = self._exchange.comm.Isend([data, MPI.BYTE], self.rank, self.line)
+            self.leaving.append((request, data))
         except MPI.Exception as error:
             self._exchange.on_error(self, error)
 
@@ -141,7 +142,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         with self._exchange.lock:
             if self.is_closed:
                 raise closed_error(self.peer, by_peer=False)
-            self.let_go()
+            if self.leaving:
+                self.let_go()
             while (message := self.take()) is None and self._exchange.take_in():
                 pass
             return message
@@ -177,9 +179,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 if self._head is not None:
                     head, self._head = self._head, None
                     return self.hub.codec.decode(head, piece)  # type: ignore[return-value]
-                if len(piece) == piece_bytes(*read_prefix(piece.data)):
+                head_bytes, body_bytes = read_prefix(piece.data)
+                if not body_bytes or len(piece) != head_bytes:
                     return self.hub.codec.decode(piece)  # type: ignore[return-value]
-                self._head = piece
+                self._head = piece  # its body follows
         except MPI.Exception as error:
             self._exchange.on_error(self, error)
         except ProtocolError as error:
@@ -263,7 +266,7 @@ class Exchange:
         """When each rank that isn't there any more has left or died."""
         self.hubs: Final[list[MpiHub[Any, Any]]] = []
         self.abandoned: Final[list[InFlight]] = []
-        self._comm = job.comm.Dup()
+        self.comm = job.comm.Dup()
         self._status = MPI.Status()
         self._connections: dict[tuple[int, int], MpiConnection[Any, Any]] = {}
         self._unclaimed: list[MpiConnection[Any, Any]] = []
@@ -288,7 +291,7 @@ class Exchange:
         status = self._status
         self.num_looks += 1
         try:
-            found = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+            found = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
             if found is None:
                 return False
             self._take(found, status.source, status.tag, status.Get_count(MPI.BYTE))
@@ -353,13 +356,10 @@ class Exchange:
         connection.lose(error.Get_error_string())
         connection.abandon()
 
-    def isend(self, data: Any, rank: int, tag: int) -> MPI.Request:
-        return self._comm.Isend([data, MPI.BYTE], rank, tag)
-
     def _post(self, rank: int, tag: int, data: bytes = b"") -> InFlight | None:
         """Send a rank what belongs to no connection. Return None if it has died."""
         try:
-            self.abandoned.append((self.isend(data, rank, tag), data))
+            self.abandoned.append((self.comm.Isend([data, MPI.BYTE], rank, tag), data))
         except MPI.Exception as error:
             self._note_deaths(error)
             return None
@@ -426,9 +426,9 @@ class Exchange:
         """Find out which ranks have died. Without a library that says so, all are lost."""
         ranks, why = list(range(self.job.size)), error.Get_error_string()
         try:
-            failed = self._comm.Get_failed()
-            ranks = failed.Translate_ranks(list(range(failed.size)), self._comm.Get_group())
-            self._comm.Ack_failed(failed.size)
+            failed = self.comm.Get_failed()
+            ranks = failed.Translate_ranks(list(range(failed.size)), self.comm.Get_group())
+            self.comm.Ack_failed(failed.size)
             why = "its process has died"
         except (MPI.Exception, NotImplementedError):
             pass

@@ -255,12 +255,18 @@ class MpiHub(Generic[SendT, ReceiveT]):
                         message = connection.take()
                     except WorkerError as error:
                         raise PeerLostError(connection.index, error) from None
-                    connection.note_ready()
+                    if connection.inbox or connection.end is not None:
+                        connection.note_ready()
                     if message is not None:
                         return connection.index, message
                 if not self._exchange.take_in():
                     break
-            is_over = not any(each.is_open for each in self.connections)
+            for connection in self.connections:
+                if connection.is_open:
+                    is_over = False
+                    break
+            else:
+                is_over = True
             if self._greetings:  # then others may come until rank 0 has left
                 left_s = self._exchange.left_s.get(S_RANK, math.inf)
                 is_over = time.monotonic() - left_s > (0.0 if is_over else _LEAVING_S)
