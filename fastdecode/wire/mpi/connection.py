@@ -32,7 +32,7 @@ from fastdecode.wire.codec import (
     Array,
     read_prefix,
 )
-from fastdecode.wire.messages import Failed
+from fastdecode.wire.messages import Failed, Message
 from fastdecode.wire.mpi.job import MpiJob, load_mpi
 from fastdecode.wire.transport import (
     CLOSED,
@@ -76,6 +76,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.pool: Final = BufferPool()
         self.index: int | None = None
         """Its place in the hub. None if the hub doesn't receive from it."""
+        self.greeting: type[Message] | None = None  # the peer's first, if that made the connection
         self.is_open = True  # false once this side has closed it, or its end was received
         self.is_closed = False
         self.is_ready = False  # true while the hub is about to look at it

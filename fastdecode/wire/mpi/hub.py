@@ -98,7 +98,6 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self.connections: Sequence[MpiConnection[SendT, ReceiveT]] = ()
         self._opened: list[MpiConnection[SendT, ReceiveT]] = []
         self._greetings = greetings or {}
-        self._kinds: dict[MpiConnection[SendT, ReceiveT], type[Message]] = {}
         self._takes_signs = takes_signs and job.threads_may_take_turns
         self._is_hurried = is_hurried
         self._woken = threading.Event()
@@ -157,12 +156,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
         if kind is None or kind not in self._greetings:
             return False
         rank = connection.rank
+        num_alike = sum(each.greeting is kind for each in self.connections if each.is_open)
+        connection.greeting = kind
         self._add(connection, f"rank {rank}" if rank else f"the S-worker (rank {rank})")
-        self._kinds = {each: kind for each, kind in self._kinds.items() if each.is_open}
-        num_alike = list(self._kinds.values()).count(kind)
-        if num_alike < self._greetings[kind]:
-            self._kinds[connection] = kind
-        else:
+        if num_alike >= self._greetings[kind]:
             name, why = f"rank {self._job.rank}", f"{num_alike} peers have sent {kind.__name__}"
             connection.send(Failed(name, "busy", why))
             connection.close()

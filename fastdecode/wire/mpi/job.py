@@ -38,7 +38,7 @@ from fastdecode.core.errors import (
     imports_for,
 )
 from fastdecode.wire.mpi.ranks import S_RANK, launched_rank, launched_size, local_size
-from fastdecode.wire.waiting import Watchdog, look_until_found
+from fastdecode.wire.waiting import look_until_found
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -94,14 +94,6 @@ class MpiJob:
     is_over: bool = False
     """Set under the lock when this process leaves: no thread calls MPI any more."""
 
-    def looks(self) -> int | None:
-        """Return how often messages were taken in, for the watchdog. None while no thread
-        calls MPI."""
-        if self.lock.acquire(blocking=False):
-            self.lock.release()
-            return None
-        return self.exchange.num_looks
-
 
 joined: Final[list[MpiJob]] = []
 """A process is in one MPI job, from joining it to its end."""
@@ -155,14 +147,12 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
                 "waits",
                 library,
             )
-        host = mpi.Get_processor_name()
-        job = MpiJob(comm, comm.rank, comm.size, library, host, granted)
+        job = MpiJob(comm, comm.rank, comm.size, library, mpi.Get_processor_name(), granted)
         from fastdecode.wire.mpi.connection import Exchange
 
         job.exchange = Exchange(job)
     joined.append(job)
-    tick_s = STUCK_AFTER_S / _STUCK_TICKS
-    Watchdog(job.looks, _end_stuck, tick_s=tick_s, num_ticks=_STUCK_TICKS).start()
+    threading.Thread(target=_watch, args=(job,), name="mpi-watch", daemon=True).start()
     return job
 
 
@@ -191,9 +181,7 @@ def load_mpi() -> Any:
 def _initialize(mpi: Any) -> None:
     """Call MPI_Init, which returns once every rank has called it. mpi4py's would keep Python's
     lock to itself."""
-    # Any thread, one at a time: full multi-threading has been seen to hang over
-    # TCP when a rank is killed.
-    level = mpi.THREAD_SERIALIZED
+    level = mpi.THREAD_SERIALIZED  # jobs of more have hung over TCP when a rank was killed
     try:
         init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
     except (OSError, AttributeError):
@@ -211,16 +199,15 @@ def check_size(size: int, launched: int, library: str) -> None:
     Raises:
         ConfigError: If the library doesn't see as many ranks as were launched.
     """
-    if size == launched:
-        return
-    beside = Path(sys.executable).with_name("mpirun")
-    found = beside if beside.exists() else shutil.which("mpirun")
-    raise ConfigError(
-        f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs "
-        "to another MPI than the library that mpi4py loaded. Use "
-        f"{found or 'the mpirun of that library'}, or install mpi4py for your launcher's MPI",
-        code="mpi_launcher_mismatch",
-    )
+    if size != launched:
+        beside = Path(sys.executable).with_name("mpirun")
+        found = beside if beside.exists() else shutil.which("mpirun")
+        raise ConfigError(
+            f"the launcher started {launched} ranks, but {library} sees {size}: the launcher "
+            "belongs to another MPI than the library that mpi4py loaded. Use "
+            f"{found or 'the mpirun of that library'}, or install mpi4py for your launcher's MPI",
+            code="mpi_launcher_mismatch",
+        )
 
 
 def joined_at_last(*, wanted: bool) -> bool:
@@ -366,14 +353,22 @@ def leave(code: int, *, hung: bool = False) -> NoReturn:
     _exit(code)
 
 
-def _end_stuck(num_ticks: int) -> bool:
-    """End the job: MPI has kept one of this process's threads for too long."""
+def _watch(job: MpiJob) -> None:
+    """End the job when MPI has kept one of this process's threads for too long."""
+    before, num_same = -1, 0  # ticks, not seconds: a process that was stopped has missed both
+    while num_same < _STUCK_TICKS:
+        time.sleep(STUCK_AFTER_S / _STUCK_TICKS)
+        num_looks = job.exchange.num_looks
+        num_same = num_same + 1 if num_looks == before else 0
+        before = num_looks
+        if job.lock.acquire(blocking=False):  # no thread is in MPI
+            job.lock.release()
+            num_same = 0
     stopped = ranks_here(only_stopped=True).values()
     whom = "some rank on this host hangs"
     if stopped:
         whom = f"{' and '.join(stopped)} {'has' if len(stopped) == 1 else 'have'} been stopped"
-    waited_s = num_ticks * STUCK_AFTER_S / _STUCK_TICKS
-    _end_job(f"MPI hasn't returned for {waited_s:.3g} s: {whom}, in the middle of a message")
+    _end_job(f"MPI hasn't returned for {STUCK_AFTER_S:g} s: {whom}, in the middle of a message")
 
 
 def _end_job(why: str) -> NoReturn:
