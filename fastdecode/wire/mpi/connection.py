@@ -79,6 +79,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.greeting: type[Message] | None = None  # the peer's first, if that made the connection
         self.is_open = True  # false once this side has closed it, or its end was received
         self.is_closed = False
+        self.is_gone = False  # true if the rank has closed the connection, left or died
         self.is_ready = False  # true while the hub is about to look at it
         self.gives_signs = False  # true if the peer gives signs of life
         self.end: WorkerError | None = None  # why nothing follows what is in the inbox
@@ -95,15 +96,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def is_reached(self) -> bool:
         return not self.gives_signs or self._exchange.heard_s[self.rank] > self._began_s
 
-    @property
-    def is_gone(self) -> bool:
-        """True if the rank has closed the connection, left or died."""
-        return self.end is not None and self.end.code == CLOSED
-
     def send(self, message: SendT | Failed) -> None:
         with self._exchange.lock:
             frame = self.hub.codec.encode(message)  # type: ignore[arg-type]
-            if self.is_closed or (self.end is not None and self.is_gone):
+            if self.is_closed or self.is_gone:
                 raise closed_error(self.peer, by_peer=not self.is_closed)
             if self.leaving:
                 self.let_go()
@@ -119,7 +115,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                     body = self.pool.take(frame.body_bytes)
                     frame.write_body(body.data)
                 self.isend(body)
-            if self.end is not None and self.is_gone:
+            if self.is_gone:
                 raise closed_error(self.peer, by_peer=True)
         self.hub.on_left()
 
@@ -210,6 +206,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def lose(self, why: str | None = None) -> None:
         """Note that the peer is gone. ``why``: None if it has closed or left."""
+        self.is_gone = True
         if self.end is None:
             lost = WorkerError(f"{self.peer} is lost: {why}", code=CLOSED)
             self.fail(lost if why else closed_error(self.peer, by_peer=True))
