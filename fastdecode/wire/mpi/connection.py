@@ -18,6 +18,7 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import defaultdict, deque
@@ -115,8 +116,6 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                     body = self.pool.take(frame.body_bytes)
                     frame.write_body(body.data)
                 self.isend(body)
-            if self.is_gone:
-                raise closed_error(self.peer, by_peer=True)
         self.hub.on_left()
 
     def isend(self, data: Any) -> None:
@@ -125,6 +124,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self.leaving.append((request, data))
         except MPI.Exception as error:
             self._exchange.on_error(self, error)
+            raise closed_error(self.peer, by_peer=True) from None
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
         return self.hub.wait(self._poll, timeout_s, lambda: self.peer)
@@ -152,7 +152,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             if not self.is_closed:
                 self.is_closed, self.is_open = True, False
                 if self.rank not in self._exchange.left_s:
-                    self.isend(b"")
+                    with contextlib.suppress(WorkerError):
+                        self.isend(b"")
                 self._exchange.abandoned.extend(self.inbox)
                 self.inbox.clear()
                 self.let_go()
