@@ -100,10 +100,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def send(self, message: SendT | Failed) -> None:
         with self._exchange.lock:
             frame = self.hub.codec.encode(message)  # type: ignore[arg-type]
-            if self.is_closed or self.is_gone:
-                raise closed_error(self.peer, by_peer=not self.is_closed)
             if self.leaving:
                 self.let_go()
+            if self.is_closed or self.is_gone:
+                raise closed_error(self.peer, by_peer=not self.is_closed)
             if frame.num_bytes <= _INLINE_BYTES:
                 whole = self.pool.take(frame.num_bytes)
                 frame.write(whole.data)

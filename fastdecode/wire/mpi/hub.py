@@ -7,6 +7,7 @@ look a few times, then yield the core between looks, then sleep.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -161,7 +162,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self._add(connection, f"rank {rank}" if rank else f"the S-worker (rank {rank})")
         if num_alike >= self._greetings[kind]:
             name, why = f"rank {self._job.rank}", f"{num_alike} peers have sent {kind.__name__}"
-            connection.send(Failed(name, "busy", why))
+            with contextlib.suppress(WorkerError):  # it has left
+                connection.send(Failed(name, "busy", why))
             connection.close()
         return True
 
