@@ -156,7 +156,7 @@ def test_values_in_messages_are_held_to_their_own_rules(
 
 @pytest.mark.parametrize(("session", "role"), [(0, Role.S_WORKER), (7, Role.NEIGHBOUR)])
 def test_only_an_s_workers_cache_of_a_session_outlives_it(session: int, role: Role) -> None:
-    """Of a neighbour's, nothing would ever free the memory."""
+    """Refuse what would keep a neighbour's cache for ever."""
     hello = to_r_worker()[0]
     for field in ("outlives", "resumes"):
         with pytest.raises(ConfigError, match="only an S-worker's cache of a session"):
