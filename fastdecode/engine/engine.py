@@ -100,7 +100,12 @@ class Engine:
         self._doers = {kind: each for each in self._reporting for kind in each.instructions}
         self._takers = {kind: each for each in self._reporting for kind in each.answers}
         self._samples = PendingSamples(
-            s_worker, state.lifecycle.sequences, state.requests, state.stats, self._trace
+            s_worker,
+            state.lifecycle.sequences,
+            state.requests,
+            state.stats,
+            self._trace,
+            self._fleet.peer,
         )
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)

@@ -324,8 +324,8 @@ def _running_sibling(
     lanes: Iterable[Lane], parked: Parked, sequence: Sequence
 ) -> RunningSequence | None:
     """A running or parked sequence of the same request: the one that has its room, and
-    most tokens cached. None for one that is looked at: from its first token on."""
-    if sequence.request.params.n == 1 or sequence.is_checked:
+    most tokens cached."""
+    if sequence.request.params.n == 1:
         return None
     running = (run for lane in lanes for run in lane.running.values())
     runs = itertools.chain(running, parked.runs.values())

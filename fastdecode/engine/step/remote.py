@@ -31,7 +31,6 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.checks import Checks, StepChecks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks, DevicePrompts
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
@@ -153,7 +152,6 @@ class AttentionPlan:
     slot_bytes: int = 0
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
-    checks: Checks = field(default_factory=Checks)
     sinks: Seq[Tensor] | None = None
     """Of each layer, float32 [Hq]; see ``sworker.sinks``."""
     prompts: DevicePrompts | None = None
@@ -162,16 +160,14 @@ class AttentionPlan:
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         held = None if self.prompts is None else self.prompts.begin(batch)
-        is_checked = True in [chunk.sequence.is_checked for chunk in batch.chunks]
-        checks = self.checks.begin(batch) if is_checked else None
         is_whole = not batch.local and not batch.closed
-        if is_whole and held is None and checks is None and self.sinks is None:
+        if is_whole and held is None and self.sinks is None:
             return RemoteStep(self, batch)
         seen = batch if held is None else held.batch
         if self.sinks is not None:
             spans = (replace(x, begin=structs.replace(x.begin, want_lse=True)) for x in seen.spans)
             seen = replace(seen, spans=tuple(spans))
-        return MergingStep(self, seen, held, checks)
+        return MergingStep(self, seen, held)
 
     def prepare(self, num_lanes: int) -> None:
         """Take the memory of so many lanes, which may stop the device, before
@@ -367,12 +363,10 @@ class _HolderStep:
 
 
 class MergingStep(RemoteStep):
-    """A step of which the S-worker attends rows too, or several holders the same rows, or
-    whose answers are looked at.
+    """A step of which the S-worker attends rows too, or several holders the same rows.
 
     Args:
         held: rows that the device attends in a cache of its own; None: none.
-        checks: of the sequences that are looked at; None: none is.
     """
 
     def __init__(
@@ -380,11 +374,10 @@ class MergingStep(RemoteStep):
         plan: AttentionPlan,
         batch: StepBatch,
         held: DevicePrefillChunks | None = None,
-        checks: StepChecks | None = None,
     ) -> None:
         self._holders = {x.holder: _HolderStep(x, _later_chunks(batch, x)) for x in batch.spans}
         super().__init__(plan, batch)
-        self._held, self._checks = held, checks
+        self._held = held
         self._local_lse: dict[int, Tensor] = {}
         has_closed = any(span.closed for span in batch.spans)
         self._closed = ClosedPartMerge(batch, plan.device, plan.gpu) if has_closed else None
@@ -421,13 +414,6 @@ class MergingStep(RemoteStep):
                 self._lse[local.rows] = lse
         return is_sent
 
-    def dispatch(self) -> bool:
-        """See ``LaneAttention``."""
-        if self._checks is not None and self._unsent and self._unsent[0][1].done:
-            shipments = self._unsent[0][1].shipments
-            self._checks.sent(self.batch.spans, shipments, self._o.dtype, self._plan.kv_dtype)
-        return super().dispatch()
-
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         """Take in the next layer's answer, or any layer's of a holder that only stores.
 
@@ -453,22 +439,10 @@ class MergingStep(RemoteStep):
         """Raises ProtocolError."""
         span = part.span
         self._check_arrays(span, part.num_queries, result)
-        if self._checks is not None:
-            self._check_finite(self._checks, span, result)
         if self._closed is not None:
             result = self._closed.arrive(span, result, self._o.dtype)
         if part.num_own:
             self._merge_in(part, result)
-
-    def _check_finite(self, checks: StepChecks, span: HolderSpan, result: AttendResult) -> None:
-        """Raises ProtocolError."""
-        heads = checks.bad_heads(span, result, self._o.dtype)
-        if heads is not None:
-            reason = (
-                f"answered NaN or Inf in layer {result.layer}, though all it was sent is finite"
-            )
-            self._plan.fleet.lose_heads(span.holder, heads, reason)
-            raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {reason}")
 
     @property
     def settled(self) -> bool:

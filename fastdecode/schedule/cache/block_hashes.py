@@ -31,7 +31,7 @@ class BlockHashes:
     def is_shared(self, sequence: Sequence) -> bool:
         """Whether a sequence that starts leaves its blocks to others, and takes
         theirs."""
-        return self.are_on and not sequence.request.cache.is_off and not sequence.is_checked
+        return self.are_on and not sequence.request.cache.is_off
 
     def keys(self, sequence: Sequence, num_blocks: int | None = None) -> list[bytes]:
         """Of a sequence's first blocks; None: of all that its tokens fill."""
