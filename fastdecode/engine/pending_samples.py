@@ -15,8 +15,8 @@ from fastdecode.core.sequence import COMING
 from fastdecode.core.trace import Trace
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk

@@ -14,8 +14,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.stages.prompts import LanePrompts, PastStep, PromptPlan
-from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.stages.prompts import FetchingPart, LanePrompts, PromptPlan
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.wire.blocks import AttendResult, FetchChunk, FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.paged import PagedKV
@@ -77,13 +77,16 @@ def test_a_step_whose_past_was_dropped_goes_on_without_it(prompts: LanePrompts) 
     holder = Holder(HolderKind.R_WORKER, False, False, KV.token_bytes)
     cpu = torch.device("cpu")
     plan = PromptPlan((SPEC,), DType.FLOAT32, fleet, cpu, (holder,) * 3, rooms=prompts)
-    step = plan.begin(batch((9, ENDS, 8, 4)))
-    assert isinstance(step, PastStep)
-    step.scatter(0, *(torch.randn(4, heads, 8) for heads in (4, 2, 2)))
-    assert not step.ready
+    _, begun = plan.begin(batch((9, ENDS, 8, 4)), SimpleNamespace())  # type: ignore[arg-type]
+    remote, fetching = begun.remote, begun.parts[-1]
+    assert remote is not None and isinstance(fetching, FetchingPart)
+    q, k, v = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
+    for part in begun.parts:
+        part.scatter(0, q, k, v, None)
+    assert not fetching.ready()
     (question,) = [message for message in asked if isinstance(message, FetchChunk)]
-    step.deliver_past(HolderId(1), question.join([FetchedChunk(np.empty(0, np.uint8))]))
-    assert step.ready and not step.settled
+    fetching.deliver_past(HolderId(1), question.join([FetchedChunk(np.empty(0, np.uint8))]))
+    assert fetching.ready() and remote.ready() and not remote.settled
     o = np.empty((0, 2, 8), np.float32)
-    step.deliver(HolderId(1), AttendResult(0, FIRST_LANE, 0, o, None, 0.0))
-    assert step.settled
+    remote.answered(HolderId(1), AttendResult(0, FIRST_LANE, 0, o, None, 0.0))
+    assert remote.settled

@@ -25,6 +25,7 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
 from fastdecode.engine.step import remote
+from fastdecode.engine.step.attention import StepRecord
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -62,8 +63,9 @@ def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
     ``LENT_LAYERS`` later: the first one must have been stored by then, not only as many."""
     begin = SimpleNamespace(step=7, lane=0, want_lse=False)
     span: Any = SimpleNamespace(
-        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0)
-    )
+        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0),
+        num_queries=0,
+    )  # fmt: skip
     sent: list[Any] = []
     plan: Any = SimpleNamespace(
         staging=lambda lane: Staging(),
@@ -72,18 +74,18 @@ def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
         specs=(None,) * 9,
     )
     batch: Any = SimpleNamespace(spans=(span,), local=())
-    step = remote.MergingStep(plan, batch)
+    step = remote.RemotePart(plan, batch, StepRecord(batch.spans))
     for layer in range(LENT_LAYERS):
-        step.scatter(layer, *torch.zeros(3, 4, 1, 8))
-        assert step.ready == (layer < LENT_LAYERS - 1)
+        step.scatter(layer, *torch.zeros(3, 4, 1, 8), None)
+        assert step.ready() == (layer < LENT_LAYERS - 1)
         if layer == 2:  # a later stage's member is quicker than the first one's
-            step.deliver(HolderId(0), stored(2))
-            step.deliver(HolderId(0), stored(1))
-    step.deliver(HolderId(0), stored(3))
-    assert not step.ready and not step.settled
-    step.deliver(HolderId(0), stored(0))
-    assert step.ready and not step.settled
-    step.deliver(HolderId(0), stored(4))
+            step.answered(HolderId(0), stored(2))
+            step.answered(HolderId(0), stored(1))
+    step.answered(HolderId(0), stored(3))
+    assert not step.ready() and not step.settled
+    step.answered(HolderId(0), stored(0))
+    assert step.ready() and not step.settled
+    step.answered(HolderId(0), stored(4))
     assert step.settled
 
 

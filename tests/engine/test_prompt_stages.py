@@ -16,7 +16,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import PromptRequest
 from fastdecode.engine.setup import reach
-from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from rworker.attention import AttentionExecutor
 

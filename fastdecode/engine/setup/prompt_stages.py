@@ -19,7 +19,7 @@ from fastdecode.engine.stages.later_stage import StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts, PromptPlan
 from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterRelay, members_of
-from fastdecode.engine.step.remote import Attention
+from fastdecode.engine.step.attention import Attention
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_BLOCKS, Hello
 from fastdecode.wire.stages import StageHello, StageWelcome

@@ -14,7 +14,7 @@ parts, each at an R-worker of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -27,10 +27,11 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.step.attention import Attention, Begun, StepRecord
+from fastdecode.engine.step.batch import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.device_memory import DeviceMemory
-from fastdecode.engine.step.device_prefill import DevicePrefillChunks
-from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
-from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, MergingStep
+from fastdecode.engine.step.prompts import HeldChunks
+from fastdecode.engine.step.remote import AttentionPlan, RemotePart
 from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     ChunkForm,
@@ -38,10 +39,9 @@ from fastdecode.wire.blocks import (
     PastTokens,
     StoreChunk,
 )
-from fastdecode.wire.messages import AttendResult
 from rworker.stream.chunks import ChunkShape, layout_of
 from sworker.paged import PagedKV, Prompt
-from sworker.worker import Pass, SWorker
+from sworker.worker import SWorker
 
 
 class LanePrompts:
@@ -60,7 +60,7 @@ class LanePrompts:
         self._rooms: dict[int, tuple[frozenset[int], int]] = {}
         """By lane: the parts of a sequence, by their ids, and its tokens there."""
 
-    def begin(self, batch: StepBatch) -> tuple[DevicePrefillChunks, Past | None] | None:
+    def begin(self, batch: StepBatch) -> tuple[HeldChunks, Past | None] | None:
         """A step begins. None: all of its prompts begin and end with it.
 
         Returns:
@@ -97,7 +97,7 @@ class LanePrompts:
             batch = _attended_here(batch, span)
         missing = [x for part in parts if (x := part.behind(num_here)).tokens]
         lacking = Past(self._cache, span.holder, missing, slots) if missing else None
-        return DevicePrefillChunks(batch, self._cache, stored, later, ()), lacking
+        return HeldChunks(batch, self._cache, stored, later, ()), lacking
 
     def _under_way(self, batch: StepBatch, span: HolderSpan) -> list[int]:
         """Which of a holder's sequences were begun before, or don't end here."""
@@ -276,50 +276,55 @@ class PromptPlan(AttentionPlan):
 
     rooms: LanePrompts | None = None
 
-    def begin(self, batch: StepBatch) -> MergingStep:
+    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         """See ``Attention``."""
         assert self.rooms is not None
         begun = self.rooms.begin(batch)
         if begun is None:
-            return MergingStep(self, batch)
+            return self.begin_merging(batch)
         chunks, past = begun
-        if past is not None:
-            return PastStep(self, chunks, past)
-        return MergingStep(self, chunks.batch, chunks)
+        if past is None:
+            return self.begin_merging(chunks.batch, chunks)
+        record, made = self.begin_merging(chunks.batch)
+        assert made.remote is not None
+        part = FetchingPart(chunks, past, made.remote)
+        for question in past.questions(chunks.batch.spans[0].begin.lane):
+            self.fleet.send(HolderId(question.holder), question)
+        return record, made._replace(parts=(*made.parts, part))
 
 
-class PastStep(MergingStep):
-    """A step with a prompt whose past is fetched: each layer waits for its part of it.
+class FetchingPart:
+    """Rows of a prompt whose past is fetched: each layer waits for its part of it. See
+    ``AttentionPart``.
 
     Args:
-        plan: sends the questions.
         chunks: of the prompt.
         past: before it.
+        remote: Gathers o.
     """
 
-    def __init__(self, plan: PromptPlan, chunks: DevicePrefillChunks, past: Past) -> None:
-        super().__init__(plan, chunks.batch)
-        self._chunks, self._past = chunks, past
-        self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
-        """q, k and v of a layer whose past isn't here."""
+    def __init__(self, chunks: HeldChunks, past: Past, remote: RemotePart) -> None:
+        self._chunks, self._past, self._remote = chunks, past, remote
+        self._waiting: tuple[int, Tensor, Tensor, Tensor] | None = None
+        """A layer whose past isn't here, with q, k and v."""
         self._is_over = False
         """Part of the past is lost: the prompt's rows mean nothing any more."""
-        for question in past.questions(chunks.batch.spans[0].begin.lane):
-            plan.fleet.send(HolderId(question.holder), question)
 
-    def scatter(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> bool:
-        """See ``LaneAttention``."""
-        is_sent = super().scatter(layer, q, k, v, place)
-        self._waiting = q, k, v
-        self._go_on()
-        return is_sent
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None) -> None:
+        """See ``AttentionPart``."""
+        self._waiting = layer, q, k, v
 
-    def deliver(self, holder: HolderId, result: AttendResult) -> None:
-        """See ``LaneAttention``."""
-        super().deliver(holder, result)
-        self._go_on()
+    def ready(self) -> bool:
+        """Attend the prompt once its past is here; until then the layer isn't ready."""
+        lost = self._remote.record.lost
+        if self._waiting is None or self._is_over or lost & {self._past.home, *self._past.holders}:
+            return True
+        layer, q, k, v = self._waiting
+        if not self._past.is_here(layer):
+            return False
+        self._chunks.run(layer, q, k, v, self._remote.o)
+        self._waiting = None
+        return True
 
     def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
         """See ``ReadsPast``."""
@@ -329,32 +334,15 @@ class PastStep(MergingStep):
             self._is_over = True
         else:
             self._past.place(past)
-        self._go_on()
 
-    def lose(self, holder: HolderId) -> None:
-        """See ``LaneAttention``. Without its past, a prompt's rows mean nothing."""
-        super().lose(holder)
-        self._is_over = self._is_over or holder in self._past.holders
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Attend the prompt once its past is here; until then the layer isn't ready."""
-        home, layer = self._past.home, self._layer
-        if self._waiting is None or home in self._lost:
-            return
-        if not self._is_over:
-            if not self._past.is_here(layer):
-                self._awaited.add(home)
-                return
-            self._chunks.run(layer, *self._waiting, self._o)
-        self._waiting = None
-        part = self._holders[home]
-        if layer - part.last_layer <= part.may_owe:
-            self._awaited.discard(home)
+    def take(self, o: Tensor | None) -> Tensor:
+        """See ``AttentionPart``."""
+        assert o is not None
+        return o
 
 
 class ApartAttention:
-    """Makes ``LaneAttention`` for the first stage, where prompts run on others.
+    """Begins steps of the first stage, where prompts run on others.
 
     Args:
         tokens: of steps that decode.
@@ -373,55 +361,11 @@ class ApartAttention:
     def holders(self) -> Seq[Holder]:
         return self._tokens.holders
 
-    def begin(self, batch: StepBatch) -> LaneAttention:
-        """See ``fastdecode.engine.step.remote.Attention``."""
-        if batch.spans[0].begin.lane < self._first_lane:
+    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
+        """See ``Attention``. Steps of prompts are only embedded."""
+        lane = batch.spans[0].begin.lane
+        if lane < self._first_lane:
             assert not batch.num_prompt_tokens, "a step that decodes has a prompt's rows"
-            return self._tokens.begin(batch)
+            return self._tokens.begin(batch, s_worker)
         assert not batch.num_decoding, "a step of prompts has a row that decodes"
-        return Elsewhere(batch)
-
-
-class Elsewhere:
-    """A step that the first stage only embeds; see ``LaneAttention``."""
-
-    in_s_part_s = 0.0
-    ready = True
-    num_awaited = 0
-    settled = True
-
-    def __init__(self, batch: StepBatch) -> None:
-        self.batch = batch
-        self.sent_s: Seq[float] = ()
-        self.r_compute_s: dict[HolderId, float] = {span.holder: 0.0 for span in batch.spans}
-        self._lost: set[HolderId] = set()
-
-    def run_through(self, s_worker: SWorker) -> Pass:
-        """See ``LaneAttention``."""
-        return s_worker.embed(self.batch.rows, self.batch.spans[0].begin.lane)
-
-    def scatter(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> bool:
-        raise AssertionError("it has no layers")
-
-    def dispatch(self) -> bool:
-        return True
-
-    def wait_for_copy(self) -> None:
-        pass
-
-    def deliver(self, holder: HolderId, result: AttendResult) -> None:
-        raise ProtocolError(f"holder {holder} answered for a step that it wasn't sent")
-
-    def lose(self, holder: HolderId) -> None:
-        """See ``LaneAttention``."""
-        self._lost.add(holder)
-
-    @property
-    def lost(self) -> Collection[HolderId]:
-        """See ``LaneAttention``."""
-        return self._lost
-
-    def take(self) -> Tensor:
-        raise AssertionError("it has no layers")
+        return StepRecord(batch.spans), Begun(forward=s_worker.embed(batch.rows, lane))

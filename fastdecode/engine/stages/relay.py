@@ -21,8 +21,8 @@ from fastdecode.engine.fleet.replacements import Replacements, limited
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool, member_rows
-from fastdecode.engine.step.arrivals import News
-from fastdecode.engine.step.remote import LaneAttention
+from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.pipeline import News
 from fastdecode.wire.blocks import (
     Accepted,
     DropCache,
@@ -209,7 +209,7 @@ class Relay:
         """Whether an R-worker is lost that may be replaced."""
         return self._regreeting is not None and bool(self._gone)
 
-    def is_stored(self, step: LaneAttention) -> bool:
+    def is_stored(self, step: LaneStep) -> bool:
         """Whether the stage has done its part of a step, whose last layer has run. The
         step behind it in its lane waits for answers that are still due."""
         return True

@@ -24,7 +24,7 @@ from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.fleet.replacements import Places
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool
-from fastdecode.engine.step.remote import LaneAttention
+from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.wire.blocks import FetchChunk
 from fastdecode.wire.messages import Attend, BeginStep, StorePrompt, ToRWorker
 from fastdecode.wire.stages import FIRST_STAGE, ColumnLost, MemberField
@@ -211,7 +211,7 @@ class WriterRelay:
         for index in pool.writers.gone:  # since the beginning
             pool.writers.report_lost(index)
 
-    def is_stored(self, step: LaneAttention) -> bool:
+    def is_stored(self, step: LaneStep) -> bool:
         """Whether R-workers have stored all of a step. What is left of a lost group may
         be greeted again then, and must have stored what it was sent before."""
         return step.settled and not self._pool.is_written

@@ -1,7 +1,7 @@
 """Carries out an R-worker's instructions on a device: KV caches as torch tensors.
 
 ``rworker.state`` decides, as for any R-worker. What differs: no message carries q,
-k and v. The S-worker attends in the cache by itself (``fastdecode.engine.step.local``),
+k and v. The S-worker attends in the cache by itself (``fastdecode.engine.step.device``),
 once the executor has prepared its step.
 """
 

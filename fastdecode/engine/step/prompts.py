@@ -11,8 +11,9 @@ the other way, and so does one that begins with blocks that R-workers keep.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -20,10 +21,17 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.sequence import Sequence
-from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.engine.step.batch import HolderSpan, LocalSpan, StepBatch
+from fastdecode.engine.step.merge import Merge
 from fastdecode.schedule.plan import Chunk
 from sworker.paged import ChunkWork, PagedKV, Prompt, Window
+from sworker.prefill import as_cached, local_causal_attention
+
+if TYPE_CHECKING:
+    from fastdecode.engine.step.remote import RemotePart
 
 
 @dataclass(eq=False)
@@ -47,7 +55,7 @@ class _DevicePrompt:
 
 
 @dataclass(frozen=True)
-class DevicePrefillChunks:
+class HeldChunks:
     """A step's chunks of prompts that are held.
 
     Args:
@@ -75,11 +83,54 @@ class DevicePrefillChunks:
             self._cache.attend_later(layer, q, chunks, o, work)
 
 
-class DevicePrompts(Protocol):
-    """What keeps K and V of prompts on the device until they are done."""
+class PromptPart:
+    """Prompt chunks of one step that the S-worker attends. See ``AttentionPart``.
 
-    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
-        """A step begins. None: it has no such prompts."""
+    Args:
+        local: Rows that it attends as they are.
+        remote: Gathers o.
+        merge: Merges these rows with what R-workers say of them, and with sinks.
+        held: Rows that the device attends in a cache of its own.
+    """
+
+    def __init__(
+        self,
+        specs: Seq[AttentionSpec],
+        kv_dtype: DType,
+        local: Seq[LocalSpan],
+        remote: RemotePart,
+        merge: Merge | None = None,
+        held: HeldChunks | None = None,
+    ) -> None:
+        self._specs, self._kv_dtype, self._local = specs, kv_dtype, local
+        self._remote, self._merge, self._held = remote, merge, held
+
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None) -> None:
+        """Attend a layer's chunks."""
+        o, merge = self._remote.o, self._merge
+        if self._held is not None:
+            self._held.run(layer, q, k, v, o)
+        has_sinks = merge is not None and merge.has_sinks
+        for local in self._local:
+            rows = local.rows
+            # Attend to K and V as the cache will hold them, so that where a prompt
+            # is cut leaves no trace.
+            k_seen, v_seen = (as_cached(x[rows], self._kv_dtype) for x in (k, v))
+            want_lse = local.merge or has_sinks
+            o[rows], lse = local_causal_attention(
+                q[rows], k_seen, v_seen, local.starts, self._specs[layer], want_lse=want_lse
+            )
+            if merge is not None and lse is not None:
+                merge.attended(local, lse)
+
+    def ready(self) -> bool:
+        """Return True: what is queued on a device is not waited for."""
+        return True
+
+    def take(self, o: Tensor | None) -> Tensor:
+        """Leave o as it is: it has the chunks' rows."""
+        assert o is not None
+        return o
 
 
 class DevicePrefill:
@@ -99,7 +150,7 @@ class DevicePrefill:
         """Slots that are taken."""
         return sum(len(held.room) for held in self._rooms)
 
-    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
+    def begin(self, batch: StepBatch) -> HeldChunks | None:
         """A step begins. None: it has no such prompts."""
         if not batch.local:
             return None
@@ -132,7 +183,7 @@ class DevicePrefill:
         if not stored:
             return None
         seen = replace(batch, spans=tuple(spans), local=tuple(local))
-        return DevicePrefillChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
+        return HeldChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
 
     def _take(self, chunk: Chunk) -> _DevicePrompt | None:
         """A place for a prompt that begins, if it runs in several chunks and

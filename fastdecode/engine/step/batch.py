@@ -94,6 +94,12 @@ class HolderSpan:
     closed: tuple[ClosedRows, ...] = ()
     """Their q comes behind ``query_rows``: rows of sequences with closed parts here."""
 
+    @property
+    def num_queries(self) -> int:
+        """Rows whose q the holder gets, those of closed parts included."""
+        num_own: int = self.query_rows.stop - self.query_rows.start
+        return num_own + sum([len(part.rows) for part in self.closed]) if self.closed else num_own
+
 
 @dataclass(frozen=True)
 class LocalSpan:
