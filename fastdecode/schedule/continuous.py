@@ -216,7 +216,7 @@ class ContinuousScheduler:
             self._lengths.observe(sequence)
         else:
             self.waiting.remove(sequence)
-        self.ledger.cache.chains.is_over(sequence)
+        self.ledger.cache.chains.end(sequence)
 
     def requeue(self, sequence: Sequence, *, was_over: bool = False) -> None:
         """A running sequence has lost its cache, or one that ``was_over`` isn't:

@@ -41,7 +41,7 @@ def make_scheduler(
     *,
     opening_steps: int = 0,
     hybrid: HybridOptions | None = None,
-    cache_identity: str | None = None,
+    keeps_blocks: bool = False,
     cache_policy: Policy | None = None,
     window: int | None = None,
     swap_threshold: float = 0.25,
@@ -60,8 +60,7 @@ def make_scheduler(
             full batch whose starts are spread evenly.
         hybrid: one of the holders is the device, the others are R-workers; with
             ``times``.
-        cache_identity: what K and V depend on beside tokens; None: no KV block
-            outlives its sequence.
+        keeps_blocks: KV blocks outlive their sequences.
         cache_policy, window: see ``PrefixCache``; split sequences are kept as a
             whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
@@ -74,7 +73,7 @@ def make_scheduler(
     if lengths is None:
         guess = options.batching.expected_output_tokens
         lengths = LearntLengths(options.batching.length_quantile, first_guess=guess)
-    cache = _cache(options, window, len(blocks), block_size, cache_identity, cache_policy, clock)
+    cache = _cache(options, window, len(blocks), block_size, keeps_blocks, cache_policy, clock)
     home = None if hybrid is None else hybrid.device
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold, home)
     return ContinuousScheduler(

@@ -99,10 +99,7 @@ def make_holes(llm: LLM) -> None:
     for holder in stock.holders:
         index = stock[holder]
         gone = [block for block in index if block.num_tokens in (2 * BLOCK, 3 * BLOCK)]
-        for block in gone:
-            index.idle.remove(block)
-            index.blocks.forget(block)
-        stock.orders.forget(holder, [block.key for block in gone])
+        stock.orders.forget(holder, index.forget(gone))
 
 
 @pytest.fixture(scope="module")

@@ -234,7 +234,7 @@ class RunningEngine:
         own = self.resolved.config
         check_disk(self.resolved, with_tier)
         if with_tier and own.keeps_blocks:
-            identity = cache_identity(self.resolved, self._checkpoint) or ""
+            identity = cache_identity(self.resolved, self._checkpoint)
             open_tiers(
                 tell, self._fleet, with_tier, identity, self._checkpoint,
                 is_memory=own.cache.cache_memory_gb is not None,
@@ -406,7 +406,6 @@ class RunningEngine:
             blocks,
             times,
             is_instance=self._is_instance,
-            cache_identity=cache_identity(resolved, self._checkpoint),
             # No part is called what another run has called one in the same caches.
             first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import NOTHING
 from fastdecode.schedule.cache.block_cache import BlockCache
-from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.cache.blocks import Index
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _wholes(
             yield _Found([(holder, own)], gap, leading.start)
 
 
-def leading_blocks(index: BlockIndex, keys: Seq[bytes], num_unseen: Callable[[int], int]) -> range:
+def leading_blocks(index: Index, keys: Seq[bytes], num_unseen: Callable[[int], int]) -> range:
     """The blocks of a chain that are there and that a sequence can start with,
     without a gap: its first ones, or, as many as there are, those that are seen
     from behind them.
@@ -162,9 +162,7 @@ def leading_blocks(index: BlockIndex, keys: Seq[bytes], num_unseen: Callable[[in
     return range(min(num_unseen(found.stop), max(0, found.stop - 1)), found.stop)
 
 
-def _dearest(
-    index: BlockIndex, keys: Seq[bytes], first: int, cost: Callable[[int], float]
-) -> range:
+def _dearest(index: Index, keys: Seq[bytes], first: int, cost: Callable[[int], float]) -> range:
     """Of the stretches of blocks that are there the one that costs most to
     compute again: there is at most one gap."""
     dearest, behind = 0.0, NOTHING
@@ -175,14 +173,14 @@ def _dearest(
     return behind
 
 
-def _to_the_end(index: BlockIndex, keys: Seq[bytes], leading: range) -> tuple[range, range]:
+def _to_the_end(index: Index, keys: Seq[bytes], leading: range) -> tuple[range, range]:
     """The leading blocks and the last stretch, if it has the last block; else
     nothing."""
     last = [NOTHING, *_stretches(index, keys, leading.stop)][-1]
     return (leading, last) if last.stop == len(keys) else (NOTHING, NOTHING)
 
 
-def _stretches(index: BlockIndex, keys: Seq[bytes], first: int) -> Iterator[range]:
+def _stretches(index: Index, keys: Seq[bytes], first: int) -> Iterator[range]:
     """Runs of blocks that are there, from a missing one on."""
     numbers = range(first, len(keys))
     for is_there, members in itertools.groupby(numbers, lambda i: index.is_usable(keys[i])):
@@ -191,11 +189,11 @@ def _stretches(index: BlockIndex, keys: Seq[bytes], first: int) -> Iterator[rang
             yield range(run[0], run[-1] + 1)
 
 
-def _num_idle(index: BlockIndex, keys: Seq[bytes]) -> int:
+def _num_idle(index: Index, keys: Seq[bytes]) -> int:
     """How many of these blocks, all of which are usable, are idle, or take room
     once they are fetched."""
-    blocks = map(index.blocks.get, keys)
-    return sum(block is None or block.idle_since is not None for block in blocks)
+    blocks = map(index.get, keys)
+    return sum(block is None or block.is_idle for block in blocks)
 
 
 def _parts(
