@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +82,6 @@ class LaneStep:
     s_compute_s: float = 0.0
     """Time of the S-worker's thread for it so far, messages included. Where a GPU computes
     less, this is what lanes share."""
-    started_s: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         asks = self.batch.asks

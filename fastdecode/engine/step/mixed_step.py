@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -193,16 +195,21 @@ class DevicePart:
         rows: slice | None,
     ) -> None:
         whole, paged = home.whole, step.paged
-        self.step, self._home, self._gpu, self._rows = step, home, gpu, rows
+        self.step, self._gpu, self._rows = step, gpu, rows
         self.mode = mode if whole is not None and whole.takes(paged) else StepMode.LAYERED
-        self._load_tokens = step.span.counts.load_tokens
+        load_tokens = step.span.counts.load_tokens
         self._queued: deque[Event] = deque()
         self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
         self._o = torch.empty(0)
         self._place: Tensor | None = None
-        decodes = paged.only_decodes and self._load_tokens
+        decodes = paged.only_decodes and load_tokens
         if self.mode is StepMode.LAYERED and decodes and whole is not None:
-            home.time(self._timer, self._load_tokens)
+            home.time(self._timer, load_tokens)
+        is_layered = self.mode is StepMode.LAYERED
+        # As timed or, within graphs, as foreseen. It must not keep this part, which has the record.
+        self.attention_s: Callable[[], float] = (
+            self._timer.seconds if is_layered else partial(home.attention_s, load_tokens)
+        )
         record.gpu_s[step.span.holder] = self.attention_s
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None) -> None:
@@ -235,12 +242,6 @@ class DevicePart:
         if o is not self._place:  # else they were written there
             o[self._rows] = self._o
         return o
-
-    def attention_s(self) -> float:
-        """Return the seconds of the GPU, as timed or, within graphs, as foreseen."""
-        if self.mode is StepMode.LAYERED:
-            return self._timer.seconds()
-        return self._home.attention_s(self._load_tokens)
 
 
 def _raise(error: Exception) -> NoReturn:
