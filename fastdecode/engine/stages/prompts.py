@@ -45,7 +45,7 @@ from sworker.worker import SWorker
 
 
 class LanePrompts:
-    """Prompts under way on a prompt stage, one a lane at most.
+    """Prompts under way on a prompt stage, at most one in a lane.
 
     Args:
         cache: on the stage's device; holds them and nothing else.
@@ -61,14 +61,14 @@ class LanePrompts:
         """By lane: the parts of a sequence, by their ids, and its tokens there."""
 
     def begin(self, batch: StepBatch) -> tuple[HeldChunks, Past | None] | None:
-        """A step begins. None: all of its prompts begin and end with it.
+        """Begin a step. Return None if all of its prompts begin and end with it.
 
         Returns:
             The prompt that takes several steps, or begins behind what is cached, and
             what is still to be fetched.
 
         Raises:
-            ProtocolError: nobody runs prompts like that.
+            ProtocolError: If no first stage runs prompts like that.
         """
         lane = batch.spans[0].begin.lane
         base = (lane - self._first_lane) * self._most_tokens
@@ -174,7 +174,7 @@ def _parts(batch: StepBatch, span: HolderSpan, index: int, rows: slice) -> list[
     the one that grows.
 
     Raises:
-        ProtocolError: other tokens come between them.
+        ProtocolError: If other tokens come between them.
     """
     begin, past = span.begin, int(batch.positions[rows.start])
     parts = []
@@ -236,7 +236,7 @@ class Past:
         """A part of it has come.
 
         Raises:
-            ProtocolError: it isn't what was asked for.
+            ProtocolError: If it isn't what was asked for.
         """
         asked, first_head = past.asked, 0
         num_tokens = int(asked.num_tokens[0])
@@ -254,7 +254,7 @@ class Past:
         """What a member has sent: of so many heads as its size says.
 
         Raises:
-            ProtocolError: it can be of none.
+            ProtocolError: If no number of heads has that size.
         """
         kv, num_tokens = self._kv, int(asked.num_tokens[0])
         for num_heads in range(1, kv.num_kv_heads - first_head + 1):
@@ -277,7 +277,7 @@ class PromptPlan(AttentionPlan):
     rooms: LanePrompts | None = None
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
-        """See ``Attention``."""
+        """Begin a step. See ``Attention``."""
         assert self.rooms is not None
         begun = self.rooms.begin(batch)
         if begun is None:
@@ -311,7 +311,7 @@ class FetchingPart:
         """Part of the past is lost: the prompt's rows mean nothing any more."""
 
     def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None) -> None:
-        """See ``AttentionPart``."""
+        """Keep a layer until its past is here."""
         self._waiting = layer, q, k, v
 
     def ready(self) -> bool:
@@ -327,7 +327,7 @@ class FetchingPart:
         return True
 
     def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
-        """See ``ReadsPast``."""
+        """Take in some of the past. See ``ReadsPast``."""
         if holder not in self._past.holders:
             raise ProtocolError(f"holder {holder} sent tokens that another one was asked for")
         if past.is_dropped:
@@ -336,7 +336,7 @@ class FetchingPart:
             self._past.place(past)
 
     def take(self, o: Tensor | None) -> Tensor:
-        """See ``AttentionPart``."""
+        """Leave o as it is: it has the prompt's rows."""
         assert o is not None
         return o
 

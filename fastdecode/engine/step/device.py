@@ -1,5 +1,5 @@
 """KV on the S-worker's own device (``--kv-placement gpu``, ``swap``): an R-worker whose
-cache is there, and attention in that cache.
+cache is on that device, and attention in that cache.
 
 The R-worker decides as all do (``rworker.state``), and works at once, in the sender's
 thread; its executor has the cache (``torch_executor``). The S-worker attends in that
@@ -7,7 +7,7 @@ cache: no message carries q, k and v. It cannot attend while the S-part computes
 one lane is enough.
 
 A device may fail where it makes room for a step, or attends a layer: it is out of memory,
-or refuses a kernel. Where its caches have replicas the step goes on without its rows, as
+or refuses a kernel. Where its caches have replicas the step continues without its rows, as
 every step does whose R-worker is lost, and later steps at the R-workers that take over.
 """
 
@@ -54,7 +54,7 @@ class DeviceWorker(InlineConnection):
     Args:
         executor: has the cache.
         kv_bytes: memory for K and V; as many blocks as fit are offered.
-        name: for people; None: by its device.
+        name: For people. By default it is made of its device.
     """
 
     def __init__(self, executor: TorchExecutor, kv_bytes: int, name: str | None = None) -> None:
@@ -153,7 +153,7 @@ def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
 
 
 def _slots(store: KVStore, sequence_id: int, num_tokens: int) -> NDArray[np.int64]:
-    """Of a sequence's first tokens, [num_tokens]."""
+    """Return the slots of a sequence's first tokens, [num_tokens]."""
     first, count = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
     return store.slots(np.array([sequence_id], np.int64), first, count)
 
@@ -166,7 +166,7 @@ class DeviceStep:
         batch: The step, of these rows alone.
         record: Gets times, and the holder if it is lost.
         fail: Called with what the device raises when it attends.
-        swap: Brings the lane's KV, which layers wait for. None if it is there.
+        swap: Brings the lane's KV, which layers wait for. None if nothing is swapped.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class DeviceAttention:
         self.fleet, self.swap, self._workers = fleet, swap, workers
         self.holders: Seq[Holder] = (device,) * len(workers)
         self.plan: AttentionPlan | None = None
-        """On R-workers that have replicas, and go on when the device fails. None if a failure
+        """Steps on R-workers that have replicas, once the device has failed. None if a failure
         ends the engine."""
         self.has_failed = False
         self.whole: WholeSteps | None = None
@@ -291,7 +291,8 @@ class DeviceAttention:
         return record, Begun(forward=step.run(s_worker, self.whole))
 
     def _fail(self, error: Exception) -> AttentionPlan:
-        """Give up all caches of the device, which has failed. Return where steps go on.
+        """Give up all caches of the device, which has failed. Return the plan of
+        later steps.
 
         Raises:
             Exception: ``error``, if it is a mistake, or there are no replicas.

@@ -56,7 +56,7 @@ class StageForward(Protocol):
 
     @property
     def reports(self) -> Seq[StageDone]:
-        """What later stages have said of it."""
+        """Reports of later stages about it."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class LaneStep:
         """[P] rows beside ``logit_rows`` whose logits may be asked of ``forward``."""
         remote = self.begun.remote
         self.is_looked_at = len(self.begun.parts) != 1 or remote is None or remote.may_be_behind
-        """True if it may become able to go on by other things than answers."""
+        """True if other things than answers may let it continue."""
 
     @property
     def wanted_rows(self) -> NDArray[np.int64]:
@@ -136,7 +136,7 @@ class LaneStep:
         return [x for x in copies if x is not None and not x.done]
 
     def advance(self) -> bool:
-        """Go on with the layer's o. Returns False if this stage's layers are done."""
+        """Continue with the layer's o. Return False if this stage's layers are done."""
         forward, o = self.forward, None
         if forward.is_over:
             return False

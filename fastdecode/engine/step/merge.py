@@ -65,7 +65,7 @@ class Merge:
         self._pieces = sorted(pieces, key=lambda piece: piece[:2])
         self._answers: dict[int, tuple[Tensor, Tensor]] = {}
         self._local_lse: dict[int, Tensor] = {}
-        """Of later chunks, by their first row: what the S-worker has attended."""
+        """What the S-worker has attended of later chunks, by their first row."""
         self._lse: Tensor | None = None
         """float32 [T, Hq] of what o holds by now, where closed parts or sinks are merged."""
         self._layer = 0

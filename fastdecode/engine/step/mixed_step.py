@@ -36,9 +36,9 @@ _MOST_AHEAD, _SLICES_AHEAD = 2, 1
 """Layers, or slices, of a step that may be queued on a GPU while it computes
 another: other lanes' come behind them."""
 _TIMED_FIRST, _TIMED_EVERY = 4, 32
-"""Of the home lane's steps these run layer by layer, to time attention."""
+"""Which of the home lane's steps run layer by layer, to time attention."""
 _KEPT = 0.8
-"""Of what was known of that, at the next time."""
+"""Weight of earlier times when attention is timed again."""
 
 
 class DeviceLane:
@@ -47,10 +47,10 @@ class DeviceLane:
     While no sequence is away they run as with all KV on the device, as one graph.
     While some are, slice by slice, so that lanes that are away come between. Now
     and then one runs layer by layer, which times its attention: within a graph
-    nobody can.
+    it cannot be timed.
 
     Args:
-        whole: runs them in fixed memory; None: there are no kernels for it, or
+        whole: Runs them in fixed memory. None if there are no kernels for it, or
             no graphs, and all steps run layer by layer.
     """
 
@@ -63,12 +63,12 @@ class DeviceLane:
         self._token_s = 0.0
 
     def goes_away(self, step: RemotePart) -> None:
-        """A step that R-workers attend has begun."""
+        """Note that a step has begun that R-workers attend."""
         self._away.add(step)
         self._begun_away = True
 
     def next_way(self) -> StepMode:
-        """That of the step that begins."""
+        """Choose the mode of the step that begins."""
         # Between two steps of an away lane none is in flight: one step's length
         # more, and it would wait for all layers of this one.
         is_away = self._begun_away or bool(self._away)
@@ -81,12 +81,12 @@ class DeviceLane:
         return StepMode.LAYERED if is_timed else StepMode.WHOLE if is_alone else StepMode.SLICED
 
     def time(self, timer: DeviceTimer, num_tokens: int) -> None:
-        """A step begins whose attention to so many cached tokens is timed."""
+        """Note that a step begins whose attention to ``num_tokens`` cached tokens is timed."""
         self._timed = timer, num_tokens
 
     def attention_s(self, num_tokens: int) -> float:
-        """Seconds that the device takes to attend so many cached tokens in all
-        layers, by what was timed."""
+        """Return the seconds that the device takes to attend ``num_tokens`` cached tokens in
+        all layers, by what was timed."""
         if self._timed is not None:
             timer, timed_tokens = self._timed
             if seconds := timer.seconds():
@@ -129,7 +129,7 @@ class MixedAttention:
         return self.plan.holders
 
     def prepare(self, num_lanes: int) -> None:
-        """See ``AttentionPlan``."""
+        """Take the memory of ``num_lanes`` lanes. See ``AttentionPlan``."""
         self.plan.prepare(num_lanes)
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:

@@ -64,7 +64,7 @@ class NextStage(Protocol):
         """Take over a step whose own layers are done. None if no layers are left."""
 
     def take_done(self) -> Seq[StageDone]:
-        """Return what later stages have said of steps. Each report is returned once."""
+        """Return the reports of later stages about steps. Each is returned once."""
 
     @property
     def has_orders(self) -> bool:
@@ -95,7 +95,7 @@ class Pipeline:
         self.num_lanes = num_lanes
         self._steps: dict[int, LaneStep] = {}  # by lane
         self._ready: deque[LaneStep] = deque()
-        """Steps that can go on, in the order in which they became able to."""
+        """Steps that can continue, in the order in which they became able to."""
         self._unsent: deque[tuple[LaneStep, Outgoing]] = deque()
         """Layers that are scattered, and not on the host yet, as they were computed."""
         # Some lanes wait for R-workers, and one never does.
@@ -118,7 +118,7 @@ class Pipeline:
         return [lane for lane in range(self.num_lanes) if lane not in self._steps]
 
     def resize(self, num_lanes: int) -> None:
-        """Go on with this many lanes. No step is in flight."""
+        """Continue with this many lanes. No step is in flight."""
         assert not self._steps
         self.num_lanes = num_lanes
 
@@ -157,12 +157,12 @@ class Pipeline:
         step.count_s_part(0, started, self._trace)
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
-        """Go on until some lane has finished its step, or there is news (``take_news``) or an
+        """Run until some lane has finished its step, or there is news (``take_news``) or an
         order (``NextStage``); then None.
 
         Args:
             draw: Called with a step as soon as it has logits. It starts to draw, and other
-                lanes go on while tokens come to the host.
+                lanes run while tokens come to the host.
             take_in: Called with a lane as soon as the tokens that its step was fed are on the
                 host; before it draws others.
         """
@@ -183,7 +183,7 @@ class Pipeline:
                     if step not in ready and step.can_go_on:
                         ready.append(step)
             if self._is_hybrid and ready:
-                # Who is on the device can always go on; R-workers answer all the same.
+                # The lane on the device can always run; R-workers answer all the same.
                 while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
                     self._take_in(*received, time.perf_counter())
             if self._news or fleet.moves.has_moves:
@@ -217,8 +217,7 @@ class Pipeline:
         return news
 
     def _leave(self, step: LaneStep) -> None:
-        """A step is over. What isn't sent by now was for holders that are lost; others may be
-        in their place soon."""
+        """End a step. What isn't sent by now was for lost holders, which may be replaced soon."""
         del self._steps[step.lane]
         if self._unsent:
             self._unsent = deque(each for each in self._unsent if each[0] is not step)
@@ -301,7 +300,7 @@ class Pipeline:
             received, now = fleet.receive(most_s=0.0), time.perf_counter()
 
     def _take_in(self, holder: HolderId, message: Answer, now: float) -> None:
-        """Take in a message that came now. Whoever sends what isn't due is lost."""
+        """Take in a message that came now. A holder that sends what isn't due is lost."""
         try:
             if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
                 self._take_attended(holder, message, now)
@@ -349,16 +348,15 @@ class Pipeline:
             )
 
     def _note_ready(self, step: LaneStep) -> None:
-        """Queue a step in flight if it has become able to go on."""
+        """Queue a step in flight if it can continue."""
         if step not in self._ready and step.can_go_on:
             self._ready.append(step)
 
     def _first_to_come(self) -> Arrival | None:
-        """No lane can go on: wait for an answer or for a copy to the host, whichever is
-        first, for the one while the other is here would keep a lane from running. Return an
-        answer; send what is copied."""
+        """Wait for an answer or for a copy to the host, whichever is first, while no lane can
+        run. Return an answer; send what is copied."""
         fleet, unsent = self._fleet, self._unsent[0][1] if self._unsent else None
-        # Others go on by answers alone, and weren't able to when the pipeline looked.
+        # The others await answers alone, and weren't ready when the pipeline looked.
         looked_at = [x for x in self._steps.values() if x.is_looked_at or x.fed_by is not None]
         copies = [copy for step in looked_at for copy in step.coming]
         if any(step.can_go_on or step.has_come for step in looked_at):
@@ -376,7 +374,7 @@ class Pipeline:
 
     def _look(self, copies: Seq[HostCopy], lost: Collection[HolderId]) -> list[Arrival] | None:
         """Return an answer, if one is here. None if nothing has happened, and nothing if
-        something was sent or drawn, a lane can go on, a transfer is reported, or an R-worker
+        something was sent or drawn, a lane can run, a transfer is reported, or an R-worker
         was lost."""
         fleet = self._fleet
         received = fleet.receive(most_s=0.0) if fleet.is_owed else None

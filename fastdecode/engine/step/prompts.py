@@ -40,7 +40,7 @@ class _DevicePrompt:
     under way, and the steps that use it."""
 
     room: range
-    """Of slots."""
+    """Its slots."""
     slots: Tensor  # int64 [len(room)], on the device
     num_before: int = 0
     """Tokens that are there when its last step begins."""
@@ -48,7 +48,7 @@ class _DevicePrompt:
     """And when that ends."""
 
     def next_slots(self, num_tokens: int) -> Tensor:
-        """Those of the next tokens, which are there from then on."""
+        """Take the slots of the next tokens."""
         self.num_before = self.num_tokens
         self.num_tokens += num_tokens
         return self.slots[self.num_before : self.num_tokens]
@@ -59,7 +59,7 @@ class HeldChunks:
     """A step's chunks of prompts that are held.
 
     Args:
-        batch: the step, as R-workers and whoever attends the other rows see it.
+        batch: The step without the rows that are attended here.
     """
 
     batch: StepBatch
@@ -71,7 +71,7 @@ class HeldChunks:
     _kept: tuple[object, ...]
     """Their places, as long as the step needs them."""
     _work: dict[int, dict[Window, ChunkWork]] = field(default_factory=dict)
-    """Of each stretch, how its attention is divided; made by the first layer."""
+    """How the attention of each stretch is divided, as the first layer has found."""
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         """Keep a layer's k and v [T, Hkv, D] of these rows, and attend q [T, Hq,
@@ -151,7 +151,7 @@ class DevicePrefill:
         return sum(len(held.room) for held in self._rooms)
 
     def begin(self, batch: StepBatch) -> HeldChunks | None:
-        """A step begins. None: it has no such prompts."""
+        """Begin a step. Return None if it has no such prompts."""
         if not batch.local:
             return None
         stored: list[tuple[slice, Tensor]] = []
@@ -202,25 +202,25 @@ class DevicePrefill:
         return held
 
     def _go_on(self, chunk: Chunk) -> _DevicePrompt | None:
-        """The place of a prompt, if all that came before this chunk is there."""
+        """Return the place of a prompt. None if it lacks tokens before this chunk."""
         held = self._prompts.get(chunk.sequence)
         if held is None or held.num_tokens != chunk.first:
             return None
         return held
 
     def _end(self, chunk: Chunk) -> None:
-        """After its last chunk, nobody needs a prompt here any more."""
+        """Forget a prompt after its last chunk."""
         if chunk.num_tokens == chunk.sequence.num_uncached:
             del self._prompts[chunk.sequence]
 
     def _forget_others(self) -> None:
-        """Of those that don't go on where they were: they were lost or cancelled."""
+        """Forget prompts that do not continue where they were: they were lost or cancelled."""
         for sequence, held in list(self._prompts.items()):
             if sequence.num_cached not in (held.num_before, held.num_tokens):
                 del self._prompts[sequence]
 
     def _free(self, num_slots: int) -> range | None:
-        """So many slots in a row that nobody has; the first ones."""
+        """Return the first ``num_slots`` free slots in a row. None if there are none."""
         first = 0
         for room in sorted((held.room for held in self._rooms), key=lambda room: room.start):
             if room.start - first >= num_slots:

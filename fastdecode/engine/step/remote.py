@@ -4,7 +4,7 @@
 business, which has other lanes to run.
 
 A holder may be lost in the middle of a step. Rows are independent of each other, so the
-step goes on with zeros for that holder's rows, whose results are then thrown away; the
+step continues with zeros for that holder's rows, whose results are then thrown away; the
 other rows notice nothing, and nothing has to be rolled back.
 """
 
@@ -44,23 +44,23 @@ class AttentionPlan:
     """What every step of one engine has in common, with the KV cache on R-workers."""
 
     specs: Seq[AttentionSpec]
-    """One a layer."""
+    """What each layer attends."""
     kv_dtype: DType
     fleet: HolderPool
     device: torch.device
     """The S-worker's."""
     holders: Seq[Holder]
-    """By their ids."""
+    """What they are, by their ids."""
     gpu: Gpu | None = None
     """The device's driver, in place of the one that torch has."""
     slot_bytes: int = 0
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     sinks: Seq[Tensor] | None = None
-    """Of each layer, float32 [Hq]; see ``sworker.sinks``."""
+    """Attention sinks of each layer, float32 [Hq]. See ``sworker.sinks``."""
     prompts: DevicePrefill | None = None
-    """On the device, until they are done; None: R-workers attend what they hold
-    of them."""
+    """Keeps prompts on the device until they are done. None if R-workers attend what they
+    hold of them."""
 
     def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
         """Begin a step. See ``Attention``."""
@@ -108,8 +108,8 @@ class _Storing:
 
     def __init__(self) -> None:
         self.last_layer = -1
-        """The last layer that it has answered, like all before it: their q, k and v are no
-        longer lent."""
+        """The last layer that it has answered, like all before it. Their q, k and v are not
+        lent any more."""
         self._early: set[int] = set()
         """Layers that it has answered before an earlier one. Its members answer in any order."""
 

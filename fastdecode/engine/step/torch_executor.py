@@ -52,8 +52,8 @@ class TorchExecutor:
         device: where K and V are kept.
         gpu: the device's driver, in place of torch's.
         kernels: see ``PagedKV``.
-        host_bytes: of the host's memory, for kept blocks; 0: none.
-        disk: where kept blocks go else; None: nowhere.
+        host_bytes: Memory of the host for cached blocks. 0 if there is none.
+        disk: Where cached blocks go else. None if they are not offloaded to disk.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TorchExecutor:
         """See ``RWorkerExecutor``.
 
         Raises:
-            CapacityError: the device lacks the memory, or the host.
+            CapacityError: If the device lacks the memory, or the host.
         """
         holder = prepare.holder
         self._forget(holder)
@@ -107,7 +107,7 @@ class TorchExecutor:
         attends by itself what it runs.
 
         Raises:
-            ProtocolError: there are queries.
+            ProtocolError: If there are queries.
         """
         plan, cache = compute.plan, self._stored(compute.holder)
         if plan.num_queries:
@@ -189,7 +189,7 @@ class HostTier(LowerTier):
         self._free = list(reversed(range(self.num_slots)))
 
     def begin(self, job: MoveJob) -> None:
-        """See ``LowerTier``. Blocks without room, or that are not here, have failed."""
+        """Begin a job. Blocks without room, or that are not here, have failed."""
         slots, blocks = [], []
         for place, (key, block) in enumerate(zip(job.keys, job.blocks, strict=True)):
             slot = self._slot_of.get(key) if job.is_fetch else self._take(key)
@@ -202,14 +202,14 @@ class HostTier(LowerTier):
             self._memory().copy(slots, blocks, is_fetch=job.is_fetch)
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """See ``LowerTier``."""
+        """Free the slots of blocks."""
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
 
     def _take(self, key: bytes) -> int | None:
-        """A slot for a block; None: all are taken."""
+        """Take a slot for a block. Return None if all are taken."""
         if not self._free:
             return None
         self.drop((key,))
@@ -230,7 +230,7 @@ def kv_spec_of(prepare: Prepare) -> KVSpec:
 
 
 def _identity_of_tensors(identity: str) -> str:
-    """Of blocks that lie as tensors: R-workers cannot read them."""
+    """Return the identity of blocks that lie as tensors: R-workers cannot read them."""
     return tier_identity(f"{identity}/tensors")
 
 
