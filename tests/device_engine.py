@@ -97,7 +97,7 @@ def _running(
     split_tokens: int | None = None,
     held_tokens: int = 0,
     device_blocks: int = 0,
-    layout: Layout = Layout.SPLIT_1,
+    layout: Layout = Layout.SPLIT,
     direct: bool = False,
     see: Callable[[Any], None] = lambda attention: None,
 ) -> Iterator[Engine]:

@@ -240,7 +240,7 @@ class ContinuousScheduler:
             lane = (
                 i % num_lanes
                 if self.hybrid is None
-                else self.hybrid.lane_of(run.holders[0], i, num_lanes)
+                else self.hybrid.lane_of(run.holders[0], num_lanes)
             )
             _move(self.lanes[lane], run)
 
