@@ -150,8 +150,8 @@ class LLM:
         defaults = _defaults(model, generation_config, progress)
         self._default_params = SamplingParams(**defaults)
         keeping = Keeping.taken_from(options)
-        self.config = config = EngineConfig.of(model, **options)
-        serve_other_rank(config, progress or (lambda line: None))
+        asked = EngineConfig.of(model, **options)
+        self.config = config = serve_other_rank(asked, progress or (lambda line: None))
         self.conversations = keeping.open(find_model(model))
         """What ``conversation_id`` names."""
         self._service = make_service(config, progress, trace, times, session)

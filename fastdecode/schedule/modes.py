@@ -80,7 +80,7 @@ def make_scheduler(
         ledger,
         _lane_maker(options, blocks, block_size, times, places, home=home),
         lengths,
-        num_lanes=options.num_all_lanes,
+        num_lanes=options.num_lanes,
         max_num_sequences=options.batching.max_num_sequences,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
@@ -96,8 +96,6 @@ def _cache(options: ScheduleOptions, window: int | None, *given: Any) -> PrefixC
         *given,
         only_ends=is_split,
         window=None if is_split else window,
-        # A prompt stage stores the tokens of a prompt one after the other.
-        fills_gaps=not options.num_prompt_lanes,
     )
 
 
@@ -142,8 +140,7 @@ def _lanes(
 ) -> list[Lane]:
     """So many lanes. Each has its part of what there may be in all; with a home lane,
     each may have all of it, but for a load limit, which away lanes share."""
-    num_prompt_lanes = options.num_prompt_lanes
-    one = options.with_lanes(num_lanes - num_prompt_lanes) if home is None else options
+    one = options.with_lanes(num_lanes) if home is None else options
     num_limited = one.num_lanes if home is None else max(1, num_lanes - 1)
     budget = (
         one.batching.step_tokens - one.lane_size,
@@ -152,29 +149,18 @@ def _lanes(
         one.split_tokens,
         one.whole_prompts,
     )
-    decodes_only = num_prompt_lanes > 0
-    lanes = [
+    return [
         Lane(
             _admission(one, _of_lane(index, capacity, places), times, num_limited, home),
             PrefillBudget(*budget),
             index=index,
-            decodes_only=decodes_only,
         )
-        for index in range(num_lanes - num_prompt_lanes)
+        for index in range(num_lanes)
     ]
-    return lanes + [_prompt_lane(one, len(lanes) + index) for index in range(num_prompt_lanes)]
 
 
 def _of_lane(lane: int, capacity: tuple[int, ...], places: OwnHolders | None) -> tuple[int, ...]:
     return capacity if places is None else places.of_lane(lane, capacity)
-
-
-def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
-    """It runs nothing but prompts, a step's tokens of them at a time."""
-    most = min(options.batching.chunk_tokens(), options.batching.step_tokens)
-    split = options.split_tokens
-    budget = PrefillBudget(most, most, part_tokens=split, whole_prompts=True, past_alone=True)
-    return Lane(Greedy(), budget, index=index, runs_prompts_only=True)
 
 
 def _control(

@@ -58,8 +58,7 @@ def schedule_for(
 def _window(resolved: ResolvedConfig, spec: ModelSpec, *, is_instance: bool) -> int | None:
     """Tokens that the layer with the widest view sees; None: all, or other stages or
     instances read sequences, which are whole for that."""
-    stages = (*resolved.layers, *resolved.prompt_layers)
-    is_whole = is_instance or len(stages) > 1
+    is_whole = is_instance or len(resolved.layers) > 1
     return None if is_whole else longest_window(spec.attention)
 
 

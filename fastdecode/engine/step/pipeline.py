@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.attention import Attention, Outgoing
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import HostCopy, LaneStep, StageForward
-from fastdecode.wire.blocks import PastTokens, TakenOver
+from fastdecode.wire.blocks import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
 from fastdecode.wire.stages import StageDone
 from fastdecode.wire.waiting import look_until_found
@@ -43,18 +43,6 @@ TakeIn: TypeAlias = "Callable[[int], object]"
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
 News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | WorkerError]"
 """A holder's answer about parts, or why it was lost."""
-
-
-@runtime_checkable
-class ReadsPast(Protocol):
-    """A part that reads what is cached before its rows."""
-
-    def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
-        """Take in some of it.
-
-        Raises:
-            ProtocolError: If it was not asked for.
-        """
 
 
 class NextStage(Protocol):
@@ -304,8 +292,13 @@ class Pipeline:
         try:
             if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
                 self._take_attended(holder, message, now)
+            elif isinstance(message, Accepted | Refused | TakenOver | Welcome):
+                self._news.append((holder, message))
             else:
-                self._take_other(holder, message)
+                name = type(message).__name__
+                raise ProtocolError(
+                    f"{self._fleet.peer(holder)} sent {name}, which nobody asked for"
+                )
         except ProtocolError as error:
             self._fleet.lose(holder, error)
 
@@ -329,23 +322,6 @@ class Pipeline:
         self._num_awaited = len(remote.awaited)
         if is_last:
             self._note_ready(step)
-
-    def _take_other(self, holder: HolderId, answer: Answer) -> None:
-        if isinstance(answer, Accepted | Refused | TakenOver | Welcome):
-            self._news.append((holder, answer))
-        elif isinstance(answer, PastTokens):
-            step = self._steps.get(answer.asked.lane)
-            parts = () if step is None else step.begun.parts
-            reader = next((part for part in parts if isinstance(part, ReadsPast)), None)
-            if step is None or reader is None:
-                peer = self._fleet.peer(holder)
-                raise ProtocolError(f"{peer} sent tokens that no step waits for")
-            reader.deliver_past(holder, answer)
-            self._note_ready(step)
-        else:
-            raise ProtocolError(
-                f"{self._fleet.peer(holder)} sent {type(answer).__name__}, which nobody asked for"
-            )
 
     def _note_ready(self, step: LaneStep) -> None:
         """Queue a step in flight if it can continue."""

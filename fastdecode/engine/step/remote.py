@@ -27,7 +27,7 @@ from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.attention import Begun, StepRecord
 from fastdecode.engine.step.batch import HolderSpan, StepBatch
 from fastdecode.engine.step.merge import Merge
-from fastdecode.engine.step.prompts import DevicePrefill, HeldChunks, PromptPart
+from fastdecode.engine.step.prompts import DevicePrefill, PromptPart
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import LENT_LAYERS, Share, Staged, Staging, make_staging
 from sworker.device import Gpu, gpu_of
@@ -69,16 +69,7 @@ class AttentionPlan:
             remote = RemotePart(self, batch, record)
             return record, Begun((remote,), remote=remote)
         held = None if self.prompts is None else self.prompts.begin(batch)
-        return self.begin_merging(batch if held is None else held.batch, held)
-
-    def begin_merging(
-        self, batch: StepBatch, held: HeldChunks | None = None
-    ) -> tuple[StepRecord, Begun]:
-        """Begin a step of which the S-worker attends rows too, or several holders the same.
-
-        Args:
-            held: Rows that the device attends in a cache of its own.
-        """
+        batch = batch if held is None else held.batch
         if self.sinks is not None:
             spans = [replace(x, begin=structs.replace(x.begin, want_lse=True)) for x in batch.spans]
             batch = replace(batch, spans=tuple(spans))

@@ -41,7 +41,6 @@ class PrefixCache:
             ``Retention``).
         clock: by which blocks are idle.
         only_ends: what is behind a missing block is of no use.
-        fills_gaps: Sequences may start with blocks behind a missing one.
         window: tokens that the layer sees which sees most; None: all.
     """
 
@@ -55,11 +54,9 @@ class PrefixCache:
         *,
         only_ends: bool = False,
         window: int | None = None,
-        fills_gaps: bool = True,
     ) -> None:
         assert window is None or not only_ends, "parts of sequences are kept as a whole"
         self.block_size = block_size
-        self._fills_gaps = fills_gaps
         self.chains = Chains(block_size, are_on=keeps_blocks)
         policy = policy or Retention(block_size)
         self.stock = BlockCache(
@@ -95,12 +92,11 @@ class PrefixCache:
         if not self.chains.is_shared(sequence):
             return []
         stock, size, num_tokens = self.stock, self.block_size, len(sequence.token_ids)
-        allowed = self._fills_gaps
         keys = self.chains.keys(sequence)
-        found = reuses(stock, keys, sizes, num_tokens - 1, size, fills_gaps=allowed)
+        found = reuses(stock, keys, sizes, num_tokens - 1, size)
         for end in self.turns.ends_of(sequence):
             keys = self.chains.with_tail(sequence, end)
-            found += reuses(stock, keys, sizes, end, size, with_tail=True, fills_gaps=allowed)
+            found += reuses(stock, keys, sizes, end, size, with_tail=True)
         return sorted(found, key=lambda reuse: -reuse.num_tokens)
 
     def keys(self, sequence: Sequence) -> list[bytes]:

@@ -91,7 +91,6 @@ def reuses(
     block_size: int,
     *,
     with_tail: bool = False,
-    fills_gaps: bool = True,
 ) -> list[Reuse]:
     """What a sequence could start with.
 
@@ -102,16 +101,15 @@ def reuses(
         block_size: tokens in a block.
         with_tail: only what ends with the last of the blocks will do, and that
             isn't full.
-        fills_gaps: Blocks behind a missing one can be used.
     """
     if len(sizes) > 1:
         parts = _parts(stock, keys, sizes, block_size)
         is_there = bool(parts) and (not with_tail or sum(len(own) for _, own in parts) == len(keys))
         chains = [_Found(parts)] if is_there else []
     else:
-        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail, fills_gaps))
+        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail))
     found = [one.reuse(stock, most_tokens, block_size, has_tail=with_tail) for one in chains]
-    return [reuse for reuse in found if reuse is not None and (fills_gaps or not reuse.gap)]
+    return [reuse for reuse in found if reuse is not None]
 
 
 def _wholes(
@@ -120,7 +118,6 @@ def _wholes(
     most_tokens: int,
     block_size: int,
     with_tail: bool,
-    fills_gaps: bool,
 ) -> Iterator[_Found]:
     """Of a whole sequence: what each holder has."""
     if with_tail and not any(stock[holder].is_usable(keys[-1]) for holder in stock.holders):
@@ -132,11 +129,9 @@ def _wholes(
     for holder in stock.holders:
         index = stock[holder]
         leading = leading_blocks(index, keys, num_unseen)
-        behind = NOTHING
-        if fills_gaps:
-            behind = _dearest(
-                index, keys, leading.stop, lambda x: stock.policy.cost_of((x + 1) * block_size)
-            )
+        behind = _dearest(
+            index, keys, leading.stop, lambda x: stock.policy.cost_of((x + 1) * block_size)
+        )
         if with_tail and (behind or leading).stop != len(keys):
             leading, behind = _to_the_end(index, keys, leading)
         own = [*keys[leading.start : leading.stop], *keys[behind.start : behind.stop]]
