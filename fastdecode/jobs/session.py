@@ -252,7 +252,7 @@ class JobSession:
 def _held_of(sequence: TokenSequence) -> HeldSequence:
     """Return where a sequence is. It is nowhere if its KV isn't shared, or has a gap."""
     request, residence = sequence.request, sequence.residence
-    is_apart = request.cache.is_off or sequence.is_checked or bool(sequence.behind_gap)
+    is_apart = request.cache.is_off or bool(sequence.behind_gap)
     return HeldSequence(
         request.request_id, sequence.index, request.params.n, request.cache.salt,
         sequence.num_prompt_tokens, tuple(known_tokens(sequence)),

@@ -86,7 +86,7 @@ class Walk:
         if lane in self.runs:
             chunks = self.runs.pop(lane).chunks
             drawn = [
-                events.Drawn(chunk.sequence, 7, is_doubted=len(chunk.sequence.token_ids) % 11 == 10)
+                events.Drawn(chunk.sequence, 7)
                 for chunk in self.life.sequences.wanted(chunks)
                 if chunk.num_tokens == chunk.sequence.num_uncached
             ]

@@ -28,7 +28,7 @@ from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
-    from fastdecode.engine.step.protected import DeviceAttention
+    from fastdecode.engine.step.device import DeviceAttention
     from fastdecode.wire.mpi.connection import MpiConnection
     from fastdecode.wire.mpi.ranks import StageRanks
     from sworker.worker import SWorker

@@ -184,7 +184,7 @@ class PrefixCache:
     def keep(self, sequence: Sequence) -> None:
         """Keep the full blocks of a running sequence, which isn't stepping."""
         sharing = self._sharing.get(sequence.sequence_id)
-        if sharing is None or sequence.is_checked:
+        if sharing is None or sequence.is_spoilt:
             return
         for part in sharing.parts:
             num_full = part.num_full(sequence.num_cached, self.block_size)
@@ -212,7 +212,7 @@ class PrefixCache:
         """A running sequence has come to its end."""
         sharing = self._sharing.get(sequence.sequence_id)
         if sharing is not None and sequence.request.cache.turn is not None:
-            sharing.is_answered = not sequence.is_checked
+            sharing.is_answered = not sequence.is_spoilt
 
     def end(self, sequence: Sequence) -> None:
         """The sequence runs no more. If it came to logits that aren't finite,
@@ -225,7 +225,7 @@ class PrefixCache:
             self.turns.end(sequence, sharing)
         for part in sharing.parts:
             self._num_shared[part.holder] -= part.num_shared
-            self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
+            self.stock.release(part.holder, part.keys, for_good=sequence.is_spoilt)
             self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
 
     def is_awaited(self, holder: HolderId) -> bool:

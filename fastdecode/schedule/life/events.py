@@ -62,8 +62,6 @@ class Drawn(NamedTuple):
     finish_reason: FinishReason | None = None
     """Why it is over, if its text says so; a sequence of its greatest length is over anyway."""
     error: FastDecodeError | None = None
-    is_doubted: bool = False
-    """Nothing was: it is to be recomputed, and whoever attends it to be looked at."""
 
 
 @dataclass(frozen=True)
