@@ -16,22 +16,22 @@ from reading import entered_by_a_decode_step, entered_by_a_loss
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 MOST_LINES = {
-    "fastdecode/cli": 3961,
+    "fastdecode/cli": 3960,
     "fastdecode/conversations": 1333,
     "fastdecode/core": 10198,
-    "fastdecode/engine": 20505,
+    "fastdecode/engine": 20035,
     "fastdecode/jobs": 2469,
     "fastdecode/measure": 2422,
     "fastdecode/openai": 1407,
-    "fastdecode/schedule": 9970,
+    "fastdecode/schedule": 9940,
     "fastdecode/server": 2985,
     "fastdecode/text": 3634,
     "fastdecode/wire": 5136,
     "rworker": 10365,
-    "sworker": 12473,
+    "sworker": 12462,
     "cpu_kernels": 6526,
-    "cost_model": 7337,
-    "tests": 65082,
+    "cost_model": 7333,
+    "tests": 65041,
     "benchmarks": 5330,
     "examples": 481,
 }
