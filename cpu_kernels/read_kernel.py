@@ -15,17 +15,18 @@ from cpu_kernels.codegen.compiled import entry
 from cpu_kernels.codegen.memory import (
     address_of_record,
     as_record,
+    data_of,
     emit_prefetch,
     new_record,
-    store_i64,
 )
 from cpu_kernels.codegen.simd import I8, I32, I64, TileType, call, fold_lanes, load_at, pointer, vec
 from cpu_kernels.team import run_units
 
 READ_JOB = np.dtype(
-    [(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "sink")]
+    [(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "total")]
 )
 COPY_JOB = np.dtype([(name, np.int64) for name in ("source", "target", "num_bytes", "unit_bytes")])
+TOTAL = READ_JOB.fields["total"][1]
 STEP_BYTES = 512
 
 
@@ -70,6 +71,17 @@ def _fold(typingctx, tile):
 
 
 @intrinsic
+def _xor_into(typingctx, address, value):
+    """Atomic."""
+
+    def codegen(context, builder, signature, args):
+        builder.atomic_rmw("xor", pointer(builder, args[0], I64), args[1], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def _prefetch_step(typingctx, address):
     def codegen(context, builder, signature, args):
         for offset in range(0, STEP_BYTES, 64):
@@ -94,7 +106,7 @@ def read_unit(variant, job_address, unit, scratch):
     else:
         for address in range(begin, end, STEP_BYTES):
             tile = _read_step(tile, address)
-    store_i64(job.sink + 8 * unit, _fold(tile))
+    _xor_into(address_of_record(job) + TOTAL, _fold(tile))
 
 
 @entry
@@ -103,14 +115,10 @@ def run_read(entry, team, scratch, memory, unit_bytes, ahead):
     at a time. Returns the xor of all."""
     job = new_record(READ_JOB)
     num_units = (memory.size + unit_bytes - 1) // unit_bytes
-    sink = np.zeros(num_units, np.int64)
-    job.address, job.num_bytes, job.unit_bytes = memory.ctypes.data, memory.size, unit_bytes
-    job.ahead, job.sink = ahead, sink.ctypes.data
+    job.address, job.num_bytes, job.unit_bytes = data_of(memory), memory.size, unit_bytes
+    job.ahead = ahead
     run_units(team, entry, address_of_record(job), num_units, scratch)
-    total = np.int64(0)
-    for unit in range(num_units):
-        total ^= sink[unit]
-    return total
+    return job.total
 
 
 @intrinsic
@@ -137,7 +145,7 @@ def copy_unit(variant, job_address, unit, scratch):
 def run_copy(entry, team, scratch, source, target, unit_bytes):
     """Copy ``source`` to ``target``, both uint8 of one length, ``unit_bytes`` at a time."""
     job = new_record(COPY_JOB)
-    job.source, job.target = source.ctypes.data, target.ctypes.data
+    job.source, job.target = data_of(source), data_of(target)
     job.num_bytes, job.unit_bytes = min(source.size, target.size), unit_bytes
     run_units(
         team, entry, address_of_record(job), (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch

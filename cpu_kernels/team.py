@@ -207,11 +207,16 @@ def help_once(shared):
     _work(shared, load_i64(shared + _SCRATCHES) + index * SCRATCH_BYTES)
 
 
-@entry
-def _wake_helpers(shared):
+@part
+def _wake(shared):
     fetch_add(shared + _WAKE, 1)
     if _atomic_load(shared + _SLEEPERS) > 0:
         _system_call(_FUTEX, shared + _WAKE, 129, 1 << 30)  # FUTEX_WAKE_PRIVATE
+
+
+@entry
+def _wake_helpers(shared):
+    _wake(shared)
 
 
 @part
@@ -254,7 +259,7 @@ def run_units(shared, entry, job, num_units, scratch):
         return
     gate = _atomic_load(shared + _GATE)  # closed, nobody at work
     _exchange_if(shared + _GATE, gate, (((gate >> _GENERATION) + 1) << _GENERATION) | _OPEN)
-    _wake_helpers(shared)
+    _wake(shared)
     _work(shared, scratch)
     fetch_add(shared + _GATE, -_OPEN)
     _await_helpers(shared)

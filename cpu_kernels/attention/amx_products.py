@@ -32,15 +32,8 @@ from cpu_kernels.codegen.amx import (
     set_tile,
 )
 from cpu_kernels.codegen.compiled import part
-from cpu_kernels.codegen.simd import (
-    F32,
-    I1,
-    I64,
-    broadcast,
-    load_at,
-    store_at,
-    vec,
-)
+from cpu_kernels.codegen.simd import F32, I1, I64, broadcast, load_at, store_at, vec
+from cpu_kernels.codegen.translate import Value
 
 WORDS = 16
 """Cells that a product sums up: 32 elements."""
@@ -93,7 +86,9 @@ def configure_tiles(typingctx, variant, file, dim_words):
 
     def codegen(context, builder, signature, args):
         if variant.variant.tiles:
-            context.compile_internal(builder, _configure.py_func, signature, args)
+            values = [Value(types.int64, arg) for arg in args[1:]]
+            given = [variant.variant, *values]
+            builder.module.translation.call(builder, _configure.function, given)
         return context.get_dummy_value()
 
     return types.void(variant, types.int64, types.int64), codegen
@@ -105,10 +100,11 @@ def _configure(variant, file, dim_words):
     whole, left = np.int64(WORDS), dim_words % WORDS
     for tile in range(NUM_TILES):
         words = whole if tile < _LAST_OPERANDS else left
-        are_cells = tile in (_CELLS, _LAST_CELLS)
+        are_cells = tile == _CELLS or tile == _LAST_CELLS
         if words > 0:
             rows = words if are_cells else variant.product_rows
-            column_words = words if tile in (_OPERANDS, _LAST_OPERANDS) else whole
+            are_operands = tile == _OPERANDS or tile == _LAST_OPERANDS
+            column_words = words if are_operands else whole
             set_tile(file, tile, rows, 4 * column_words)
     _load_config(variant, file)
 

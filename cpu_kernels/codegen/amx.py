@@ -34,6 +34,7 @@ from cpu_kernels.codegen.memory import (
     store_u32,
 )
 from cpu_kernels.codegen.simd import I8, I64, call, pointer
+from cpu_kernels.codegen.translate import Value
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -196,8 +197,8 @@ class SoftTiles:
 
     def _call(self, context, builder, function, *args):
         numbers = [I64(arg) if isinstance(arg, int) else arg for arg in args]
-        signature = types.void(*[types.int64] * len(numbers))
-        context.compile_internal(builder, function.py_func, signature, numbers)
+        values = [Value(types.int64, number) for number in numbers]
+        builder.module.translation.call(builder, function.function, values)
 
     def configure(self, context, builder, file):
         self._call(context, builder, soft_configure, file)

@@ -222,11 +222,11 @@ def float_of(typingctx, bits):
 
 
 @intrinsic
-def keep_alive(typingctx, array):
-    """Nothing, but a mention: Numba frees an array after its last one, even
-    where others know its address."""
+def data_of(typingctx, array):
+    """Where an array's elements begin."""
 
     def codegen(context, builder, signature, args):
-        return context.get_dummy_value()
+        found = context.make_array(array)(context, builder, args[0])
+        return builder.ptrtoint(found.data, I64)
 
-    return types.void(array), codegen
+    return types.int64(array), codegen
