@@ -88,7 +88,7 @@ def configure_tiles(typingctx, variant, file, dim_words):
         if variant.variant.tiles:
             values = [Value(types.int64, arg) for arg in args[1:]]
             given = [variant.variant, *values]
-            builder.module.translation.call(builder, _configure.function, given)
+            builder.module.translation.call(builder, _configure, given)
         return context.get_dummy_value()
 
     return types.void(variant, types.int64, types.int64), codegen

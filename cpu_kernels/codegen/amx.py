@@ -198,7 +198,7 @@ class SoftTiles:
     def _call(self, context, builder, function, *args):
         numbers = [I64(arg) if isinstance(arg, int) else arg for arg in args]
         values = [Value(types.int64, number) for number in numbers]
-        builder.module.translation.call(builder, function.function, values)
+        builder.module.translation.call(builder, function, values)
 
     def configure(self, context, builder, file):
         self._call(context, builder, soft_configure, file)

@@ -10,15 +10,17 @@ tells the sources of the whole package.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from llvmlite import ir
 from numba import njit, types
 from numba.core.bytecode import FunctionIdentity
+from numba.core.callconv import CPUCallConv
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, compile_result
+from numba.core.cpu import CPUContext
 from numba.core.funcdesc import FunctionDescriptor
 from numba.core.lowering import Environment
 
@@ -43,17 +45,29 @@ class _Library(JITCodeLibrary):
         manager.run(self._final_module, builder)
 
 
+class _Calls(CPUCallConv):
+    """Numba's calling convention, for callers that pass no exception on."""
+
+    def return_status_propagate(self, builder, status):
+        pass
+
+
+class _Context(CPUContext):
+    call_conv = cached_property(_Calls)
+
+
 class EntryCompiler(CompilerBase):
     """In place of Numba's compiler."""
 
     def compile_extra(self, func):
         state, context = self.state, self.state.targetctx
+        context.__class__ = _Context  # it is this function's own
         identity = FunctionIdentity.from_function(func)
         library = _Library(context.codegen(), identity.func_qualname)
         library.enable_object_caching()
         module = library.create_ir_module(identity.unique_name)
         with context.push_code_library(library):
-            described, environment, helper = self._translate(identity, library, module)
+            described, environment, helper = self._translate(identity, module)
             library.add_ir_module(module)
             function = None
             if state.flags.no_cpython_wrapper:
@@ -80,12 +94,12 @@ class EntryCompiler(CompilerBase):
             reload_init=[],
         )
 
-    def _translate(self, identity, library, module):
+    def _translate(self, identity, module):
         """The function that Numba's wrappers call."""
         args, context = self.state.args, self.state.targetctx
-        translation = Translation(self.state.typingctx, context, library, module)
+        translation = Translation(self.state.typingctx, context, module)
         known = [x.variant if isinstance(x, VariantType) else Value(x, None) for x in args]
-        found = translation.function(identity.func, known)
+        found = translation.function(Part(identity.func), known)
         described = FunctionDescriptor(
             True, identity.modname, identity.func_qualname, identity.unique_name, "", None,
             found.type or types.none, None, tuple(identity.arg_names), (),

@@ -23,8 +23,9 @@ from functools import cache
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.dispatcher import Dispatcher
 from numba.core.extending import _Intrinsic
-from numba.extending import typeof_impl  # noqa: F401  (registers what typeof knows)
+from numba.core.fastmathpass import FastFloatBinOpVisitor, FastFloatCallVisitor
 from numba.misc.special import typeof
 from numba.np.numpy_support import from_dtype
 
@@ -52,8 +53,10 @@ class Part:
     """A function that entries and other parts call, translated once for each tuple of its
     arguments' types, and of those that are known."""
 
+    targetoptions = {}
+
     def __init__(self, function):
-        self.function = function
+        self.py_func = function
 
 
 @cache
@@ -101,8 +104,8 @@ def _number_type(callee):
 class Translation:
     """One module of LLVM IR, and what it has of functions."""
 
-    def __init__(self, typing, context, library, module):
-        self.typing, self.context, self.library, self.module = typing, context, library, module
+    def __init__(self, typing, context, module):
+        self.typing, self.context, self.module = typing, context, module
         module.translation = self  # for intrinsics that call parts
         self._functions, self._resolved = {}, {}
 
@@ -169,8 +172,7 @@ class Translation:
             if signature is None:
                 raise TypeError(f"{function} takes no {key[1:]}")
             implementation = self.context.get_function(callee, signature)
-            for library in getattr(implementation, "libs", ()):
-                self.library.add_linking_library(library)
+            self.context.add_linking_libs(getattr(implementation, "libs", ()))
             self._resolved[key] = signature, implementation
         signature, implementation = self._resolved[key]
         given = zip(args, signature.args, strict=True)
@@ -194,7 +196,8 @@ class _Function:
         type: of its result; None if it has none.
     """
 
-    def __init__(self, translation, function, args):
+    def __init__(self, translation, callee, args):
+        function = callee.py_func
         self._all, self._scope = translation, _scope(function)
         definition, self._assigned_often = _parsed(function)
         self._names, self._variables, self._loops, self.type = {}, {}, [], None
@@ -215,6 +218,9 @@ class _Function:
         self._run(definition.body)
         if not self._builder.block.is_terminated:
             self._builder.ret_void() if self.type is None else self._builder.unreachable()
+        if flags := callee.targetoptions.get("fastmath"):
+            FastFloatBinOpVisitor(flags).visit_Function(self.llvm)
+            FastFloatCallVisitor(flags).visit_Function(self.llvm)
 
     # --- statements
 
@@ -412,8 +418,8 @@ class _Function:
     def _value_of_Call(self, node):
         callee = self._expression(node.func)
         args = [self._expression(each) for each in node.args]
-        if isinstance(callee, Part):
-            return self._all.call(self._builder, callee.function, args)
+        if isinstance(callee, (Part, Dispatcher)):
+            return self._all.call(self._builder, callee, args)
         if (kind := _number_type(callee)) is not None:
             value = self._all.value(self._builder, callee(*args) if _are_known(args) else args[0])
             return Value(kind, self._all.cast(self._builder, value, kind))
