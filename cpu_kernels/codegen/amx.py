@@ -95,18 +95,18 @@ class AmxTiles:
     """Emits AMX instructions. Tiles are numbers; ``file`` is the address of the
     thread's tile file."""
 
-    def configure(self, context, builder, file):
+    def configure(self, builder, file):
         """ldtilecfg: tiles get their shapes, and zeros."""
         call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), [pointer(builder, file, I8)])
 
-    def release(self, context, builder, file):
+    def release(self, builder, file):
         """tilerelease: threads that don't use tiles are cheaper to switch."""
         call(builder, "llvm.x86.tilerelease", ir.VoidType(), [])
 
-    def zero(self, context, builder, file, tile):
+    def zero(self, builder, file, tile):
         call(builder, "llvm.x86.tilezero", ir.VoidType(), [I8(tile)])
 
-    def load(self, context, builder, file, tile, address, stride):
+    def load(self, builder, file, tile, address, stride):
         """Rows of a tile, ``stride`` bytes apart."""
         call(
             builder,
@@ -115,7 +115,7 @@ class AmxTiles:
             [I8(tile), pointer(builder, address, I8), stride],
         )
 
-    def store(self, context, builder, file, tile, address, stride):
+    def store(self, builder, file, tile, address, stride):
         call(
             builder,
             "llvm.x86.tilestored64",
@@ -123,7 +123,7 @@ class AmxTiles:
             [I8(tile), pointer(builder, address, I8), stride],
         )
 
-    def multiply(self, context, builder, file, total, a, b):
+    def multiply(self, builder, file, total, a, b):
         """total [m, n] += a [m, k] · b [k, n], pairs of bfloat16."""
         call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), [I8(total), I8(a), I8(b)])
 
@@ -195,28 +195,28 @@ def soft_multiply(file, total, a, b):
 class SoftTiles:
     """Emits calls of the twins."""
 
-    def _call(self, context, builder, function, *args):
+    def _call(self, builder, function, *args):
         numbers = [I64(arg) if isinstance(arg, int) else arg for arg in args]
         values = [Value(types.int64, number) for number in numbers]
         builder.module.translation.call(builder, function, values)
 
-    def configure(self, context, builder, file):
-        self._call(context, builder, soft_configure, file)
+    def configure(self, builder, file):
+        self._call(builder, soft_configure, file)
 
-    def release(self, context, builder, file):
+    def release(self, builder, file):
         pass
 
-    def zero(self, context, builder, file, tile):
-        self._call(context, builder, soft_zero, file, tile)
+    def zero(self, builder, file, tile):
+        self._call(builder, soft_zero, file, tile)
 
-    def load(self, context, builder, file, tile, address, stride):
-        self._call(context, builder, soft_load, file, tile, address, stride)
+    def load(self, builder, file, tile, address, stride):
+        self._call(builder, soft_load, file, tile, address, stride)
 
-    def store(self, context, builder, file, tile, address, stride):
-        self._call(context, builder, soft_store, file, tile, address, stride)
+    def store(self, builder, file, tile, address, stride):
+        self._call(builder, soft_store, file, tile, address, stride)
 
-    def multiply(self, context, builder, file, total, a, b):
-        self._call(context, builder, soft_multiply, file, total, a, b)
+    def multiply(self, builder, file, total, a, b):
+        self._call(builder, soft_multiply, file, total, a, b)
 
 
 TILE_UNITS = {"amx": AmxTiles(), "soft": SoftTiles()}

@@ -18,7 +18,7 @@ import ast
 import builtins
 import inspect
 import operator
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 from llvmlite import ir
@@ -53,10 +53,27 @@ class Part:
     """A function that entries and other parts call, translated once for each tuple of its
     arguments' types, and of those that are known."""
 
-    targetoptions = {}
+    def __init__(self, function):
+        self.py_func, self.targetoptions = function, {}
+
+
+class Emitter:
+    """A function that emits instructions for its call. Parameters annotated with a type of
+    Numba's are LLVM's values of that type; others are a ``Value``, or what is known."""
 
     def __init__(self, function):
-        self.py_func = function
+        self._function = function
+        kinds = inspect.get_annotations(function, eval_str=True)
+        self._result = kinds.get("return")
+        self._kinds = [kinds.get(name) for name in inspect.signature(function).parameters][1:]
+
+    def emit(self, translation, builder, args):
+        given = [
+            x if kind is None else translation.cast(builder, x, kind)
+            for x, kind in zip(args, self._kinds, strict=True)
+        ]
+        found = self._function(builder, *given)
+        return found if self._result is None else Value(self._result, found)
 
 
 @cache
@@ -188,7 +205,7 @@ class Translation:
         return self.cast(builder, given, kind)
 
 
-class _Function:
+class _Function(ast.NodeVisitor):
     """One function for these types and known values of its arguments.
 
     Attributes:
@@ -228,21 +245,21 @@ class _Function:
         for statement in statements:
             if self._builder.block.is_terminated:
                 return
-            getattr(self, f"_run_{type(statement).__name__}")(statement)
+            self.visit(statement)
 
-    def _run_Expr(self, node):
-        self._expression(node.value)
+    def generic_visit(self, node):
+        raise TypeError(f"{ast.unparse(node)} can't be translated")
 
-    def _run_Pass(self, node):
-        pass
+    def visit_Expr(self, node):
+        self.visit(node.value)
 
-    def _run_Assign(self, node):
-        value = self._expression(node.value)
+    def visit_Assign(self, node):
+        value = self.visit(node.value)
         for target in node.targets:
             self._assign(target, value)
 
-    def _run_AugAssign(self, node):
-        operands = [self._expression(node.target), self._expression(node.value)]
+    def visit_AugAssign(self, node):
+        operands = [self.visit(node.target), self.visit(node.value)]
         self._assign(node.target, self._operate(_OPERATORS[type(node.op)], operands))
 
     def _assign(self, target, value):
@@ -253,10 +270,10 @@ class _Function:
             for each, part in zip(target.elts, value, strict=True):
                 self._assign(each, part)
         elif isinstance(target, ast.Subscript):
-            base, index = self._expression(target.value), self._expression(target.slice)
+            base, index = self.visit(target.value), self.visit(target.slice)
             self._all.apply(builder, operator.setitem, [base, index, value])
         else:
-            base = self._expression(target.value)
+            base = self.visit(target.value)
             signature = self._all.typing.resolve_setattr(base.type, target.attr, None)
             store = self._all.context.get_setattr(target.attr, signature)
             store(builder, [base.llvm, self._all.cast(builder, value, signature.args[1])])
@@ -280,7 +297,7 @@ class _Function:
             raise TypeError(f"{name} of {self.llvm.name} is {kind} and becomes {value.type}")
         builder.store(self._all.cast(builder, value, kind), memory)
 
-    def _run_If(self, node):
+    def visit_If(self, node):
         test = self._test(node.test)
         if not isinstance(test, Value):
             self._run(node.body if test else node.orelse)
@@ -298,7 +315,7 @@ class _Function:
         if not is_passed:
             builder.unreachable()
 
-    def _run_While(self, node):
+    def visit_While(self, node):
         head, end = (self._builder.append_basic_block() for _ in range(2))
         self._builder.branch(head)
         self._builder.position_at_end(head)
@@ -309,9 +326,9 @@ class _Function:
             self._builder.position_at_end(body)
         self._run_body(node.body, head, end)
 
-    def _run_For(self, node):
+    def visit_For(self, node):
         builder = self._builder
-        bounds = [self._expression(each) for each in node.iter.args]
+        bounds = [self.visit(each) for each in node.iter.args]
         bounds = [Value(types.int64, self._all.cast(builder, x, types.int64)) for x in bounds]
         if len(bounds) == 1:
             bounds.insert(0, self._all.value(builder, 0))
@@ -338,18 +355,18 @@ class _Function:
         self._go_to(following)
         self._builder.position_at_end(end)
 
-    def _run_Break(self, node):
+    def visit_Break(self, node):
         self._builder.branch(self._loops[-1][1])
 
-    def _run_Continue(self, node):
+    def visit_Continue(self, node):
         self._builder.branch(self._loops[-1][0])
 
     def _go_to(self, block):
         if not self._builder.block.is_terminated:
             self._builder.branch(block)
 
-    def _run_Return(self, node):
-        given = None if node.value is None else self._expression(node.value)
+    def visit_Return(self, node):
+        given = None if node.value is None else self.visit(node.value)
         if given is None:
             self._builder.ret_void()
             return
@@ -363,23 +380,20 @@ class _Function:
 
     # --- expressions
 
-    def _expression(self, node):
-        return getattr(self, f"_value_of_{type(node).__name__}")(node)
-
-    def _value_of_Constant(self, node):
+    def visit_Constant(self, node):
         return node.value
 
-    def _value_of_Name(self, node):
+    def visit_Name(self, node):
         if node.id in self._variables:
             kind, memory = self._variables[node.id]
             return Value(kind, self._builder.load(memory))
         return self._names[node.id] if node.id in self._names else self._scope[node.id]
 
-    def _value_of_Tuple(self, node):
-        return tuple(self._expression(each) for each in node.elts)
+    def visit_Tuple(self, node):
+        return tuple(self.visit(each) for each in node.elts)
 
-    def _value_of_Attribute(self, node):
-        base = self._expression(node.value)
+    def visit_Attribute(self, node):
+        base = self.visit(node.value)
         if not isinstance(base, Value):
             return getattr(base, node.attr)
         kind = self._all.typing.resolve_getattr(base.type, node.attr)
@@ -387,39 +401,44 @@ class _Function:
         found = load(self._all.context, self._builder, base.type, base.llvm, node.attr)
         return self._all.unpack(self._builder, kind, found)
 
-    def _value_of_Subscript(self, node):
-        base, index = self._expression(node.value), self._expression(node.slice)
+    def visit_Subscript(self, node):
+        base, index = self.visit(node.value), self.visit(node.slice)
         if not isinstance(base, Value):
             return base[index]
         return self._all.apply(self._builder, operator.getitem, [base, index])
 
-    def _value_of_BinOp(self, node):
-        operands = [self._expression(node.left), self._expression(node.right)]
+    def visit_BinOp(self, node):
+        operands = [self.visit(node.left), self.visit(node.right)]
         return self._operate(_OPERATORS[type(node.op)], operands)
 
-    def _value_of_UnaryOp(self, node):
+    def visit_UnaryOp(self, node):
         if isinstance(node.op, ast.Not):
             test = self._test(node.operand)
             if not isinstance(test, Value):
                 return not test
             return Value(types.boolean, self._builder.not_(test.llvm))
-        return self._operate(_OPERATORS[type(node.op)], [self._expression(node.operand)])
+        return self._operate(_OPERATORS[type(node.op)], [self.visit(node.operand)])
 
-    def _value_of_Compare(self, node):
+    def visit_Compare(self, node):
         (symbol,), (right,) = node.ops, node.comparators
-        operands = [self._expression(node.left), self._expression(right)]
-        return self._operate(_OPERATORS[type(symbol)], operands)
+        left, right = self.visit(node.left), self.visit(right)
+        if isinstance(symbol, ast.In):
+            tests = [self._operate(operator.eq, [left, each]) for each in right]
+            return reduce(lambda a, b: self._operate(operator.or_, [a, b]), tests)
+        return self._operate(_OPERATORS[type(symbol)], [left, right])
 
     def _operate(self, function, operands):
         if any(isinstance(x, Value) for x in operands):
             return self._all.apply(self._builder, function, operands)
         return function(*operands)
 
-    def _value_of_Call(self, node):
-        callee = self._expression(node.func)
-        args = [self._expression(each) for each in node.args]
+    def visit_Call(self, node):
+        callee = self.visit(node.func)
+        args = [self.visit(each) for each in node.args]
         if isinstance(callee, (Part, Dispatcher)):
             return self._all.call(self._builder, callee, args)
+        if isinstance(callee, Emitter):
+            return callee.emit(self._all, self._builder, args)
         if (kind := _number_type(callee)) is not None:
             value = self._all.value(self._builder, callee(*args) if _are_known(args) else args[0])
             return Value(kind, self._all.cast(self._builder, value, kind))
@@ -439,29 +458,29 @@ class _Function:
         is_second = self._operate(is_better, [second, first])
         return Value(kind, self._builder.select(is_second.llvm, second.llvm, first.llvm))
 
-    def _value_of_IfExp(self, node):
+    def visit_IfExp(self, node):
         test = self._test(node.test)
         if not isinstance(test, Value):
-            return self._expression(node.body if test else node.orelse)
+            return self.visit(node.body if test else node.orelse)
         builder = self._builder
         then, other, end = (builder.append_basic_block() for _ in range(3))
         builder.cbranch(test.llvm, then, other)
         ways = []
         for block, branch in ((then, node.body), (other, node.orelse)):
             builder.position_at_end(block)
-            value = self._all.value(builder, self._expression(branch))
+            value = self._all.value(builder, self.visit(branch))
             ways.append((value, builder.block))
         kind = self._all.typing.unify_types(*(value.type for value, _ in ways))
         return Value(kind, self._meet(end, kind, ways))
 
-    def _value_of_BoolOp(self, node):
+    def visit_BoolOp(self, node):
         return self._test(node)
 
     def _test(self, node):
         """Whether an expression is true: a bool, or a value of one bit."""
         if isinstance(node, ast.BoolOp):
             return self._decide(isinstance(node.op, ast.Or), node.values)
-        found = self._expression(node)
+        found = self.visit(node)
         if not isinstance(found, Value):
             return bool(found)
         bit = self._all.context.is_true(self._builder, found.type, found.llvm)
