@@ -1,8 +1,6 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
-"""Pure reads and copies of memory: the ceilings that attention and ``gather``
-are measured against."""
+# Compiled functions, and what emits their instructions: their types are not Python's.
+"""Pure reads of memory: a ceiling that attention is measured against."""
 
 from __future__ import annotations
 
@@ -11,30 +9,14 @@ from llvmlite import ir
 from numba.types import int64
 
 from cpu_kernels.codegen.compiled import entry
-from cpu_kernels.codegen.memory import (
-    address_of_record,
-    as_record,
-    data_of,
-    new_record,
-    prefetch,
-)
-from cpu_kernels.codegen.simd import (
-    I8,
-    I64,
-    TileType,
-    call,
-    fold_lanes,
-    load_at,
-    make_tile,
-    pointer,
-)
+from cpu_kernels.codegen.memory import address_of_record, as_record, data_of, new_record, prefetch
+from cpu_kernels.codegen.simd import I64, TileType, fold_lanes, load_at, make_tile, pointer
 from cpu_kernels.codegen.translate import Emitter, Value
 from cpu_kernels.team import run_units
 
 READ_JOB = np.dtype(
     [(name, np.int64) for name in ("address", "num_bytes", "unit_bytes", "ahead", "total")]
 )
-COPY_JOB = np.dtype([(name, np.int64) for name in ("source", "target", "num_bytes", "unit_bytes")])
 TOTAL = READ_JOB.fields["total"][1]
 STEP_BYTES = 512
 
@@ -62,7 +44,7 @@ def _xor_into(builder, address: int64, tile):
     total = builder.extract_value(tile.llvm, 0)
     for index in range(1, tile.type.vectors):
         total = builder.xor(total, builder.extract_value(tile.llvm, index))
-    value = builder.sext(fold_lanes(builder, total, builder.xor), I64)
+    value = builder.sext(fold_lanes(builder, total, ir.IRBuilder.xor), I64)
     builder.atomic_rmw("xor", pointer(builder, address, I64), value, "seq_cst")
 
 
@@ -95,29 +77,3 @@ def run_read(entry, team, scratch, memory, unit_bytes, ahead):
     job.ahead = ahead
     run_units(team, entry, address_of_record(job), num_units, scratch)
     return job.total
-
-
-@Emitter
-def _copy_memory(builder, target: int64, source: int64, num_bytes: int64):
-    """The C library's ``memcpy``."""
-    pointers = [pointer(builder, address, I8) for address in (target, source)]
-    call(builder, "memcpy", I8.as_pointer(), [*pointers, num_bytes])
-
-
-@entry
-def copy_unit(variant, job_address, unit, scratch):
-    """Copy one stretch of memory. ``variant`` is not used."""
-    job = as_record(job_address, COPY_JOB)
-    begin = unit * job.unit_bytes
-    _copy_memory(job.target + begin, job.source + begin, min(job.unit_bytes, job.num_bytes - begin))
-
-
-@entry
-def run_copy(entry, team, scratch, source, target, unit_bytes):
-    """Copy ``source`` to ``target``, both uint8 of one length, ``unit_bytes`` at a time."""
-    job = new_record(COPY_JOB)
-    job.source, job.target = data_of(source), data_of(target)
-    job.num_bytes, job.unit_bytes = min(source.size, target.size), unit_bytes
-    run_units(
-        team, entry, address_of_record(job), (job.num_bytes + unit_bytes - 1) // unit_bytes, scratch
-    )

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """A team of threads that runs the units of one call at a time, and never needs
 the GIL for it.
 

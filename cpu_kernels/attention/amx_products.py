@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """The two products of attention in AMX tiles.
 
 Cells lie as the instruction wants its second matrix: 16 rows of K are 32 dims
@@ -26,12 +25,7 @@ from numba.extending import register_model
 from numba.types import int64
 
 from cpu_kernels.attention.operands import FACTOR_BYTES, ROW_BYTES
-from cpu_kernels.codegen.amx import (
-    NUM_TILES,
-    TILE_UNITS,
-    clear_config,
-    set_tile,
-)
+from cpu_kernels.codegen.amx import NUM_TILES, TILE_UNITS, clear_config, set_tile
 from cpu_kernels.codegen.compiled import part
 from cpu_kernels.codegen.simd import F32, I1, I64, broadcast, load_at, store_at, vec
 from cpu_kernels.codegen.translate import Emitter

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """From one call's arrays to units of work: the checks that look at values, and
 the partition over threads.
 
@@ -91,41 +90,6 @@ def _measure(job, starts, positions, context_lens, n):
 
 
 @part
-def _fill_job(
-    job,
-    shape,
-    pool,
-    q,
-    tables,
-    starts,
-    positions,
-    context_lens,
-    slopes,
-    out,
-    lse,
-    scale,
-    softcap,
-    window,
-):
-    """What doesn't depend on the partition."""
-    job.pool, job.q, job.tables = data_of(pool), data_of(q), data_of(tables)
-    job.starts, job.positions = data_of(starts), data_of(positions)
-    job.context_lens, job.out = data_of(context_lens), data_of(out)
-    job.slopes = data_of(slopes) if slopes.size > 0 else 0
-    job.lse = data_of(lse) if lse.size > 0 else 0
-    job.source, job.num_q_heads, job.num_kv_heads = shape.source, q.shape[1], shape.num_kv_heads
-    job.head_dim, job.block_size, job.max_blocks = shape.head_dim, shape.block_size, tables.shape[1]
-    job.window, job.scale, job.softcap = window, np.float32(scale), np.float32(softcap)
-    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
-    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
-    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words = shape.dim_words
-    job.tile_dims = shape.tile_dims
-    job.tile_bytes = shape.tile_bytes
-    job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
-
-
-@part
 def _list_units(job, first, end, starts, positions, context_lens, most_heads, tile_rows):
     """The units of the sequences from ``first`` to ``end``, each of at most
     ``most_heads`` heads. Returns how many."""
@@ -187,10 +151,21 @@ def run_attend(
         return code, index
     num_sequences = context_lens.shape[0]
     job = new_record(JOB)
-    _fill_job(
-        job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale,
-        softcap, window,
-    )  # fmt: skip
+    job.pool, job.q, job.tables = data_of(pool), data_of(q), data_of(tables)
+    job.starts, job.positions = data_of(starts), data_of(positions)
+    job.context_lens, job.out = data_of(context_lens), data_of(out)
+    job.slopes = data_of(slopes) if slopes.size > 0 else 0
+    job.lse = data_of(lse) if lse.size > 0 else 0
+    job.source, job.num_q_heads, job.num_kv_heads = shape.source, q.shape[1], shape.num_kv_heads
+    job.head_dim, job.block_size, job.max_blocks = shape.head_dim, shape.block_size, tables.shape[1]
+    job.window, job.scale, job.softcap = window, np.float32(scale), np.float32(softcap)
+    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
+    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
+    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
+    job.dim_words = shape.dim_words
+    job.tile_dims = shape.tile_dims
+    job.tile_bytes = shape.tile_bytes
+    job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
 
     num_base_units, num_partials, most_partials = 0, 0, 0
     for n in range(num_sequences):

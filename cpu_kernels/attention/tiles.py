@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Register tiles: rows of queries (or weights) times vectors of cached cells.
 
 Both matrix products of attention have the same inner step: a few vectors of
@@ -14,8 +13,6 @@ take 16 steps at once.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from llvmlite import ir
 from numba.types import boolean, int64
@@ -49,34 +46,20 @@ from cpu_kernels.codegen.simd import (
 from cpu_kernels.codegen.translate import Emitter, Value
 
 
-def scores_type(shape) -> TileType | AmxTileType:
+def _tile_type(shape, vectors: int) -> TileType | AmxTileType:
     if shape.tiles:
-        return AmxTileType(shape.product_rows, shape.score_vectors)
-    return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.is_integer)
+        return AmxTileType(shape.product_rows, vectors)
+    return TileType(shape.rows, vectors, shape.lanes, shape.is_integer)
 
 
-def values_type(shape) -> TileType | AmxTileType:
-    if shape.tiles:
-        return AmxTileType(shape.product_rows, shape.value_vectors)
-    return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.is_integer)
-
-
-def _zero(result_of):
-    @Emitter
-    def zero(builder, shape, file: int64):
-        kind = result_of(shape)
-        if isinstance(kind, AmxTileType):
-            return Value(kind, zero_totals(builder, shape, kind, file))
-        return Value(kind, ir.Constant(kind.value, None))
-
-    return zero
-
-
-zero_scores = _zero(scores_type)
-"""The tile that queries · K is added to. ``file``: the thread's AMX tiles, where these are
-used."""
-zero_vector_scores = _zero(lambda shape: scores_type(replace(shape, score_vectors=1)))
-"""The same of one vector of tokens."""
+@Emitter
+def zero_scores(builder, shape, vectors, file: int64):
+    """The tile that queries · K is added to, of that number of vectors of tokens. ``file``: the
+    thread's AMX tiles, where these are used."""
+    kind = _tile_type(shape, vectors)
+    if isinstance(kind, AmxTileType):
+        return Value(kind, zero_totals(builder, shape, kind, file))
+    return Value(kind, ir.Constant(kind.value, None))
 
 
 # --- cells → operands of a product
@@ -259,58 +242,42 @@ def _accumulate_int8(builder, shape, tile_type, tile, operands, cells, of_keys: 
     return tile
 
 
-def _accumulator(of_keys: bool):
-    @Emitter
-    def accumulate(
-        builder, shape, tile, operands: int64, cells: int64, row_bytes: int64, words_left: int64
-    ):
-        if isinstance(tile.type, AmxTileType):
-            total = accumulate_totals(
-                builder, shape, tile.type, tile.llvm, operands, cells, row_bytes, words_left,
-                of_keys,
-            )  # fmt: skip
-            return Value(tile.type, total)
-        emit = {
-            "fma": _accumulate_fma,
-            "bf16": _accumulate_bf16,
-            "int8": _accumulate_int8 if shape.lanes == 16 else _accumulate_pairs,
-            "int16": _accumulate_pairs,
-        }[shape.dot]
-        value = tile.llvm
-        for word in range(shape.words):
-            if word:
-                operands = builder.add(operands, I64(shape.word_bytes))
-                cells = builder.add(cells, row_bytes)
-            value = emit(builder, shape, tile.type, value, operands, cells, of_keys)
-        return Value(tile.type, value)
-
-    return accumulate
-
-
-accumulate_scores = _accumulator(True)
-"""tile += (query operands of one dim word) · (K cells of one dim word). In AMX
-tiles ``variant.step_words`` words at once, whose cells are ``row_bytes`` apart,
-or the ``words_left``."""
-accumulate_values = _accumulator(False)
-"""tile += (weight operands of one token word) · (V cells of one token word), or
-of ``variant.step_words`` words."""
+@Emitter
+def accumulate(
+    builder, shape, of_keys, tile, operands: int64, cells: int64, row_bytes: int64,
+    words_left: int64,
+):  # fmt: skip
+    """tile += (operands of one word) · (cells of one word): query operands and K cells of a dim
+    word, if ``of_keys``, else weight operands and V cells of a token word. In AMX tiles
+    ``variant.step_words`` words at once, whose cells are ``row_bytes`` apart, or of keys the
+    ``words_left``."""
+    kind, value = tile.type, tile.llvm
+    if isinstance(kind, AmxTileType):
+        accumulate_totals(
+            builder, shape, kind, value, operands, cells, row_bytes, words_left, of_keys
+        )
+        return tile
+    emit = {
+        "fma": _accumulate_fma,
+        "bf16": _accumulate_bf16,
+        "int8": _accumulate_int8 if shape.lanes == 16 else _accumulate_pairs,
+        "int16": _accumulate_pairs,
+    }[shape.dot]
+    for word in range(shape.words):
+        if word:
+            operands = builder.add(operands, I64(shape.word_bytes))
+            cells = builder.add(cells, row_bytes)
+        value = emit(builder, shape, kind, value, operands, cells, of_keys)
+    return Value(kind, value)
 
 
-def _low_plane(bits: int):
-    @Emitter
-    def begin_low_plane(builder, tile):
-        if not tile.type.integer:
-            return tile
-        shift = constant(I32, tile.type.lanes, bits)
-        return map_tile(builder, lambda value: builder.shl(value, shift), tile)
-
-    return begin_low_plane
-
-
-begin_low_scores = _low_plane(7)
-"""Integer tiles: what the high plane summed up is worth 128 times the low plane's."""
-begin_low_values = _low_plane(8)
-"""The same, 256 times."""
+@Emitter
+def begin_low_plane(builder, tile, bits):
+    """What the high plane of integers summed up is worth 2^bits times the low plane's."""
+    if not tile.type.integer:
+        return tile
+    shift = constant(I32, tile.type.lanes, bits)
+    return map_tile(builder, lambda value: builder.shl(value, shift), tile)
 
 
 @Emitter
@@ -355,7 +322,7 @@ def begin_values(
     """The tile that a block's weights · V is added to: the state (times its
     rescale factor, if that's still due), or zeros where products are summed in
     integers."""
-    kind = values_type(shape)
+    kind = _tile_type(shape, shape.value_vectors)
     if isinstance(kind, AmxTileType):
         return Value(kind, load_state(builder, shape, kind, file, factors, state, row_bytes, due))
     if kind.integer:

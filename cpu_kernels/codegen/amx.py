@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """AMX: a CPU's eight tile registers of 16 rows x 64 bytes, and what multiplies
 them.
 

@@ -73,25 +73,17 @@ class EntryCompiler(CompilerBase):
             if state.flags.no_cpython_wrapper:
                 context.create_cfunc_wrapper(library, described, environment, helper)
             else:
-                context.create_cpython_wrapper(
-                    library, described, environment, helper, release_gil=True
-                )
+                context.create_cpython_wrapper(library, described, environment, helper, True)
                 function = context.get_executable(library, described, environment)
         return compile_result(
             typing_context=state.typingctx,
             target_context=context,
             entry_point=function,
-            typing_error=None,
-            type_annotation="",
             library=library,
             call_helper=helper,
             signature=described.restype(*described.argtypes),
-            objectmode=False,
-            lifted=(),
             fndesc=described,
             environment=environment,
-            metadata={},
-            reload_init=[],
         )
 
     def _translate(self, identity, module):
@@ -139,12 +131,12 @@ def compiled_job(function, *sources):
     is compiled once a host, where its disk allows.
 
     Args:
-        sources: the files of all that it is made from, but for this one.
+        sources: the files of all that it is made from, but for this package's.
     """
     signature = (types.int64,), types.void
     options = {"error_model": "numpy"}
     compiled = CFunc(function, signature, {}, options, pipeline_class=EntryCompiler)
-    keep(compiled, function, Path(__file__), *sources)
+    keep(compiled, function, *_sources(), *sources)
     compiled.compile()
     return compiled
 

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """One vector: a number for each query row of a register tile, or for each of a
 few neighbouring tokens.
 
@@ -26,7 +25,6 @@ from cpu_kernels.codegen.simd import (
     constant,
     count_up,
     emit_exp2,
-    larger,
     load_at,
     make_tile,
     map_tile,
@@ -113,7 +111,7 @@ def _fold(builder, rows, lanes: int, combine):
         ]
         high = [index + half for index in low]
         vectors = [
-            combine(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
+            combine(builder, _shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
         group = half
@@ -123,6 +121,7 @@ def _fold(builder, rows, lanes: int, combine):
         low = [row * group + lane for row in range(count) for lane in range(half)]
         low = (low * lanes)[:lanes]  # what is to spare repeats
         value = combine(
+            builder,
             _shuffle(builder, value, value, low),
             _shuffle(builder, value, value, [i + half for i in low]),
         )
@@ -130,20 +129,11 @@ def _fold(builder, rows, lanes: int, combine):
     return value
 
 
-def _row_fold(combine):
-    @Emitter
-    def fold(builder, variant, column):
-        rows = [builder.extract_value(column.llvm, row) for row in range(column.type.rows)]
-        lanes = variant.lanes
-        return _wrap(builder, _fold(builder, rows, lanes, lambda a, b: combine(builder, a, b)))
-
-    return fold
-
-
-fold_maxima = _row_fold(larger)
-"""The largest lane of each row of a column (or of a single vector: lane 0)."""
-fold_sums = _row_fold(lambda builder, a, b: builder.fadd(a, b))
-"""The sum of each row's lanes."""
+@Emitter
+def fold_rows(builder, column, combine):
+    """Each row's lanes combined: of a column, or of a single vector to lane 0."""
+    rows = [builder.extract_value(column.llvm, row) for row in range(column.type.rows)]
+    return _wrap(builder, _fold(builder, rows, column.type.lanes, combine))
 
 
 # --- vectors of a model's own 16-bit elements

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Memory by address: scalars, columns, cache lines, records. Nothing is
 checked: whoever calls a kernel has."""
 
@@ -22,7 +21,6 @@ from cpu_kernels.codegen.simd import (
     call,
     column_type,
     fold_lanes,
-    larger,
     load_at,
     make_tile,
     pointer,
@@ -44,13 +42,6 @@ def emit_prefetches(builder, address, num_bytes: int) -> None:
     """The lines of ``num_bytes`` from ``address`` on."""
     for offset in range(0, num_bytes, LINE_BYTES):
         emit_prefetch(builder, address, offset)
-
-
-@Emitter
-def prefetch_line(builder, variant, address: int64):
-    """Prefetch one line, if the variant prefetches."""
-    if variant.has_prefetch:
-        emit_prefetch(builder, address)
 
 
 @Emitter
@@ -91,21 +82,12 @@ def load_scalars(builder, variant, address: int64):
     return make_tile(builder, column_type(variant), emit)
 
 
-def _lane_fold(combine):
-    @Emitter
-    def fold(builder, value, address: int64):
-        for row in range(value.type.rows):
-            lanes = builder.extract_value(value.llvm, row)
-            folded = fold_lanes(builder, lanes, lambda a, b: combine(builder, a, b))
-            store_at(builder, folded, address, 4 * row)
-
-    return fold
-
-
-store_row_maxima = _lane_fold(larger)
-"""The largest lane of each row, to consecutive float32."""
-store_row_sums = _lane_fold(lambda builder, a, b: builder.fadd(a, b))
-"""The sum of each row's lanes, to consecutive float32."""
+@Emitter
+def store_folded(builder, value, address: int64, combine):
+    """All lanes of each row combined, to consecutive float32."""
+    for row in range(value.type.rows):
+        lanes = builder.extract_value(value.llvm, row)
+        store_at(builder, fold_lanes(builder, lanes, combine), address, 4 * row)
 
 
 def _scalar_memory(kind, ir_type):

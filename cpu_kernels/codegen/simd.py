@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Vectors as first-class values in Numba: the building blocks of the kernels.
 
 A ``Tile`` is rows x vectors of float32 (or int32) that live in registers
@@ -147,9 +146,12 @@ def larger(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def added(builder, a, b):
+    return builder.fadd(a, b)
+
+
 def fold_lanes(builder, value, combine):
-    """All lanes combined in a fixed tree, so that the result doesn't depend on
-    the compiler's mood."""
+    """All lanes combined in a fixed tree, so that the result doesn't depend on the compiler."""
     lanes = value.type.count
     while lanes > 1:
         lanes //= 2
@@ -160,7 +162,7 @@ def fold_lanes(builder, value, combine):
         high = builder.shuffle_vector(
             value, undefined, ir.Constant(vec(I32, lanes), list(range(lanes, 2 * lanes)))
         )
-        value = combine(low, high)
+        value = combine(builder, low, high)
     return builder.extract_element(value, I32(0))
 
 

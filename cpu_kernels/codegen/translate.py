@@ -228,6 +228,8 @@ class _Function(ast.NodeVisitor):
         )
         self.llvm.linkage = "internal"
         self.llvm.attributes.add("nounwind")
+        if any(isinstance(kind, ir.ArrayType) for kind in kinds):
+            self.llvm.attributes.add("alwaysinline")  # tiles stay in registers
         self._builder = ir.IRBuilder(self.llvm.append_basic_block("entry"))
         given = iter(self.llvm.args)
         for name, arg in zip((x.arg for x in definition.args.args), args, strict=True):

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Writing tokens' K and V into their blocks, quantised where the cache is, or
 as they were read out of others.
 

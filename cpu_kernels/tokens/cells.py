@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Stored rows and cells, 16 tokens or dims at a time.
 
 A word of a stored row of K is a cell of K, so 16 tokens' rows of words are
@@ -61,37 +60,34 @@ def _store_words(builder, words, address, row_bytes, row, halves: bool):
     store(2 * row + 1, builder.trunc(builder.lshr(words, constant(I32, SIDE, 16)), kind), 2)
 
 
-def _turn(from_halves: bool = False, to_halves: bool = False):
-    @Emitter
-    def turn(builder, source: int64, source_bytes: int64, target: int64, target_bytes: int64):
-        """SIDE rows of SIDE words, ``source_bytes`` apart, to their columns,
-        ``target_bytes`` apart. Rows of halves are half as far apart."""
-        rows = [_load_words(builder, source, source_bytes, row, from_halves) for row in range(SIDE)]
-        for row, column in enumerate(transpose(builder, rows)):
-            _store_words(builder, column, target, target_bytes, row, to_halves)
-
-    return turn
-
-
-_turn_words, _turn_from_halves, _turn_to_halves = _turn(), _turn(True), _turn(to_halves=True)
+@Emitter
+def _turn(
+    builder, source: int64, source_bytes: int64, from_halves, target: int64, target_bytes: int64,
+    to_halves,
+):  # fmt: skip
+    """SIDE rows of SIDE words, ``source_bytes`` apart, to their columns,
+    ``target_bytes`` apart. Rows of halves are half as far apart."""
+    rows = [_load_words(builder, source, source_bytes, row, from_halves) for row in range(SIDE)]
+    for row, column in enumerate(transpose(builder, rows)):
+        _store_words(builder, column, target, target_bytes, row, to_halves)
 
 
 @part
 def take_square(dtype, cells, cells_bytes, rows, row_bytes):
     """SIDE tokens' cells of K, in rows ``cells_bytes`` apart, to SIDE words of each stored row."""
     if dtype == FLOAT16:
-        _turn_from_halves(cells, cells_bytes, rows, row_bytes)
+        _turn(cells, cells_bytes, True, rows, row_bytes, False)
     else:
-        _turn_words(cells, cells_bytes, rows, row_bytes)
+        _turn(cells, cells_bytes, False, rows, row_bytes, False)
 
 
 @part
 def put_square(dtype, rows, row_bytes, cells, cells_bytes):
     """SIDE words of SIDE tokens' stored rows to cells of K."""
     if dtype == FLOAT16:
-        _turn_to_halves(rows, row_bytes, cells, cells_bytes)
+        _turn(rows, row_bytes, False, cells, cells_bytes, True)
     else:
-        _turn_words(rows, row_bytes, cells, cells_bytes)
+        _turn(rows, row_bytes, False, cells, cells_bytes, False)
 
 
 def _cut(emit):

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Reading tokens' K and V out of their blocks, as they are stored: the inverse
 of ``append``.
 
