@@ -84,6 +84,7 @@ class EntryCompiler(CompilerBase):
             signature=described.restype(*described.argtypes),
             fndesc=described,
             environment=environment,
+            objectmode=False,
         )
 
     def _translate(self, identity, module):
