@@ -120,7 +120,6 @@ class Caches:
         if cache is None or not cache.may_be_resumed(hello):
             return None
         before, cache.owner = cache.owner, peer
-        cache.books.hello = replace(cache.books.hello, feeders=hello.feeders)
         cache.plans.clear()
         cache.is_replicated = False
         cache.books.moving.give_up()
@@ -151,20 +150,6 @@ class Caches:
             why = f"it names no holder, but has {len(owned)}"
             raise ProtocolError(why if owned else "the first message must be Hello")
         return owned[0]
-
-    def fed(self, holder: int, session: int) -> HolderCache | None:
-        """The cache into which prompts come that others have run. None: there is none of
-        that session.
-
-        Raises:
-            ProtocolError: no prompts may come into it.
-        """
-        cache = self._caches.get(HolderId(holder))
-        if cache is None or not cache.is_of(session):
-            return None
-        if not cache.books.hello.feeders:
-            raise ProtocolError(f"holder {holder!r} has no cache that prompts may come into")
-        return cache
 
     def take_over(self, peer: int, holder: int, session: int) -> tuple[HolderCache, int]:
         """A cache is the peer's from now on: the cache, and whose it was.

@@ -33,10 +33,6 @@ def check_hello(hello: Hello) -> None:
             "install the same version of fastdecode on both",
             code="protocol_version",
         )
-    if len(set(hello.feeders)) < len(hello.feeders):
-        raise ProtocolError("a feeder is there twice")
-    if hello.feeders and not hello.session:
-        raise ProtocolError("prompts come by a session's name, and there is none")
     kv = hello.kv
     if len(hello.attention) != kv.num_layers:
         raise ProtocolError(f"{len(hello.attention)} attention specs for {kv.num_layers} layers")

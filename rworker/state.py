@@ -53,7 +53,6 @@ from fastdecode.wire.messages import (
     OpenSequence,
     Refused,
     Shutdown,
-    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -76,7 +75,6 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.prefill_writer import answer_of_dropped, store_prompt
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
@@ -263,12 +261,8 @@ class RWorkerState:
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
-            case FetchChunk(session=session) if session:
-                return self._feed(number, peer, message)
             case StoreChunk() | FetchChunk(ticket="") | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case StorePrompt():
-                return self._feed(number, peer, message)
             case TruncateSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
@@ -307,24 +301,6 @@ class RWorkerState:
                 return (*links_over(number, self._caches), self._leave(number, peer))
             case _:
                 raise _unknown(message)
-
-    def _feed(
-        self, number: int, peer: _Peer, message: StorePrompt | FetchChunk
-    ) -> tuple[Instruction, ...]:
-        """A prompt stage may say this of a cache that its S-worker has dropped meanwhile."""
-        cache = self._caches.fed(message.holder, message.session)
-        if cache is None and not self._has_session(message.session):
-            raise ProtocolError(
-                f"holder {message.holder!r} has no cache that prompts may come into"
-            )
-        if peer.role not in (None, Role.FEEDER):
-            raise ProtocolError(f"a {peer.role.value} names no session")
-        peer.role = Role.FEEDER
-        if cache is None:
-            return (Send(number, answer_of_dropped(message)),)
-        if isinstance(message, StorePrompt):
-            return store_prompt(number, cache, message)
-        return _about_chunk(number, cache, message)
 
     def _leave(self, number: int, peer: _Peer) -> Instruction:
         """A peer that leaves takes only its own with it; the last S-worker ends the R-worker."""

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -91,12 +91,12 @@ def limit_steps(path: Path) -> None:
     """From now on, in this process. An engine that may make no step obeys, and it looks
     after its R-workers where none of them owes an answer. Controllers of instances aren't
     limited."""
-    from fastdecode.engine.engine_thread import EngineThread
     from fastdecode.engine.instances.controller import Controller
+    from fastdecode.engine.service import EngineService
 
-    steps, never, step = _Steps(path), threading.Event(), EngineThread.step
+    steps, never, step = _Steps(path), threading.Event(), EngineService._step
 
-    def limited(self: EngineThread) -> None:
+    def limited(self: EngineService[Any]) -> None:
         engine = self.served.engine
         if not self.has_work or isinstance(engine, Controller) or steps.take_one():
             step(self)
@@ -106,7 +106,7 @@ def limit_steps(path: Path) -> None:
                 engine.look()
             self._note()
 
-    EngineThread.step = limited
+    EngineService._step = limited  # type: ignore[method-assign]
 
 
 def main() -> int:

@@ -66,7 +66,6 @@ from fastdecode.wire.messages import (
     Refused,
     Report,
     Shutdown,
-    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -133,12 +132,11 @@ def to_r_worker() -> list[ToRWorker]:
     )
     counts = [np.arange(5, dtype=np.int32) + i for i in range(4)]
     pieces = np.arange(3), counts[0][:3], counts[1][:3]
-    brought = attend(6, step=8)
     hello = Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16)
     data = np.arange(20_000, dtype=np.int64).astype(np.uint8)
     return [
         hello,
-        replace(hello, session=5, feeders=("rank 2", "rank 3")),
+        replace(hello, session=5),
         OpenSequence(1, 100),
         ForkSequence(1, 2, 10, 100),
         ExtendSequence(2, 200),
@@ -154,8 +152,7 @@ def to_r_worker() -> list[ToRWorker]:
         expectation({3: 50}),
         FetchChunk(ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
         StoreChunk("a hash", kv, ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
-        StorePrompt(1 << 62, 3, 1, 2, *pieces, brought.k, brought.v, 1),
-        FetchChunk(ChunkForm.TOKENS, 2, 1, 0, 4, *pieces, 1, session=1 << 62, lane=3),
+        FetchChunk(ChunkForm.TOKENS, 2, 1, 0, 4, *pieces, 1),
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
         TruncateSequence(2, 7),
         TakeOver(1 << 62, *pieces[:2]),

@@ -14,10 +14,11 @@ from traffic import SHARED, Harness
 from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
-from fastdecode.schedule.cache.retention import Policy, policy_of
+from fastdecode.schedule.cache.retention import LeastRecent, Policy, Retention
 from fastdecode.schedule.life.events import Stocked
 from fastdecode.schedule.modes import make_scheduler
 
+POLICIES: dict[str, Policy] = {"retention": Retention(BLOCK_SIZE), "lru": LeastRecent()}
 Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
 """Prompt tokens, generated tokens of each sequence, max_tokens."""
 
@@ -66,7 +67,7 @@ def keeping(
     lanes: int = 1,
     *,
     policy: str | Policy = "retention",
-    identity: str | None = "a",
+    keeps_blocks: bool = True,
     slots: int = 0,
     made: dict[str, Any] | None = None,
     **more: object,
@@ -83,8 +84,8 @@ def keeping(
         options(mode, lanes, **more),
         blocks,
         BLOCK_SIZE,
-        cache_identity=identity,
-        cache_policy=policy_of(policy, BLOCK_SIZE) if isinstance(policy, str) else policy,
+        keeps_blocks=keeps_blocks,
+        cache_policy=POLICIES[policy] if isinstance(policy, str) else policy,
         clock=lambda: float(next(ticks)),
         **(made or {}),
     )

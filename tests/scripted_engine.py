@@ -197,7 +197,7 @@ def assemble(
     replicas: Replicas | None = None,
     session: Session | None = None,
     fails_at: dict[str, int] | None = None,
-    cache_identity: str | None = None,
+    keeps_blocks: bool = False,
     attention: AttentionSpec = SPEC,
     **options: Any,
 ) -> Rig:
@@ -208,7 +208,7 @@ def assemble(
     chosen = {"max_num_sequences": 8, "max_step_tokens": 8 + 24, "prefill_chunk": 10}
     schedule = schedule_options("greedy", lanes, **(chosen | options))
     scheduler = make_scheduler(
-        schedule, blocks, BLOCK_SIZE, opening_steps=1, cache_identity=cache_identity
+        schedule, blocks, BLOCK_SIZE, opening_steps=1, keeps_blocks=keeps_blocks
     )
     lifecycle = Lifecycle(scheduler)
     s_worker = ScriptedSWorker(fails_at, attention)

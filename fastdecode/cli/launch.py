@@ -1,7 +1,4 @@
-"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it.
-
-Exit codes: the S-worker's own if it runs on this host, otherwise mpirun's.
-"""
+"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
-from fastdecode.core.config.options import check_options, option, switch
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
@@ -49,8 +46,6 @@ _TERMINATING_S = 5.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Where a job runs, and what its R-workers get."""
-
     hosts: str | None = option(
         None,
         "hosts and their R-workers; one for each NUMA node is best (default with "
@@ -59,9 +54,7 @@ class LaunchOptions:
         metavar="A:2,B:2",
     )
     placement: Path | None = option(
-        None,
-        "run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
-        "job; they take the R-workers of --hosts in order",
+        None, "run the instances of plan goodput --emit; they take R-workers of --hosts in order"
     )
     s_host: str | None = option(
         None, "where the S-worker runs (default: the first of --hosts)", metavar="HOST"
@@ -76,9 +69,7 @@ class LaunchOptions:
         None, "KV cache of each R-worker (default: its share)", low=1e-6, high=1e6, unit="GB"
     )
     cache_disk: str | None = option(
-        None,
-        "where each R-worker keeps a copy of KV blocks that may come again, on its own host",
-        metavar="DIR",
+        None, "where each R-worker keeps copies of KV blocks, on its own host", metavar="DIR"
     )
     cache_disk_gb: float | None = option(
         None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB"
@@ -89,9 +80,6 @@ class LaunchOptions:
     )
     mpirun_arg: tuple[str, ...] = option((), "a further word for mpirun; repeatable", metavar="ARG")
     dry_run: bool = switch("show the line, and do nothing else")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +95,6 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Show the line and run it. Return the exit code."""
     options = read_options(args, LaunchOptions)
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command or command[0] not in COMMANDS:
@@ -126,6 +113,8 @@ def run_launch(args: argparse.Namespace) -> int:
                 "say on which --hosts, and how many R-workers each of them gets: A:2,B:2"
             )
         hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
+    if job.command in _OF_INSTANCES and job.prompt_pp and not instances:
+        instances, hosts = _prompts_apart(job, hosts)
     is_here = (options.s_host or hosts[0].name) in (*_LOCAL, socket.gethostname())
     reports = is_here and not options.dry_run and job.command != "calibrate"
     _check(job, files=reports)
@@ -164,6 +153,23 @@ def _instances(options: LaunchOptions, job: argparse.Namespace) -> tuple[PlacedI
     return read_placement(options.placement, on_devices=job.kv_placement == "gpu")
 
 
+def _prompts_apart(
+    job: argparse.Namespace, hosts: tuple[JobHost, ...]
+) -> tuple[tuple[PlacedInstance, ...], tuple[JobHost, ...]]:
+    """Return the instances of ``--prompt-pp``, and the hosts with a place for each of its stages.
+
+    These are on the hosts without R-workers in turn, or else on the first.
+    """
+    config = check_engine_options(job)
+    prompt_pp, pp, tp = config.s_part.prompt_pp, config.s_part.pp, config.s_part.tp
+    num_places = sum(host.num_r_workers for host in hosts)
+    num_r_workers = 0 if config.r_part.is_on_device else prompt_pp + num_places
+    placed = config.in_job(1 + tp * (prompt_pp + pp) + num_r_workers).instances.placed
+    names = [host.name for host in hosts if not host.num_r_workers] or [hosts[0].name]
+    of_prompts = [JobHost(names[i % len(names)], 1) for i in range(prompt_pp)]
+    return placed, (*of_prompts, *(host for host in hosts if host.num_r_workers))
+
+
 def _check(job: argparse.Namespace, *, files: bool) -> None:
     """Refuse a command that would end before its ranks have met.
 
@@ -190,7 +196,6 @@ def _line(
     instances: tuple[PlacedInstance, ...],
     mpirun: str,
 ) -> JobLine:
-    """Return the mpirun line of a command. ``job``: its options."""
     has_r_workers = bool(instances) or not (
         getattr(job, "kv_placement", "r") in ("gpu", "swap")
         or getattr(job, "r_worker_addresses", None)
@@ -207,7 +212,7 @@ def _line(
             )
         r_command += [] if value is None else [flag.replace("--r-", "--"), str(value)]
     if instances:
-        r_command += ["--instances", *job.instances]
+        r_command += ["--instances", ",".join(map(str, instances))]
         if job.worker_silence_s != Cluster.worker_silence_s:
             r_command += ["--silence-s", str(job.worker_silence_s)]
     return JobLine(
@@ -222,7 +227,6 @@ def _line(
         as_root=os.geteuid() == 0,
         num_s_ranks=1 if instances else getattr(job, "tp", 1),
         num_stages=1 if instances else getattr(job, "pp", 1),
-        num_prompt_stages=0 if instances else getattr(job, "prompt_pp", 0),
         has_r_workers=has_r_workers,
         instances=instances,
     )
@@ -234,12 +238,9 @@ def _run(
     """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
     Args:
-        words: Command line of mpirun.
-        stop_signal: Signal that it gets when this process is asked to stop. It isn't killed,
-            because it takes a while to end the ranks.
-        environ: Environment of mpirun.
-        report: Where the S-worker notes its exit code. mpirun is ended if it then stays, as it
-            does for a rank that was stopped meanwhile.
+        stop_signal: What mpirun gets when this process is asked to stop. It is not killed, because
+            it takes a while to end the ranks.
+        report: Where the S-worker notes its exit code. If mpirun then stays, it is ended.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []

@@ -37,8 +37,6 @@ class Facts:
     """Seconds that loading the model and starting the R-workers took."""
     stage_layers: tuple[int, ...] = ()
     """Of each pipeline stage."""
-    prompt_stage_layers: tuple[int, ...] = ()
-    """Of each that runs prompts only."""
 
 
 def facts_of(config: EngineConfig, running: Any) -> Facts:
@@ -61,7 +59,6 @@ def _facts_of_engine(running: RunningEngine) -> Facts:
         vocab_size=running.spec.vocab_size,
         load_s=running.load_s,
         stage_layers=tuple(map(len, running.resolved.layers)),
-        prompt_stage_layers=tuple(map(len, running.resolved.prompt_layers)),
     )
 
 

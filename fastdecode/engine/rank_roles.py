@@ -21,21 +21,26 @@ from fastdecode.wire.mpi.ranks import (
 logger = logging.getLogger(__name__)
 
 
-def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
+def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> EngineConfig:
     """Serve, if this process is a rank of an MPI job that has another role than
     to run the program; then it doesn't return.
 
     What each rank is: see ``fastdecode.wire.mpi.ranks``.
 
+    Returns:
+        The options, in an MPI job with instances for prompt stages.
+
     Raises:
         ConfigError: there are ranks for which there is no role.
     """
+    if (size := launched_size()) is not None:
+        config = config.in_job(size)
     if config.instances.placed:
         _serve_if_placed(config, tell)
-        return
+        return config
     s_part = config.s_part
-    ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
-    num_ranks = launched_size() or 1
+    ranks = StageRanks(s_part.pp, s_part.tp)
+    num_ranks = size or 1
     if config.r_part.is_on_device and num_ranks > 1 and num_ranks != ranks.num_s_ranks:
         raise ConfigError(
             Given("kv_placement", config.r_part.kv_placement),
@@ -46,14 +51,15 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
             Given("tp"),
             ")",
         )
-    if ranks.num_s_ranks > 1 and launched_size() is not None:
+    if ranks.num_s_ranks > 1 and size is not None:
         role = ranks.role(mpi_job.join().rank)
         if role is RankRole.MIRROR:
             _mirror_leader(config)
         elif role is RankRole.STAGE:
             _serve_stage(config)
-    if launched_size() is not None and not config.cluster.r_worker_addresses:
+    if size is not None and not config.cluster.r_worker_addresses:
         _serve_if_r_worker(config)
+    return config
 
 
 def _serve_if_r_worker(config: EngineConfig) -> None:

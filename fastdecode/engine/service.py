@@ -2,16 +2,15 @@
 thread that owns the engine.
 
 That thread makes the engine, steps it while there is work, and sleeps while
-there is none (``fastdecode.engine.loop``). What others want is put into its
-inbox, and looked at between two steps. So an interrupt (Ctrl-C) of whoever
-waits for an answer never comes in the middle of a step: the engine stays
-usable.
+there is none. What others want is put into its inbox, and looked at between two
+steps. So an interrupt (Ctrl-C) of a thread that waits for an answer never comes
+in the middle of a step: the engine stays usable.
 
 The engine is made by the thread that steps it, since OpenMP's threads and
 CUDA's current device belong to the thread that calls. Where only one certain
 thread may do what a step does (an MPI library that doesn't let threads take
-turns), the service has no thread of its own: whoever waits for deltas runs the
-steps meanwhile, and an interrupt is kept until the step is over.
+turns), the service has no thread of its own: the one that waits for deltas runs
+the steps meanwhile, and an interrupt is kept until the step is over.
 """
 
 from __future__ import annotations
@@ -24,22 +23,27 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from msgspec import structs
 
-from fastdecode.core.delta import Delta, DeltaQueue
-from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    RequestError,
+    duplicate_id,
+    without_frames,
+)
 from fastdecode.core.host.processes import Interrupted
 from fastdecode.core.sequence import Request
-from fastdecode.engine.engine_thread import EngineThread, T
-from fastdecode.engine.loop import EngineLoop
 from fastdecode.wire.instances import EngineNumbers, StatusReport
 
 logger = logging.getLogger(__name__)
@@ -49,6 +53,74 @@ LEAVING_S = 10.0
 _LOOK_EVERY_S = 0.2
 """How long an interrupt may wait where the waiting thread also runs the steps,
 and there are none to run."""
+NUM_LATEST_STEPS = 256
+
+
+class ServedEngine(Protocol):
+    """What a service asks of an engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def pause_s(self) -> float: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_unfinished_sequences(self) -> int: ...
+    def submit(self, request: Request, listener: Listener | None = None) -> None: ...
+    def step(self) -> None: ...
+    def look(self) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    def cancel_waiting(self, among: Container[str] | None = None) -> list[str]: ...
+    def abandon(self, error: FastDecodeError) -> None: ...
+
+
+class Served(Protocol):
+    """An engine and what is around it."""
+
+    @property
+    def engine(self) -> ServedEngine: ...
+    @property
+    def num_r_workers(self) -> int: ...
+    @property
+    def num_live_r_workers(self) -> int: ...
+    @property
+    def has_hung_r_workers(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Served)
+
+
+@dataclass(eq=False)
+class _OpenRequest:
+    """A request that isn't over."""
+
+    reader: DeltaQueue
+    num_left: int
+    """Sequences that aren't over."""
+
+
+class _Steps:
+    """How many there were, and how long the latest took."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.ended_s: float | None = None
+        """``time.monotonic()`` at the end of the last one."""
+        self.longest_s = 0.0
+        self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
+
+    def count(self, began_s: float) -> None:
+        """One is over."""
+        self.num += 1
+        self.ended_s = time.monotonic()
+        took_s = self.ended_s - began_s
+        self._latest_s.append(took_s)
+        if self._latest_s.popleft() < self.longest_s:
+            self.longest_s = max(self.longest_s, took_s)
+        else:  # the longest was the oldest
+            self.longest_s = max(self._latest_s)
 
 
 @dataclass(frozen=True)
@@ -69,13 +141,13 @@ class Snapshot:
 
 
 class EngineService(Generic[T]):
-    """Runs requests on one engine. All methods may be called from any thread,
-    but not from a fork of the process.
+    """Runs requests on one engine. All public methods may be called from any thread,
+    but not from a fork of the process. The others are for the thread that owns the engine.
 
     Args:
         make: makes the engine, in the thread that will own it.
         own_thread: whether the service has a thread of its own; without one,
-            whoever calls ``open`` must also be who calls ``take``, ``call``,
+            the thread that calls ``open`` must also call ``take``, ``call``,
             ``drain`` and ``close``.
         in_callers_thread: called before the engine is made, and before requests are
             queued; None: nothing is.
@@ -91,29 +163,53 @@ class EngineService(Generic[T]):
         self._make = make
         self._in_callers_thread = in_callers_thread
         self._pid = os.getpid()
-        self._loop: EngineLoop[T] = EngineLoop(lambda: atexit.unregister(self._leave))
+        # Waits are single calls in C: an interrupt leaves nothing half done,
+        # and may come in a signal's handler.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._made: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         if own_thread:
-            live = partial(self._loop.run, make, self._made)
-            self._thread = threading.Thread(target=live, name="engine", daemon=True)
+            self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._served: T | None = None
+        self._open: dict[str, _OpenRequest] = {}
+        self._fresh: dict[DeltaQueue, list[Delta]] = {}
+        self._drained: list[SimpleQueue[None]] = []
+        self._steps = _Steps()
+        self._numbers = EngineNumbers()
         self._is_draining = False
+        self._is_closing = False
+        """It ends as soon as the step in flight is over."""
+        self._is_over = False
+        """No step will be made any more."""
+        self._broken: FastDecodeError | None = None
+        """Why no step can be made any more."""
+        self._ended: FastDecodeError | None = None
+        """Why no request is taken any more."""
+        self._closing_failed: BaseException | None = None
+        """What closing the engine raised."""
+        self._is_finished = threading.Event()  # then its thread looks into no inbox any more
+        self._seeing_off = threading.Lock()
+
+    @property
+    def served(self) -> T:
+        assert self._served is not None, "not open yet"
+        return self._served
 
     def open(self) -> T:
         """Make the engine. Returns it: what is known of it from its start on
         may be read by any thread.
 
         Raises:
-            BaseException: what making it raised.
+            BaseException: If making it raises it.
         """
         if self._in_callers_thread is not None:
             self._in_callers_thread()
         if self._thread is None:
-            self._loop.owner = EngineThread(self._make())
+            self._own()
         else:
             _start(self._thread, self._made, self.ask_to_close)
         atexit.register(self._leave)
-        return self._loop.owned.served
+        return self.served
 
     def submit(self, requests: Iterable[Request], reader: DeltaQueue) -> None:
         """Queue requests, whose ids are unique among the open ones; work on
@@ -124,33 +220,33 @@ class EngineService(Generic[T]):
         id is in use.
 
         Raises:
-            FastDecodeError: the engine is broken (why), closed, draining or
+            FastDecodeError: If the engine is broken (why), closed, draining or
                 another process's; nothing was queued.
         """
         self._check_usable()
         if self._in_callers_thread is not None:
             self._in_callers_thread()
-        self._loop.put(partial(self._loop.owned.submit, list(requests), reader))
+        self._put(partial(self._accept, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:
         """End a request with the error ``cancelled``; what it holds is free
         when the step in flight is over. Ids of requests that are over, or of
         none, are no error."""
-        self._loop.put(partial(self._loop.owned.cancel, request_id))
+        self._put(partial(self._cancel, request_id))
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
         """End those requests of a reader with the error ``cancelled`` of which nothing has run."""
-        self._loop.put(partial(self._loop.owned.cancel_waiting, reader))
+        self._put(partial(self._cancel_waiting, reader))
 
     def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
         """End all requests of a reader with an error."""
-        self._loop.put(partial(self._loop.owned.cancel_all, reader, error))
+        self._put(partial(self._cancel_all, reader, error))
 
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
         """A call that ends all requests of a reader, without a word. It is one
         call in C, so an interrupt comes before or after it; it may be made
         twice."""
-        return self._loop.putting(partial(self._loop.owned.forget, reader))
+        return partial(self._inbox.put, partial(self._forget_all, reader))
 
     def take(self, reader: DeltaQueue, timeout_s: float | None = None) -> list[Delta]:
         """``reader.take``, whichever thread runs the steps."""
@@ -163,7 +259,7 @@ class EngineService(Generic[T]):
                 left_s = end_s - time.monotonic()
                 if deltas or left_s <= 0:
                     return deltas
-                self._loop.turn_alone(min(left_s, _LOOK_EVERY_S))
+                self._turn_alone(min(left_s, _LOOK_EVERY_S))
         return []
 
     def call(self, act: Callable[[T], None]) -> None:
@@ -174,41 +270,46 @@ class EngineService(Generic[T]):
 
         def act_if_open() -> None:
             self._check_usable()
-            act(self._loop.owned.served)
+            act(self.served)
 
-        self._loop.put(partial(_do, act_if_open, done))
+        self._put(partial(_do, act_if_open, done))
         while self._thread is None and done.empty():
-            self._loop.turn(0)
+            self._turn(0)
         _raise(done.get())
 
     def look(self, at: Callable[[T], None] = lambda served: None) -> None:
         """Have the engine find out how its R-workers are, if it has no work:
         otherwise it does so anyway. Then have ``at`` look at it, between two
         steps, unless it is broken or closed. Doesn't wait. If no R-worker is
-        left, or ``at`` raises a FastDecodeError, it is broken from then on; any
+        left, or ``at`` raises a FastDecodeError, it is broken afterwards; any
         other exception of ``at`` is logged. May be called while the engine is
         being made, by what it has started already."""
-        self._loop.put(lambda: self._loop.owned.look(at))
+        self._put(partial(self._look, at))
 
     def snapshot(self) -> Snapshot:
         """How it is; never waits for a step."""
-        owner = self._loop.owner
-        if owner is None:
-            return Snapshot("closed" if self._loop.is_over else "starting", EngineNumbers())
-        if self._loop.is_over:
-            return Snapshot("closed", owner.numbers, owner.broken)
-        if owner.broken is not None:
-            return Snapshot("broken", owner.numbers, owner.broken)
-        return Snapshot("draining" if self._is_draining else "ready", owner.numbers)
+        if self._is_over:
+            return Snapshot("closed", self._numbers, self._broken)
+        if self._served is None:
+            return Snapshot("starting", self._numbers)
+        if self._broken is not None:
+            return Snapshot("broken", self._numbers, self._broken)
+        return Snapshot("draining" if self._is_draining else "ready", self._numbers)
+
+    def when_drained(self) -> SimpleQueue[None]:
+        """Where None will be put once no request is open."""
+        drained: SimpleQueue[None] = SimpleQueue()
+        self._put(partial(self._drained.append, drained))
+        return drained
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Take no more requests, and wait until those that are open are over;
         False if they aren't in time."""
         self._is_draining = True
-        drained = self._loop.when_drained()
+        drained = self.when_drained()
         end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self._thread is None and drained.empty() and time.monotonic() < end_s:
-            self._loop.turn_alone(_LOOK_EVERY_S)
+            self._turn_alone(_LOOK_EVERY_S)
         try:
             drained.get(timeout=None if timeout_s is None else max(0.0, end_s - time.monotonic()))
         except Empty:
@@ -217,7 +318,8 @@ class EngineService(Generic[T]):
 
     def ask_to_close(self) -> None:
         """Have the engine closed as soon as the step in flight is over; doesn't wait."""
-        self._loop.ask_to_close()
+        if not self._is_over:  # or it would stay in the inbox, and keep this object
+            self._inbox.put(partial(setattr, self, "_is_closing", True))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the engine; requests that are open end with an error. Safe to
@@ -225,18 +327,18 @@ class EngineService(Generic[T]):
         with a warning.
 
         Raises:
-            WorkerError: an R-worker that wasn't lost did not stop in time.
+            WorkerError: If an R-worker that wasn't lost did not stop in time.
         """
         if os.getpid() != self._pid:
             return  # a fork has neither the thread nor the R-workers
         self.ask_to_close()
         if self._thread is None:
-            self._loop.run_to_end()
+            self._run_to_end()
         elif self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 logger.warning("an engine has not stopped within %.0f s: it hangs", timeout_s)
-        failed, self._loop.closing_failed = self._loop.closing_failed, None
+        failed, self._closing_failed = self._closing_failed, None
         _raise(failed)
 
     def _check_usable(self) -> None:
@@ -247,9 +349,9 @@ class EngineService(Generic[T]):
                 "make one after forking",
                 code="forked",
             )
-        if self._loop.owned.broken is not None:
-            raise copy(self._loop.owned.broken)
-        if self._loop.is_over:
+        if self._broken is not None:
+            raise copy(self._broken)
+        if self._is_over:
             raise ConfigError("this LLM was closed: make another one", code="closed")
         if self._is_draining:
             raise ConfigError(
@@ -261,6 +363,226 @@ class EngineService(Generic[T]):
         if os.getpid() == self._pid and self._thread is not None:
             self.ask_to_close()
             self._thread.join(LEAVING_S)
+
+    def _put(self, act: Callable[[], None]) -> None:
+        """Have something done between two steps; any thread."""
+        self._inbox.put(act)
+        if self._is_finished.is_set():
+            self._see_off()
+
+    # The loop.
+
+    def _own(self) -> None:
+        self._served = self._make()
+        self._note()
+
+    def _live(self) -> None:
+        """Make the engine, say what that raised, and run it to the end. One that
+        was made is closed, even where an interrupt comes before that was said."""
+        try:
+            self._own()
+            self._made.put(None)
+        except BaseException as error:
+            self._is_closing = True
+            self._is_over = self._served is None
+            self._made.put(error)
+        finally:
+            self._run_to_end()
+
+    def _run_to_end(self) -> None:
+        """Take turns until the service is to close; then close the engine."""
+        if self._served is None or self._is_over:
+            return
+        try:
+            while not self._is_closing:
+                self._turn(None)
+        finally:
+            self._is_over = True
+            atexit.unregister(self._leave)
+            try:
+                self._end()
+            except BaseException as error:
+                self._closing_failed = error
+            self._is_finished.set()
+            self._see_off()
+
+    def _turn(self, timeout_s: float | None) -> None:
+        """Do what others want, and a step if there is work. Without work, or in a pause, wait
+        up to ``timeout_s`` for what they want."""
+        pause_s = self.served.engine.pause_s if self.has_work else None
+        waits_s = [wait_s for wait_s in (pause_s, timeout_s) if wait_s is not None]
+        try:
+            self._obey(min(waits_s, default=None))
+            if not self._is_closing:
+                self._step()
+        except BaseException as error:
+            self._break_down(error)
+        self._hand_out()
+
+    def _turn_alone(self, timeout_s: float) -> None:
+        """One turn, where no thread runs it to its end; and to its end if that was
+        asked for."""
+        self._turn(timeout_s)
+        if self._is_closing:
+            self._run_to_end()
+
+    def _obey(self, timeout_s: float | None) -> None:
+        with contextlib.suppress(Empty):
+            self._inbox.get(timeout_s != 0, timeout_s)()
+            for _ in range(self._inbox.qsize()):
+                # And no more, or a thread that asks much would starve the steps.
+                self._inbox.get_nowait()()
+
+    def _see_off(self) -> None:
+        """The engine is closed: answer those who came too late; any thread."""
+        with self._seeing_off:
+            self._obey(0)
+            self._hand_out()
+
+    def _step(self) -> None:
+        """Make a step, if it would do anything."""
+        stepped = self.has_work
+        began_s = time.monotonic()
+        try:
+            if stepped:
+                self.served.engine.step()
+                stepped = not self.served.engine.pause_s  # else it only looked for R-workers
+        except BaseException as error:
+            self._break_down(error)
+        if stepped:
+            self._steps.count(began_s)
+        self._note()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._broken is None and self.served.engine.has_work
+
+    def _note(self) -> None:
+        served, steps = self.served, self._steps
+        self._numbers = EngineNumbers(
+            steps.num,
+            steps.ended_s,
+            steps.longest_s,
+            served.engine.num_unfinished_sequences,
+            served.engine.num_running,
+            served.num_r_workers,
+            served.num_live_r_workers,
+            served.has_hung_r_workers,
+        )
+
+    def _break_down(self, error: BaseException) -> None:
+        """No step can be made any more. Every open request ends with the reason."""
+        if self._broken is None:
+            self._broken = without_frames(_typed(error))
+        try:
+            self.served.engine.abandon(self._broken)
+        except Exception:
+            logger.exception("what the engine held could not be given up")
+        for request_id in list(self._open):
+            self._end_with(request_id, self._broken)
+
+    def _end(self) -> None:
+        """End what is open, leave nothing in flight, and close the engine."""
+        self._ended = ConfigError("the LLM was closed before this request was over", code="closed")
+        for request_id in list(self._open):
+            self.served.engine.cancel(request_id)
+            self._end_with(request_id, self._ended)
+        self._hand_out()
+        while self.has_work:
+            self._step()
+        self.served.close()
+        self._note()
+
+    # Requests and their readers.
+
+    def _accept(self, requests: Sequence[Request], reader: DeltaQueue) -> None:
+        """Hand requests to the engine. Those that it refuses end with its reason."""
+        listener = Listener(self._tell, reader.every_step)
+        for request in requests:
+            request_id = request.request_id
+            if request_id in self._open:
+                reader.put([Delta(request_id, 0, error=duplicate_id(request_id))])
+                continue
+            self._open[request_id] = _OpenRequest(reader, request.params.n)
+            try:
+                refusal = self._broken or self._ended
+                if refusal is not None:
+                    raise copy(refusal)
+                self.served.engine.submit(request, listener)
+            except FastDecodeError as error:
+                self._end_with(request_id, without_frames(error))
+            except Exception as error:
+                logger.exception("a request can't be queued")
+                self._forget(request_id)
+                self._end_with(request_id, _typed_of("it can't be queued", error))
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._forget(request_id)
+            self._end_with(request_id, _cancelled())
+
+    def _cancel_waiting(self, reader: DeltaQueue) -> None:
+        for request_id in self.served.engine.cancel_waiting(set(self._open_of(reader))):
+            self._end_with(request_id, _cancelled())
+
+    def _cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
+        for request_id in self._open_of(reader):
+            self.served.engine.cancel(request_id)
+            self._end_with(request_id, error)
+
+    def _forget_all(self, reader: DeltaQueue) -> None:
+        """End all requests of a reader, which gets no last delta."""
+        for request_id in self._open_of(reader):
+            del self._open[request_id]
+            self._forget(request_id)
+        self._fresh.pop(reader, None)
+
+    def _open_of(self, reader: DeltaQueue) -> list[str]:
+        return [request_id for request_id, asked in self._open.items() if asked.reader is reader]
+
+    def _forget(self, request_id: str) -> None:
+        """The engine is to let go of a request. A mistake in that ends no other
+        request."""
+        try:
+            self.served.engine.cancel(request_id)
+        except FastDecodeError:
+            raise
+        except Exception:
+            logger.exception("a request can't be let go of")
+
+    def _look(self, at: Callable[[T], None]) -> None:
+        if self._broken is not None or self._ended is not None:
+            return
+        if not self.has_work:
+            self.served.engine.look()
+        try:
+            at(self.served)
+        except FastDecodeError:
+            raise
+        except Exception:
+            logger.exception("a look at the engine failed")
+
+    def _tell(self, delta: Delta) -> None:
+        """Keep a delta for its reader until the step is over."""
+        asked = self._open.get(delta.request_id)
+        if asked is None:
+            return
+        self._fresh.setdefault(asked.reader, []).append(delta)
+        asked.num_left -= delta.finish_reason is not None
+        if delta.error is not None or not asked.num_left:
+            del self._open[delta.request_id]
+
+    def _end_with(self, request_id: str, error: FastDecodeError) -> None:
+        self._tell(Delta(request_id, 0, error=error))
+
+    def _hand_out(self) -> None:
+        """Give readers what they haven't been given, and say that no request is open."""
+        fresh, self._fresh = self._fresh, {}
+        for reader, deltas in fresh.items():
+            reader.put(deltas)
+        while not self._open and self._drained:
+            self._drained.pop().put(None)
 
 
 def _start(
@@ -326,3 +648,23 @@ def kept_interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
     if kept:
         raise KeyboardInterrupt
+
+
+def _cancelled() -> RequestError:
+    return RequestError("the request was cancelled", code=CANCELLED)
+
+
+def _typed(error: BaseException) -> FastDecodeError:
+    """What readers are told of a step that broke down. A mistake of ours stands
+    behind it as its cause."""
+    if isinstance(error, FastDecodeError):
+        return error
+    logger.error("a step broke down", exc_info=error)
+    return _typed_of("a step broke down before", error)
+
+
+def _typed_of(what: str, error: BaseException) -> FastDecodeError:
+    """A mistake of ours, as readers are told of it; its cause is the mistake."""
+    told = FastDecodeError(f"{what}: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return without_frames(told)

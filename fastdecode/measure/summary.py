@@ -73,7 +73,6 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         },
         "r_threads": facts.r_threads,
         "stage_layers": list(facts.stage_layers),
-        "prompt_stage_layers": list(facts.prompt_stage_layers),
         "instances": {
             "instances": list(chosen.instances),
             "handed_over": stats.num_handed_over,
@@ -110,13 +109,11 @@ def _percentiles(latency: LatencyHistogram) -> dict[str, float | None]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def render(s: dict[str, Any]) -> str:
-    """Return a summary in a few lines for a person."""
     ttft, tpot = (times_text(tuple(s[name].values())) for name in ("ttft_s", "tpot_s"))
     parts = (_stages, _hybrid, _failovers, _swap, _losses, _prefix_cache, _tiers)
     return "\n".join([
@@ -134,7 +131,7 @@ def render(s: dict[str, Any]) -> str:
 
 def _shares(s: dict[str, Any]) -> str:
     num_stages = len(s["stage_layers"] or [1])
-    has_others = num_stages > 1 or bool(s["prompt_stage_layers"])
+    has_others = num_stages > 1
     if not s["r_workers"] and not has_others:
         return "time of a step: all of it on the S-worker's device, attention included"
     others = ["R-workers"] * bool(s["r_workers"]) + ["other stages"] * has_others
@@ -151,19 +148,15 @@ def _shares(s: dict[str, Any]) -> str:
 
 
 def _stages(s: dict[str, Any]) -> str:
-    layers, of_prompts = s["stage_layers"], s["prompt_stage_layers"]
-    told = []
-    if len(layers) > 1:
-        each = s["r_workers"] // len(layers)
-        own = f"{each} R-worker(s)" if each else "the KV cache of its layers on its device"
-        told.append(
-            f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with "
-            f"{own}; the times above are the first stage's"
-        )
-    if of_prompts:
-        numbers = ", ".join(map(str, of_prompts))
-        told.append(f"{len(of_prompts)} stage(s) of {numbers} layers ran prompts only")
-    return "\n".join(told)
+    layers = s["stage_layers"]
+    if len(layers) < 2:
+        return ""
+    each = s["r_workers"] // len(layers)
+    own = f"{each} R-worker(s)" if each else "the KV cache of its layers on its device"
+    return (
+        f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with {own}; the times "
+        "above are the first stage's"
+    )
 
 
 def _hybrid(s: dict[str, Any]) -> str:

@@ -38,12 +38,6 @@ from fastdecode.schedule.cache.tiers.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
-from fastdecode.schedule.prefill_lanes import (
-    back_to_prompts,
-    join_decoding,
-    prefilled,
-    without_last_token,
-)
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
@@ -91,7 +85,6 @@ class ContinuousScheduler:
         self._lengths = lengths
         self._shares = LaneShares(max_num_sequences, are_even=hybrid is None)
         self._opening_steps = opening_steps
-        self._places = places
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
         self._ahead = Prefetch(ledger)
@@ -147,11 +140,7 @@ class ContinuousScheduler:
         lane.budget.next_step()
         if not lane.running:
             lane.budget.clear()
-        if lane.decodes_only:
-            self._begin_decoding(lane)
-            join_decoding(self.lanes, lane, self._shares.lane_size(self.lanes), self._places)
-        has_outgrown = not lane.runs_prompts_only and bool(lane.outgrown)
-        grows, suspended = self._outgrown.make_room(lane) if has_outgrown else ([], [])
+        grows, suspended = self._outgrown.make_room(lane) if lane.outgrown else ([], [])
         for run in suspended:
             self.waiting.come_back(run.sequence)
         for run in lane.running.values():
@@ -160,7 +149,7 @@ class ContinuousScheduler:
         starts: Seq[Start] = ()
         if may_start and self.waiting:
             starts = self._start_waiting(lane)
-        elif may_start and not lane.decodes_only:
+        elif may_start:
             lane.admission.begin_step(lane.step, len(lane.running), 0, 0)
         return LanePlan(
             tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts)
@@ -199,8 +188,6 @@ class ContinuousScheduler:
         run = lane.running[sequence.sequence_id]
         run.is_open = False
         num_uncached = len(sequence.token_ids) - sequence.num_cached
-        if lane.decodes_only and num_uncached > 1:
-            lane = back_to_prompts(self.lanes, lane, run)
         if num_uncached == (sum(run.prefill) or 1):
             return
         if run.prefill and run.first_step != NOT_BOOKED:
@@ -216,7 +203,7 @@ class ContinuousScheduler:
             self._lengths.observe(sequence)
         else:
             self.waiting.remove(sequence)
-        self.ledger.cache.chains.is_over(sequence)
+        self.ledger.cache.chains.end(sequence)
 
     def requeue(self, sequence: Sequence, *, was_over: bool = False) -> None:
         """A running sequence has lost its cache, or one that ``was_over`` isn't:
@@ -249,13 +236,6 @@ class ContinuousScheduler:
         for lane in self.lanes:
             lane.budget.whole_prompts = whole_prompts
 
-    def _begin_decoding(self, lane: Lane) -> None:
-        """A step of a lane that only decodes is being planned: its policy looks at the
-        sequences that wait, and at the ones whose prompts have run."""
-        num_waiting = len(self.waiting) + len(prefilled(self.lanes))
-        most = min(num_waiting, self._shares.num_seats(lane, self.lanes, len(self.waiting)))
-        lane.admission.begin_step(lane.step, len(lane.running), most, num_waiting)
-
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""
         is_busy = any(run.is_open for run in lane.due)
@@ -263,11 +243,10 @@ class ContinuousScheduler:
         if self.hybrid is not None and lane.index == 0:
             ahead = 0  # the device answers at once
         num_ending = 0
-        if ahead and not lane.is_apart:
+        if ahead:
             num_ending = sum(_ends(run, lane.step) for run in lane.running.values())
         most = self._shares.num_free(lane, self.lanes, len(self.waiting), num_ending)
-        if not lane.decodes_only:
-            lane.admission.begin_step(lane.step, len(lane.running), most, len(self.waiting))
+        lane.admission.begin_step(lane.step, len(lane.running), most, len(self.waiting))
         if most and self.hybrid is not None:
             self.hybrid.begin_plan(self.waiting.head)
         starts: list[Start] = []
@@ -275,8 +254,7 @@ class ContinuousScheduler:
             head = self.waiting.head
             if head.is_coming:
                 break  # what is run of it must be known
-            is_whole = lane.is_apart and head.num_generated > 0
-            sibling = None if is_whole else _running_sibling(self.lanes, self.parked, head)
+            sibling = _running_sibling(self.lanes, self.parked, head)
             candidate = self._starts.candidate(
                 lane, head, sibling, ahead=ahead, recompute=self.waiting.has_head_run
             )
@@ -356,8 +334,6 @@ def _book(lane: Lane, run: RunningSequence, ahead: int) -> bool:
         if not chunks:
             run.first_step = NOT_BOOKED
             return False
-        if lane.runs_prompts_only:
-            chunks = without_last_token(chunks)
         lane.budget.book(chunks, first, parts=parts, ahead=ahead)
         run.prefill = deque(chunks)
     return True

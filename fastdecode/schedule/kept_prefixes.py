@@ -43,7 +43,7 @@ class BlockChain:
     @classmethod
     def of(cls, token_ids: Sequence[int], salt: str, block_size: int) -> BlockChain:
         """Those of a salt."""
-        return cls(root_key("", salt), block_size).then(token_ids)
+        return cls(root_key(salt), block_size).then(token_ids)
 
     def then(self, token_ids: Sequence[int]) -> BlockChain:
         """These, and more behind them."""

@@ -41,7 +41,7 @@ def make_scheduler(
     *,
     opening_steps: int = 0,
     hybrid: HybridOptions | None = None,
-    cache_identity: str | None = None,
+    keeps_blocks: bool = False,
     cache_policy: Policy | None = None,
     window: int | None = None,
     swap_threshold: float = 0.25,
@@ -60,8 +60,7 @@ def make_scheduler(
             full batch whose starts are spread evenly.
         hybrid: one of the holders is the device, the others are R-workers; with
             ``times``.
-        cache_identity: what K and V depend on beside tokens; None: no KV block
-            outlives its sequence.
+        keeps_blocks: KV blocks outlive their sequences.
         cache_policy, window: see ``PrefixCache``; split sequences are kept as a
             whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
@@ -74,14 +73,14 @@ def make_scheduler(
     if lengths is None:
         guess = options.batching.expected_output_tokens
         lengths = LearntLengths(options.batching.length_quantile, first_guess=guess)
-    cache = _cache(options, window, len(blocks), block_size, cache_identity, cache_policy, clock)
+    cache = _cache(options, window, len(blocks), block_size, keeps_blocks, cache_policy, clock)
     home = None if hybrid is None else hybrid.device
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold, home)
     return ContinuousScheduler(
         ledger,
         _lane_maker(options, blocks, block_size, times, places, home=home),
         lengths,
-        num_lanes=options.num_all_lanes,
+        num_lanes=options.num_lanes,
         max_num_sequences=options.batching.max_num_sequences,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
@@ -97,8 +96,6 @@ def _cache(options: ScheduleOptions, window: int | None, *given: Any) -> PrefixC
         *given,
         only_ends=is_split,
         window=None if is_split else window,
-        # A prompt stage stores the tokens of a prompt one after the other.
-        fills_gaps=not options.num_prompt_lanes,
     )
 
 
@@ -143,8 +140,7 @@ def _lanes(
 ) -> list[Lane]:
     """So many lanes. Each has its part of what there may be in all; with a home lane,
     each may have all of it, but for a load limit, which away lanes share."""
-    num_prompt_lanes = options.num_prompt_lanes
-    one = options.with_lanes(num_lanes - num_prompt_lanes) if home is None else options
+    one = options.with_lanes(num_lanes) if home is None else options
     num_limited = one.num_lanes if home is None else max(1, num_lanes - 1)
     budget = (
         one.batching.step_tokens - one.lane_size,
@@ -153,29 +149,18 @@ def _lanes(
         one.split_tokens,
         one.whole_prompts,
     )
-    decodes_only = num_prompt_lanes > 0
-    lanes = [
+    return [
         Lane(
             _admission(one, _of_lane(index, capacity, places), times, num_limited, home),
             PrefillBudget(*budget),
             index=index,
-            decodes_only=decodes_only,
         )
-        for index in range(num_lanes - num_prompt_lanes)
+        for index in range(num_lanes)
     ]
-    return lanes + [_prompt_lane(one, len(lanes) + index) for index in range(num_prompt_lanes)]
 
 
 def _of_lane(lane: int, capacity: tuple[int, ...], places: OwnHolders | None) -> tuple[int, ...]:
     return capacity if places is None else places.of_lane(lane, capacity)
-
-
-def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
-    """It runs nothing but prompts, a step's tokens of them at a time."""
-    most = min(options.batching.chunk_tokens(), options.batching.step_tokens)
-    split = options.split_tokens
-    budget = PrefillBudget(most, most, part_tokens=split, whole_prompts=True, past_alone=True)
-    return Lane(Greedy(), budget, index=index, runs_prompts_only=True)
 
 
 def _control(

@@ -37,10 +37,6 @@ class ScheduleOptions:
     """A prompt begins in a step that has room for all of it, or in one in which
     no other runs."""
 
-    num_prompt_lanes: int = 0
-    """Lanes that run prompts only, behind the others, which only decode then; 0:
-    all run both."""
-
     def __post_init__(self) -> None:
         assert self.batching.schedule in SCHEDULES and self.batching.lanes is not None
 
@@ -48,11 +44,6 @@ class ScheduleOptions:
     def num_lanes(self) -> int:
         assert self.batching.lanes is not None
         return self.batching.lanes
-
-    @property
-    def num_all_lanes(self) -> int:
-        """Those of prompts included."""
-        return self.num_lanes + self.num_prompt_lanes
 
     @property
     def lane_size(self) -> int:
@@ -65,7 +56,7 @@ class ScheduleOptions:
         return self.batching.step_tokens + self.lane_size * (block_size - 1)
 
     def with_lanes(self, num_lanes: int) -> ScheduleOptions:
-        """The same for so many lanes, not counting those of prompts."""
+        """The same for another number of lanes."""
         return replace(self, batching=replace(self.batching, lanes=num_lanes))
 
     def fixed_interval(self) -> FixedInterval:

@@ -50,8 +50,6 @@ class PrefillBudget:
         part_tokens: sequences that are split have parts of so many tokens.
         whole_prompts: a prompt begins in a step that has room for all of it, or
             in one in which no other runs.
-        past_alone: a prompt that goes on behind cached tokens, at once or in its next
-            chunk, begins in a step in which no other runs.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class PrefillBudget:
         max_closed_rows: int = 1 << 40,
         part_tokens: int | None = None,
         whole_prompts: bool = False,
-        past_alone: bool = False,
     ) -> None:
         assert max_step_tokens >= 1 and max_chunk >= 1 and max_closed_rows >= 1
         self._max_step_tokens = max_step_tokens
@@ -69,7 +66,6 @@ class PrefillBudget:
         self._max_closed_rows = max_closed_rows
         self._part_tokens = part_tokens
         self.whole_prompts = whole_prompts
-        self._past_alone = past_alone
         self._booked: deque[_Booked] = deque()  # this step's first
 
     def next_step(self) -> None:
@@ -97,7 +93,6 @@ class PrefillBudget:
         taken = self._num_booked(ahead)
         if self.whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
             return ()
-        first_token = first
         while num_tokens:
             step = ahead + len(chunks)
             booked = self._booked[step] if step < len(self._booked) else _Booked()
@@ -114,8 +109,6 @@ class PrefillBudget:
             chunks.append(chunk)
             num_tokens -= chunk
             first += chunk
-        if self._past_alone and taken and (first_token or len(chunks) > 1):
-            return ()
         return tuple(chunks)
 
     def _num_booked(self, step: int) -> int:

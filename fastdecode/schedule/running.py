@@ -78,20 +78,12 @@ class Lane:
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
     index: int = 0
     """Which lane it is."""
-    runs_prompts_only: bool = False
-    decodes_only: bool = False
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether prompts and decoding sequences have lanes of their own."""
-        return self.runs_prompts_only or self.decodes_only
 
     @property
     def due(self) -> list[RunningSequence]:
         """Those that were to run in its present step."""
         step = self.step
-        due = [run for run in self.running.values() if run.first_step <= step]
-        return [run for run in due if run.prefill] if self.runs_prompts_only else due
+        return [run for run in self.running.values() if run.first_step <= step]
 
     @property
     def outgrown(self) -> list[RunningSequence]:
@@ -204,23 +196,8 @@ class LaneShares:
         """
         num_running = sum(len(each.running) for each in lanes)
         most = min(num_waiting, self.max_num_sequences - num_running + num_ending)
-        if self.are_even and not lane.runs_prompts_only:
-            most = min(most, self.num_seats(lane, lanes, num_waiting) + num_ending)
+        if self.are_even:  # some lane always has less than its share: no sequence waits for ever
+            lane_size = -(-self.max_num_sequences // len(lanes))
+            share = min(lane_size, -(-(num_running + num_waiting) // len(lanes)))
+            most = min(most, share - len(lane.running) + num_ending)
         return max(0, most)
-
-    def num_seats(self, lane: Lane, lanes: Seq[Lane], num_waiting: int) -> int:
-        """What is left of a lane's even share of these sequences and the running ones.
-
-        Prompts that run apart decode in one of the other lanes later. Some lane always
-        has less than its share, so no sequence waits for ever."""
-        num_running = sum(len(each.running) for each in lanes)
-        share = -(-(num_running + num_waiting) // _num_decoding(lanes))
-        return min(self.lane_size(lanes), share) - len(lane.running)
-
-    def lane_size(self, lanes: Seq[Lane]) -> int:
-        """Most sequences of each lane that decodes."""
-        return -(-self.max_num_sequences // _num_decoding(lanes))
-
-
-def _num_decoding(lanes: Seq[Lane]) -> int:
-    return sum(not each.runs_prompts_only for each in lanes)

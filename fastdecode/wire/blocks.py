@@ -11,10 +11,8 @@ message                 direction  meaning, and the answer
 ``ForgetBlocks``        S/R → R    evict cached blocks; no answer
 ``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
 ``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
-``FetchChunk``          S/R/P → R  read K and V of cached tokens → ``FetchedChunk``, or
+``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``, or
                                    ``ExportExpired`` to a ticket
-``StorePrompt``         P → R      one layer's K and V of prompts' next tokens, from a stage that
-                                   runs prompts only → ``AttendResult`` without queries
 ``TakeOver``            S → R      the sender owns the cache, with these sequences, at most that
                                    many tokens of each, and these cached blocks → ``TakenOver``
 ``DropCache``           S → R      drop a replica, whichever peer uses it → ``Dropped``, later
@@ -51,9 +49,7 @@ or is read. ``kv`` and ``model_hash`` name that cache; any other refuses the chu
 **Arriving.** Expected tokens come once in every layer and head, in the order of tokens. Until
 then the sequence is arriving: it may be closed, not stepped, and forked only at tokens that every
 layer and head has. A neighbour's replica may be forked at any of its tokens, and truncated;
-the fork is arriving, too, and what is missing comes for it alone. ``StorePrompt`` needs no
-``ExpectTokens``: the first layer that comes makes room, and layers come in any order. What comes
-for a cache that the S-worker dropped is answered and not stored.
+the fork is arriving, too, and what is missing comes for it alone.
 
 **Cached blocks.** A key of 128 bits says what tokens a block and all before it hold. The cache
 refers to a block as a sequence that never appends does, so a cached block is never written. A
@@ -351,78 +347,12 @@ class FetchChunk(ForHolder, frozen=True, tag=12, eq=False):
     ticket: Text = ""
     """Ticket of the sequence to read, in place of ``sequence_ids`` [1]. Empty for sequences of the
     peer's own cache."""
-    session: Count = 0
-    """Session in which ``holder`` names the cache, for a prompt stage. 0 for others."""
-    lane: Lane = 0
-    """Lane of the prompt stage's step. R-workers ignore it."""
 
     answers = (FetchedChunk,)
-    said_by = OWNERS | {Role.READER, Role.FEEDER}
+    said_by = OWNERS | {Role.READER}
 
     def __post_init__(self) -> None:
         check_rows(self.sequence_ids, first_tokens=self.first_tokens, num_tokens=self.num_tokens)
-
-    def for_holder(self, holder: int) -> FetchChunk:
-        return self if self.session else replace(self, holder=holder)
-
-    def part(self, shard: Shard) -> FetchChunk:
-        first = 0 if shard.layers is None else shard.layers.start
-        num_heads = self.num_heads if shard.heads is None else shard.heads.num_kv_heads
-        return replace(self, first_layer=self.first_layer - first, num_heads=num_heads)
-
-    def join(self, answers: Sequence[Any]) -> PastTokens:
-        return PastTokens(answers[0].data, self, tuple(answer.data for answer in answers))
-
-
-class PastTokens(FetchedChunk, frozen=True, eq=False):
-    """A cache group's answer to ``FetchChunk``. It is never sent."""
-
-    asked: FetchChunk
-    parts: tuple[U8, ...]
-    """Data of its members, in the order of heads."""
-
-    @property
-    def is_dropped(self) -> bool:
-        """True if a member's cache was dropped, and the tokens with it."""
-        return not all(map(len, self.parts))
-
-
-class StorePrompt(Asking, frozen=True, tag=60, eq=False):
-    session: Count
-    """Session of the cache, which said where prompts come from (``Hello.feeders``)."""
-    step: Count
-    lane: Lane
-    layer: Layer
-    """Layer among those of the R-worker; of a cache group, as ``Shard.layers`` counts."""
-    sequence_ids: I64
-    num_past: I32
-    """Tokens that came before, in every layer."""
-    num_new: I32
-    """At least 1 each."""
-    k: Activations
-    v: Activations
-    holder: Holder
-    """Owner's name for the cache; the sender has none."""
-
-    answers = (AttendResult,)
-    said_by = frozenset({Role.FEEDER})
-    repeated = ("step", "lane", "layer")
-
-    def __post_init__(self) -> None:
-        check_rows(self.sequence_ids, num_past=self.num_past, num_new=self.num_new)
-
-    def part(self, shard: Shard) -> StorePrompt:
-        first = 0 if shard.layers is None else shard.layers.start
-        if (heads := shard.heads) is None:
-            return replace(self, layer=self.layer - first)
-        # Copies, since a part of the heads doesn't lie in one piece.
-        k, v = (np.ascontiguousarray(x[:, heads.kv]) for x in (self.k, self.v))
-        return replace(self, layer=self.layer - first, k=k, v=v)
-
-    def join(self, answers: Sequence[Any]) -> AttendResult:
-        results: Sequence[AttendResult] = answers
-        slowest_s = max(result.compute_s for result in results)
-        return replace(results[0], layer=self.layer, compute_s=slowest_s)
 
 
 # Sessions and replicas.
@@ -712,7 +642,7 @@ KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | EndSequence | ForgetBlo
 TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks | DropBlocks
 BlocksToRWorker: TypeAlias = (
     CloseSequence | TruncateSequence | KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
-    | FetchChunk | StorePrompt | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull
+    | FetchChunk | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull
     | DescribeExport
 )  # fmt: skip
 ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk | ExportExpired

@@ -36,10 +36,9 @@ Messages about KV blocks are in ``fastdecode.wire.blocks``, those between the st
 pipeline in ``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message says what it is:
-``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or ``DescribeExport`` a reader,
-``StorePrompt`` a prompt stage. A **reader** changes nothing. A **neighbour** is an R-worker that
-has a replica of a cache stored here: it stores, and never attends (``num_queries = 0``). A
-**prompt stage** stores prompts in another peer's cache. ``said_by`` of each message says which
+``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or ``DescribeExport`` a reader. A
+**reader** changes nothing. A **neighbour** is an R-worker that has a replica of a cache stored
+here: it stores, and never attends (``num_queries = 0``). ``said_by`` of each message says which
 roles may send it. A message that a peer may not send ends that peer's connection, with
 ``Failed``, and no other's.
 
@@ -116,12 +115,10 @@ from fastdecode.wire.blocks import (
 )
 from fastdecode.wire.blocks import CloseSequence as CloseSequence
 from fastdecode.wire.blocks import Refused as Refused
-from fastdecode.wire.blocks import StorePrompt as StorePrompt
 from fastdecode.wire.traits import (
     ANYBODY,
     I32,
     I64,
-    MAX_FEEDERS,
     OWNERS,
     THE_ONLY,
     Asking,
@@ -207,8 +204,6 @@ class Hello(ForHolder, frozen=True, tag=1):
     resumes: bool = False
     """Resume such a cache. If there is none, or it has more blocks than are wanted, use a new
     one."""
-    feeders: Annotated[tuple[Text, ...], Meta(max_length=MAX_FEEDERS)] = ()
-    """Addresses of prompt stages that store prompts in the session's name (``StorePrompt``)."""
 
     answers = (Welcome,)
     said_by = ANYBODY

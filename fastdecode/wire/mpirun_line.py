@@ -92,9 +92,6 @@ class JobLine:
             of ``--tp``.
         num_stages: pipeline stages (``--pp``). Each runs beside the first of
             its R-workers, unless ``s_host`` is given.
-        num_prompt_stages: more stages, that run prompts only (``--prompt-pp``):
-            on the hosts without R-workers, in turn; if the S-worker's is the
-            only such one, there.
         has_r_workers: ranks are R-workers. Else K and V are on the stages'
             devices, or with R-workers at addresses, and hosts say how many
             stages each has.
@@ -114,7 +111,6 @@ class JobLine:
     as_root: bool = False
     num_s_ranks: int = 1
     num_stages: int = 1
-    num_prompt_stages: int = 0
     has_r_workers: bool = True
     instances: tuple[PlacedInstance, ...] = ()
 
@@ -195,7 +191,6 @@ class JobLine:
         for each in self.instances:
             own, places = places[: each.num_places], places[each.num_places :]
             firsts = own[:: each.num_places // each.pp]
-            firsts += [own[i % len(own)] for i in range(each.prompt_pp)]
             ranks += [(name, True) for name in firsts for _ in range(each.tp)]
             ranks += [(name, False) for name in own[: each.num_r_workers]]
         return [(self.s_host or ranks[0][0], True), *ranks]
@@ -205,9 +200,6 @@ class JobLine:
         leaders = places[:: len(places) // self.num_stages]
         if self.s_host is not None or self.num_stages == 1:
             leaders = [self.s_host or self.hosts[0].name] * self.num_stages
-        idle = [host.name for host in self.hosts if not host.num_r_workers]
-        places = [name for name in idle if name not in leaders] or leaders[:1]
-        leaders += [places[i % len(places)] for i in range(self.num_prompt_stages)]
         return [name for name in leaders for _ in range(self.num_s_ranks)]
 
     def _options(self) -> list[str]:

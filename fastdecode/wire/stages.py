@@ -12,16 +12,14 @@ relayed        first → p    what the stage sends its R-worker of a column
 ``StagePass``  p → p + 1    a lane's step, as far as stage p has computed it; of
                             every stage behind the first one ``StageDone`` is due
 ``PlaceColumn``  first → p  another R-worker of the stage keeps a column; no answer
-``ColumnLost`` first → p    the first stage gives an R-worker up: a column's, or the
-                            one of this number; no answer
+``ColumnLost`` first → p    the first stage gives a column's R-worker up; no answer
 ``GreetColumn``  first → p  the stage greets its R-worker of a column again, or the
                             replacement → ``ColumnWelcome``, or ``ColumnLost``
 ``Shutdown``   first → p    the stage ends; no answer
 ``StageDone``  p → first    the stage has done its part of a step; the last one
                             has the rows that a token is drawn from
-``ColumnLost`` p → first    an R-worker of this number is lost: its own, or one that
-                            a prompt stage writes to; it comes unasked, and before
-                            ``StageDone`` of any step that has missed it
+``ColumnLost`` p → first    an R-worker of this number is lost; it comes unasked, and
+                            before ``StageDone`` of any step that has missed it
 ``ColumnReady``  p → first  a replacement of a lost R-worker waits; it comes unasked
 ``ColumnVacant`` p → first  no R-worker is left to replace a lost one; it comes unasked
 reports        p → first    of an R-worker's tiers, imports and replicas (``Moved``,
@@ -35,10 +33,6 @@ R-workers of one number form a **column**, one in every stage: a sequence that
 is on column w is on R-worker w of every stage, which keeps its K and V of that
 stage's layers. To the first stage, which schedules, a column is a cache group
 (``fastdecode.engine.fleet.groups``), and every R-worker of it a member.
-Stages that run prompts only have the highest numbers, and no columns of their
-own: the first one passes steps of prompts to the first of them, as to stage 1
-the steps that decode, and each sends K and V to the R-workers of the stages that keep
-its layers (``fastdecode.wire.blocks``). They hear nothing of reservations.
 
 Columns are independent, and so are lanes, so a stage answers in any order.
 
@@ -48,11 +42,9 @@ carries their numbers (``lost``) with its result.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Annotated, Any, Final, TypeAlias
 
-import numpy as np
-from msgspec import Meta, field
+from msgspec import Meta
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
@@ -62,13 +54,11 @@ from fastdecode.wire.traits import (
     F32,
     I32,
     I64,
-    MAX_HOLDERS,
     MAX_LANES,
     S_WORKERS,
     U8,
     Asking,
     Block,
-    CacheId,
     Count,
     Holder,
     I32Rows,
@@ -97,10 +87,8 @@ ASKS: Final = 2
 all its rows."""
 
 
-def stage_name(number: int, first_prompt_stage: int) -> str:
-    """What people call a stage; those from a number on run prompts only."""
-    if number >= first_prompt_stage:
-        return f"prompt stage {number - first_prompt_stage}"
+def stage_name(number: int) -> str:
+    """What people call a stage."""
     return f"stage {number}" if number else "the first stage"
 
 
@@ -115,36 +103,14 @@ class OfColumns(Message, frozen=True):
             raise ProtocolError(f"speaks of column {column}, and there are {num_columns}")
 
 
-class MemberField(IntEnum):
-    """Columns of ``StagePass.members``."""
-
-    COLUMN = 0
-    STAGE = 1
-    NAME = 2
-    """The cache's holder number at the R-worker."""
-    WORKER = 3
-    """Number of the stage's R-worker that keeps it."""
-    NUM_REPLACED = 4
-    """How often another process has replaced that R-worker, under its number."""
-    FIRST_HEAD = 5
-    NUM_HEADS = 6
-    """KV heads. 0 for all."""
-
-
-NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
-
-
 class StageWelcome(Worded, frozen=True, tag=104, eq=False):
     stage: Holder
     num_blocks: tuple[Block, ...]
-    """KV blocks of each column's R-worker, 0 if it is lost. A prompt stage, which has no R-workers
-    of its own, offers as many as there may be."""
+    """KV blocks of each column's R-worker, 0 if it is lost."""
     session: Count = 0
-    """Session of its R-workers' caches. 0 if they take no prompts, and keep no replicas."""
+    """Session of its R-workers' caches. 0 if they keep no replicas."""
     addresses: tuple[Text, ...] = ()
     """Addresses under which its R-workers reach one another, if they can."""
-    members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
-    """R-workers that keep the columns; see ``StagePass.members``."""
     version: Text = VERSION
     """Version of FastDecode at the stage."""
 
@@ -188,14 +154,6 @@ class ColumnLost(Worded, OfColumns, frozen=True, tag=107):
     column: Holder
     code: Text
     message: Text
-    stage: CacheId = -1
-    """Stage of the R-worker, and ``column`` its number there. -1 for the column's R-worker of the
-    stage that sends or receives this."""
-    num_replaced: Count = 0
-    """Replacements of an R-worker by its number; see ``MemberField``."""
-
-    def check(self, stage: int, num_columns: int) -> None:
-        super().check(stage, num_columns if self.stage < 0 else MAX_HOLDERS)
 
 
 class ColumnTakenOver(OfColumns, Message, frozen=True, tag=109, eq=False):
@@ -222,8 +180,6 @@ class ColumnWelcome(Worded, OfColumns, frozen=True, tag=111, eq=False):
     num_blocks: Block
     block_size: Count
     has_tier: bool
-    members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
-    """R-workers of the stage that keep the column now."""
     address: Text = ""
     """Address of the one that keeps it, for other R-workers. Empty if several do, or if they do
     not reach each other."""
@@ -261,8 +217,6 @@ class StageHello(Asking, frozen=True, tag=44):
     block_size: Count
     activation_dtype: DType
     kv_dtype: DType
-    sessions: tuple[Count, ...] = ()
-    """Sessions in which R-workers take prompts, by token stage; for a prompt stage."""
     session: Count = 0
     """Session in which the caches of its R-workers outlive it. 0 if they do not."""
     resumes: bool = False
@@ -306,9 +260,6 @@ class StagePass(Asking, frozen=True, tag=45, eq=False):
     """Closed parts that rows attend, by holder and part."""
     closed: I32Rows | None = None
     """The fields ``CLOSED_FIELDS`` of each closed part."""
-    members: I32Rows = field(default_factory=lambda: NO_MEMBERS)
-    """R-workers that keep the columns, a row for each member (``MemberField``); for prompt
-    stages."""
 
     answers = (StageDone,)
     said_by = S_WORKERS

@@ -29,17 +29,12 @@ class Role(Enum):
     S_WORKER = "S-worker"
     NEIGHBOUR = "neighbour"
     READER = "reader"
-    FEEDER = "prompt stage"
     CONTROLLER = "controller"
 
     __hash__ = object.__hash__  # of members there is one each; an Enum's own is a call in Python
 
 
-MAX_FEEDERS: Final = 64
-"""Prompt stages that write to one cache."""
-MOST_PEERS: Final = {
-    Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128, Role.FEEDER: MAX_FEEDERS
-}  # fmt: skip
+MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128}
 """Most peers of each role that an R-worker has at a time."""
 ANYBODY: Final = frozenset(Role)
 OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})

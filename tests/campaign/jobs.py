@@ -85,10 +85,6 @@ KINDS = {
     "two stages": Kind(_MPI, 6, ("--pp", "2", *_STAGES), 2, strikes=("R-worker", "stage")),
     "stages with replicas": Kind(_MPI, 6, ("--pp", "2", *_REPLICAS, *_STAGES), 2,
                                  strikes=("R-worker", "stage")),
-    "prompt stages": Kind(_MPI, 6, ("--pp", "2", "--prompt-pp", "1", *_STAGES), 3,
-                          strikes=("R-worker", "stage")),
-    "prompt stages to heads": Kind(_MPI, 3, ("--prompt-pp", "1", *_HEADS, *_STAGES), 2,
-                                   strikes=("R-worker", "stage")),
     "tensor parallelism": Kind(_MPI, 4, ("--pp", "2", "--tp", "2", "--worker-timeout-s", "30",
                                          *_STAGES), 4, strikes=("stage",)),
     "swapped lanes": Kind(_MPI, 0, ("--pp", "3", "--kv-placement", "swap", *KV_MEMORY, *_STAGES), 3,
@@ -383,7 +379,6 @@ class Jobs:
 
 def _names(job: Struck) -> list[str]:
     """Return names by which an error may call the rank that was struck."""
-    tp, pp = (KINDS[job.kind].degree(name) for name in ("--tp", "--pp"))
+    tp = KINDS[job.kind].degree("--tp")
     stage = job.number // tp
-    name = f"stage {stage}" if stage < pp else f"prompt stage {stage - pp}"
-    return [name, f"rank {job.number}", f"S-worker {job.number % tp} of {tp}"]
+    return [f"stage {stage}", f"rank {job.number}", f"S-worker {job.number % tp} of {tp}"]

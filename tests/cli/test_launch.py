@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -92,13 +93,6 @@ def test_the_lines() -> None:
     assert "-n 2 --host a:2 s : -n 2 --host b:2 s : -n 2" in " ".join(both.words())
     on_one = JobLine(("s",), ("r",), parse_hosts("a:3,b:1"), num_stages=2)
     assert "-n 2 --host a:2 s : -n 3 --host a:3 r" in " ".join(on_one.words())
-    prompts = JobLine(("s",), ("r",), parse_hosts("a:2,p:0,q:0"), num_prompt_stages=3)
-    assert (
-        "-n 1 --host a:1 s : -n 1 --host p:1 s : -n 1 --host q:1 s : -n 1 --host p:1 s : -n 2"
-        in " ".join(prompts.words())
-    )
-    beside = JobLine(("s",), ("r",), parse_hosts("a:2"), num_prompt_stages=1)
-    assert "-n 2 --host a:2 s : -n 2" in " ".join(beside.words())
     with pytest.raises(ConfigError, match="isn't a multiple of 2"):
         JobLine(("s",), ("r",), hosts, num_stages=2)
     with pytest.raises(ConfigError, match="MPICH takes"):
@@ -193,6 +187,21 @@ def test_a_dry_run_shows_the_line_and_runs_nothing(
     shown = capsys.readouterr().out
     assert "-n 2 --host localhost:2" in shown and "r-worker --numa-node auto" in shown
     assert not output.exists()
+
+
+@needs_mpi
+def test_prompt_stages_are_launched_as_an_instance_on_hosts_without_r_workers(
+    generate: GenerateJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, _, _ = generate
+    stages = ["--pp", "2", "--prompt-pp", "1"]
+    assert main(["launch", "--hosts", "a,b,p:0", "--dry-run", "--", *command, *stages]) == 0
+    shown = capsys.readouterr().out
+    assert re.findall(r"--host (\w):\d \S+ ([\w-]+)", shown) == [
+        ("p", "generate"), ("p", "r-worker"), ("a", "generate"), ("b", "generate"),
+        ("a", "r-worker"), ("b", "r-worker"),
+    ]  # fmt: skip
+    assert "--instances prefill:1,decode:2:pp=2" in shown
 
 
 @needs_mpi

@@ -48,13 +48,13 @@ def test_a_placement(tmp_path: Path) -> None:
 def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path) -> None:
     """As planned; for prompts, where the command says so."""
     decode = {**DECODE, "pp": 2, "r_worker_sockets": 0}
-    path = written(tmp_path / "p.json", instances=[{**PREFILL, "prompt_pp": 1}, decode])
+    path = written(tmp_path / "p.json", instances=[PREFILL, decode])
     instances = read_placement(path)
-    assert list(map(str, instances)) == ["prefill:1:prompt-pp=1", "decode:0:pp=2"]
+    assert list(map(str, instances)) == ["prefill:1", "decode:0:pp=2"]
     config = EngineConfig.of("m", instances=tuple(map(str, instances)))
     own = [config.of_instance(number) for number in range(2)]
     assert [each.r_part.kv_placement for each in own] == ["r", "gpu"]
-    assert own[0].s_part.prompt_pp == 1 and own[1].s_part.pp == 2
+    assert own[0].s_part.pp == 1 and own[1].s_part.pp == 2
     path = written(tmp_path / "p.json", instances=[PREFILL, decode])
     assert list(map(str, read_placement(path, on_devices=True))) == ["prefill:0", "decode:0:pp=2"]
     line = JobLine(
@@ -77,7 +77,6 @@ def test_where_an_instance_has_no_r_workers_kv_is_on_its_devices(tmp_path: Path)
         ({"instances": [{**DECODE, "pp": True}]}, "pp of instance 0 is True"),
         ({"instances": [{**DECODE, "r_worker_sockets": -1}]}, "r_worker_sockets of instance 0"),
         ({"instances": [{**DECODE, "r_worker_sockets": 0, "tp": 2}]}, "has no R-worker"),
-        ({"instances": [{**DECODE, "prompt_pp": -1}]}, "prompt_pp of instance 0"),
     ],
 )
 def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None:
@@ -93,7 +92,7 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
         ({"instances": ("10.0.0.1:7000",)}, "neither an address tcp://HOST:PORT"),
         ({"instances": ("prefil",)}, "nor of the form ROLE:R_WORKERS"),
         ({"instances": ("prefill",)}, "none of these instances decodes"),
-        ({"instances": ("both:0:prompt-pp=1",)}, "no tp, prompt-pp or replicas yet"),
+        ({"instances": ("both:0:tp=2",)}, "no tp or replicas yet"),
         ({"instances": ("both:0", "both:2"), "replicas": 1}, "or give it R-workers"),
         ({"instances": ("decode:1025",)}, "nor of the form"),
         ({"instances": ("decode:1",)}, "none of these instances runs prompts"),

@@ -13,7 +13,6 @@ from checkpoints import prompts
 from simulated_engines import (
     THREADED,
     DeviceLosses,
-    ListeningLosses,
     Losses,
     SimulatedCluster,
     ThreadLosses,
@@ -77,8 +76,6 @@ PAIRS = [x for x in ALLOWED if not NOT_RUN.keys() & set(x) and set(x) != OF_A_SI
 def _kind_of_loss(pair: Collection[str]) -> type[Losses]:
     if NOTHING_TO_LOSE.keys() & set(pair):
         return DeviceLosses if "replicas" in pair else Losses  # nothing is lost
-    if set(pair) == {"prompt stages", "addresses"}:
-        return ListeningLosses
     return ThreadLosses if THREADED & set(pair) else SimulatedCluster
 
 
@@ -142,23 +139,20 @@ def model(tiny_checkpoint: Callable[..., Path]) -> str:
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> Callable[[dict[str, Any]], Tokens]:
-    """What an engine with every feature off says, by the cache's dtype; of int4, also by
-    what attends, since R-workers round products of whole numbers."""
-    known: dict[tuple[str, str, str], Tokens] = {}
+    """What an engine with every feature off says, by the cache's dtype and, of int4, by where
+    it is, since R-workers round products of whole numbers."""
+    known: dict[tuple[str, str], Tokens] = {}
 
     def run(options: dict[str, Any]) -> Tokens:
         kv_dtype = options.get("kv_dtype", "auto")
         has_r = kv_dtype != "int4" or options.get("kv_placement", "r") == "r"
         side = "r" if has_r else "gpu"
-        prompts = "s" if kv_dtype == "int4" and "prompt_pp" in options else "auto"
-        if (kv_dtype, side, prompts) not in known:
-            alone = {"kv_dtype": kv_dtype, "kv_placement": side, "prompt_attention": prompts}
-            if prompts == "s":  # R-workers attend what isn't in a prompt's first chunk
-                alone["prefill_chunk"] = 64
+        if (kv_dtype, side) not in known:
+            alone = {"kv_dtype": kv_dtype, "kv_placement": side}
             alone |= {} if side == "r" else {"r_workers": 1, "r_threads": None}
             with LLM(model, **{**OPTIONS, **alone}) as llm:
-                known[kv_dtype, side, prompts] = _tokens(llm)
-        return known[kv_dtype, side, prompts]
+                known[kv_dtype, side] = _tokens(llm)
+        return known[kv_dtype, side]
 
     return run
 
@@ -174,15 +168,13 @@ def test_a_loss_changes_no_token(
 ) -> None:
     options = _options_of((one, other), tmp_path)
     expected = plain(options)
-    stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
+    stage = 1 if {one, other} & {"stages", "swap"} else 0
     cluster: Losses
     kind = _kind_of_loss((one, other))
     if kind is DeviceLosses:
         cluster = DeviceLosses(monkeypatch, AFTER)
-    elif kind is ListeningLosses:
-        cluster = ListeningLosses(monkeypatch, 1, AFTER)
     elif kind is ThreadLosses:
-        whose = "d0-" if "instances" in (one, other) else ""
+        whose = "d0-" if {one, other} & {"instances", "prompt stages"} else ""
         whose += f"s{stage}-" if stage else ""
         cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
     elif kind is SimulatedCluster:

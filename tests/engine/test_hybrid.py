@@ -155,7 +155,7 @@ def _is_kept_away_alone(llm: LLM, prompt: list[int]) -> bool:
     looked = Sequence(SequenceId(-1), request, 0)
     found = scheduler.ledger.cache.reuses(looked, (len(prompt) + 24,))
     holders = {reuse.holders[0] for reuse in found}
-    scheduler.ledger.cache.chains.is_over(looked)
+    scheduler.ledger.cache.chains.end(looked)
     return bool(holders) and scheduler.hybrid._device not in holders
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from state_machine import HELLO
 from values import replace
 
@@ -70,11 +69,10 @@ FULL = ("out_of_capacity", "no room")
 
 @dataclass
 class Stages:
-    """A first stage of two columns, and two later stages; those from a number on run prompts."""
+    """A first stage of two columns, and two later stages."""
 
     hub: InprocHub[Any, Any] = field(default_factory=InprocHub)
     clock: Clock = time.monotonic
-    first_prompt_stage: int = 3
     shares_heads: bool = False
     """The R-workers of each stage share the heads of the one column."""
 
@@ -83,10 +81,8 @@ class Stages:
         both = [connect(self.hub, "the first stage", InprocHub(), name) for name in names]
         self.ends: list[Any] = [there for _, there in both]
         here: list[Any] = [own for own, _ in both]
-        self.links = StageLinks(
-            {1: here[2], 2: here[3]}, is_asked=False, first_prompt_stage=self.first_prompt_stage
-        )
-        layers = [range(2), range(2, 4), range(4, 6)][: self.first_prompt_stage]
+        self.links = StageLinks({1: here[2], 2: here[3]}, is_asked=False)
+        layers = [range(2), range(2, 4), range(4, 6)]
         relayed = range(1, len(layers))
         self.members = StagePool(
             self.hub,
@@ -327,63 +323,6 @@ def test_a_member_that_the_first_stage_gives_up_is_given_up_there() -> None:
     assert [column for column, _ in stages.fleet.take_losses()] == [W]
 
 
-def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -> None:
-    stages = Stages(first_prompt_stage=2)
-    stages.members.note_kept(1, kept((V, 0, 0), (W, 1, 0)))
-    stages.say(2, ColumnLost(W, "gone", "it left", 1))
-    assert stages.heard(1) == ColumnLost(W, "gone", "prompt stage 0: it left", 1)
-    assert [column for column, _ in stages.fleet.take_losses()] == [W]
-    stages.say(2, ColumnLost(V, "gone", "it left", 0))
-    assert [column for column, _ in stages.fleet.take_losses()] == [V]
-    stages.say(1, ColumnLost(W, "gone", "it left"))
-    assert not stages.fleet.take_losses() and len(stages.fleet.gone) == 2
-    with pytest.raises(WorkerError, match=r"stage 2 is lost: .*speaks of stage 2"):
-        stages.say(2, ColumnLost(V, "gone", "it left", 2))
-
-
-def kept(*workers: tuple[int, int, int]) -> NDArray[np.int32]:
-    """A stage's report on its R-workers: (column, number, how often replaced) of each."""
-    rows = [(column, 1, column, *worker, 0, 0) for column, *worker in workers]
-    return np.array(rows, np.int32)
-
-
-def test_a_prompt_stage_reports_an_r_worker_that_was_replaced_since() -> None:
-    """Another process has its number, or its place: that one stays."""
-    stages = Stages(first_prompt_stage=2)
-    stages.members.note_kept(1, kept((V, 0, 0), (W, 2, 1)))
-    for number, num_replaced in ((1, 0), (2, 0), (0, 1)):
-        stages.say(2, ColumnLost(number, "gone", "it left", 1, num_replaced))
-        assert not stages.fleet.gone and stages.heard(1) is None
-    stages.members.lose(V, WorkerError("it left", code="gone"))
-    stages.members.revive(V)
-    stages.say(2, ColumnLost(V, "gone", "it left", 0, 0))
-    assert not stages.fleet.gone
-    stages.say(2, ColumnLost(V, "gone", "it left", 0, 1))
-    assert [column for column, _ in stages.fleet.take_losses()] == [V]
-    stages.say(2, ColumnLost(2, "gone", "it left", 1, 1))
-    assert [column for column, _ in stages.fleet.take_losses()] == [W]
-
-
-def test_prompt_stages_get_to_know_who_keeps_columns() -> None:
-    """Also which R-workers of later stages do, and which replaced lost ones."""
-    stages = Stages(first_prompt_stage=2)
-    stages.members.note_kept(1, kept((V, 0, 0), (W, 1, 0)))
-    at_home = [[V, 0, V, 0, 0], [V, 1, V, 0, 0], [W, 0, W, 1, 0], [W, 1, W, 1, 0]]
-    assert stages.fleet.members_as_rows()[:, :5].tolist() == at_home
-    members, later = stages.members, stages.members.member(1, W)
-    for member in (W, later):
-        members.lose(member, WorkerError("it left", code="gone"))
-        members.revive(member)
-    assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1]], "not reported yet"
-    members.note_kept(1, kept((W, 2, 0)))
-    assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1], [W, 1, W, 2, 0]]
-    members.placement.place(later, members.member(1, V))
-    assert stages.fleet.members_as_rows()[3, :5].tolist() == [W, 1, W, 0, 0]
-    for wrong in (kept((2, 0, 0)), kept((V, -1, 0)), np.zeros((1, 3), np.int32)):
-        with pytest.raises(WorkerError, match="stage 1 is lost"):
-            members.note_kept(1, wrong)
-
-
 def test_a_stage_that_has_more_than_it_was_asked_for_lies() -> None:
     stages = Stages()
     stages.fleet.send(W, TakeOver(9, np.array([7, 8]), np.array([10, 5], np.int32)))
@@ -396,7 +335,7 @@ def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> N
     stages = Stages(clock=lambda: clock[0])
     owed = stages.members.pending
     greet(stages)
-    stages.later.send(a_pass(), stages.later.token_stages)
+    stages.later.send(a_pass())
     clock[0] += 3 * 60 - 1
     assert not owed.overdue()
     clock[0] += 1
@@ -521,13 +460,6 @@ class TestRelay:
         """By the first stage, after the relay has passed on what there is."""
         self.relay.pass_on([])
         return list(iter(self.first.poll, None))
-
-    def test_an_r_worker_is_given_up_by_its_number(self) -> None:
-        """Unless another process has it by now."""
-        self.relay.obey(ColumnLost(W, "gone", "it left", 1, num_replaced=1))
-        assert not self.pool.gone
-        self.relay.obey(ColumnLost(W, "gone", "it left", 1))
-        assert list(self.pool.gone) == [W]
 
     @pytest.mark.parametrize(
         ("message", "reason"),

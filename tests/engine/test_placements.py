@@ -29,7 +29,6 @@ ON_DEVICE: dict[str, Any] = {"dtype": "float32", "kv_memory_gb": 0.01, "kv_place
 STAGES: dict[str, Any] = {**OPTIONS, "pp": 3, "pp_layers": "1,1,1"}
 STAGES_ON_DEVICES: dict[str, Any] = {**ON_DEVICE, "pp": 3, "pp_layers": "1,1,1"}
 SWAPPED: dict[str, Any] = {**STAGES_ON_DEVICES, "kv_placement": "swap"}
-PROMPT_STAGES: dict[str, Any] = {**OPTIONS, "pp": 2, "prompt_pp": 2}
 HEADS: dict[str, Any] = {**OPTIONS, "r_partition": "heads"}
 PARTS: dict[str, Any] = {**OPTIONS, "split_tokens": 16, "block_size": 16}
 
@@ -44,7 +43,6 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "stages": {**STAGES, "r_workers": 2, "lanes": 4, "prefill_chunk": 16},
     "stages' devices": {**STAGES_ON_DEVICES, "prefill_chunk": 16, "lanes": 4},
     "swapped": {**SWAPPED, "prefill_chunk": 16, "block_size": 16},
-    "prompt stages": {**OPTIONS, "prompt_pp": 2, "prefill_chunk": 16},
     "heads": {**HEADS, "r_workers": 2, "lanes": 2, "prefill_chunk": 8},
     "parts in stages": {**PARTS, **STAGES, "r_workers": 2, "lanes": 2},
 }
@@ -70,12 +68,7 @@ WAYS: list[dict[str, Any]] = [
     {**STAGES_ON_DEVICES, **STEPS_OF_FEW},
     {**STAGES_ON_DEVICES, **KEPT, "lanes": 3},
     {**STAGES_ON_DEVICES, "schedule": "synchronized", "lanes": 2, "prefill_chunk": 7},
-    {**PROMPT_STAGES, "r_workers": 2, "prefill_chunk": 7, "lanes": 4},
-    {**PROMPT_STAGES, **STEPS_OF_FEW},
-    {**PROMPT_STAGES, "lanes": 2, "prefill_chunk": 2, "block_size": 16},
-    {**PROMPT_STAGES, "prompt_pp": 3, "pp": 1},
-    {**PROMPT_STAGES, "prompt_pp": 1, "pp": 3, "pp_layers": "1,1,1"},
-    {**PROMPT_STAGES, "prompt_pp": 3, "pp_layers": "1,2"},
+    {**OPTIONS, **KEPT, "pp": 2, "pp_layers": "1,2", "prompt_pp": 3, "r_workers": 2, "lanes": 2},
     {**SWAPPED, **KEPT},
     {**SWAPPED, "prefix_cache": "off", "lanes": 5, "prefill_chunk": 7},
     {**SWAPPED, "max_num_sequences": 4, "max_step_tokens": 19},
@@ -102,10 +95,9 @@ SMALL: dict[str, Any] = {"block_size": 16, "length_quantile": 0.5, "expected_out
     [
         ({**STAGES, "lanes": 3}, 9.3e-5),
         ({**STAGES_ON_DEVICES, "lanes": 3}, 9.3e-5),
-        ({**STAGES, "prompt_pp": 2, "lanes": 3}, 9.3e-5),
         (SWAPPED, 8e-5),
     ],
-    ids=["stages", "devices", "prompt stages", "swapped"],
+    ids=["stages", "devices", "swapped"],
 )
 def test_sequences_are_suspended_and_continue(
     where: dict[str, Any], kv_memory_gb: float, llama: str
@@ -143,17 +135,12 @@ LOSSES: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({**STAGES, **IN_CHUNKS, "lanes": 3}, {"s2-r0": 17}),
     ({**STAGES, **HEADS, **IN_CHUNKS, "r_workers": 3}, {"s1-r0": 0, "s1-r2": 15}),
     ({**HEADS, **IN_CHUNKS, "r_workers": 3, "lanes": 2}, {"r1": 33, "r2": 90}),
-    ({**PROMPT_STAGES, **IN_CHUNKS, "lanes": 3, "prompt_pp": 3}, {"s1-r1": 0}),
-    ({**PROMPT_STAGES, **IN_CHUNKS, "r_workers": 1, "spare_r_workers": 1}, {"s1-r0": 9}),
-    ({**PROMPT_STAGES, **HEADS, **IN_CHUNKS}, {"s1-r1": 25}),
-    ({**PROMPT_STAGES, **PARTS, **IN_CHUNKS, "r_workers": 3}, {"s1-r1": 25}),
+    ({**STAGES, **IN_CHUNKS, "r_workers": 1, "spare_r_workers": 1}, {"s1-r0": 9}),
+    ({**STAGES, **PARTS, **IN_CHUNKS, "r_workers": 3}, {"s1-r1": 9}),
     ({**PARTS, **IN_CHUNKS, "r_workers": 3, "lanes": 2}, {"r0": 25, "r2": 40}),
 ]
 MORE_LOSSES: list[tuple[dict[str, Any], dict[str, int]]] = [
-    (options, {lost: after})
-    for options in ({**STAGES, "lanes": 3}, {**PROMPT_STAGES, "prompt_pp": 3, "lanes": 3})
-    for lost in ("r1", "s1-r1")
-    for after in (0, 3, 17, 40)
+    ({**STAGES, "lanes": 3}, {lost: after}) for lost in ("r1", "s1-r1") for after in (0, 3, 17, 40)
 ]
 
 
@@ -234,22 +221,21 @@ def test_when_all_are_lost_every_request_says_so(
         assert isinstance(later.error, WorkerError)
 
 
-@pytest.mark.parametrize(("prompt_pp", "name"), [(0, "stage 1"), (2, "prompt stage 1")])
 def test_a_stage_that_breaks_down_ends_the_job_by_name(
-    prompt_pp: int, name: str, llama: str, monkeypatch: pytest.MonkeyPatch
+    llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = SWorker.begin
 
     def broken(self: SWorker, *args: Any) -> Pass:
-        if threading.current_thread().name == name:
+        if threading.current_thread().name == "stage 1":
             raise RuntimeError("the lights went out")
         return begin(self, *args)
 
     monkeypatch.setattr(SWorker, "begin", broken)
-    with LLM(llama, **OPTIONS, pp=2, prompt_pp=prompt_pp) as llm:
+    with LLM(llama, **OPTIONS, pp=2) as llm:
         (output,) = llm.generate(prompts((5,)), SamplingParams(max_tokens=5))
         assert output.error is not None
-        assert name in output.error.message
+        assert "stage 1" in output.error.message
         assert "the lights went out" in output.error.message
 
 
@@ -261,7 +247,6 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
         ({"pp": 2, "pp_layers": "1,2,3"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "all"}, "pp_layers"),
         ({"pp": 2, "pp_layers": "1,1"}, "pp_layers"),
-        ({"prompt_pp": 1, "prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
         ({**SWAPPED, "pp": 2, "pp_layers": None}, "raise pp=2"),
         ({**SWAPPED, "lanes": 2}, "raise lanes=2"),

@@ -44,13 +44,9 @@ WAYS: list[dict[str, Any]] = [
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s"},
     {"r_workers": 2, "split_tokens": 64, "prefill_chunk": 23, "lanes": 2},
     {"kv_memory_gb": 0.0002, "max_num_sequences": 2},  # 16 blocks: hardly more than one needs
-    {"prompt_pp": 1, "prefill_chunk": 512},
-    {"prompt_pp": 2, "pp": 2, "r_workers": 2, "lanes": 2, "prefill_chunk": 23},
-    {"prompt_pp": 1, "kv_placement": "gpu", "prefill_chunk": 48},
-    {"prompt_pp": 2, "r_workers": 2, "replicas": 1},
     {"pp": 2, "pp_layers": "1,2"},
 ]
-WITHOUT_GAPS = {"split_tokens", "prompt_pp", "kv_memory_gb"}
+WITHOUT_GAPS = {"split_tokens", "kv_memory_gb"}
 """Options with which a prompt begins with contiguous blocks only, or with few."""
 
 
@@ -99,10 +95,7 @@ def make_holes(llm: LLM) -> None:
     for holder in stock.holders:
         index = stock[holder]
         gone = [block for block in index if block.num_tokens in (2 * BLOCK, 3 * BLOCK)]
-        for block in gone:
-            index.idle.remove(block)
-            index.blocks.forget(block)
-        stock.orders.forget(holder, [block.key for block in gone])
+        stock.orders.forget(holder, index.forget(gone))
 
 
 @pytest.fixture(scope="module")

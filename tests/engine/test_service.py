@@ -14,7 +14,6 @@ from counting_engine import Counting
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
 from fastdecode.core.sequence import Request, SamplingParams
-from fastdecode.engine.loop import EngineLoop
 from fastdecode.engine.service import EngineService
 
 PATIENCE_S = 60.0
@@ -150,9 +149,8 @@ def test_who_comes_too_late_is_answered_all_the_same(serve: Serve) -> None:
     """A request that was on its way when the engine was closed, and who waits
     for the end of others'."""
     service, reader = serve(Counting()), DeltaQueue()
-    submit = service._loop.owned.submit
     service.close()
-    service._loop.put(lambda: submit([request("late")], reader))  # it had found the service open
+    service._put(lambda: service._accept([request("late")], reader))  # it found the service open
     (last,) = reader.take(0)
     assert last.error is not None and last.error.code == "closed"
     assert service.drain(PATIENCE_S)
@@ -325,9 +323,10 @@ class Interrupted(SimpleQueue[BaseException | None]):
 
 def test_an_engine_that_was_made_is_closed_whatever_comes_then() -> None:
     engine, made = Counting(), Interrupted()
-    loop: EngineLoop[Counting] = EngineLoop(lambda: None)
-    loop.run(lambda: engine, made)
-    assert engine.is_closed and loop.is_over and not engine.num_steps
+    service = EngineService(lambda: engine)
+    service._made = made
+    service._live()
+    assert engine.is_closed and service.snapshot().state == "closed" and not engine.num_steps
     assert made.get(timeout=PATIENCE_S) is None
     assert isinstance(made.get(timeout=PATIENCE_S), KeyboardInterrupt)
 

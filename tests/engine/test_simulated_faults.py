@@ -158,8 +158,8 @@ class Trial:
         )
         split = chance.choice([None, None, 16])
         is_whole = not split and not replicated
-        identity = "model" if self.keeps or (chance.random() < 0.3 and is_whole) else None
-        return self._assemble(fleet, blocks, replacements, identity, split_tokens=split)
+        keeps = self.keeps or (chance.random() < 0.3 and is_whole)
+        return self._assemble(fleet, blocks, replacements, keeps, split_tokens=split)
 
     def _start_heads(self, num_blocks: int, replicated: bool) -> Rig:
         network, hello = self.network, replace(HEADS_HELLO, session=7)
@@ -173,8 +173,7 @@ class Trial:
             again, self.replicas = replicate(fleet, hello, again, links, network.time)
             self.replicas.begin()
         blocks = (again[GROUP].num_blocks if again else num_blocks,)
-        identity = "model" if self.keeps else None
-        return self._assemble(fleet, blocks, resharing, identity, attention=HEADS_SPEC)
+        return self._assemble(fleet, blocks, resharing, self.keeps, attention=HEADS_SPEC)
 
     def _reach(self) -> Any:
         """The hub, of R-workers of which some may be standby ones."""
@@ -198,13 +197,13 @@ class Trial:
         return kind(self.hub, hello, Deadlines(TIMEOUT_S, SILENCE_S, self.network.time))
 
     def _assemble(
-        self, fleet: Any, blocks: tuple[int, ...], places: Any, identity: str | None, **options: Any
+        self, fleet: Any, blocks: tuple[int, ...], places: Any, keeps: bool, **options: Any
     ) -> Rig:
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
         back = (places, self.network.time, self.replicas)
         lanes = self.chance.randint(1, 3)
-        return assemble(fleet, blocks, lanes, *back, cache_identity=identity, **options)
+        return assemble(fleet, blocks, lanes, *back, keeps_blocks=keeps, **options)
 
     @property
     def members(self) -> WorkerPool:

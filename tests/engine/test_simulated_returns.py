@@ -157,7 +157,7 @@ class Returns:
             replacements,
             network.time,
             replicas,
-            cache_identity="model" if self._keeps else None,
+            keeps_blocks=self._keeps,
             session=session,
             split_tokens=self._split,
         )
@@ -243,7 +243,7 @@ def _rig(network: Network, session: JobSession) -> Rig:
     welcomes = greet(fleet, hello)
     blocks = tuple(welcome.num_blocks for welcome in welcomes.values())
     clock = network.time
-    return assemble(fleet, blocks, 1, None, clock, cache_identity="model", session=session)
+    return assemble(fleet, blocks, 1, None, clock, keeps_blocks=True, session=session)
 
 
 def test_the_first_s_worker_ends_when_a_second_goes_on(tmp_path: Path) -> None:

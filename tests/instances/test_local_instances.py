@@ -107,7 +107,7 @@ def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: LLM) -> None:
             four.service.cancel(name)
     for name in list(waiting):
         four.service.cancel(name)
-    drained = four.service._loop.when_drained()
+    drained = four.service.when_drained()
     drained.get(timeout=WAIT_S)
     assert_nothing_is_left(four)
 
@@ -128,7 +128,7 @@ def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None
         assert tokens([outputs[str(i)] for i in range(20)]) == tokens(one.generate(asked, how))
         assert not any(output.error for output in outputs.values())
         for service in services(llm):
-            service._loop.when_drained().get(timeout=WAIT_S)  # all that was asked before is done
+            service.when_drained().get(timeout=WAIT_S)  # all that was asked before is done
         broken = [service.snapshot().error is not None for service in services(llm)]
         assert broken == [index == lost for index in range(3)]
 
@@ -201,7 +201,7 @@ def each_stats(llm: LLM, number: int):  # type: ignore[no-untyped-def]
     """Return the figures of one instance; prefill instances come first."""
     hub = llm._running._hub
     assert isinstance(hub, LocalHub)
-    return hub.services[number]._loop.owned.served.engine.stats
+    return hub.services[number].served.engine.stats
 
 
 def test_what_was_fetched_is_not_run_again(

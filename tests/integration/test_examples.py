@@ -15,6 +15,7 @@ from examples import TRIES_ALL
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 WITHIN_S = 240.0
+STARTS_PROCESSES = ("replicas.py", "server_client.py")
 PROMISED = {
     "offline_batch.py": "[0] Once upon a time there was a baker who",
     "sizing.py": "A10",
@@ -25,6 +26,7 @@ PROMISED = {
     "instances.py": "prompts fetched by the decode instance: 4",
     "hybrid.py": "32 of 32 answered",
     "server_client.py": "model checkpoint:",
+    "model/evaluate.py": "questions                 200 items",
 }
 
 
@@ -36,10 +38,8 @@ def _run(*command: str) -> str:
 
 
 def test_every_program_is_listed() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISED)
-
-
-STARTS_PROCESSES = ("replicas.py", "server_client.py")
+    programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
+    assert programs == set(PROMISED)
 
 
 @pytest.mark.parametrize("name", sorted(PROMISED))

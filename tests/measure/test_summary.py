@@ -14,7 +14,7 @@ from sworker.swap.figures import SwapFigures
 NUMBERS = """requests failed prompt_tokens output_tokens steps output_tokens_per_s load_s prefill_s
 decode_s peak_rss_bytes load_mean_tokens load_peak_tokens r_workers r_workers_lost
 r_workers_rejoined cached_prompt_tokens"""
-PARTS = "stage_layers prompt_stage_layers hybrid_steps hybrid_closed replicas swap tiers"
+PARTS = "stage_layers hybrid_steps hybrid_closed replicas swap tiers"
 
 
 def rendered(**parts: Any) -> list[str]:

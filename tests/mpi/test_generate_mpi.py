@@ -99,8 +99,8 @@ TWO_S_WORKERS = {"model_options": "--max-model-len 64", "rope_scaling": LONG_ROP
     ("num_s", "num_r", "options", "more"),
     [
         pytest.param(2, 0, "--kv-memory-gb 0.01", {"btl": "self,tcp"}, id="roles by rank"),
-        pytest.param(6, 2, "--pp 2 --prompt-pp 1 --tp 2", TWO_S_WORKERS,
-                     id="stages of two S-workers each"),
+        pytest.param(10, 0, "--pp 2 --prompt-pp 1 --tp 2 --kv-memory-gb 0.01", TWO_S_WORKERS,
+                     id="instances with stages of two S-workers each"),
         *[
             pytest.param(
                 2, 2, f"--tp 2 --device cuda --cuda-graphs {graphs}", TWO_S_WORKERS,

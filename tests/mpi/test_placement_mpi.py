@@ -120,7 +120,7 @@ ON_DEVICES = ("--device", "cpu", "--kv-placement", "gpu", "--cache-memory-gb", "
 @pytest.mark.parametrize(
     ("instances", "options"),
     [
-        (("prefill:1:tp=2:prompt-pp=1", "decode:2:pp=2"), ()),
+        (("prefill:2:tp=2:pp=2", "decode:2:pp=2"), ()),
         (("prefill:0", "decode:0:pp=2"), ON_DEVICES),
     ],
     ids=["R-workers", "devices"],
@@ -128,7 +128,7 @@ ON_DEVICES = ("--device", "cpu", "--kv-placement", "gpu", "--cache-memory-gb", "
 def test_each_instance_has_its_own_s_workers(
     model: str, tmp_path: Path, instances: tuple[str, ...], options: tuple[str, ...]
 ) -> None:
-    """Prompts run on two that act as one, on a stage of their own, or on one, and decode on
+    """Prompts run on two stages of two that act as one, or on one, and decode on
     two stages: with KV on R-workers, and kept blocks on their disks; or on the devices, and
     kept blocks in the host's memory."""
     disk = () if options else ("--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01")

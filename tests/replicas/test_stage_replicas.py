@@ -15,15 +15,8 @@ from trouble import Trouble, crash_after, give
 from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.errors import WorkerError
-from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.engine.setup import workers
-from fastdecode.engine.stages.writers import WriterMembers
-from fastdecode.wire.blocks import StorePrompt
 from fastdecode.wire.waiting import look_until_found
-from rworker.attention import AttentionExecutor
-from rworker.instructions import Drop
-from rworker.worker import WorkerThread, start_worker_thread
 
 Losses = dict[str, int]
 ONE: list[Losses] = [{"s1-r1": 30}, *[{"r1": 30}, {"s1-r0": 9}, {"r0": 25}] * TRIES_ALL]
@@ -120,66 +113,3 @@ def answers(llm: LLM) -> list[RequestOutput]:
     outputs = llm.generate(prompts([3, 30, 11, 1], seed=2), GREEDY)
     assert all(output.ok for output in outputs), outputs
     return outputs
-
-
-class _Losses:
-    """R-workers that are lost while a prompt stage writes to the second column: first its own
-    in the first stage; and once the third has taken that one's cache over, the one that
-    keeps the second stage's replica, and then that stage's own."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.has_dropped = threading.Event()
-        self._threads: dict[str, WorkerThread] = {}
-        self._send = WriterMembers.send
-        monkeypatch.setattr(workers, "start_worker_thread", self._start)
-        monkeypatch.setattr(WriterMembers, "send", lambda *told: self._lose(*told))
-
-    def _start(self, name: str, **options: Any) -> WorkerThread:
-        executor = _Dropping(self.has_dropped) if name == "r2" else None
-        self._threads[name] = start_worker_thread(name, **options, executor=executor)
-        return self._threads[name]
-
-    def _lose(self, members: WriterMembers, holder: HolderId, message: StorePrompt) -> None:
-        if members.origin(holder) == (0, 1):
-            if members.placement[holder] == holder and message.num_past.any():
-                self._kill("r1")
-            elif members.placement[holder] == members.member(0, 2):
-                self._kill("s1-r2")
-                self._kill("s1-r1")
-                assert self.has_dropped.wait(30.0), "nobody has dropped what was taken over"
-        self._send(members, holder, message)
-
-    def _kill(self, name: str) -> None:
-        for connection in self._threads[name].hub.connections:
-            connection.close()
-
-
-class _Dropping(AttentionExecutor):
-    def __init__(self, has_dropped: threading.Event) -> None:
-        super().__init__(num_threads=1)
-        self._has_dropped = has_dropped
-
-    def drop(self, drop: Drop) -> None:
-        super().drop(drop)
-        if drop.holder == 1:
-            self._has_dropped.set()
-
-
-def test_a_prompt_stage_may_write_to_a_cache_that_was_dropped_meanwhile(
-    llama: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The R-worker that kept it answers, and is kept."""
-    options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1, "prefill_chunk": 8}
-    asked = prompts([60] * 6, seed=2)
-    with LLM(llama, **options) as llm:
-        expected = [output.completions[0].token_ids for output in llm.generate(asked, GREEDY)]
-    losses = _Losses(monkeypatch)
-    with LLM(llama, **options, pp=2, prompt_pp=2, r_workers=3, replicas=1) as llm:
-        assert look_until_found(lambda: is_protected(llm), 30.0)
-        outputs = llm.generate(asked, GREEDY)
-        assert [output.completions[0].token_ids for output in outputs] == expected
-        assert losses.has_dropped.is_set()
-        gone = in_engine(
-            llm, lambda engine: list(map(engine._fleet.members.origin, engine._fleet.gone))
-        )
-        assert sorted(gone) == [(0, 1), (1, 1), (1, 2)]

@@ -88,15 +88,6 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
     peers.step_from(SECOND, step_of((9, 20, 1), (4, 2, 1)))
 
 
-def test_a_resumed_cache_takes_prompts_from_the_stages_that_the_second_has() -> None:
-    peers = Peers()
-    peers.lose(FIRST)
-    _, welcome = peers.say(SECOND, replace(RESUMING, feeders=("prompt stage 0",)))
-    assert welcome.message.is_resumed
-    assert peers.hold(SECOND, _9=40) == [20]
-    assert peers.state._caches.fed(0, SESSION).owner == SECOND
-
-
 def test_what_is_not_named_is_closed_and_what_was_kept_is_forgotten() -> None:
     peers = Peers()
     peers.say(FIRST, KeepBlocks(9, 0, KEY))

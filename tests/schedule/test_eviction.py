@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 from holdings import Holding, victim_of
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from published_configs import LLAMA2_7B, MISTRAL_7B
 
-from examples import examples
 from fastdecode.core.model.families import read_model_spec
+from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.costs import CostTable, costs_of
-from fastdecode.schedule.cache.idle.blocks import IdleBlocks
-from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.kept import KeptBlock, Use
-from fastdecode.schedule.cache.retention import (
-    POLICIES,
-    LeastRecent,
-    Retention,
-    SizeIdle,
-    is_short,
-    policy_of,
-)
+from fastdecode.schedule.cache.retention import LeastRecent, Retention, SizeIdle, is_short
 
 SIZE = 32
 COSTS = CostTable({32: 1.0, 1024: 2.0})
@@ -37,7 +24,7 @@ class Kept:
     """An index, and chains that are used one after the other."""
 
     def __init__(self, policy: str) -> None:
-        self.index = BlockIndex(policy_of(policy, SIZE, COSTS))
+        self.index = Index(LeastRecent() if policy == "lru" else Retention(SIZE, COSTS))
 
     def use(
         self, name: str, num_blocks: int, now_s: float, behind: tuple[str, int] = ("", 0)
@@ -51,13 +38,13 @@ class Kept:
             if key in self.index:
                 self.index.use([key], as_hit=True)
             else:
-                self.index.add(key, before, number * SIZE)
+                self.index.name(key, before, number * SIZE)
             before = key
         assert self.index.release(keys, now_s) == []
         return keys
 
     def give_up(self, count: int, now_s: float) -> list[str]:
-        return [key.decode() for key in self.index.give_up(count, now_s)]
+        return [key.decode() for key in self.index.evict(count, now_s)]
 
 
 def test_what_is_cheap_for_its_idle_time_goes_first_and_of_a_chain_the_end() -> None:
@@ -88,7 +75,7 @@ def test_the_order_is_that_of_the_simulated_policy_block_by_block() -> None:
     """Pensieve's chunks: A [0, 1024) was last used at 40, B [512, 2048) at 80, C
     [0, 64) at 10, D [1536, 4096) at 30; it is 100."""
     policy = Retention(SIZE, MEASURED)
-    index = BlockIndex(policy)
+    index = Index(policy)
     holdings = []
     for name, first, stop, last_s in (
         ("A", 0, 1024, 40),
@@ -98,10 +85,10 @@ def test_the_order_is_that_of_the_simulated_policy_block_by_block() -> None:
     ):
         keys = [f"{name}{at}".encode() for at in range(0, stop, SIZE)]
         for at, key in zip(range(0, stop, SIZE), keys, strict=True):
-            index.add(key, keys[at // SIZE - 1] if at else None, at + SIZE)
+            index.name(key, keys[at // SIZE - 1] if at else None, at + SIZE)
         index.lease(keys[-1])
         index.release(keys, -1e9)
-        assert set(index.give_up(first // SIZE, -1e9 + 1)) == set(keys[: first // SIZE])
+        assert set(index.evict(first // SIZE, -1e9 + 1)) == set(keys[: first // SIZE])
         index.use(keys[first // SIZE :], as_hit=True)
         index.release(keys[first // SIZE :], last_s)
         holdings.append(Holding(name, list(range(first // SIZE, stop // SIZE)), last_s))
@@ -113,25 +100,7 @@ def test_the_order_is_that_of_the_simulated_policy_block_by_block() -> None:
         holding.blocks.remove(block)
         expected.append(f"{holding.name}{block * SIZE}")
     assert expected[:8] == ["C0", "C32", "A0", "A32", "A64", "A96", "A128", "A160"]
-    assert [key.decode() for key in index.give_up(40, 100)] == expected
-
-
-def test_what_is_kept_again_is_shared_by_whom_it_was_shared_before() -> None:
-    kept = Kept("retention")
-    first = kept.use("first", 2, 0, ("system", 2))
-    second = kept.use("second", 2, 0, ("system", 2))
-    for chain in (first, second):
-        kept.index.lease(chain[-1])
-    assert kept.give_up(2, 9) == ["first0", "second0"], "the system's are worth twice as much"
-    again = kept.use("first", 2, 5, ("system", 2))
-    kept.index.check_invariants(Counter())
-    assert again == first and {b.key: b.num_leases for b in kept.index} == {
-        b"system0": 2,
-        b"system1": 2,
-        b"first0": 1,
-        b"first1": 1,
-        b"second1": 1,
-    }
+    assert [key.decode() for key in index.evict(40, 100)] == expected
 
 
 def test_what_conversations_share_is_worth_what_all_of_them_would_pay() -> None:
@@ -163,116 +132,6 @@ def test_least_recently_used_ends_go_first() -> None:
     kept.use("b", 2, 0)
     kept.use("a", 2, 0)
     assert kept.give_up(4, 0) == ["b1", "b0", "a1", "a0"], "though all at the same moment"
-
-
-@settings(max_examples=examples(150))
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 4)), max_size=12),
-    st.lists(st.integers(1, 6), max_size=6),
-    st.sampled_from(POLICIES),
-)
-@example([(0, 2, 4), (0, 3, 2)], [4, 1], "size-idle")
-def test_whatever_the_policy_only_ends_go_and_all_of_them_in_the_end(
-    uses: list[tuple[int, int, int]], counts: list[int], policy: str
-) -> None:
-    """Chains branch off from another's first blocks."""
-    kept = Kept(policy)
-    for now_s, (name, num_blocks, num_common) in enumerate(uses):
-        branch = f"c{name}-{num_common}-" if num_common else f"c{name}-"
-        kept.use(branch, num_blocks, now_s, ("root", num_common))
-        if counts:
-            kept.give_up(min(counts.pop(), len(kept.index.idle)), now_s + 1)
-        kept.index.check_invariants(Counter())
-        assert not any(block.num_users for block in kept.index)
-        assert all(block.parent is None or block.parent.key in kept.index for block in kept.index)
-    num_idle = len(kept.index.idle)
-    assert len(kept.give_up(num_idle, 99)) == num_idle and not kept.index.idle
-
-
-class Chains:
-    """Idle blocks in chains that branch off one another, by number.
-
-    Args:
-        fewest_ahead: 0: all are looked at each time, for one block.
-    """
-
-    def __init__(self, policy: str, fewest_ahead: int) -> None:
-        self.idle = IdleBlocks(policy_of(policy, SIZE, COSTS), fewest_ahead=fewest_ahead)
-        self._is_naive = not fewest_ahead
-        self._blocks: list[KeptBlock] = []
-        self._num_uses = 0
-
-    def grow(self, behind: int, count: int, now_s: float, *, was_hit: bool) -> None:
-        """So many blocks more, behind an idle one or none."""
-        use = self._use(now_s)
-        idle = [block for block in self._blocks if block.row >= 0]
-        parent = idle[behind % len(idle)] if behind and idle else None
-        for _ in range(count):
-            num_tokens = SIZE + (parent.num_tokens if parent else 0)
-            parent = KeptBlock(b"", parent, num_tokens, was_hit=was_hit)
-            self._blocks.append(parent)
-            self.idle.add(parent, use)
-
-    def touch(self, number: int, now_s: float, what: str) -> None:
-        """Something happens to one of them."""
-        if not self._blocks:
-            return
-        block = self._blocks[number % len(self._blocks)]
-        if what == "lease" and block.row >= 0:
-            self.idle.lease(block, 1)
-        elif what == "end":
-            self.idle.end_leases(block)
-        elif what == "lose":
-            self.idle.lose_copy(block)
-        elif what in ("use", "copy") and block.row >= 0:
-            self.idle.remove(block)
-            block.is_copied |= what == "copy"
-            self.idle.add(block, self._use(now_s))
-
-    def give_up(self, count: int, now_s: float, *, only_unhit: bool) -> list[int]:
-        ones = [1] * count if self._is_naive else [count]
-        gone = [self.idle.give_up(one, now_s, only_unhit=only_unhit) for one in ones]
-        self.idle.check_invariants([block for block in self._blocks if block.row >= 0])
-        return [self._blocks.index(block) for some in gone for block in some]
-
-    def _use(self, now_s: float) -> Use:
-        self._num_uses += 1
-        return Use(self._num_uses, now_s)
-
-
-@settings(max_examples=examples(120), deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(("grow", "grow", "go", "go", "unhit", "lease", "end", "use", "copy")),
-            st.integers(0, 40),
-            st.integers(1, 9),
-            st.sampled_from((0.0, 0.001, 0.05, 3.0)),
-        ),
-        max_size=40,
-    ),
-    st.sampled_from(("retention", "lru")),
-    st.integers(1, 12),
-)
-def test_found_ahead_they_go_in_the_order_of_looking_at_all_for_each(
-    events: list[tuple[str, int, int, float]], policy: str, fewest_ahead: int
-) -> None:
-    chains = Chains(policy, fewest_ahead), Chains(policy, 0)
-    now_s = 0.0
-    for what, number, count, pause_s in events:
-        now_s += pause_s
-        told = []
-        for each in chains:
-            if what == "grow":
-                each.grow(number, count, now_s, was_hit=number % 2 == 0)
-            elif what in ("go", "unhit"):
-                told.append(each.give_up(count, now_s, only_unhit=what == "unhit"))
-            else:
-                each.touch(number, now_s, what)
-        assert not told or told[0] == told[1]
-    assert chains[0].give_up(999, now_s + 1, only_unhit=False) == chains[1].give_up(
-        999, now_s + 1, only_unhit=False
-    )
 
 
 def test_costs_follow_from_the_model() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import keeping, turn
+from random_traffic import POLICIES, keeping, turn
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
@@ -17,8 +17,8 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.block_cache import BlockCache
-from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.retention import POLICIES, IdleColumns, Policy, Values
+from fastdecode.schedule.cache.blocks import Index
+from fastdecode.schedule.cache.retention import IdleColumns, Policy, Values
 from fastdecode.schedule.cache.reuse import reuses
 
 A = HolderId(0)
@@ -37,9 +37,6 @@ class Anything:
         pairs = zip(idle.last_uses.tolist(), idle.num_tokens.tolist(), strict=True)
         return np.array([hash((self.seed, *pair)) % 1009 for pair in pairs], np.float64)
 
-    def num_leaving(self, num_owned: int) -> None:
-        return None
-
 
 def talk(chat: Harness, prompt: Seq[int], past: int = 0, length: int = 2) -> tuple[int, ...]:
     """A turn of a conversation, alone; ``past``: tokens that were cached when
@@ -52,8 +49,7 @@ def drop(chat: Harness, *places: int) -> None:
     index = chat.scheduler.ledger.cache.stock[A]
     wanted = {(place + 1) * BLOCK_SIZE for place in places}
     for block in [block for block in index if block.num_tokens in wanted]:
-        index.idle.remove(block)
-        index.blocks.forget(block)
+        index.forget([block])
         chat.stores[0].forget((block.key,))
 
 
@@ -96,7 +92,7 @@ def test_a_gap_is_kept_once_it_is_filled_and_the_next_turn_has_none() -> None:
     st.data(),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9), st.integers(1, 6)), max_size=16),
     st.integers(1, 2),
-    st.integers(0, 99).map(Anything) | st.sampled_from(POLICIES),
+    st.integers(0, 99).map(Anything) | st.sampled_from(list(POLICIES)),
     st.sampled_from((None, 8)),
     st.booleans(),
 )
@@ -180,7 +176,7 @@ def stock_of(there: str, window: int | None = None) -> tuple[BlockCache, list[by
     for number, mark in enumerate(there):
         if mark == "x":
             before = keys[number - 1] if number else None
-            stock[A].add(keys[number], before, (number + 1) * BLOCK_SIZE)
+            stock[A].name(keys[number], before, (number + 1) * BLOCK_SIZE)
     return stock, keys
 
 
@@ -247,16 +243,16 @@ def test_who_lacks_what_somebody_is_computing_waits_for_it() -> None:
 
 
 def test_blocks_of_a_policys_choice_go_though_others_are_behind_them() -> None:
-    index = BlockIndex(Anything(3))
+    index = Index(Anything(3))
     keys = [bytes([number]) * 16 for number in range(9)]
     for number, key in enumerate(keys):
-        index.add(key, keys[number - 1] if number else None, (number + 1) * BLOCK_SIZE)
+        index.name(key, keys[number - 1] if number else None, (number + 1) * BLOCK_SIZE)
     index.release(keys, 1.0)
-    gone = index.give_up(4, 2.0)
+    gone = index.evict(4, 2.0)
     left = [key for key in keys if key not in gone]
     assert len(gone) == 4 and gone != keys[:4:-1] and all(key in index for key in left)
-    ends = BlockIndex(Anything(3), only_ends=True)
+    ends = Index(Anything(3), only_ends=True)
     for number, key in enumerate(keys):
-        ends.add(key, keys[number - 1] if number else None, (number + 1) * BLOCK_SIZE)
+        ends.name(key, keys[number - 1] if number else None, (number + 1) * BLOCK_SIZE)
     ends.release(keys, 1.0)
-    assert ends.give_up(4, 2.0) == keys[:4:-1]
+    assert ends.evict(4, 2.0) == keys[:4:-1]

@@ -192,7 +192,7 @@ def test_prompts_run_whole_or_alone() -> None:
 @pytest.mark.parametrize("when", ["opening", "fetching", "failing"])
 def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -> None:
     life = Lifecycle(
-        make_scheduler(options("greedy", 1), (40,), BLOCK_SIZE, opening_steps=1, cache_identity="a")
+        make_scheduler(options("greedy", 1), (40,), BLOCK_SIZE, opening_steps=1, keeps_blocks=True)
     )
     prompt = tuple(range(5 * BLOCK_SIZE + 3))
     asked = Request("a", prompt, SamplingParams(), 4, seed=0)

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from random_traffic import keeping
+from random_traffic import POLICIES, keeping
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
-from fastdecode.schedule.cache.retention import POLICIES
 from fastdecode.schedule.cache.tiers.offload_jobs import Rates, TierCounts
 from fastdecode.schedule.life.events import Fetching
 from fastdecode.schedule.life.restores import Progress, Restores

@@ -8,14 +8,15 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import Requests, keeping, play, traffic, turn
+from random_traffic import POLICIES, Requests, keeping, play, traffic, turn
 from remembering_store import BLOCK_SIZE
 
 from examples import examples
 from fastdecode.core.errors import RequestError
-from fastdecode.core.holders import HolderId
-from fastdecode.core.sequence import CacheUse
-from fastdecode.schedule.cache.retention import POLICIES
+from fastdecode.core.holders import HolderId, SequenceId
+from fastdecode.core.model.block_keys import block_keys, root_key
+from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams, Sequence
+from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
@@ -29,7 +30,7 @@ from fastdecode.schedule.reserving.holder_choice import OwnHolders
     st.integers(1, 3),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(POLICIES),
+    st.sampled_from(list(POLICIES)),
     st.sampled_from((None, None, "split", 1, 3, 4, 5, 9, 14)),
     st.sampled_from((0, 3, 15)),
     st.sampled_from((0.3, 0.9, 1.0)),
@@ -208,8 +209,8 @@ def test_blocks_that_nobody_has_hit_take_no_memory_that_was_never_touched() -> N
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_waves_of_prompts_touch_no_more_memory_than_without_a_cache(lanes: int) -> None:
     touched = []
-    for identity in (None, "a"):
-        waves = keeping((60,), lanes=lanes, identity=identity)
+    for keeps in (False, True):
+        waves = keeping((60,), lanes=lanes, keeps_blocks=keeps)
         for wave in range(4):
             for start in range(5):
                 own = 1000 * wave + 100 * start
@@ -244,3 +245,14 @@ def test_what_came_to_no_finite_logits_is_used_by_nobody_again() -> None:
     assert not opened, "it is recomputed from its first token on"
     chat.run_out()
     assert turn(chat, prompt)[1] == 0
+
+
+def test_a_token_that_is_not_known_is_part_of_no_key() -> None:
+    chains = Chains(BLOCK_SIZE, are_on=True)
+    request = Request("a", tuple(range(7)), SamplingParams(), 9, seed=0)
+    sequence = Sequence.of(SequenceId(0), request, 0)
+    sequence.token_ids.append(COMING)
+    keys = block_keys(root_key(""), range(8), BLOCK_SIZE)
+    assert chains.keys(sequence) == keys[:1], "two sequences may have drawn different tokens"
+    sequence.token_ids[-1] = 7
+    assert chains.keys(sequence) == keys

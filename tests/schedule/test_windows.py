@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_traffic import keeping, turn
+from random_traffic import POLICIES, keeping, turn
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
@@ -18,8 +18,7 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 from fastdecode.core.spec import first_seen
-from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.retention import POLICIES
+from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Submitted
 
 A = HolderId(0)
@@ -37,7 +36,7 @@ def talk(chat: Harness, prompt: Seq[int], past: int | None = 0, length: int = 2)
     return turn(chat, tuple(prompt), length, CacheUse(turn=past))[0]
 
 
-def index_of(chat: Harness) -> BlockIndex:
+def index_of(chat: Harness) -> Index:
     return chat.scheduler.ledger.cache.stock[A]
 
 
@@ -50,7 +49,7 @@ def ends(chat: Harness) -> list[int]:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 6)), max_size=14),
     st.sampled_from(WINDOWS),
-    st.sampled_from(POLICIES),
+    st.sampled_from(list(POLICIES)),
     st.sampled_from((0, 30)),
     st.sampled_from((0.0, 0.3)),
     st.integers(0, 1 << 32),

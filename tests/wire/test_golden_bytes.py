@@ -75,7 +75,7 @@ def test_golden_bytes_of_nested_fields() -> None:
         "logit_softcap": "ad6c6f6769745f736f6674636170",
     }  # fmt: skip
     head = unhex(
-        "46444e16 c9000000 0000000000000000 9d 01"  # Hello
+        "46444e16 c8000000 0000000000000000 9c 01"  # Hello
         "01 a3 616263 85"  # protocol_version, model_hash; kv, by the names of its fields
         f"{names['num_layers']} 01 {names['num_kv_heads']} 02 {names['head_dim']} 40"
         f"{names['dtype']} a8 62666c6f61743136 {names['block_size']} 20"
@@ -83,6 +83,6 @@ def test_golden_bytes_of_nested_fields() -> None:
         f"{names['scale']} cb 3fc0000000000000 {names['sliding_window']} c0"
         f"{names['alibi_slopes']} c0 {names['logit_softcap']} cb 403e000000000000"
         "a7 666c6f61743136 00 a8 532d776f726b6572"  # activation_dtype, holder, role
-        "00 00 c2 c2 90"  # max_blocks, session, outlives, resumes, feeders
+        "00 00 c2 c2"  # max_blocks, session, outlives, resumes
     )
     assert in_one_piece(Hello(1, "abc", kv, (layer,), DType.FLOAT16)).tobytes() == head

@@ -45,13 +45,5 @@ def test_with_r_workers_at_addresses_all_ranks_are_stages() -> None:
             StageRanks(2, tp=2).check_none_left(size)
 
 
-def test_stages_of_prompts_stand_between_the_others_and_their_r_workers() -> None:
-    ranks = StageRanks(2, num_prompt_stages=3)
-    assert [list(ranks.r_workers(9, stage)) for stage in range(2)] == [[5, 6], [7, 8]]
-    assert list(ranks.prompt_stages) == [2, 3, 4]
-    assert [ranks.others(stage) for stage in range(5)] == [
-        [1, 2, 3, 4], [0], [0, 3], [0, 2, 4], [0, 3]
-    ]  # fmt: skip
-    assert StageRanks(3).others(1) == [0, 2]
-    with pytest.raises(ConfigError, match="takes 5 of the 6 MPI ranks"):
-        ranks.r_workers(6, 0)
+def test_a_stage_is_connected_to_the_first_and_its_neighbours() -> None:
+    assert [StageRanks(3).others(stage) for stage in range(3)] == [[1, 2], [0, 2], [0, 1]]

@@ -15,7 +15,7 @@ from typing import Any
 from fastdecode.core.config.cache import Cache
 from fastdecode.core.config.features import check_features
 from fastdecode.core.config.groups import Batching, Cluster, RPart
-from fastdecode.core.config.instances import Instances
+from fastdecode.core.config.instances import InstanceRole, Instances, PlacedInstance
 from fastdecode.core.config.options import declared, group_options
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
@@ -82,17 +82,19 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
         check_features(self.options)
+        if self.s_part.prompt_pp and not self.instances.instances and self.s_part.tp == 1:
+            apart = replace(self.instances, instances=("prefill", "decode"))
+            object.__setattr__(self, "instances", apart)
         self._check_of_this_process()
         self._check_disk()
         self._check_host_tier()
         self._check_stages()
-        self._check_chunk()
         self._check_swap()
         self._check_key()
         for number in range(len(self.instances.placed)):
             self.of_instance(number).check_reached()
-        if self.instances.roles:
-            self.check_reached()
+        for role in set(self.instances.roles):
+            self.of_role(role).check_reached()
         if self.instances.addresses:
             self._check_controller()
         if self.r_part.is_on_device:
@@ -152,19 +154,66 @@ class EngineConfig:
                 f" needs no R-workers, and the instance {placed} has {placed.num_r_workers}: "
                 f"Remove them ({placed.role.value}:0)",
             )
-        if not placed.num_r_workers and (placed.tp > 1 or placed.prompt_pp or self.r_part.replicas):
+        if not placed.num_r_workers and (placed.tp > 1 or self.r_part.replicas):
             raise ConfigError(
                 Given("instances", str(placed)),
-                ": with KV on its devices an instance of ranks has no tp, prompt-pp or replicas "
-                "yet: others reach one device of each stage. Remove them, or give it R-workers",
+                ": with KV on its devices an instance of ranks has no tp or replicas yet: others "
+                "reach one device of each stage. Remove them, or give it R-workers",
             )
         if kv_placement == "auto" or not placed.num_r_workers:
             kv_placement = "r" if placed.num_r_workers else "gpu"
         return replace(
             self,
-            s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp, prompt_pp=placed.prompt_pp),
+            s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp),
             r_part=replace(self.r_part, kv_placement=kv_placement),
             instances=replace(self.instances, instances=(), replan_slo=None),
+        )
+
+    def of_role(self, role: InstanceRole) -> EngineConfig:
+        """Return the options of an instance of this process."""
+        s_part = replace(self.s_part, prompt_pp=0)
+        r_part = self.r_part
+        if role is InstanceRole.PREFILL and (pp := self.s_part.prompt_pp):
+            layers = s_part.pp_layers if pp == s_part.pp else None
+            s_part = replace(s_part, pp=pp, pp_layers=layers)
+            if r_part.swaps:  # prompts leave room: an offer stays for a moment
+                r_part = replace(r_part, kv_placement="gpu")
+        alone = replace(self.instances, instances=(), replan_slo=None)
+        return replace(self, s_part=s_part, r_part=r_part, instances=alone)
+
+    def in_job(self, num_ranks: int) -> EngineConfig:
+        """Return the options with ``prompt_pp`` as instances of an MPI job's ranks.
+
+        Prompts have an R-worker a stage, or KV is on the devices. The other R-workers are of the
+        stages of ``pp``.
+        """
+        prompt_pp, pp, tp = self.s_part.prompt_pp, self.s_part.pp, self.s_part.tp
+        if not prompt_pp:
+            return self
+        if self.s_part.pp_layers is not None:
+            raise ConfigError(
+                Given("pp_layers", self.s_part.pp_layers),
+                " is not supported in an MPI job with ",
+                Given("prompt_pp", prompt_pp),
+                " yet: each instance balances its own. Remove one of them",
+            )
+        of_prompts = 0 if self.r_part.is_on_device else prompt_pp
+        of_tokens = num_ranks - 1 - of_prompts - tp * (prompt_pp + pp)
+        if of_tokens < 0 or of_tokens % pp or bool(of_tokens) is self.r_part.is_on_device:
+            raise ConfigError(
+                Given("prompt_pp", prompt_pp),
+                f" takes {num_ranks - of_tokens} MPI ranks, and as many R-workers for each of the "
+                f"{pp} stages that decode; {num_ranks} were started",
+                code="too_few_ranks",
+            )
+        placed = (
+            PlacedInstance(InstanceRole.PREFILL, of_prompts, tp, prompt_pp),
+            PlacedInstance(InstanceRole.DECODE, of_tokens, tp, pp),
+        )
+        return replace(
+            self,
+            s_part=replace(self.s_part, tp=1, pp=1, pp_layers=None, prompt_pp=0),
+            instances=replace(self.instances, instances=tuple(map(str, placed))),
         )
 
     def check_reached(self) -> None:
@@ -189,15 +238,6 @@ class EngineConfig:
                     Given("instances"),
                     ": set it on each `fastdecode instance`",
                 )
-
-    def _check_chunk(self) -> None:
-        if self.s_part.prompt_pp and self.batching.prefill_chunk == 1:
-            raise ConfigError(
-                Given("prefill_chunk", 1),
-                " leaves ",
-                Given("prompt_pp", self.s_part.prompt_pp),
-                " nothing to run: a chunk of one token is a decode step. Choose 2 or more",
-            )
 
     def _check_swap(self) -> None:
         """Swapping needs more lanes than the device holds."""

@@ -116,7 +116,6 @@ def _pairs(
         yield pair, Refusal(reason, is_contradiction=is_contradiction)
 
 
-_BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _ONE_DEVICE = "beside R-workers, only the first S-worker would keep KV on its device"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
 _OF_R_WORKERS = (
@@ -142,9 +141,8 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("hybrid KV", "fixed lanes",
                "with hybrid KV the number of lanes says where sequences are: its rule decides it",
                is_contradiction=True),
-        _pairs("prompt stages", "hybrid KV", _BOTH_SIDES),
-        _pairs("prompt stages", "R-workers attend prompts",
-               "prompt stages attend prompts by themselves", is_contradiction=True),
+        _pairs("prompt stages", "addresses",
+               "the instance that runs prompts reaches R-workers of this process alone"),
         _pairs("shared heads", "split sequences",
                "with shared heads every R-worker has a part of every sequence",
                is_contradiction=True),
@@ -165,7 +163,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("instance ranks", "swap",
                "a rank has one cache that others reach, and with swap each lane has one"),
         _pairs("instance ranks", "tensor parallelism, stages, prompt stages",
-               "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N:prompt-pp=N",
+               "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N",
                is_contradiction=True),
     )
 )  # fmt: skip
@@ -191,11 +189,11 @@ _ALL_HEADS = "a stage's replica has all heads of its layers"
 _ONE_REPLICA = "a device's replica has all heads, and nobody else writes or reads it"
 
 TRIPLES: Sequence[Triple] = (
-    *_triples("shared heads", "prompt stages, stages", "replicas", _ALL_HEADS),
-    *_triples("prompt stages", "tensor parallelism", "device KV, swap",
-              "prompt stages would write to one of a stage's devices alone"),
+    *_triples("shared heads", "stages", "replicas", _ALL_HEADS),
     *_triples("disk tier", "tensor parallelism", "device KV, swap",
               "only the first S-worker of a stage would store its heads"),
+    *_triples("prompt stages", "tensor parallelism", "device KV, swap",
+              "others reach one device of each stage"),
     *_triples("tensor parallelism, prompt stages, instances", "replicas", "device KV, swap",
               _ONE_REPLICA),
     *_triples("instance ranks", "replicas", "device KV", _ONE_REPLICA),

@@ -13,10 +13,10 @@ from fastdecode.core.errors import ConfigError, Given
 MAX_INSTANCES = 64
 MAX_R_RANKS: Final = 1024
 """Of an instance."""
-_FORM: Final = "ROLE:R_WORKERS[:tp=N][:pp=N][:prompt-pp=N]"
+_FORM: Final = "ROLE:R_WORKERS[:tp=N][:pp=N]"
 _RANKS: Final = re.compile(
     "(prefill|decode|both):(0|[1-9][0-9]{0,3})"
-    + "".join(f"(?::{name}=([1-9][0-9]{{0,3}}))?" for name in ("tp", "pp", "prompt-pp"))
+    + "".join(f"(?::{name}=([1-9][0-9]{{0,3}}))?" for name in ("tp", "pp"))
 )
 
 
@@ -53,12 +53,10 @@ class PlacedInstance:
     """S-workers of each stage that act as one."""
     pp: int = 1
     """Pipeline stages."""
-    prompt_pp: int = 0
-    """More stages, which run prompts only."""
 
     @property
     def num_s_workers(self) -> int:
-        return self.tp * (self.pp + self.prompt_pp)
+        return self.tp * self.pp
 
     @property
     def num_places(self) -> int:
@@ -66,8 +64,8 @@ class PlacedInstance:
         return self.num_r_workers or self.pp
 
     def __str__(self) -> str:
-        told = (("tp", self.tp, 1), ("pp", self.pp, 1), ("prompt-pp", self.prompt_pp, 0))
-        degrees = "".join(f":{name}={value}" for name, value, usual in told if value != usual)
+        told = (("tp", self.tp), ("pp", self.pp))
+        degrees = "".join(f":{name}={value}" for name, value in told if value > 1)
         return f"{self.role.value}:{self.num_r_workers}{degrees}"
 
 
@@ -154,14 +152,14 @@ class Instances:
                     f"{MAX_R_RANKS} R-workers",
                 )
             role, num_r_workers = InstanceRole(match[1]), int(match[2])
-            tp, pp, prompt_pp = int(match[3] or 1), int(match[4] or 1), int(match[5] or 0)
+            tp, pp = int(match[3] or 1), int(match[4] or 1)
             if num_r_workers % pp:
                 raise ConfigError(
                     Given("instances", each),
                     f": each of the {pp} stages needs as many R-workers, and {num_r_workers} are "
                     f"no multiple of {pp}",
                 )
-            found.append(PlacedInstance(role, num_r_workers, tp, pp, prompt_pp))
+            found.append(PlacedInstance(role, num_r_workers, tp, pp))
         return tuple(found)
 
     @property

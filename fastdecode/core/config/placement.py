@@ -20,7 +20,7 @@ from fastdecode.core.json_file import read_object
 
 PLACEMENT_FORMAT: Final = "fastdecode-placement/1"
 _KEYS: Final = frozenset({"format", "model", "instances", "slo", "workload"})
-_OF_INSTANCE: Final = frozenset({"role", "tp", "pp", "prompt_pp", "r_worker_sockets"})
+_OF_INSTANCE: Final = frozenset({"role", "tp", "pp", "r_worker_sockets"})
 _MOST_BYTES: Final = 1 << 20
 
 
@@ -71,7 +71,6 @@ def _instance(tree: Any, what: str, refuse: Any, *, on_devices: bool = False) ->
         raise refuse(f"{what} has the role {tree.get('role')!r:.80}: prefill, decode, both are")
     tp = _whole(tree, "tp", 1, MAX_TP, what, refuse)
     pp = _whole(tree, "pp", 1, MAX_PP, what, refuse)
-    prompt_pp = _whole({"prompt_pp": 0, **tree}, "prompt_pp", 0, MAX_PP, what, refuse)
     sockets = _whole(tree, "r_worker_sockets", 0, MAX_R_RANKS, what, refuse)
     least = pp if roles[0] is InstanceRole.PREFILL and not on_devices else 0
     if tp > 1 and not max(least, sockets):
@@ -83,7 +82,7 @@ def _instance(tree: Any, what: str, refuse: Any, *, on_devices: bool = False) ->
         raise refuse(
             f"{what} has {sockets} sockets for {pp} stages, and each needs as many: plan again"
         )
-    return PlacedInstance(roles[0], max(least, sockets), tp, pp, prompt_pp)
+    return PlacedInstance(roles[0], max(least, sockets), tp, pp)
 
 
 def is_launchable(tp: int, pp: int, sockets: int) -> bool:

@@ -72,8 +72,8 @@ class SPart:
     )
     prompt_pp: int = option(
         0,
-        "stages that run prompts only, in addition to --pp, which then only decodes; their keys "
-        "and values stream to the R-workers of --pp; 0: the stages of --pp run both",
+        "stages of an instance that runs prompts (--instances prefill,decode, if none are given); "
+        "one with the stages of --pp fetches their keys and values; 0: --pp runs both",
         low=0,
         high=MAX_PP,
     )
@@ -117,10 +117,6 @@ class SPart:
                 Given("pp_layers", told), " is not one number a stage: there are ",
                 Given("pp", self.pp), " stages",
             )  # fmt: skip
-
-    @property
-    def num_stages(self) -> int:
-        return self.pp + self.prompt_pp
 
     @property
     def layer_counts(self) -> tuple[int, ...] | None:

@@ -1,9 +1,9 @@
-"""Names of KV blocks: a block's key is a hash of all that its K and V depend on.
+"""Keys of KV blocks: a block's key is a hash of a salt, and of the tokens of the block and of all
+before it. What else its K and V depend on, as model and dtype, is compared once where blocks come
+from elsewhere (``tier_identity``).
 
-That is the model, as far as it is part of the root's key, and the tokens of the
-block and of all before it: a key is made of its parent's and of the block's
-tokens. Whoever doesn't know the **salt** that a root was made with can't name
-its blocks, and so can't find out by hits whether they are there.
+A reader that doesn't know the **salt** can't name blocks, and so can't find out by hits whether
+they are there.
 """
 
 from __future__ import annotations
@@ -18,17 +18,9 @@ KEY_BYTES: Final = 16
 MAX_SALT_CHARS: Final = 1024
 
 
-def root_key(identity: str, salt: str = "") -> bytes:
-    """The parent of first blocks.
-
-    Args:
-        identity: of all beside tokens that K and V depend on.
-        salt: of whoever shares blocks with each other only.
-    """
-    said = identity.encode(errors="surrogatepass")
-    head = len(said).to_bytes(8, "little")
-    salted = salt.encode(errors="surrogatepass")
-    return blake2b(head + said + salted, digest_size=KEY_BYTES).digest()
+def root_key(salt: str) -> bytes:
+    """Return the parent of first blocks. Only requests of one ``salt`` share blocks."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
 def block_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

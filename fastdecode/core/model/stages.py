@@ -40,22 +40,6 @@ def layers_of_stages(
     return split_layers(costs, num_stages, float(head))
 
 
-def layers_of_prompt_stages(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage that runs prompts only, and has neither embedding
-    nor head; of none, none.
-
-    Raises:
-        ConfigError: there are fewer layers than stages.
-    """
-    if num_stages > spec.num_layers:
-        raise ConfigError(
-            Given("prompt_pp", num_stages),
-            f": {spec.name} has {spec.num_layers} layers, and every stage needs one: choose a "
-            "prompt_pp that isn't greater",
-        )
-    return split_layers([1.0] * spec.num_layers, num_stages) if num_stages else ()
-
-
 def stage_spec(spec: ModelSpec, layers: range) -> ModelSpec:
     """The model of a stage that has these of a whole model's layers, one after
     the other; its first layer is called 0."""

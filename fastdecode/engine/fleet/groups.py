@@ -30,7 +30,6 @@ from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
     DropBlocks,
-    FetchChunk,
     Fetching,
     MoveNews,
     StoreBlocks,
@@ -45,7 +44,6 @@ from fastdecode.wire.messages import (
     BeginStep,
     Hello,
     Refused,
-    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -146,9 +144,6 @@ class CacheGroup:
 
     def _concerned(self, message: ToRWorker) -> Sequence[HolderId]:
         """The members that a message is for."""
-        if isinstance(message, StorePrompt | FetchChunk):
-            layer = message.layer if isinstance(message, StorePrompt) else message.first_layer
-            return [x for x, shard in self.shards.items() if shard.has_layer(layer)]
         everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
         return self._members if everywhere else self._here
 

@@ -81,6 +81,12 @@ class RunningCluster:
         self._post = post
         checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
+        if (prompt_pp := config.s_part.prompt_pp) > self.spec.num_layers:
+            raise ConfigError(
+                Given("prompt_pp", prompt_pp),
+                f": {self.spec.name} has {self.spec.num_layers} layers, and every stage needs one: "
+                "choose a prompt_pp that isn't greater",
+            )
         self.codec = TextCodec.load(checkpoint.directory, identify(config, self.spec).max_model_len)
         self._lines: InstanceConnections | None = None
         self._replanning = contextlib.ExitStack()

@@ -1,7 +1,7 @@
 """Requests over several instances: which runs a prompt, which goes on with it,
 and what becomes of them when one is lost.
 
-To its owner the controller is an engine (``fastdecode.engine.engine_thread``): it
+To its owner the controller is an engine (``fastdecode.engine.service``): it
 is submitted requests, and tells listeners what they say. What instances say
 comes through its owner's inbox, so all happens in one thread, and nothing waits.
 

@@ -152,14 +152,14 @@ def _tell_of(tell: Callable[[str], None], name: str, text: str) -> None:
 
 def _each(config: EngineConfig) -> dict[str, EngineConfig]:
     """What each instance is made with, by its name: an even share of this host."""
-    roles, own = config.instances.roles, config
-    if not config.r_part.is_on_device:
-        own = with_r_workers_here(config, len(roles))
-    prefill, changes = for_batches(own), config.instances.replan_slo is not None
+    roles, changes = config.instances.roles, config.instances.replan_slo is not None
     numbers = {role: itertools.count() for role in InstanceRole}
-    return {
-        f"{role.value[0]}{next(numbers[role])}": prefill
-        if changes or role is InstanceRole.PREFILL
-        else own
-        for role in roles
-    }
+    configs: dict[str, EngineConfig] = {}
+    for role in roles:
+        own = config.of_role(role)
+        if not own.r_part.is_on_device:
+            own = with_r_workers_here(own, len(roles))
+        if changes or role is InstanceRole.PREFILL:
+            own = for_batches(own)
+        configs[f"{role.value[0]}{next(numbers[role])}"] = own
+    return configs

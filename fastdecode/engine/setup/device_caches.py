@@ -40,7 +40,6 @@ def reach_device(
     beside: Colocation | None = None,
     stage: int = 0,
     *,
-    is_written: bool = False,
     keeper: ReplicaKeeper | None = None,
 ) -> Reached:
     """The device in the place of R-workers.
@@ -53,11 +52,10 @@ def reach_device(
         host_bytes, disk: where kept blocks are offloaded to; see ``TorchExecutor``.
         beside: other engines, which read from this cache; None: there are none.
         stage: whose it is.
-        is_written: prompt stages write to it.
         keeper: keeps a replica; None: there is none.
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
-    neighbours = _neighbours(beside, is_reached=is_written or keeper is not None)
+    neighbours = _neighbours(beside, is_reached=keeper is not None)
     worker = device_worker(executor, kv_bytes, beside, stage, neighbours=neighbours)
     return _reached([worker], partial(LocalAttention, worker), keeper, _prefix(beside, stage))
 
@@ -88,7 +86,6 @@ def _reached(
         kind=HolderKind.DEVICE,
         answers_at_once=True,
         addresses=[device.address for device in devices],
-        doors=[device.door for device in devices],
         attention=attention,
     )
 
@@ -182,7 +179,6 @@ def reach_swapped(
     beside: Colocation | None = None,
     stage: int = 0,
     *,
-    is_written: bool = False,
     keeper: ReplicaKeeper | None = None,
 ) -> Reached:
     """Lanes' KV in the place of R-workers, each lane's with as many blocks as one of the
@@ -194,11 +190,11 @@ def reach_swapped(
         num_lanes: how many lanes there are.
         most_tokens: that a step stores.
         disk: where kept blocks go, a file a lane; None: nowhere.
-        gpu, kernels, beside, stage, is_written: see ``reach_device``.
+        gpu, kernels, beside, stage: see ``reach_device``.
         keeper: keeps a lane's replica; None: there are none.
     """
     swap = SwappedLanes(device, num_lanes, gpu, kernels, most_tokens)
-    neighbours = _neighbours(beside, is_reached=is_written or keeper is not None)
+    neighbours = _neighbours(beside, is_reached=keeper is not None)
     executors = [LaneExecutor(swap, disk) for _ in range(num_lanes)]
     workers = [
         device_worker(executor, kv_bytes // NUM_SLOTS, beside, stage, lane, neighbours=neighbours)

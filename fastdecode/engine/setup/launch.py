@@ -62,9 +62,8 @@ from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_col
 from fastdecode.engine.setup.tiers import cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
-from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.stages.replacements import ColumnReplacements
-from fastdecode.engine.stages.stage_forward import first_stage
+from fastdecode.engine.stages.stage_forward import FirstStage
 from fastdecode.engine.stats import AttachedCounts
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
@@ -234,7 +233,7 @@ class RunningEngine:
         own = self.resolved.config
         check_disk(self.resolved, with_tier)
         if with_tier and own.keeps_blocks:
-            identity = cache_identity(self.resolved, self._checkpoint) or ""
+            identity = cache_identity(self.resolved, self._checkpoint)
             open_tiers(
                 tell, self._fleet, with_tier, identity, self._checkpoint,
                 is_memory=own.cache.cache_memory_gb is not None,
@@ -285,7 +284,7 @@ class RunningEngine:
         if self.resolved.device.type == "cpu":
             self._opened.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(num_threads)
-        stages = ThreadStages(setups, hub, num_threads, self._workers, beside)
+        stages = ThreadStages(setups, hub, num_threads, beside)
         self._opened.callback(stages.close)
         return stages
 
@@ -313,8 +312,8 @@ class RunningEngine:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         where = describe_device(resolved.device, resolved.free, config.s_part.device)
-        if config.s_part.num_stages > 1:
-            where += f" in {about_layers(resolved.layers, resolved.prompt_layers)}"
+        if config.s_part.pp > 1:
+            where += f" in {about_layers(resolved.layers)}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
             f"{resolved.dtype}) on {where}: {resolved.memory}; "
@@ -394,11 +393,8 @@ class RunningEngine:
         attention = make_attention(
             self._workers, fleet, self._own_spec, resolved, s_worker, self._device
         )
-        num_lanes = resolved.schedule.num_lanes  # those of prompts are behind them
-        if resolved.prompt_layers:
-            attention = ApartAttention(attention, num_lanes)
-        onward = first_stage(fleet, s_worker, num_lanes)
-        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_all_lanes, trace, onward)
+        onward = FirstStage(s_worker, fleet) if isinstance(fleet, ColumnPool) else None
+        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace, onward)
         scheduler = schedule_for(
             resolved,
             self.spec,
@@ -406,15 +402,12 @@ class RunningEngine:
             blocks,
             times,
             is_instance=self._is_instance,
-            cache_identity=cache_identity(resolved, self._checkpoint),
             # No part is called what another run has called one in the same caches.
             first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,
         )
         # What a later stage cannot read is known too late for a step that has begun;
         # and a step on the device runs all layers without a look at the disk.
-        joins_early = (
-            resolved.config.s_part.num_stages == 1 and self._workers.kind is not HolderKind.DEVICE
-        )
+        joins_early = resolved.config.s_part.pp == 1 and self._workers.kind is not HolderKind.DEVICE
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         eos = _eos_token_ids(self.spec, self.codec)
         masks = GrammarMasks(self.codec, self.spec.vocab_size, eos)

@@ -82,10 +82,6 @@ class StepSizes:
     held_bytes: int = 0
     """Of use for K and V of prompts under way that go to R-workers; 0: none are
     held on the device."""
-    prompt_bytes: int = 0
-    """For K and V of prompts under way on stages that run nothing else."""
-    num_models: int = 1
-    """So many times all weights are in this process."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ def plan_memory(
     weights = _weights_bytes(spec, sizes)
     activations = _activation_bytes(spec, sizes)
     graphs = _graph_bytes(spec, sizes, free.graph_node_bytes)
-    s_part = weights + activations + graphs + sizes.prompt_bytes
+    s_part = weights + activations + graphs
     staging, where, room = 0, "the host", free.host_bytes
     if free.device_bytes is not None:
         if not kv.on_device:
@@ -168,8 +164,8 @@ def plan_memory(
         where = f"the GPU (fraction {gpu_memory_fraction:g} of {_gb(free.device_total_bytes)})"
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
-    what = _s_part_words(spec.name, weights, activations, graphs, sizes.prompt_bytes)
-    _check(what, s_part, room, where, _s_part_mend(graphs, free.device_bytes, sizes.prompt_bytes))
+    what = _s_part_words(spec.name, weights, activations, graphs)
+    _check(what, s_part, room, where, _s_part_mend(graphs, free.device_bytes))
     held = min(sizes.held_bytes, (room - s_part) // _HELD_SHARE)
     s_part += held
     device_kv = 0
@@ -188,15 +184,12 @@ def plan_memory(
         kv_bytes, swapped = _swapped_bytes(kv, left, where, on_host)
     else:
         kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
-    held += sizes.prompt_bytes
     return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held, swapped)
 
 
-def _s_part_words(name: str, weights: int, activations: int, graphs: int, prompts: int) -> str:
+def _s_part_words(name: str, weights: int, activations: int, graphs: int) -> str:
     """What takes so many bytes each."""
     more = f", CUDA graphs {_gb(graphs)}" if graphs else ""
-    if prompts:
-        more += f", prompts of max_model_len under way {_gb(prompts)}"
     parts = f"weights {_gb(weights)}, a step's activations {_gb(activations)}{more}"
     return f"the S-part of {name} ({parts})"
 
@@ -260,7 +253,7 @@ def _checked_staging_bytes(spec: ModelSpec, sizes: StepSizes, room: int) -> int:
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     itemsize = sizes.weight_itemsize or sizes.itemsize
-    parameters = spec.num_parameters * itemsize * sizes.num_models // sizes.num_shards
+    parameters = spec.num_parameters * itemsize // sizes.num_shards
     rotary = sum(rope.dim for rope in set(spec.ropes) if rope) * spec.max_model_len * 4
     return parameters + rotary
 
@@ -321,9 +314,9 @@ def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     )
 
 
-def _s_part_mend(graphs: int, device_bytes: int | None, prompts: int) -> tuple[str | Given, ...]:
-    """What would make it less, or the room more: bytes of graphs and of prompts
-    under way, and those of a GPU that are free."""
+def _s_part_mend(graphs: int, device_bytes: int | None) -> tuple[str | Given, ...]:
+    """What would make it less, or the room more: bytes of graphs, and those of a GPU that are
+    free."""
     mend: tuple[str | Given, ...] = (
         Given("max_step_tokens"),
         ", ",
@@ -332,8 +325,6 @@ def _s_part_mend(graphs: int, device_bytes: int | None, prompts: int) -> tuple[s
         Given("lanes"),
         ", choose a smaller dtype",
     )
-    if prompts:
-        mend = (Given("max_model_len"), ", ", *mend)
     if graphs:
         mend += (", set ", Given("cuda_graphs", "off"))
     if device_bytes is not None:

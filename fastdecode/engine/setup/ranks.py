@@ -51,11 +51,14 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     if s_part.tp == 1 or launched_size() is not None:
         return
     stages = f" --pp {s_part.pp}" if s_part.pp > 1 else ""
-    stages += f" --prompt-pp {s_part.prompt_pp}" if s_part.prompt_pp else ""
+    command = f"mpirun -n {s_part.tp * s_part.pp} fastdecode generate --tp {s_part.tp}{stages} ..."
+    if s_part.prompt_pp:
+        command = f"fastdecode launch -- generate --tp {s_part.tp}{stages} --prompt-pp ..."
+    elif has_r_workers:
+        command += " : -n 2 fastdecode r-worker"
     raise ConfigError(
         Given("tp", s_part.tp),
-        f" needs an MPI launcher: mpirun -n {s_part.tp * s_part.num_stages} fastdecode generate "
-        f"--tp {s_part.tp}{stages} ..." + (" : -n 2 fastdecode r-worker" if has_r_workers else ""),
+        f" needs an MPI launcher: {command}",
         code="no_mpi_launcher",
     )
 
@@ -93,9 +96,9 @@ def resolve_rank(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 def _device_number(s_part: SPart) -> int:
     """Which of a host's GPUs this rank takes, counted from the one that was
     asked for: its place among the host's S-workers, as far as anybody says."""
-    ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
+    ranks = StageRanks(s_part.pp, s_part.tp)
     place = ranks.place(mpi_job.join().rank)
-    return place if s_part.num_stages == 1 else max(place, local_rank())
+    return place if s_part.pp == 1 else max(place, local_rank())
 
 
 def mirror_leader(
@@ -116,7 +119,6 @@ def mirror_leader(
     planned = checkpoint.spec(max_model_len=max_model_len)
     resolved = resolve(config, planned)
     stage = resolved.ranks.stage(mpi_job.join().rank)
-    all_layers = (*resolved.layers, *resolved.prompt_layers)
     ranks = meet_ranks(resolved)
     dtype = torch_dtype(resolved.dtype)
     with typed_start():
@@ -127,7 +129,7 @@ def mirror_leader(
             kv_dtype=resolved.kv_dtype,
             max_model_len=max_model_len,
             shard=ranks.shard,
-            layers=all_layers[stage],
+            layers=resolved.layers[stage],
             with_embedding=not stage,
             with_head=not stage,
         )

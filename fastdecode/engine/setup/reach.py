@@ -10,7 +10,6 @@ from msgspec import structs
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.checkpoint import Checkpoint
@@ -51,8 +50,6 @@ from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
-from fastdecode.wire.mpi.ranks import link_address
-from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import Disk, disk_of
 from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
@@ -206,7 +203,7 @@ def own_disk(config: EngineConfig, num_engines: int = 1) -> Disk | None:
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:
     """Whether stages, if there are several, are ranks of an MPI job; else they
     are threads."""
-    return resolved.config.s_part.num_stages > 1 and stages_are_ranks(resolved.transport)
+    return resolved.config.s_part.pp > 1 and stages_are_ranks(resolved.transport)
 
 
 def reach_own_device(
@@ -228,7 +225,6 @@ def reach_own_device(
             disk=own_disk(resolved.config, num_engines * num_lanes),
             beside=beside,
             stage=stage,
-            is_written=bool(resolved.prompt_layers),
             keeper=keeper,
         )
     host_bytes = host_tier_bytes(resolved.config.cache, num_here * num_engines)
@@ -240,24 +236,8 @@ def reach_own_device(
         disk=disk,
         beside=beside,
         stage=stage,
-        is_written=bool(resolved.prompt_layers),
         keeper=keeper,
     )
-
-
-def check_written(resolved: ResolvedConfig) -> None:
-    """
-    Raises:
-        ConfigError: prompt stages that are ranks of a job do not reach devices.
-    """
-    if resolved.transport == "local" and resolved.prompt_layers:
-        raise ConfigError(
-            Given("prompt_pp", len(resolved.prompt_layers)),
-            " with ",
-            Given("kv_placement", "gpu"),
-            " is not supported in an MPI job yet: prompt stages write to devices of their own "
-            "process. Start it without mpirun",
-        )
 
 
 def _replica_keeper(resolved: ResolvedConfig, num_here: int) -> ReplicaKeeper | None:
@@ -277,7 +257,6 @@ def _replica_keeper(resolved: ResolvedConfig, num_here: int) -> ReplicaKeeper | 
 def reach_stage(resolved: ResolvedConfig, stage: int, beside: Colocation | None = None) -> Reached:
     """A stage's R-workers, or what is in their place, and the other stages,
     which are ranks of this job. ``beside``: see ``reach_own_device``."""
-    check_written(resolved)
     workers = None
     if resolved.transport == "zmq":
         workers = reach_stage_addresses(resolved, stage)
@@ -295,19 +274,15 @@ def reach_stage(resolved: ResolvedConfig, stage: int, beside: Colocation | None 
         raise
 
 
-def reach_stage_addresses(
-    resolved: ResolvedConfig, *stages: int, ends_them: bool = True
-) -> Reached:
-    """The R-workers at addresses that are these stages': as many for each, in their
-    order. ``ends_them``: see ``reach_addresses``."""
+def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:
+    """The R-workers at addresses that are a stage's: as many for each, in their order."""
     cluster = resolved.config.cluster
     each = len(cluster.r_worker_addresses) // resolved.config.s_part.pp
     return reach_addresses(
-        [x for i in stages for x in cluster.r_worker_addresses[i * each : (i + 1) * each]],
+        cluster.r_worker_addresses[stage * each : (stage + 1) * each],
         key_file=cluster.key,
         silence_s=cluster.worker_silence_s,
         reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
-        ends_them=ends_them,
     )
 
 
@@ -346,19 +321,16 @@ def exports_of(
 
 
 def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
-    """In a session of its own, where its caches are to outlive their R-workers,
-    or others bring prompts."""
+    """In a session of its own, where its caches are to outlive their R-workers."""
     config = resolved.config
     kv, attention = kept_by_rank(spec, resolved, 0)
-    feeders = _feeders(resolved)
     return Hello(
         PROTOCOL_VERSION,
         checkpoint.model_hash,
         kv,
         attention,
         resolved.activation_dtype,
-        session=new_session() if config.r_part.replicas or feeders else 0,
-        feeders=feeders,
+        session=new_session() if config.r_part.replicas else 0,
     )
 
 
@@ -373,22 +345,12 @@ def agreed_hello(hello: Hello, resolved: ResolvedConfig, ranks: Ranks | None) ->
     return structs.replace(hello, max_blocks=max(1, num_bytes // hello.kv.block_bytes))
 
 
-def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:
-    """What the R-workers call the stages that bring them prompts."""
-    ranks = resolved.ranks
-    if has_stage_ranks(resolved):
-        return tuple(link_address(ranks.leader(stage)) for stage in ranks.prompt_stages)
-    return tuple(stage_name(stage, ranks.num_stages) for stage in ranks.prompt_stages)
-
-
 def _held_prompts(
     spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
 ) -> DevicePrefill | None:
     """The device's room for prompts under way, if there is any."""
     kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
-    if resolved.prompt_layers:
-        return None  # they run elsewhere
     if not num_blocks:
         return None
     dtype = torch_dtype(resolved.activation_dtype)

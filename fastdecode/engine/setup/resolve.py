@@ -12,7 +12,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.core.model.stages import layers_of_prompt_stages, layers_of_stages, stage_spec
+from fastdecode.core.model.stages import layers_of_stages, stage_spec
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
@@ -33,9 +33,7 @@ class ResolvedConfig:
     config: EngineConfig
     identity: Identity
     layers: tuple[range, ...]
-    """Of each stage that decodes, or runs all."""
-    prompt_layers: tuple[range, ...]
-    """Of each stage that runs prompts only."""
+    """Layers of each stage."""
     device: torch.device
     """This rank's own."""
     free: FreeMemory
@@ -69,7 +67,7 @@ class ResolvedConfig:
     def ranks(self) -> StageRanks:
         """Which ranks of an MPI job are what."""
         s_part = self.config.s_part
-        return self.instance_ranks or StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
+        return self.instance_ranks or StageRanks(s_part.pp, s_part.tp)
 
     @property
     def dtype(self) -> DType:
@@ -107,7 +105,7 @@ class ResolvedConfig:
     @property
     def stages_at_once(self) -> int:
         """That compute at a time."""
-        return min(len(self.layers), self.schedule.num_lanes) + len(self.prompt_layers)
+        return min(len(self.layers), self.schedule.num_lanes)
 
     @property
     def max_model_len(self) -> int:
@@ -159,9 +157,8 @@ def resolve(
         transport = "inline"
     prompts_on_r = _prompts_on_r(config, device)
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
-    prompt_layers = layers_of_prompt_stages(spec, config.s_part.prompt_pp)
     steps = _steps(
-        config, identity, spec, (layers, prompt_layers), device, transport, free,
+        config, identity, spec, layers, device, transport, free,
         holds_prompts=not prompts_on_r and transport != "local",
     )  # fmt: skip
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
@@ -169,7 +166,6 @@ def resolve(
         config=config,
         identity=identity,
         layers=layers,
-        prompt_layers=prompt_layers,
         device=device,
         free=free,
         r_threads=_r_threads(config, num_cores, device, shares_cores=shares_cores),
@@ -178,7 +174,7 @@ def resolve(
         schedule=plan.schedule,
         prompts_on_r=prompts_on_r,
         adapts_lanes=plan.lanes.adapt,
-        most_lanes=plan.lanes.most + config.s_part.prompt_pp,
+        most_lanes=plan.lanes.most,
         max_graphs=steps.max_graphs,
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
@@ -190,7 +186,7 @@ def _steps(
     config: EngineConfig,
     identity: Identity,
     spec: ModelSpec,
-    stages: tuple[tuple[range, ...], tuple[range, ...]],
+    layers: tuple[range, ...],
     device: torch.device,
     transport: str,
     free: FreeMemory,
@@ -200,13 +196,11 @@ def _steps(
     """What steps of this process will be like.
 
     Args:
-        stages: layers of those of tokens, and of those of prompts alone.
+        layers: Layers of each stage.
         holds_prompts: the device does, until they are done.
     """
-    layers, prompt_layers = stages
-    all_layers = (*layers, *prompt_layers)
-    here = _layers_here(all_layers, device, transport)
-    on_device = spec if len(all_layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    here = _layers_here(layers, device, transport)
+    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
     on_host = len(layers)
     if stages_are_ranks(transport):
         on_host = min(len(layers) * config.s_part.tp, local_size())
@@ -217,8 +211,6 @@ def _steps(
     return Steps(
         config, on_device, computed_in(identity.dtype, device), transport, free,
         uses_graphs(config.s_part, device), held_token_bytes,
-        prompt_token_bytes=kv_token_bytes if prompt_layers else 0,
-        num_models=2 if prompt_layers and len(here) > 1 else 1,
         kv_token_bytes=kv_token_bytes,
         num_stages_here=on_host if device.type == "cpu" else len(here),
         num_stages_on_host=on_host,
@@ -236,7 +228,7 @@ def computed_in(dtype: DType, device: torch.device) -> DType:
 def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
     """Of a prompt that the device holds until it is done; 0: it holds none."""
     # Later stages know of no sequence that it is a prompt's.
-    is_held = kv.dtype is not DType.INT4 and config.s_part.num_stages == 1
+    is_held = kv.dtype is not DType.INT4 and config.s_part.pp == 1
     return kv.token_bytes if is_held else 0
 
 
@@ -282,7 +274,7 @@ def _machine(config: EngineConfig, identity: Identity, free: FreeMemory) -> Plac
     on_gpu = choose_device(config.s_part.device).type == "cuda"
     if not on_gpu or free.device_bytes is None:
         return None
-    if config.r_part.replicas or config.s_part.num_stages > 1 or config.s_part.tp > 1:
+    if config.r_part.replicas or config.s_part.pp > 1 or config.s_part.tp > 1:
         return None
     if identity.kv_dtype is DType.INT4:
         return None  # devices read it in plain torch, which is slow
@@ -302,13 +294,13 @@ def _r_threads(
     are fewer lanes than stages."""
     r_part, num_stages = config.r_part, config.s_part.pp
     if shares_cores:
-        num_stages = min(num_stages, config.batching.lanes or 1) + config.s_part.prompt_pp
+        num_stages = min(num_stages, config.batching.lanes or 1)
     spare = 1 if device.type == "cuda" and num_cores > 2 else 0
     return r_part.r_threads or max(1, (num_cores - spare) // r_part.r_workers // num_stages)
 
 
 def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
-    if config.r_part.is_on_device or config.s_part.prompt_pp:
+    if config.r_part.is_on_device:
         return False
     return config.r_part.prompt_attention == "r" or (
         config.r_part.prompt_attention == "auto" and device.type == "cpu"

@@ -95,10 +95,7 @@ def step_graphs(
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
-    num_prompt_lanes = resolved.config.s_part.prompt_pp
-    lanes = lane_graphs(
-        resolved.config, len(model.layers), num_lanes - num_prompt_lanes, num_prompt_lanes
-    )
+    lanes = lane_graphs(resolved.config, len(model.layers), num_lanes)
     graphs = StepGraphs(model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs)
     gc.collect()  # what is left of an engine before this one: its graphs and weights
     with contextlib.nullcontext() if ranks is None else ranks.peers.exchanging():

@@ -27,7 +27,6 @@ def schedule_for(
     times: MeasuredTimes | None,
     *,
     is_instance: bool,
-    cache_identity: str | None,
     first_part_id: int,
 ) -> ContinuousScheduler:
     """
@@ -36,7 +35,7 @@ def schedule_for(
         blocks: KV blocks of each of ``holders``; 0: it is lost.
         times: of steps, as ``measured_times`` makes them.
         is_instance: others fetch its prompts.
-        cache_identity, first_part_id: see ``make_scheduler``.
+        first_part_id: see ``make_scheduler``.
     """
     block_size = resolved.config.r_part.block_size
     at_once = all(holder.answers_at_once for holder in holders)
@@ -47,7 +46,7 @@ def schedule_for(
         times,
         opening_steps=0 if at_once else 1,
         hybrid=_hybrid_options(resolved, holders),
-        cache_identity=cache_identity,
+        keeps_blocks=resolved.config.keeps_blocks,
         cache_policy=Retention(block_size, costs_of(spec)),
         window=_window(resolved, spec, is_instance=is_instance),
         swap_threshold=resolved.config.cache.swap_threshold,
@@ -59,8 +58,7 @@ def schedule_for(
 def _window(resolved: ResolvedConfig, spec: ModelSpec, *, is_instance: bool) -> int | None:
     """Tokens that the layer with the widest view sees; None: all, or other stages or
     instances read sequences, which are whole for that."""
-    stages = (*resolved.layers, *resolved.prompt_layers)
-    is_whole = is_instance or len(stages) > 1
+    is_whole = is_instance or len(resolved.layers) > 1
     return None if is_whole else longest_window(spec.attention)
 
 

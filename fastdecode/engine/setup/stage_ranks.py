@@ -10,7 +10,6 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.setup.prompt_stages import PromptStageSetup
 from fastdecode.engine.setup.reach import reach_stage
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
@@ -44,14 +43,9 @@ def serve_stage(
     resolved = resolve(config, spec)
     ranks = resolved.ranks
     number = ranks.stage(job.rank)
-    setup: StageSetup
-    if number in ranks.prompt_stages:
-        setup = PromptStageSetup(checkpoint, spec, resolved, number)
-        workers = setup.reach_ranks()
-    else:
-        setup = StageSetup(checkpoint, spec, resolved, number)
-        reached = reach_stage(resolved, number, beside)
-        workers = with_spares(reached, config.cluster.spare_r_workers)
+    setup = StageSetup(checkpoint, spec, resolved, number)
+    reached = reach_stage(resolved, number, beside)
+    workers = with_spares(reached, config.cluster.spare_r_workers)
     assert workers.stages is not None
     try:
         setup.run(workers, workers.stages)

@@ -18,7 +18,6 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.setup.devices import choose_device
-from fastdecode.engine.setup.prompt_stages import PromptStageSetup
 from fastdecode.engine.setup.reach import (
     openmp_of,
     own_disk,
@@ -66,7 +65,6 @@ class ThreadStages:
         setups: of those stages.
         hub: the first stage's; its R-workers are connected.
         num_threads: CPU threads of each S-part.
-        first: the first stage's R-workers.
         beside: other engines, whose R-workers read from these; None: there are none.
     """
 
@@ -75,17 +73,11 @@ class ThreadStages:
         setups: Seq[StageSetup],
         hub: InprocHub[Any, Any],
         num_threads: int,
-        first: Reached,
         beside: Colocation | None = None,
     ) -> None:
         self._timeout_s = setups[0].resolved.config.cluster.worker_timeout_s
-        first_prompt_stage = len(setups[0].resolved.layers)
         hubs: list[InprocHub[Any, Any]] = [hub, *(InprocHub() for _ in setups)]
-        reached = [first]
-        for setup in setups:
-            own_hub = hubs[setup.number]
-            reached.append(_reach_own(setup, own_hub, num_threads, reached, beside))
-        workers = reached[1:]
+        workers = [_reach_own(x, hubs[x.number], num_threads, beside) for x in setups]
         self.addresses = {
             setup.number: each.addresses for setup, each in zip(setups, workers, strict=True)
         }
@@ -94,9 +86,9 @@ class ThreadStages:
         pairs = [(0, setup.number) for setup in setups]
         pairs += [(setup.before, setup.number) for setup in setups if setup.before]
         for one, other in pairs:
-            names = stage_name(one, first_prompt_stage), stage_name(other, first_prompt_stage)
+            names = stage_name(one), stage_name(other)
             ends[one][other], ends[other][one] = connect(hubs[one], names[0], hubs[other], names[1])
-        self.links = StageLinks(ends[0], is_asked=False, first_prompt_stage=first_prompt_stage)
+        self.links = StageLinks(ends[0], is_asked=False)
         """The first stage's."""
         links = [StageLinks(each, is_asked=True) for each in ends]
         self._threads = [
@@ -137,14 +129,11 @@ def _reach_own(
     setup: StageSetup,
     hub: InprocHub[Any, Any],
     num_threads: int,
-    reached: Seq[Reached],
     beside: Colocation | None,
 ) -> Reached:
-    """The R-workers of a stage that is a thread, and whose S-part has so many.
-    ``reached``: those of stages before. ``beside``: see ``ThreadStages``."""
+    """Reach the R-workers of a stage that is a thread, and whose S-part has ``num_threads``.
+    ``beside``: see ``ThreadStages``."""
     resolved = setup.resolved
-    if isinstance(setup, PromptStageSetup):
-        return setup.reach_threads(hub, reached)
     if resolved.transport == "local":
         return reach_own_device(resolved, beside, setup.number)
     if resolved.transport == "zmq":
@@ -176,10 +165,8 @@ def later_setups(
 ) -> list[StageSetup]:
     """Of the stages behind the first, each on a device of its own where there
     are several in this process."""
-    asked, num_tokens = resolved.config.s_part.device, len(resolved.layers)
+    asked = resolved.config.s_part.device
     return [
-        (StageSetup if number < num_tokens else PromptStageSetup)(
-            checkpoint, spec, replace(resolved, device=choose_device(asked, number)), number
-        )
-        for number in range(1, resolved.config.s_part.num_stages)
+        StageSetup(checkpoint, spec, replace(resolved, device=choose_device(asked, number)), number)
+        for number in range(1, resolved.config.s_part.pp)
     ]

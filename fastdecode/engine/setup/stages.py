@@ -30,9 +30,9 @@ from fastdecode.engine.setup.replicas import keepers_of
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.workers import Reached
-from fastdecode.engine.stages.later_stage import LaterStage, StageRelay
+from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, StagePool, member_rows
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.relay import (
     ColumnRegreeting,
     HeadsRegreeting,
@@ -92,7 +92,7 @@ class StageSetup:
     @property
     def name(self) -> str:
         """For people."""
-        return stage_name(self.number, len(self.resolved.layers))
+        return stage_name(self.number)
 
     @property
     def own_spec(self) -> ModelSpec:
@@ -228,8 +228,7 @@ class StageSetup:
             keepers = keepers_of(workers, resolved.config)
             welcomes = offer_for_replicas(fleet, hello, welcomes, keepers)
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
-        members = member_rows(fleet, [*fleet.holders, *workers.keepers.values()])
-        return StageWelcome(self.number, tuple(blocks), hello.session, addresses, members)
+        return StageWelcome(self.number, tuple(blocks), hello.session, addresses)
 
     def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
         """On its R-workers."""
@@ -243,7 +242,7 @@ class StageSetup:
         greeting: Hello,
         asked: StageHello,
         num_blocks: Seq[int],
-    ) -> StageRelay:
+    ) -> Relay:
         """Between the first stage, which sent ``asked``, and its R-workers, which offered
         so many KV blocks."""
         regreeting = self._regreeting(workers, fleet, greeting, num_blocks)
@@ -280,8 +279,7 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
     expected = setup.hello(len(fleet))
     if (
         not isinstance(hello, StageHello)
-        or replace(hello, num_lanes=expected.num_lanes, sessions=(), session=0, resumes=False)
-        != expected
+        or replace(hello, num_lanes=expected.num_lanes, session=0, resumes=False) != expected
         or not 1 <= hello.num_lanes <= MAX_LANES
         or rest
     ):
@@ -295,9 +293,8 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
 def greet_stages(
     fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], hello: Hello
 ) -> tuple[StageWelcome, ...]:
-    """Send the later stages what they are to be, and wait until they are that. Prompt
-    stages come last: they get the sessions in which R-workers take prompts. What the
-    others have answered.
+    """Send the later stages what they are to be, and wait until they are that. What they have
+    answered.
 
     Args:
         hello: what the first stage's R-workers were greeted with; R-workers of later
@@ -306,18 +303,11 @@ def greet_stages(
     Raises:
         WorkerError: one can't.
     """
-    of_tokens = [setup for setup in setups if setup.number < links.first_prompt_stage]
     kept = hello.session if hello.outlives else 0
     asked = {
-        x.number: replace(x.hello(len(fleet)), session=kept, resumes=hello.resumes)
-        for x in of_tokens
+        x.number: replace(x.hello(len(fleet)), session=kept, resumes=hello.resumes) for x in setups
     }
-    welcomes = _welcomed(fleet, links, asked)
-    sessions = (hello.session, *(welcome.session for welcome in welcomes))
-    of_prompts = [setup for setup in setups if setup not in of_tokens]
-    hellos = {x.number: replace(x.hello(len(fleet)), sessions=sessions) for x in of_prompts}
-    _welcomed(fleet, links, hellos)
-    return welcomes
+    return _welcomed(fleet, links, asked)
 
 
 def whole_columns(
@@ -357,9 +347,8 @@ def _welcomed(
         try:
             hellos[stage].check(welcome)
         except ProtocolError as lie:
-            name = stage_name(stage, links.first_prompt_stage)
-            raise WorkerError(f"{name} {lie.message}", code="stage_lost") from None
-        fleet.of_stages.note_kept(stage, welcome.members)
+            what = f"{stage_name(stage)} {lie.message}"
+            raise WorkerError(what, code="stage_lost") from None
     return tuple(welcomes[stage] for stage in sorted(welcomes))
 
 
@@ -370,13 +359,7 @@ def _tell_failure(links: StageLinks, name: str, error: FastDecodeError) -> None:
         logger.debug("the first stage has gone before %s", name)
 
 
-def about_layers(layers: Seq[range], prompt_layers: Seq[range] = ()) -> str:
+def about_layers(layers: Seq[range]) -> str:
     """Which stage has which, for people."""
-    told = f"{len(layers)} stage{'s' if len(layers) > 1 else ''}, layers {_told(layers)}"
-    if prompt_layers:
-        told += f"; prompts on {len(prompt_layers)} more, layers {_told(prompt_layers)}"
-    return told
-
-
-def _told(layers: Seq[range]) -> str:
-    return ", ".join([f"{each.start}-{each.stop - 1}" for each in layers])
+    told = ", ".join([f"{each.start}-{each.stop - 1}" for each in layers])
+    return f"{len(layers)} stages, layers {told}"

@@ -80,11 +80,6 @@ class Steps:
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
     hold; 0: they attend prompts, or the device can't hold their dtype."""
-    prompt_token_bytes: int = 0
-    """K and V of a token of a prompt that runs on stages of its own; 0: there
-    are none."""
-    num_models: int = 1
-    """That this one's device has: stages of prompts have weights of their own."""
     num_stages_here: int = 1
     """That share the memory of this one's device."""
     num_stages_on_host: int = 1
@@ -124,9 +119,6 @@ class Steps:
                 asked or (num_stages if config.r_part.swaps else self.usual_lanes)
             )
             return
-        if self.config.s_part.prompt_pp:
-            yield LaneLimits.fixed(2 * num_stages)
-            return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
         # are computed for so many lanes, and no others.
         first = 2 * num_stages
@@ -140,15 +132,9 @@ class Steps:
         config = self.config
         on_gpu = self.free.device_bytes is not None
         batching = _batching(config, lanes.first, on_gpu=on_gpu)
-        num_prompt_lanes = config.s_part.prompt_pp
-        schedule = ScheduleOptions(
-            batching,
-            config.r_part.split_tokens,
-            self._max_closed_rows,
-            num_prompt_lanes=num_prompt_lanes,
-        )
+        schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
         sizes = StepSizes(
-            num_lanes=lanes.most + num_prompt_lanes,
+            num_lanes=lanes.most,
             step_tokens=batching.step_tokens,
             logit_rows=-(-batching.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
@@ -158,8 +144,6 @@ class Steps:
             num_kernels=self._buckets(lanes.most).num_kernels(self._lane_graphs(lanes.most)),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
             held_bytes=self._held_bytes(batching),
-            prompt_bytes=num_prompt_lanes * self.prompt_token_bytes * self.spec.max_model_len,
-            num_models=self.num_models,
         )
         memory = plan_memory(
             self.spec,
@@ -220,13 +204,10 @@ class Steps:
     def _lane_graphs(self, num_lanes: int) -> tuple[LaneGraphs, ...]:
         if not self.uses_graphs:
             return ()
-        num_layers, num_prompt_lanes = self.spec.num_layers, self.config.s_part.prompt_pp
-        return lane_graphs(self.config, num_layers, num_lanes, num_prompt_lanes)
+        return lane_graphs(self.config, self.spec.num_layers, num_lanes)
 
 
-def lane_graphs(
-    config: EngineConfig, num_layers: int, num_lanes: int, num_prompt_lanes: int = 0
-) -> tuple[LaneGraphs, ...]:
+def lane_graphs(config: EngineConfig, num_layers: int, num_lanes: int) -> tuple[LaneGraphs, ...]:
     """What is captured for each lane: what may occur, and no more.
 
     Lane l exists where there are l + 1 lanes or more, which share all sequences
@@ -236,7 +217,6 @@ def lane_graphs(
 
     Args:
         num_layers: of this S-worker.
-        num_lanes: that decode; behind them come those of prompts alone.
     """
     placement, most = config.r_part.kv_placement, config.batching.max_num_sequences
     is_whole = placement == "gpu"
@@ -249,7 +229,6 @@ def lane_graphs(
     if placement == "hybrid":
         home = units + 1 + len(slices_of(num_layers))
         lanes[0] = LaneGraphs(lanes[0].max_rows, home, 3 * kernels)
-    lanes += [LaneGraphs(MAX_GRAPH_ROWS, units, kernels)] * num_prompt_lanes
     return tuple(lanes)
 
 
@@ -260,9 +239,9 @@ def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching
     if schedule == "auto":
         if asked.load_limit is not None:
             schedule = "stabilized"
-        elif num_lanes <= s_part.pp or config.r_part.swaps or s_part.prompt_pp:
+        elif num_lanes <= s_part.pp or config.r_part.swaps:
             # No more lanes than stages: no stage's S-part and R-part overlap. The forecast
-            # knows no lanes that are swapped, and no prompts that run ahead.
+            # knows no lanes that are swapped.
             schedule = "greedy"
     chunk = asked.chunk_tokens(on_gpu=on_gpu)
     return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)

@@ -87,9 +87,8 @@ def host_tier_bytes(cache: Cache, num_s_workers: int) -> int:
     return num_bytes
 
 
-def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | None:
-    """What K and V of a token depend on beside the tokens, while R-workers keep
-    them; None: nothing is kept.
+def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str:
+    """What K and V of a token depend on beside the tokens.
 
     The S-worker's kind of device is among it, since blocks on disk may be of
     another run: a GPU rounds otherwise than a CPU, in float32, too. What isn't:
@@ -98,8 +97,6 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | No
     chunks, and in float32 a request's tokens don't depend on them.
     """
     options = resolved.config
-    if not options.keeps_blocks:
-        return None
     device = resolved.device.type
     kv = f"{resolved.kv_dtype}{'' if resolved.kv_dtype.is_float else ', keys evened out'}"
     parts = (checkpoint.model_hash, resolved.dtype, kv, device)

@@ -17,10 +17,10 @@ def transport_of(config: EngineConfig) -> str:
 
 def has_one_worker(config: EngineConfig) -> bool:
     """A stage; and nobody asks for more lanes than stages, or for replicas or
-    spare ones, which it can't have, or brings it prompts; or has it wait for a
-    disk, while other stages are waited for, too."""
+    spare ones, which it can't have; or has it wait for a disk, while other stages are
+    waited for, too."""
     r_part = config.r_part
-    others = r_part.replicas or config.cluster.spare_r_workers or config.s_part.prompt_pp
+    others = r_part.replicas or config.cluster.spare_r_workers
     others = others or (config.cache.cache_disk is not None and config.s_part.pp > 1)
     return (
         r_part.r_workers == 1

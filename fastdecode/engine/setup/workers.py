@@ -16,7 +16,7 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection, RHub
-from fastdecode.engine.fleet.replacements import Places, Replacements
+from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
@@ -59,10 +59,6 @@ class Reached:
     addresses: Sequence[str] = ()
     """What R-workers call each other, where they can reach one another; kept up
     to date where others come in their places."""
-    doors: Sequence[InprocHub[FromRWorker, ToRWorker]] = ()
-    """Of those that are threads: where others are connected to them."""
-    at_addresses: Places[Any] | None = None
-    """Connects again to the address of a lost one; None: no address has another process."""
     num_spares: int = 0
     """R-workers beside those of the hub, that come when one is lost."""
     attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention] | None = None
@@ -151,7 +147,7 @@ def reach_threads(
                 thread.join(timeout_s)
 
     addresses = tuple(map(neighbours.address_of, names))
-    return Reached(hub, close, addresses=addresses, doors=[thread.hub for thread in threads])
+    return Reached(hub, close, addresses=addresses)
 
 
 def reach_inline(
@@ -205,7 +201,7 @@ def reach_stage_ranks(
     else:
         ranks.check_none_left(job.size)
     hub, others = connect_stage(job, ranks, stage, r_ranks)
-    links = StageLinks(others, is_asked=stage > 0, first_prompt_stage=ranks.num_stages)
+    links = StageLinks(others, is_asked=stage > 0)
     num_r_workers = len(hub.connections) - len(others)
 
     def close(lost: Collection[int], timeout_s: float) -> None:
@@ -268,8 +264,7 @@ def reach_addresses(
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
-        ends_them: closing shuts them down; a prompt stage leaves that to the stage
-            whose they are.
+        ends_them: closing shuts them down.
 
     Raises:
         ConfigError: an address or the key can't be used.
@@ -301,7 +296,7 @@ def reach_addresses(
         hub.close()
 
     replacements = partial(HubReplacements, hub)
-    return Reached(hub, close, absent, replacements, addresses=tuple(addresses), at_addresses=hub)
+    return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
 
 
 def _part_with(

@@ -3,7 +3,7 @@ steps leave for them and come back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.stages.links import StageLinks
@@ -19,10 +19,8 @@ class LaterStages:
 
     def __init__(self, links: StageLinks) -> None:
         self._links = links
-        self.token_stages = tuple(x for x in links.later if x < links.first_prompt_stage)
-        """Those behind the first that decode, or run all."""
-        self.prompt_stages = tuple(x for x in links.later if x >= links.first_prompt_stage)
-        """Those that run prompts only."""
+        self.numbers = links.later
+        """Those behind the first."""
         self._done: list[StageDone] = []
         self._welcomes: dict[int, StageWelcome] = {}
         self._num_layers: dict[int, int] = {}  # up to the end of each
@@ -46,13 +44,13 @@ class LaterStages:
         answered = {stage: told for stage, told in self._welcomes.items() if stage in stages}
         return answered if len(answered) == len(stages) else None
 
-    def send(self, message: StagePass, stages: Sequence[int]) -> None:
-        """A step leaves for stages, all of which have to report on it. Each
+    def send(self, message: StagePass) -> None:
+        """A step leaves for the stages, all of which have to report on it. Each
         layer of theirs, and of those before them, may take its R-workers as long
         as any answer may."""
-        for stage in stages:
+        for stage in self.numbers:
             self._links.expect(stage, message, self._num_layers.get(stage, 1))
-        self._links.tell(stages[0], message)
+        self._links.tell(self.numbers[0], message)
 
     def take_done(self) -> list[StageDone]:
         """What stages have reported of steps; each report is taken once."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
-from fastdecode.engine.stages.writers import WriterRelay
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
@@ -31,9 +29,6 @@ from sworker.worker import SWorker
 
 _LOOK_EVERY_S = 0.05
 """Whether the replacement of a lost R-worker has answered."""
-
-
-StageRelay: TypeAlias = Relay | WriterRelay
 
 
 class LaterStage:
@@ -60,7 +55,7 @@ class LaterStage:
         attention: Attention,
         links: StageLinks,
         num_lanes: int,
-        relay: StageRelay,
+        relay: Relay,
     ) -> None:
         self._number = number
         self._before, self._next = before, behind
@@ -106,7 +101,6 @@ class LaterStage:
             output,
             lambda x: self._send(step, x),
             lambda x: self._report(step, x),
-            lambda: self._relay.is_stored(step.remote),
         )
 
     def take_done(self) -> tuple[StageDone, ...]:
@@ -177,8 +171,6 @@ class LaterStage:
         self._waiting = later
 
     def _start(self, passed: StagePass) -> None:
-        for column in self._relay.regroup(passed.members):
-            self._pipeline.lanes.lose(column)
         x = as_tensor(passed.x, self._s_worker.model.dtype)
         batch = StepBatch.passed_on(passed, self._holders, x)
         self._passed[passed.lane] = passed

@@ -28,7 +28,6 @@ others get orders, of the first and of the one before."""
 StageConnection: TypeAlias = Connection[FromAnyStage, FromAnyStage]
 
 NOBODY = HolderId(-1)
-MAX_STAGES = 1 << 16
 LOADING_TIMEOUT_S = 3600.0
 """For a stage's weights to be read, by which it may give signs of life."""
 LOADING_SILENCE_S = 30.0
@@ -44,7 +43,6 @@ class StageLinks:
         connections: by the stages' numbers, in the order in which the hub has
             them, behind its R-workers'.
         is_asked: this isn't the first stage: orders may come at any time.
-        first_prompt_stage: stages from this number on run prompts only.
     """
 
     def __init__(
@@ -52,12 +50,10 @@ class StageLinks:
         connections: Mapping[int, StageConnection],
         *,
         is_asked: bool,
-        first_prompt_stage: int = MAX_STAGES,
     ) -> None:
         self._connections = dict(connections)
         self._stages = tuple(connections)
         self.is_asked = is_asked
-        self.first_prompt_stage = first_prompt_stage
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
         self.gone: set[int] = set()
         """Stages that nothing reaches any more."""

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
-import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -26,21 +24,17 @@ from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
 from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
-from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.blocks import Accepted, DropCache, Dropped, Refused, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.stages import (
-    FIRST_STAGE,
-    NO_MEMBERS,
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
     ColumnVacant,
     ColumnWelcome,
     GreetColumn,
-    MemberField,
     OfMember,
     PlaceColumn,
     StageAnswer,
@@ -50,8 +44,6 @@ from fastdecode.wire.stages import (
 _NUM_ANSWERS: Final = 2
 """That a relayed answer may take the time of: the stage has to give its R-worker up
 before the first one gives the stage up."""
-_KEEPER: Final = slice(MemberField.WORKER, MemberField.NUM_REPLACED + 1)
-"""Of a row for a member: the R-worker that keeps it."""
 
 
 class StagePool(WorkerPool):
@@ -94,12 +86,8 @@ class StagePool(WorkerPool):
         self._void: set[HolderId] = set()
         """Members of later stages that have not answered to the last greeting: what
         they say was asked before, or is of a greeting before."""
-        self.num_replaced: Counter[int] = Counter()
-        """How often each R-worker of this stage was replaced, by its place."""
         self.addresses: dict[HolderId, str] = {}
         """What the R-workers that keep later stages' members call each other."""
-        self._kept: dict[HolderId, NDArray[np.int32]] = {}
-        """Which R-workers keep each member of a later stage, by that stage's last report."""
         num_relayed = len(self._relayed) * self._num_each
         places = range(self.num_columns, self._num_each)
         self._keepers = [self.member(stage, i) for stage in (0, *self._relayed) for i in places]
@@ -138,49 +126,10 @@ class StagePool(WorkerPool):
         """The R-workers of this stage, by their first holders; keepers are the last."""
         return [HolderId(index) for index in range(self._num_own)]
 
-    def number_of(self, place: int) -> int:
-        """The number of the R-worker in a place of this stage; standby ones are the last."""
-        return self._hub.index(place) if isinstance(self._hub, SpareHub) else place
-
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """See ``WorkerPool``."""
         self.has_replacement.pop(holder, None)
-        self._kept.pop(holder, None)
         super().revive(holder, has_cache=has_cache)
-        self.num_replaced[self.placement[holder]] += 1
-
-    def note_kept(self, stage: int, rows: NDArray[np.int32]) -> None:
-        """A later stage has reported which of its R-workers keep columns; see
-        ``StagePass.members``.
-
-        Raises:
-            WorkerError: that can't be.
-        """
-        if rows.shape[1:] != NO_MEMBERS.shape[1:] or (rows < 0).any():
-            raise self._stages.loss(stage, ProtocolError(f"has members {rows.tolist()[:9]}"))
-        for column in np.unique(rows[:, MemberField.COLUMN]).tolist():
-            own = rows[rows[:, MemberField.COLUMN] == column]
-            own[:, MemberField.STAGE] = stage  # each stage names the first
-            self._kept[self._member_of(stage, column)] = own
-
-    def rows_of(self, column: HolderId, members: Mapping[HolderId, Shard]) -> list[list[int]]:
-        """A row each (``MemberField``) for the R-workers that keep a column's members."""
-        rows: list[list[int]] = []
-        for member, shard in members.items():
-            index = self.placement[member]
-            if self.is_here(member):
-                worker = self.number_of(index), self.num_replaced[index]
-                rows.append([column, FIRST_STAGE, member, *worker, *_heads(shard)])
-            else:
-                rows += self._relayed_rows(member, HolderId(index))
-        return rows
-
-    def _relayed_rows(self, member: HolderId, place: HolderId) -> list[list[int]]:
-        """Of a later stage's member, which the R-worker of a place keeps."""
-        rows = self._kept.get(member, NO_MEMBERS).copy()
-        rows[:, _KEEPER] = self._kept.get(place, NO_MEMBERS)[:, _KEEPER]
-        found: list[list[int]] = rows.tolist()
-        return found
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """See ``WorkerPool``. R-workers that only keep replicas are named, too: the first
@@ -262,37 +211,11 @@ class StagePool(WorkerPool):
         return None
 
     def _take_lost(self, stage: int, lost: ColumnLost) -> None:
-        """A stage has lost an R-worker of its own, or a prompt stage one that it
-        writes to: without its prompts, that one is of no use."""
-        name = stage_name(stage, self._stages.first_prompt_stage)
-        error = WorkerError(f"{name}: {lost.message}", code=lost.code)
-        if stage in self._relayed:
-            member = self.member(stage, lost.column)
-            self.has_replacement.pop(member, None)
-            super()._lose(member, error)
-        elif lost.stage in self._relayed:
-            self._take_unwritten(lost, error)
-        elif not lost.stage:
-            self.give_up_number(lost, error)
-        else:
-            raise self._stages.loss(stage, ProtocolError(f"speaks of stage {lost.stage}"))
-
-    def give_up_number(self, lost: ColumnLost, error: FastDecodeError) -> None:
-        """Give up this stage's R-worker of a number, unless it was replaced since."""
-        for place in range(self._num_own):
-            worker = self.number_of(place), self.num_replaced[place]
-            if worker == (lost.column, lost.num_replaced):
-                self._give_up_worker(place, error)
-
-    def _take_unwritten(self, lost: ColumnLost, error: FastDecodeError) -> None:
-        """A prompt stage has lost a later stage's R-worker: its members are lost, and that
-        stage gives it up, unless it was replaced since."""
-        worker = [lost.column, lost.num_replaced]
-        for member, rows in self._kept.items():
-            is_its = (rows[:, _KEEPER] == worker).all(1).any()
-            if self.origin(member)[0] == lost.stage and is_its and member not in self.gone:
-                self._stages.tell(lost.stage, structs.replace(lost, message=error.message))
-                super()._lose(member, error)
+        """A stage has lost an R-worker."""
+        member = self._member_of(stage, lost.column)
+        self.has_replacement.pop(member, None)
+        error = WorkerError(f"{stage_name(stage)}: {lost.message}", code=lost.code)
+        super()._lose(member, error)
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
         """An answer, or a report, of a later stage's R-worker.
@@ -305,8 +228,7 @@ class StagePool(WorkerPool):
         column = said.holder if hasattr(said, "holder") else said.column
         member = self._member_of(stage, column)
         if isinstance(said, ColumnWelcome):
-            name = stage_name(stage, self._stages.first_prompt_stage)
-            self._newcomers += [f"{name}: {each}" for each in said.newcomers]
+            self._newcomers += [f"{stage_name(stage)}: {each}" for each in said.newcomers]
         if member in self._void:
             if not isinstance(said, ColumnWelcome) or said.number != self._greetings[member]:
                 return None
@@ -341,7 +263,6 @@ class StagePool(WorkerPool):
             case ColumnTakenOver():
                 return TakenOver(said.num_tokens, said.is_kept)
             case ColumnWelcome():
-                self.note_kept(stage, said.members)
                 self.addresses[member] = said.address
                 return Welcome(
                     self._name(member), said.num_blocks, said.block_size, 1, said.has_tier
@@ -412,24 +333,6 @@ class ColumnPool(GroupPool):
         if group.greets_all:
             self.of_stages.begin_greeting(group.shards)
         super()._begin(group, hello)
-
-    def members_as_rows(self) -> NDArray[np.int32]:
-        """See ``StagePass.members``."""
-        return member_rows(self, self.holders)
-
-
-def member_rows(fleet: HolderPool, columns: Iterable[HolderId]) -> NDArray[np.int32]:
-    """Which R-workers keep columns, as a stage sees them; see ``StagePass.members``."""
-    pool = fleet.members
-    assert isinstance(pool, StagePool)
-    rows = [row for column in columns for row in pool.rows_of(column, fleet.shards_of(column))]
-    return np.array(rows, np.int32).reshape(len(rows), len(MemberField))
-
-
-def _heads(shard: Shard) -> tuple[int, int]:
-    """The first KV head, and how many; (0, 0): all."""
-    kv = shard.heads.kv if shard.heads is not None else slice(0, 0)
-    return kv.start, kv.stop - kv.start
 
 
 def _with_layers(pool: WorkerPool, hello: Hello, own: Shard) -> dict[HolderId, Shard]:

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
-import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -20,9 +18,8 @@ from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements, limited
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.engine.stages.pool import StagePool, member_rows
+from fastdecode.engine.stages.pool import StagePool
 from fastdecode.engine.step.arrivals import News
-from fastdecode.engine.step.remote import LaneAttention
 from fastdecode.wire.blocks import (
     Accepted,
     DropCache,
@@ -209,11 +206,6 @@ class Relay:
         """Whether an R-worker is lost that may be replaced."""
         return self._regreeting is not None and bool(self._gone)
 
-    def is_stored(self, step: LaneAttention) -> bool:
-        """Whether the stage has done its part of a step, whose last layer has run. The
-        step behind it in its lane waits for answers that are still due."""
-        return True
-
     def obey(self, message: FromAnyStage) -> None:
         """The first stage has sent this.
 
@@ -224,9 +216,6 @@ class Relay:
             case PlaceColumn():
                 holder, worker = self._checked(message.column), self._checked(message.worker)
                 self._members.placement.place(holder, worker)
-            case ColumnLost() if message.stage >= 0:
-                error = WorkerError(message.message, code=message.code)
-                self._members.give_up_number(message, error)
             case ColumnLost():
                 error = WorkerError(message.message, code=message.code)
                 worker = self._checked(message.column)
@@ -252,11 +241,6 @@ class Relay:
         placement = self._members.placement
         if column != worker and placement[column] == placement[worker]:
             placement.give_back(column)
-
-    def regroup(self, members: NDArray[np.int32]) -> Sequence[HolderId]:
-        """The first stage says which R-workers keep the columns; a stage that decodes
-        always has its own. Returns the columns that changed."""
-        return ()
 
     def pass_on(self, news: Iterable[News]) -> None:
         """Send the first stage what R-workers have answered and reported, and which
@@ -317,12 +301,9 @@ class Relay:
         if not self._num_due[column]:
             self._regreeting.answered()
             what = answer.num_blocks, answer.block_size, answer.has_tier
-            members = member_rows(self._pool, [column])
             address = self._addresses[column] if self._addresses else ""
             newcomers = tuple(self._members.take_newcomers())
-            welcome = ColumnWelcome(
-                column, self._numbers[column], *what, members, address, newcomers
-            )
+            welcome = ColumnWelcome(column, self._numbers[column], *what, address, newcomers)
             self._links.tell(FIRST_STAGE, welcome)
 
     def _checked(self, column: int) -> HolderId:

@@ -4,7 +4,7 @@ back (``FirstStageForward``), or on to the next one (``LaterStageForward``)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,24 +18,20 @@ from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import Activations
-from fastdecode.wire.stages import ASKS, DRAWS, NO_MEMBERS, StageDone, StagePass
+from fastdecode.wire.stages import ASKS, DRAWS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
-    from fastdecode.engine.fleet.groups import HolderPool
     from fastdecode.engine.step.lane_step import LaneStep
     from sworker.worker import SWorker
 
 
-def stage_pass(
-    batch: StepBatch, x: Activations, lost: Collection[int], members: NDArray[np.int32]
-) -> StagePass:
+def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> StagePass:
     """A step for the next stage, as the first one has laid it out.
 
     Args:
         x: [T, H] of its rows, the output of the first one's last layer.
         lost: columns whose rows mean nothing.
-        members: see ``StagePass``.
     """
     begun = [span.begin for span in batch.spans]
     lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
@@ -52,7 +48,6 @@ def stage_pass(
         num_new=num_new,
         draws=_wanted(batch),
         lost=_numbers(lost),
-        members=members,
     )
     first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
     return _with_parts(passed, batch, first_tokens) if first_tokens.any() else passed
@@ -85,7 +80,6 @@ class FirstStageForward:
         later: the stages.
         output: of its last layer, on its way to the host.
         fleet: the columns.
-        stages: those that it passes, in their order.
     """
 
     def __init__(
@@ -94,10 +88,8 @@ class FirstStageForward:
         later: LaterStages,
         output: Fetched,
         fleet: ColumnPool,
-        stages: Sequence[int],
     ) -> None:
         self._step, self._later, self._fleet = step, later, fleet
-        self._stages = stages
         self.copy = output
         self._is_sent = False
         self.reports: list[StageDone] = []
@@ -106,7 +98,7 @@ class FirstStageForward:
     def can_go_on(self) -> bool:
         if not self._is_sent:
             return self.copy.done
-        return len(self.reports) == len(self._stages)
+        return len(self.reports) == len(self._later.numbers)
 
     def go_on(self) -> Tensor | None:
         """See ``StageForward``. The logits [R, V] of the R rows that a token is drawn
@@ -114,11 +106,8 @@ class FirstStageForward:
         step = self._step
         if not self._is_sent:
             self._is_sent = True
-            to_prompts = self._stages == self._later.prompt_stages
-            members = self._fleet.members_as_rows() if to_prompts else NO_MEMBERS
-            x = as_array(self.copy.host)
-            passed = stage_pass(step.batch, x, self._fleet.lost, members)
-            self._later.send(passed, self._stages)
+            passed = stage_pass(step.batch, as_array(self.copy.host), self._fleet.lost)
+            self._later.send(passed)
             return None
         last = max(self.reports, key=lambda done: done.stage)
         sent = as_array(self.copy.host)
@@ -148,41 +137,21 @@ class FirstStage:
     Args:
         s_worker: its S-worker.
         fleet: the columns.
-        first_prompt_lane: lanes from this one on are of prompts, if any stages
-            are for them.
     """
 
     has_orders = False
 
-    def __init__(
-        self,
-        s_worker: SWorker,
-        fleet: ColumnPool,
-        first_prompt_lane: int,
-    ) -> None:
+    def __init__(self, s_worker: SWorker, fleet: ColumnPool) -> None:
         self._s_worker, self._later, self._fleet = s_worker, fleet.later, fleet
-        self._first_prompt_lane = first_prompt_lane
 
-    def leave(self, step: LaneStep) -> FirstStageForward | None:
+    def leave(self, step: LaneStep) -> FirstStageForward:
         """See ``NextStage``."""
-        later = self._later
-        is_prompts = bool(later.prompt_stages) and step.lane >= self._first_prompt_lane
-        stages = later.prompt_stages if is_prompts else later.token_stages
-        if not stages:
-            return None
         output = self._s_worker.to_host(step.forward.output, step.lane)
-        return FirstStageForward(step, later, output, self._fleet, stages)
+        return FirstStageForward(step, self._later, output, self._fleet)
 
     def take_done(self) -> list[StageDone]:
         """See ``NextStage``."""
         return self._later.take_done()
-
-
-def first_stage(fleet: HolderPool, s_worker: SWorker, first_prompt_lane: int) -> FirstStage | None:
-    """None: there are no others."""
-    if not isinstance(fleet, ColumnPool):
-        return None
-    return FirstStage(s_worker, fleet, first_prompt_lane)
 
 
 class LaterStageForward:
@@ -193,7 +162,6 @@ class LaterStageForward:
             stage, the rows that draw a token.
         send: passes it on, unless the stage is the last.
         report: tells the first stage that this one has done its part.
-        may_report: whether it has.
     """
 
     reports = ()
@@ -203,24 +171,18 @@ class LaterStageForward:
         output: Fetched,
         send: Callable[[Activations], None],
         report: Callable[[Activations], None],
-        may_report: Callable[[], bool],
     ) -> None:
         self.copy = output
-        self._send, self._report, self._may_report = send, report, may_report
-        self._is_sent = False
+        self._send, self._report = send, report
 
     @property
     def can_go_on(self) -> bool:
-        return self._may_report() if self._is_sent else self.copy.done
+        return self.copy.done
 
     def go_on(self) -> Tensor | None:
         """See ``StageForward``."""
         x = as_array(self.copy.host)
-        if not self._is_sent:
-            self._is_sent = True
-            self._send(x)
-        if not self._may_report():
-            return None
+        self._send(x)
         self._report(x)
         return torch.empty((0, 0))
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError, assert_never
 from fastdecode.core.holders import HolderId
@@ -20,7 +20,6 @@ from fastdecode.wire.blocks import (
     ExportDescription,
     ExportExpired,
     FetchedChunk,
-    PastTokens,
     TakenOver,
 )
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
@@ -30,18 +29,6 @@ News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | Wo
 """A holder's answer about parts, or why it was lost."""
 
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
-
-
-@runtime_checkable
-class ReadsPast(Protocol):
-    """A step that reads what is cached before it."""
-
-    def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
-        """Take in a part of it.
-
-        Raises:
-            ProtocolError: it can't be.
-        """
 
 
 class Arrivals:
@@ -129,8 +116,6 @@ class Arrivals:
         match answer:
             case Accepted() | Refused() | TakenOver() | Welcome():
                 self._news.append((holder, answer))
-            case PastTokens():
-                self._deliver_past(holder, answer)
             case (
                 AttendResult()
                 | Report()
@@ -145,14 +130,6 @@ class Arrivals:
                 )
             case _:
                 assert_never(answer)
-
-    def _deliver_past(self, holder: HolderId, past: PastTokens) -> None:
-        """Raises ProtocolError: no step waits for it."""
-        step = self._lanes.step_of(past.asked.lane)
-        if step is None or not isinstance(step.remote, ReadsPast):
-            raise ProtocolError(f"{self._fleet.peer(holder)} sent tokens that no step waits for")
-        step.remote.deliver_past(holder, past)
-        self._lanes.note_ready(step)
 
     def _deliver(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._lanes.step_of(result.lane)

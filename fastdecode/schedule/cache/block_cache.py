@@ -9,8 +9,8 @@ from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Part, PartId
+from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.fresh import FreshMemory
-from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.orders import Orders
 from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.cache.tiers.offload_manager import OffloadManager
@@ -26,7 +26,7 @@ class BlockCache:
         block_size: tokens in a block.
         policy: says which kept blocks are given up first.
         clock: by which they are idle.
-        only_ends: see ``IdleBlocks``.
+        only_ends: see ``Index``.
         window: tokens that the layer sees which sees most; None: all.
     """
 
@@ -60,7 +60,7 @@ class BlockCache:
     def holders(self) -> list[HolderId]:
         return [HolderId(holder) for holder in range(len(self._indices))]
 
-    def __getitem__(self, holder: HolderId) -> BlockIndex:
+    def __getitem__(self, holder: HolderId) -> Index:
         """What the holder keeps: to be asked, and told who uses it."""
         return self._indices[holder]
 
@@ -81,8 +81,7 @@ class BlockCache:
         run: list[bytes] = []
         for place, (key, name) in enumerate(zip(keys, names, strict=True), first_block):
             if name is not None:
-                index.add(name, before, part.first_token + (place + 1) * self._block_size)
-                index.blocks.follow(before, name)
+                index.name(name, before, part.first_token + (place + 1) * self._block_size)
                 run.append(name)
             elif run:
                 self.orders.add(Keep(part, place - len(run), tuple(run)))
@@ -102,8 +101,8 @@ class BlockCache:
         """
         index = self._indices[part.holder]
         if key not in index:
-            index.add(key, before, num_tokens)
-            index.blocks.want([key])
+            index.name(key, before, num_tokens, is_tail=True)
+            index.want([key])
             index.release([key], self._clock())
             self._tails[part.part_id] = key
 
@@ -117,13 +116,13 @@ class BlockCache:
         more. ``for_good``: nobody is to use them again."""
         index = self._indices[holder]
         if for_good:
-            index.blocks.condemn(keys)
-            self.traffic.drop_copies(holder, filter(index.lower.__contains__, keys))
+            index.make_void(keys)
+            self.traffic.drop_copies(holder, filter(index.is_stored, keys))
         self.orders.forget(holder, index.release(keys, self._clock()))
 
     def give_up(self, holder: HolderId, count: int) -> None:
         """Make room: so many idle blocks are kept no more."""
-        self.orders.forget(holder, self._indices[holder].give_up(count, self._clock()))
+        self.orders.forget(holder, self._indices[holder].evict(count, self._clock()))
 
     def drop(self, holder: HolderId, keys: Seq[bytes]) -> None:
         """Of a chain that somebody has no use for any more, give up what nobody
@@ -136,12 +135,11 @@ class BlockCache:
 
     def _drop(self, holder: HolderId, gone: list[bytes]) -> None:
         self.orders.forget(holder, gone)
-        lower = self._indices[holder].lower
-        self.traffic.drop_copies(holder, filter(lower.__contains__, gone))
+        self.traffic.drop_copies(holder, filter(self._indices[holder].is_stored, gone))
 
-    def _empty(self) -> BlockIndex:
+    def _empty(self) -> Index:
         window = self.window.num_tokens
-        return BlockIndex(self.policy, only_ends=self._only_ends, window=window)
+        return Index(self.policy, only_ends=self._only_ends, window=window)
 
     def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Give up what would take memory that was never touched before, when so
@@ -153,7 +151,7 @@ class BlockCache:
         while excess > 0:
             holder = max(self.holders, key=lambda h: self._indices[h].idle.num_unhit)
             count = min(excess, self._indices[holder].idle.num_unhit)
-            given_up = self._indices[holder].give_up(count, self._clock(), only_unhit=True)
+            given_up = self._indices[holder].evict(count, self._clock(), only_unhit=True)
             if not given_up:
                 return
             self.orders.forget(holder, given_up)

@@ -22,7 +22,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence, shifted
 from fastdecode.schedule.cache.block_cache import BlockCache
-from fastdecode.schedule.cache.block_hashes import BlockHashes
+from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.in_progress_blocks import InProgressBlocks
 from fastdecode.schedule.cache.parts import KeptPart, Sharing
 from fastdecode.schedule.cache.retention import Policy, Retention
@@ -36,12 +36,11 @@ class PrefixCache:
     Args:
         num_holders: that there are.
         block_size: tokens in a block.
-        identity: what K and V depend on beside tokens; None: nothing is kept.
+        keeps_blocks: blocks outlive their sequences.
         policy: says what is given up first; None: what is worth least (see
             ``Retention``).
         clock: by which blocks are idle.
         only_ends: what is behind a missing block is of no use.
-        fills_gaps: Sequences may start with blocks behind a missing one.
         window: tokens that the layer sees which sees most; None: all.
     """
 
@@ -49,18 +48,16 @@ class PrefixCache:
         self,
         num_holders: int,
         block_size: int,
-        identity: str | None = None,
+        keeps_blocks: bool = False,
         policy: Policy | None = None,
         clock: Clock = time.monotonic,
         *,
         only_ends: bool = False,
         window: int | None = None,
-        fills_gaps: bool = True,
     ) -> None:
         assert window is None or not only_ends, "parts of sequences are kept as a whole"
         self.block_size = block_size
-        self._fills_gaps = fills_gaps
-        self.chains = BlockHashes(identity, block_size)
+        self.chains = Chains(block_size, are_on=keeps_blocks)
         policy = policy or Retention(block_size)
         self.stock = BlockCache(
             num_holders, block_size, policy, clock, only_ends=only_ends, window=window
@@ -95,12 +92,11 @@ class PrefixCache:
         if not self.chains.is_shared(sequence):
             return []
         stock, size, num_tokens = self.stock, self.block_size, len(sequence.token_ids)
-        allowed = self._fills_gaps
         keys = self.chains.keys(sequence)
-        found = reuses(stock, keys, sizes, num_tokens - 1, size, fills_gaps=allowed)
+        found = reuses(stock, keys, sizes, num_tokens - 1, size)
         for end in self.turns.ends_of(sequence):
             keys = self.chains.with_tail(sequence, end)
-            found += reuses(stock, keys, sizes, end, size, with_tail=True, fills_gaps=allowed)
+            found += reuses(stock, keys, sizes, end, size, with_tail=True)
         return sorted(found, key=lambda reuse: -reuse.num_tokens)
 
     def keys(self, sequence: Sequence) -> list[bytes]:
@@ -162,7 +158,7 @@ class PrefixCache:
         sharing = self._sharing.get(sequence.sequence_id)
         jobs: set[int] = set()
         for part in [] if sharing is None else sharing.parts:
-            jobs |= self.stock[part.holder].moving.jobs_of(part.keys)
+            jobs |= self.stock[part.holder].jobs_of(part.keys)
         return frozenset(jobs)
 
     def begin_fork(
@@ -219,7 +215,7 @@ class PrefixCache:
 
     def is_awaited(self, holder: HolderId) -> bool:
         """Whether a holder keeps what some conversation goes on with."""
-        return self.stock[holder].idle.leases.num_turns > 0
+        return self.stock[holder].num_turns > 0
 
     def has_gap(self, sequence: Sequence) -> bool:
         """Whether a sequence has kept blocks behind tokens that it hasn't run yet."""

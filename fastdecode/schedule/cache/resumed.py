@@ -39,7 +39,7 @@ def _keep_part(cache: PrefixCache, held: HeldSequence, part: Part, count: int) -
     keys = cache.chains.of_tokens(held.token_ids[:end], held.salt)
     first, num_full = part.first_token // size, end // size
     names = [x for x in stock.keep(part, 0, keys[first:num_full], None) if x is not None]
-    stock[part.holder].blocks.want(names)  # somebody will start with them
+    stock[part.holder].want(names)  # somebody will start with them
     stock.release(part.holder, names, for_good=False)
     if end % size == 0 or _shares_its_tail(held, end):
         return None

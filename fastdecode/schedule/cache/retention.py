@@ -3,16 +3,15 @@ conversations and their blocks. Pure, with time passed in. The engine's kept
 blocks and ``fastdecode simulate`` ask the same ones.
 
 ``retention`` values a block by what it would cost to compute it again, over the
-time since anybody has used it (Pensieve, EuroSys 2025): the lowest value goes
+time since its last use (Pensieve, EuroSys 2025): the lowest value goes
 first. Leading blocks cost least, since they attend to least. ``lru`` takes the
 end of whatever was idle for longest. ``size-idle`` (Pensieve's first edition)
 takes the trailing half of the conversation with most blocks × idle time.
 
-Tiers of a simulation hold whole conversations, and ask who is to give up
-blocks, and which (``TierPolicy``). The engine asks what each block is worth
-(``values``), also of requests that are no turn of a conversation. Of these
-nobody has said that they go on: what they have in common with others is their
-beginning, so of them the end goes first.
+Tiers of a simulation hold whole conversations, and ask which of them evicts
+blocks, and which blocks (``TierPolicy``). The engine asks what each block is worth
+(``Policy``), also of requests that are no turn of a conversation. What those
+have in common with others is their beginning, so of them the end goes first.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class IdleColumns:
     costs: Values
     """To compute it again; see ``Policy.cost_of``."""
     idle_s: Values
-    """Since somebody used it."""
+    """Since its last use."""
     num_leases: Values
     """Conversations that share it."""
     last_uses: NDArray[np.int64]
@@ -56,39 +55,37 @@ NumberT = TypeVar("NumberT", float, Values)
 
 
 class Policy(Protocol):
-    """Chooses which blocks go next."""
+    """Chooses which cached blocks of an engine are evicted next."""
 
     def cost_of(self, num_tokens: int) -> float:
-        """Of a block up to whose end there are so many tokens."""
+        """Return what a block costs that ends with so many tokens."""
 
     def values(self, idle: IdleColumns) -> Values:
-        """Of each, [N]: the lowest goes first, of equal ones the leading one.
-        Infinite: it doesn't go before others do. Unless blocks leave together,
-        a value hangs on nothing else than what is said of its own block, and
-        never rises as time goes by."""
-
-    def num_leaving(self, num_owned: int) -> int | None:
-        """Of as many blocks that were last used together, how many leave at a
-        time, from the end on. None: each leaves by itself."""
+        """Return what each block is worth, [N]. The lowest is evicted first, of equal ones the
+        leading one, and an infinite one only after others. A value depends on its own block
+        alone, and never rises with time."""
 
 
-class TierPolicy(Policy, Protocol):
-    """Chooses also who leaves a tier of whole conversations next."""
+class TierPolicy(Protocol):
+    """Chooses which conversation of a simulated tier evicts blocks next, and which blocks."""
+
+    def cost_of(self, num_tokens: int) -> float:
+        """Return what a block costs that ends with so many tokens."""
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
     ) -> NumberT:
-        """Of a conversation, or of each of several: who has the lowest gives up
-        blocks next, of equal ones who appeared first.
+        """Score a conversation, or each of several. The lowest score evicts, of equal ones the
+        first that appeared.
 
         Args:
-            first_cost: to compute the first block again that is there.
-            num_blocks: that are there.
+            first_cost: cost of its first block in the tier.
+            num_blocks: blocks in the tier.
             last_s: when it was active last.
         """
 
     def leaving(self, blocks: list[int]) -> list[int]:
-        """Of who does, which: some of the first, or of the last."""
+        """Return which of its blocks it evicts: some of the first, or of the last."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,6 @@ class Retention:
         goes = idle.is_end | (idle.num_leases > 0)
         return np.where(goes, values, np.inf)
 
-    def num_leaving(self, num_owned: int) -> None:
-        return None
-
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
     ) -> NumberT:
@@ -121,16 +115,13 @@ class Retention:
 
 @dataclass(frozen=True)
 class LeastRecent:
-    """The last block of whoever was idle for longest."""
+    """The last block of what was idle for longest."""
 
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
     def values(self, idle: IdleColumns) -> Values:
         return idle.last_uses - idle.num_tokens / _BEYOND_ALL_TOKENS
-
-    def num_leaving(self, num_owned: int) -> None:
-        return None
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
@@ -143,18 +134,10 @@ class LeastRecent:
 
 @dataclass(frozen=True)
 class SizeIdle:
-    """The trailing half, rounded up, of the largest blocks × idle time."""
+    """The trailing half, rounded up, of the largest blocks × idle time. Only simulated."""
 
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
-
-    def values(self, idle: IdleColumns) -> Values:
-        _, use, counts = np.unique(idle.last_uses, return_inverse=True, return_counts=True)
-        values: Values = -counts[use] * idle.idle_s
-        return values
-
-    def num_leaving(self, num_owned: int) -> int:
-        return -(-num_owned // 2)
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
@@ -162,11 +145,11 @@ class SizeIdle:
         return num_blocks * (last_s - now_s)
 
     def leaving(self, blocks: list[int]) -> list[int]:
-        return blocks[len(blocks) - self.num_leaving(len(blocks)) :]
+        return blocks[len(blocks) // 2 :]
 
 
 def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> TierPolicy:
-    """By its name among ``POLICIES``."""
+    """Return the policy with this name among ``POLICIES``."""
     if name == "lru":
         return LeastRecent()
     if name == "size-idle":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import NOTHING
 from fastdecode.schedule.cache.block_cache import BlockCache
-from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.cache.blocks import Index
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ def reuses(
     block_size: int,
     *,
     with_tail: bool = False,
-    fills_gaps: bool = True,
 ) -> list[Reuse]:
     """What a sequence could start with.
 
@@ -102,16 +101,15 @@ def reuses(
         block_size: tokens in a block.
         with_tail: only what ends with the last of the blocks will do, and that
             isn't full.
-        fills_gaps: Blocks behind a missing one can be used.
     """
     if len(sizes) > 1:
         parts = _parts(stock, keys, sizes, block_size)
         is_there = bool(parts) and (not with_tail or sum(len(own) for _, own in parts) == len(keys))
         chains = [_Found(parts)] if is_there else []
     else:
-        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail, fills_gaps))
+        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail))
     found = [one.reuse(stock, most_tokens, block_size, has_tail=with_tail) for one in chains]
-    return [reuse for reuse in found if reuse is not None and (fills_gaps or not reuse.gap)]
+    return [reuse for reuse in found if reuse is not None]
 
 
 def _wholes(
@@ -120,7 +118,6 @@ def _wholes(
     most_tokens: int,
     block_size: int,
     with_tail: bool,
-    fills_gaps: bool,
 ) -> Iterator[_Found]:
     """Of a whole sequence: what each holder has."""
     if with_tail and not any(stock[holder].is_usable(keys[-1]) for holder in stock.holders):
@@ -132,11 +129,9 @@ def _wholes(
     for holder in stock.holders:
         index = stock[holder]
         leading = leading_blocks(index, keys, num_unseen)
-        behind = NOTHING
-        if fills_gaps:
-            behind = _dearest(
-                index, keys, leading.stop, lambda x: stock.policy.cost_of((x + 1) * block_size)
-            )
+        behind = _dearest(
+            index, keys, leading.stop, lambda x: stock.policy.cost_of((x + 1) * block_size)
+        )
         if with_tail and (behind or leading).stop != len(keys):
             leading, behind = _to_the_end(index, keys, leading)
         own = [*keys[leading.start : leading.stop], *keys[behind.start : behind.stop]]
@@ -145,7 +140,7 @@ def _wholes(
             yield _Found([(holder, own)], gap, leading.start)
 
 
-def leading_blocks(index: BlockIndex, keys: Seq[bytes], num_unseen: Callable[[int], int]) -> range:
+def leading_blocks(index: Index, keys: Seq[bytes], num_unseen: Callable[[int], int]) -> range:
     """The blocks of a chain that are there and that a sequence can start with,
     without a gap: its first ones, or, as many as there are, those that are seen
     from behind them.
@@ -162,9 +157,7 @@ def leading_blocks(index: BlockIndex, keys: Seq[bytes], num_unseen: Callable[[in
     return range(min(num_unseen(found.stop), max(0, found.stop - 1)), found.stop)
 
 
-def _dearest(
-    index: BlockIndex, keys: Seq[bytes], first: int, cost: Callable[[int], float]
-) -> range:
+def _dearest(index: Index, keys: Seq[bytes], first: int, cost: Callable[[int], float]) -> range:
     """Of the stretches of blocks that are there the one that costs most to
     compute again: there is at most one gap."""
     dearest, behind = 0.0, NOTHING
@@ -175,14 +168,14 @@ def _dearest(
     return behind
 
 
-def _to_the_end(index: BlockIndex, keys: Seq[bytes], leading: range) -> tuple[range, range]:
+def _to_the_end(index: Index, keys: Seq[bytes], leading: range) -> tuple[range, range]:
     """The leading blocks and the last stretch, if it has the last block; else
     nothing."""
     last = [NOTHING, *_stretches(index, keys, leading.stop)][-1]
     return (leading, last) if last.stop == len(keys) else (NOTHING, NOTHING)
 
 
-def _stretches(index: BlockIndex, keys: Seq[bytes], first: int) -> Iterator[range]:
+def _stretches(index: Index, keys: Seq[bytes], first: int) -> Iterator[range]:
     """Runs of blocks that are there, from a missing one on."""
     numbers = range(first, len(keys))
     for is_there, members in itertools.groupby(numbers, lambda i: index.is_usable(keys[i])):
@@ -191,11 +184,11 @@ def _stretches(index: BlockIndex, keys: Seq[bytes], first: int) -> Iterator[rang
             yield range(run[0], run[-1] + 1)
 
 
-def _num_idle(index: BlockIndex, keys: Seq[bytes]) -> int:
+def _num_idle(index: Index, keys: Seq[bytes]) -> int:
     """How many of these blocks, all of which are usable, are idle, or take room
     once they are fetched."""
-    blocks = map(index.blocks.get, keys)
-    return sum(block is None or block.idle_since is not None for block in blocks)
+    blocks = map(index.get, keys)
+    return sum(block is None or block.is_idle for block in blocks)
 
 
 def _parts(

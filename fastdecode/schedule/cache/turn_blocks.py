@@ -7,7 +7,7 @@ from typing import Final
 
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.block_cache import BlockCache
-from fastdecode.schedule.cache.block_hashes import BlockHashes
+from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.parts import Sharing
 
 
@@ -22,7 +22,7 @@ class TurnBlocks:
         block_size: tokens in a block.
     """
 
-    def __init__(self, chains: BlockHashes, stock: BlockCache, block_size: int) -> None:
+    def __init__(self, chains: Chains, stock: BlockCache, block_size: int) -> None:
         self._chains = chains
         self._stock = stock
         self._block_size = block_size
@@ -49,9 +49,9 @@ class TurnBlocks:
         size, turn = self._block_size, sequence.request.cache.turn
         for part in sharing.parts:
             index = self._stock[part.holder]
-            index.blocks.want(part.keys)
+            index.want(part.keys)
             if part.is_turns_tail and part.tail is not None:
-                index.blocks.condemn([part.tail])
+                index.make_void([part.tail])
             elif turn and turn % size == 0:
                 index.end_turn(self._chains.keys(sequence, turn // size)[-1])
 

@@ -7,7 +7,7 @@ from collections.abc import Reversible
 from dataclasses import dataclass
 
 from fastdecode.core.spec import first_seen
-from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.cache.blocks import Block, Index
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Window:
 
 
 def drop_unseen(
-    index: BlockIndex, keys: Reversible[bytes], num_past: int, window: Window
+    index: Index, keys: Reversible[bytes], num_past: int, window: Window
 ) -> list[bytes]:
     """Of blocks of a sequence that runs no more give up those that nobody sees
     who goes on behind its last token, nor anybody else who is known of.
@@ -51,10 +51,10 @@ def drop_unseen(
     end = window.unseen_tokens(num_past)
     if not end:
         return []
-    gone: list[bytes] = []
+    gone: list[Block] = []
     seen_from = end  # by those that parted from the sequence
     for key in reversed(keys):
-        block = index.blocks.get(key)
+        block = index.get(key)
         if block is None or block.num_tokens > end or block.num_users or block.num_leases:
             continue
         if block.has_branches:
@@ -62,9 +62,7 @@ def drop_unseen(
         if block.has_branches or block.num_tokens > seen_from:
             continue
         if block.job is not None:
-            index.blocks.condemn([key])
-        elif block.idle_since is not None:
-            index.idle.remove(block)
-            index.blocks.forget(block)
-            gone.append(key)
-    return gone
+            index.make_void([key])
+        elif block.is_idle:
+            gone.append(block)
+    return index.forget(gone)

@@ -182,8 +182,8 @@ class BlockLedger:
         stock.traffic.look_whether_fetching_pays()
         for holder in self.holders.open:
             index, num_blocks = stock[holder], self.capacity.blocks(holder)
-            num_available = self.free_blocks(holder) + index.idle.num_copied
-            if index.lower.num_slots and is_short(num_available, num_blocks, self._swap_threshold):
+            num_available = self.free_blocks(holder) + index.idle.num_stored
+            if index.num_slots and is_short(num_available, num_blocks, self._swap_threshold):
                 lacking = math.ceil(self._swap_threshold * num_blocks) - num_available
                 stock.traffic.copy_down(holder, lacking, num_blocks)
 

@@ -21,7 +21,6 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Start
-from fastdecode.schedule.prefill_lanes import without_last_token
 from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
@@ -136,15 +135,10 @@ class Starts:
             if self._ledger.cache.awaited(parent):
                 return None  # it may turn out that it hasn't got them
             first = sibling.residence.parts[0].first_token
-            fork = None
             if first <= self._ledger.cache.stock.window.unseen_tokens(num_shared):
                 wish = self._wish(sequence, ahead, recompute, sibling, num_shared)
-                wish = wish.without(first)
-                if lane.runs_prompts_only and self._has_room(lane, wish):
-                    return None  # a lane that decodes forks it
-                fork = self._meet(lane, wish)
-            if fork is not None:
-                return fork
+                if (fork := self._meet(lane, wish.without(first))) is not None:
+                    return fork
         wish = self._wish(sequence, ahead, recompute)
         if sequence.sources:
             # Of all there would be nothing to run.
@@ -174,9 +168,6 @@ class Starts:
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
                 if cache.is_coming(wish.sequence, (reuse,)):
                     return None
-                num_left = len(wish.sequence.token_ids) - reuse.num_tokens
-                if lane.runs_prompts_only and num_left == 1 and self._has_room(lane, started):
-                    return None  # a lane that decodes starts it
                 candidate = self._meet(lane, started.without(reuse.first_token))
                 if candidate is not None:
                     return candidate
@@ -272,20 +263,14 @@ class Starts:
         holders = self._place(lane, wish, projected, fixed)
         return None if holders is None else Candidate(wish, chunks, holders, projected)
 
-    def _has_room(self, lane: Lane, wish: Wish) -> bool:
-        """Whether a whole sequence that decodes at once would find its room now."""
-        return self._place(lane, wish, self._projected(lane, wish, 0), wish.fixed) is not None
-
     def _chunks(
         self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None
     ) -> tuple[int, ...] | None:
         num_tokens = len(wish.sequence.token_ids) - wish.num_shared
-        if lane.is_apart and lane.runs_prompts_only == (num_tokens == 1):
-            return None
         if num_tokens == 1:
             return ()
         chunks = lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead)
-        return (without_last_token(chunks) if lane.runs_prompts_only else chunks) or None
+        return chunks or None
 
     def _projected(self, lane: Lane, wish: Wish, num_chunks: int) -> MicroBatch:
         # Holders have all of its tokens after the last prefill step, and one

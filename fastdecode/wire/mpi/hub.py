@@ -15,14 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.wire.blocks import FetchChunk
 from fastdecode.wire.codec import Array, Codec, kind_of
 from fastdecode.wire.messages import (
     Failed,
     FromRWorker,
     Greeting,
     Message,
-    StorePrompt,
     ToRWorker,
 )
 from fastdecode.wire.mpi.connection import MpiConnection
@@ -44,9 +42,7 @@ Greetings: TypeAlias = Mapping[type[Message], int]
 
 TO_R_WORKER: Final = frozenset(get_args(ToRWorker))
 FROM_R_WORKER: Final = frozenset(get_args(FromRWorker))
-_R_WORKER_GREETINGS: Final[Greetings] = dict.fromkeys(
-    (*get_args(Greeting), FetchChunk, StorePrompt), MOST_PEERS[Role.READER]
-)
+_R_WORKER_GREETINGS: Final[Greetings] = dict.fromkeys(get_args(Greeting), MOST_PEERS[Role.READER])
 _BETWEEN_STAGES: Final = frozenset((*get_args(StageMessage), *get_args(FromStage)))
 _STAGE_LINE: Final = 8  # between the stages of an engine
 CONTROL_LINE: Final = 9
@@ -351,7 +347,7 @@ def connect_stage(
     connections = {}
     for other in others:
         rank = ranks.leader(other)
-        name = f"{stage_name(other, ranks.num_stages)} (rank {rank})"
+        name = f"{stage_name(other)} (rank {rank})"
         # Stages behind the first give it signs of life, and it gives none.
         connections[other] = hub.connect(rank, name, line=_STAGE_LINE, gives_signs=not stage)
     return hub, connections

@@ -136,20 +136,14 @@ class StageRanks:
     num_stages: int
     tp: int = 1
     """S-workers of each stage that act as one."""
-    num_prompt_stages: int = 0
-    """Behind those: they run prompts only, and have no R-workers."""
     first: int = 0
     """The first rank of them."""
     r_ranks: range | None = None
     """The R-workers of all stages. None for all ranks behind the S-workers'."""
 
     @property
-    def prompt_stages(self) -> range:
-        return range(self.num_stages, self.num_stages + self.num_prompt_stages)
-
-    @property
     def num_s_ranks(self) -> int:
-        return self.prompt_stages.stop * self.tp
+        return self.num_stages * self.tp
 
     def stage(self, rank: int) -> int:
         """Return an S-worker's stage."""
@@ -210,11 +204,10 @@ class StageRanks:
 
     def others(self, stage: int) -> list[int]:
         """Return the stages that one is connected to: the first, the one before and the one
-        behind of its kind; the first is connected to all."""
+        behind; the first is connected to all."""
         if not stage:
-            return list(range(1, self.prompt_stages.stop))
-        own = self.prompt_stages if stage in self.prompt_stages else range(self.num_stages)
-        return sorted({0} | ({stage - 1, stage + 1} & set(own)))
+            return list(range(1, self.num_stages))
+        return sorted({0, stage - 1} | ({stage + 1} & set(range(self.num_stages))))
 
 
 @dataclass(frozen=True)
@@ -241,7 +234,7 @@ class InstanceRanks:
         """Return the ranks of an instance."""
         placed = self.placed[instance]
         ranks = self.s_ranks(instance), self.r_ranks(instance)
-        return StageRanks(placed.pp, placed.tp, placed.prompt_pp, ranks[0].start, ranks[1])
+        return StageRanks(placed.pp, placed.tp, ranks[0].start, ranks[1])
 
     def r_ranks(self, instance: int) -> range:
         return range(self.s_ranks(instance).stop, self._starts[instance + 1])

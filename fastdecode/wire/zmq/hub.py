@@ -19,7 +19,7 @@ import zmq
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.core.os_errors import explained
-from fastdecode.wire.blocks import DescribeExport, FetchChunk
+from fastdecode.wire.blocks import DescribeExport
 from fastdecode.wire.codec import NAME, Codec, kind_of, read_prefix
 from fastdecode.wire.instances import InstanceHello
 from fastdecode.wire.messages import (
@@ -28,7 +28,6 @@ from fastdecode.wire.messages import (
     Hello,
     Inspect,
     Message,
-    StorePrompt,
     ToRWorker,
 )
 from fastdecode.wire.traits import MOST_PEERS, Role
@@ -50,8 +49,6 @@ _MOST_TAKEN: Final = 100
 _ROLES: Final[dict[type[Message] | None, Role]] = {
     Inspect: Role.READER,
     DescribeExport: Role.READER,
-    StorePrompt: Role.FEEDER,
-    FetchChunk: Role.FEEDER,
     InstanceHello: Role.CONTROLLER,
 }
 """Of peers, by the kind of their first message. ``Hello`` says its own."""

@@ -4,14 +4,12 @@ next, and what they have done."""
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
-from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.kept import Use
+from fastdecode.schedule.cache.blocks import Index, Memory
 from fastdecode.schedule.cache.orders import Orders
 from fastdecode.schedule.cache.tiers.offload_jobs import OffloadJob, Rates, TierCounts, most_stored
 from fastdecode.schedule.plan import DropCopies, Offload, Restore
@@ -28,9 +26,7 @@ class OffloadManager:
         clock: by which blocks are idle.
     """
 
-    def __init__(
-        self, indices: list[BlockIndex], orders: Orders, block_size: int, clock: Clock
-    ) -> None:
+    def __init__(self, indices: list[Index], orders: Orders, block_size: int, clock: Clock) -> None:
         self._indices = indices
         self._orders = orders
         self.now_s = clock
@@ -46,14 +42,13 @@ class OffloadManager:
     @property
     def has_lower(self) -> bool:
         """Whether any holder has a lower tier."""
-        return any(index.lower.num_slots for index in self._indices)
+        return any(index.num_slots for index in self._indices)
 
     def stocked(self, holder: HolderId, num_slots: int, blocks: Mapping[bytes, int]) -> None:
         """A holder has a lower tier, and blocks in it: key → tokens up to its end."""
-        lower = self._indices[holder].lower
-        self.counts.num_slots += num_slots - lower.num_slots
-        lower.num_slots = num_slots
-        lower.stocked(blocks, blocks.values(), Use(0, self.now_s()))
+        index = self._indices[holder]
+        self.counts.num_slots += num_slots - index.num_slots
+        index.stock(num_slots, blocks, self.now_s())
         self.counts.num_found += len(blocks)
 
     def fetch(self, holder: HolderId, keys: Seq[bytes], before: Seq[bytes | None]) -> None:
@@ -63,7 +58,7 @@ class OffloadManager:
             before: the key of the block before each.
         """
         number = next(self._job_numbers)
-        missing = tuple(self._indices[holder].moving.begin_fetch(keys, before, number))
+        missing = tuple(self._indices[holder].begin_fetch(keys, before, number))
         if missing:
             self.jobs[number] = OffloadJob(number, holder, missing, is_fetch=True)
             self._orders.fetch(Restore(holder, number, missing))
@@ -77,23 +72,15 @@ class OffloadManager:
         """
         if any(job.holder == holder and not job.is_fetch for job in self.jobs.values()):
             return
-        index, now_s = self._indices[holder], self.now_s()
-        lower = index.lower
+        number = next(self._job_numbers)
         count = min(lacking, most_stored(num_blocks))
-        is_full = len(lower) + count > lower.num_slots
-        at_least = lower.least_value(now_s) if is_full else -math.inf
-        blocks = index.idle.to_copy(count, now_s, at_least)
-        gone = tuple(lower.make_room(len(blocks), now_s))
-        if gone:
-            index.moving.dropped(gone)
-            self.counts.num_dropped += len(gone)
-            self._orders.add(DropCopies(holder, gone))
-        blocks = blocks[: lower.num_slots - len(lower)]
+        blocks, dropped = self._indices[holder].begin_store(count, number, self.now_s())
+        if dropped:
+            self.counts.num_dropped += len(dropped)
+            self._orders.add(DropCopies(holder, tuple(dropped)))
         if not blocks:
             return
-        number = next(self._job_numbers)
         keys = tuple([block.key for block in blocks])
-        index.moving.begin_store(blocks, number)
         self.jobs[number] = OffloadJob(number, holder, keys, is_fetch=False)
         num_tokens = tuple([block.num_tokens for block in blocks])
         self._orders.add(Offload(holder, number, keys, num_tokens))
@@ -105,11 +92,10 @@ class OffloadManager:
         bad = set(failed).intersection(job.keys)
         num_done = len(job.keys) - len(bad)
         counts.num_failed += len(bad)
-        kept = (index.blocks.get(key) for key in job.keys)
-        unwanted = {block.key for block in kept if block is not None and block.is_condemned}
+        kept = (index.get(key) for key in job.keys)
+        unwanted = {x.key for x in kept if x is not None and x.memory is Memory.VOID}
         self.drop_copies(job.holder, bad | unwanted)
-        index.moving.end(number, job.keys, bad, self.now_s())
-        self._orders.forget(job.holder, index.moving.take_void(job.keys))
+        self._orders.forget(job.holder, index.end_job(number, job.keys, bad, self.now_s()))
         if job.is_fetch:
             counts.num_fetched += num_done
             counts.fetched_bytes += num_bytes
@@ -123,30 +109,27 @@ class OffloadManager:
         """The lower tier isn't to have these."""
         index, gone = self._indices[holder], tuple(sorted(keys))
         if gone:
-            index.moving.dropped(gone)
-            for key in gone:
-                index.lower.drop(key)
+            index.drop_below(gone)
             self._orders.add(DropCopies(holder, gone))
 
     def look_whether_fetching_pays(self) -> None:
         """By what it takes lately."""
         for holder, index in enumerate(self._indices):
-            if index.lower.num_slots:
-                index.lower.pays = self.rates.pays(HolderId(holder))
+            if index.num_slots:
+                index.pays = self.rates.pays(HolderId(holder))
 
     def interrupt(self, holder: HolderId) -> None:
         """A holder's lower tier is gone, and what was on its way there, or from there."""
         index, now_s = self._indices[holder], self.now_s()
         jobs = [job for job in self.jobs.values() if job.holder == holder]
         self.lose(holder)
-        index.moving.dropped(index.lower.lose())
+        index.lose_below()
         for job in jobs:
-            index.moving.end(job.number, job.keys, set(job.keys), now_s)
-            index.moving.take_void(job.keys)
+            index.end_job(job.number, job.keys, set(job.keys), now_s)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, with its lower tier."""
-        self.counts.num_slots -= self._indices[holder].lower.num_slots
+        self.counts.num_slots -= self._indices[holder].num_slots
         self.jobs = {number: job for number, job in self.jobs.items() if job.holder != holder}
 
     def check_invariants(self) -> None:

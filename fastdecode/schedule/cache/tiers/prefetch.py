@@ -68,5 +68,5 @@ class Prefetch:
         jobs = self._ledger.cache.stock.traffic.jobs.values()
         if sum(job.is_fetch and job.holder == holder for job in jobs) >= MOST:
             return False
-        copied = self._ledger.cache.stock[holder].idle.num_copied
+        copied = self._ledger.cache.stock[holder].idle.num_stored
         return self._ledger.free_blocks(holder) + copied >= num_blocks
