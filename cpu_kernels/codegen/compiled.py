@@ -85,6 +85,9 @@ class EntryCompiler(CompilerBase):
             fndesc=described,
             environment=environment,
             objectmode=False,
+            lifted=(),
+            metadata={},
+            reload_init=[],
         )
 
     def _translate(self, identity, module):

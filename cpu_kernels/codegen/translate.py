@@ -123,7 +123,7 @@ class Translation:
 
     def __init__(self, typing, context, module):
         self.typing, self.context, self.module = typing, context, module
-        module.translation = self  # for intrinsics that call parts
+        module.translation = self  # for emitters that call parts
         self._functions, self._resolved = {}, {}
 
     def call(self, builder, function, args):
