@@ -503,7 +503,7 @@ class _Function(ast.NodeVisitor):
         return Value(types.boolean, self._meet(end, types.boolean, ways))
 
     def _meet(self, end, kind, ways):
-        """Go on at ``end`` with the value of the block that was left."""
+        """Continue at ``end`` with the value of the block that was left."""
         builder, incoming = self._builder, []
         for value, block in ways:
             if not block.is_terminated:
