@@ -34,7 +34,7 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.cache.tiers.prefetch import Prefetch
+from fastdecode.schedule.cache.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend

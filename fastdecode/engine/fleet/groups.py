@@ -29,8 +29,8 @@ from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
-    DropBlocks,
     Fetching,
+    ForgetBlocks,
     MoveNews,
     StoreBlocks,
     UseTier,
@@ -165,7 +165,7 @@ class CacheGroup:
             return  # other stages don't report it: nobody begins before all is there
         for each, keys in self.moves.take(member, news).items():
             if keys:
-                self._pool.send(each, DropBlocks(words_of(sorted(keys))))
+                self._pool.send(each, ForgetBlocks(words_of(sorted(keys)), is_below=True))
 
     def lose_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
         """Give up the members that answered for any of these query heads [Hq]."""
