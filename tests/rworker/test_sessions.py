@@ -260,7 +260,7 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
 
 
 def test_only_a_session_is_kept() -> None:
-    with pytest.raises(ConfigError, match="of no session"):
+    with pytest.raises(ConfigError, match="cache of a session"):
         replace(HELLO, outlives=True)
 
 
