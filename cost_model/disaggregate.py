@@ -18,7 +18,7 @@ from typing import Any
 
 from cost_model.numbers import at_most
 from cost_model.printing import counted, labelled, round_to, seconds_text
-from fastdecode.core.config.options import REQUIRED, check_options, option
+from fastdecode.core.config.options import REQUIRED, option
 
 MAX_MACHINES = 10_000
 MAX_LAYERS = 10_000
@@ -46,9 +46,6 @@ class StageMemory:
     token_kv_gb: float = _positive("of one layer, for the tokens of a microbatch", "GB", 0.0)
     memory_gb: float = _positive("of a machine", "GB")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
     def prompts_fit(self, machines: int) -> bool:
         stage_gb = -(-self.layers // machines) * (self.weights_gb + self.prompt_kv_gb)
         return machines <= self.layers and at_most(stage_gb, self.memory_gb)
@@ -66,15 +63,10 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Streaming:
-    """A transfer of K and V, layers of which are streamed while later ones run."""
-
     kv_gb: float = _positive(
         "in place of --overhead: K and V that the largest prompt stage sends", "GB"
     )
     bandwidth_gbps: float = _positive("of a machine's port, in 10^9 bits a second", "GBIT")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def overhead(self, prompt_time: float) -> float:
         return max(1.0, self.kv_gb * 8 / self.bandwidth_gbps / prompt_time)
@@ -90,8 +82,6 @@ class Split:
 
 @dataclass(frozen=True)
 class Disaggregation:
-    """D machines, and what a microbatch asks of them."""
-
     machines: int = option(
         REQUIRED, "machines in all; without them, swapping alone", low=1, high=MAX_MACHINES,
         metavar="D",
@@ -107,9 +97,6 @@ class Disaggregation:
     )  # fmt: skip
     memory: StageMemory | None = None
     """None if everything fits."""
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def colocated_s(self) -> float:
@@ -162,12 +149,8 @@ class Swapping:
     kv_kb: float = _positive("K and V of a sequence's token on a stage, in 1000 bytes", "KB")
     bandwidth_gb: float = _positive("from host memory, in 10^9 bytes a second", "GB")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
     @property
     def unswapped_s(self) -> float:
-        """Seconds of two microbatches of B, one after the other."""
         return 2 * self.tokens * self.token_time
 
     @property
@@ -177,7 +160,6 @@ class Swapping:
 
     @property
     def crossover_tokens(self) -> float:
-        """Cached tokens at which bringing back takes as long as a token."""
         return self.token_time / self._cached_token_s
 
     @property

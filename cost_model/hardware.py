@@ -27,12 +27,8 @@ MAX_BYTES = 1 << 20
 
 
 def _within(least: float, most: float, key: str = "", unit: int = 1) -> Any:
-    """Return a field with limits far beyond any part that is sold, in units of the file.
-
-    Args:
-        key: What the file calls it, if not by its name.
-        unit: How much one of the file's is.
-    """
+    """Return a field with limits far beyond any part that is sold, in units of the file, which may
+    have its own name for it, and a unit of its own."""
     return field(metadata={"limits": (least, most), "key": key, "unit": unit})
 
 
@@ -70,11 +66,9 @@ class Gpu:
     layer_overhead_s: float = _within(1e-9, 1.0)
     """Launches of one layer's kernels, as far as they can't be hidden."""
     all_reduce_s: float = _within(1e-9, 1.0)
-    """Latency of one all-reduce among the GPUs of a node."""
     relative_error: float = _within(1e-3, 10.0)
 
     def flops_per_s(self, dtype: DType) -> float:
-        """Return the dense matrix peak in ``dtype``."""
         if dtype is DType.FLOAT32:
             raise ConfigError(
                 f"dtype=float32 on {self.name}: the data file holds 16-bit matrix peaks only; use "
@@ -101,14 +95,11 @@ class SocketAsGpu(Gpu):
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """One CPU socket with its memory."""
-
     name: str
     source: str
     cores: int = _within(1, 65536)
     base_ghz: float = _within(0.1, 100.0)
     isa: str
-    """Instruction set of the attention kernels: avx2, avx512 or neon."""
     fp32_flops_per_cycle: int = _within(1, 65536)
     bf16_flops_per_cycle: float | None = _within(1, 65536)
     """Operations of its dot products (avx512_bf16, AMX). None if bfloat16 is widened to float32."""
@@ -147,7 +138,6 @@ class Cpu:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """The stated bandwidth: channels x 8 bytes x transfers."""
         return self.memory_channels * 8 * self.transfers_per_s
 
     @property
@@ -203,18 +193,15 @@ parse_toml: Callable[[str], dict[str, Any]] = tomllib.loads
 
 
 class Hardware:
-    """Everything in one ``hardware.toml``."""
-
     def __init__(self, tables: Mapping[str, Any]) -> None:
         self._tables = tables
 
     @classmethod
     def load(cls, more: Path | None = None) -> Hardware:
-        """Read the file that comes with the package.
+        """Read the file that comes with the package, and ``more``, a user's file.
 
-        Args:
-            more: A user's file, whose parts are added. A part of a known name changes the
-                fields that it has. ``like`` names the part that has all others.
+        A part of a known name changes the fields that it has. ``like`` names the part that has all
+        others.
 
         Raises:
             ConfigError: If the user's file can't be read, or a field makes no sense.
@@ -331,12 +318,8 @@ _MOST_LISTED = 40
 
 
 def find_name(name: str, known: Mapping[str, str], *, option: str, also: str = "") -> str:
-    """Look a name up, whatever its capitals, spaces and dashes.
-
-    Args:
-        known: Every accepted spelling, and the name it stands for.
-        also: What else the option takes, for the error.
-    """
+    """Look a name up, whatever its capitals, spaces and dashes. ``known`` has all accepted
+    spellings. The error says what ``also`` may be given."""
     plain = {_plain(spelling): own for spelling, own in known.items()}
     key = _plain(name)
     if key in plain:
@@ -380,7 +363,6 @@ def _read_field(field: Field[Any], key: str, row: Mapping[str, Any]) -> Any:
 
 
 def _read(kind: str, name: str, row: Mapping[str, Any]) -> Any:
-    """Return a part from a row of the file, which has all fields but its name."""
     keys = {
         each: each.metadata.get("key") or each.name
         for each in fields(_KINDS[kind])
@@ -412,7 +394,6 @@ _ISAS: dict[str, dict[str, Any]] = {
 
 
 def is_described(text: str) -> bool:
-    """Return True if this is a description of a CPU rather than a name."""
     return "," in text or re.search(r"ddr\d|channel", text.lower()) is not None
 
 

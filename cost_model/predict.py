@@ -26,8 +26,6 @@ MAX_LANES = 4
 
 @dataclass(frozen=True)
 class LaneTimes:
-    """One lane's way through one layer, in seconds."""
-
     s_s: float
     """The S-part, the lane's share of prompts included."""
     out_s: float
@@ -81,7 +79,6 @@ class StepPrediction:
     """One token for every running sequence: the TPOT."""
     tokens_per_s: float
     latency_s: float
-    """Time of a whole sequence: its prompt, then every output token."""
     s_utilisation: float
     r_utilisation: float
     network_utilisation: float
@@ -204,12 +201,8 @@ class System:
     def predict(
         self, lane_batch: int, lanes: int, sockets: int, batch: int | None = None
     ) -> StepPrediction:
-        """Predict the steady state of ``lanes`` lanes over ``sockets`` R-workers.
-
-        Args:
-            lane_batch: Sequences of the largest lane.
-            batch: Sequences of all lanes. None if the lanes are equal.
-        """
+        """Predict the steady state of ``lanes`` lanes over ``sockets`` R-workers, the largest of
+        ``lane_batch`` sequences. ``batch`` has all sequences, where lanes differ."""
         lane = self.lane(lane_batch, sockets)
         cycle_s = lane.cycle_s(lanes)
         step_s = self.costs.num_layers * cycle_s
@@ -259,13 +252,8 @@ def machine_times(system: System, sequences: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class SystemTime(StepTime):
-    """Step times of an S-worker and equal R-workers, which share sequences evenly.
-    The prompts of the system's workload are counted in, at their average.
-
-    Args:
-        sockets: R-workers, one per socket.
-        transfer_bytes_per_s: Rate at which K and V leave or come. Infinite if they stay.
-    """
+    """Step times of an S-worker and equal R-workers, one per socket, which share sequences evenly.
+    The prompts of the system's workload are counted in, at their average."""
 
     system: System
     sockets: float

@@ -112,7 +112,6 @@ def counted(count: int, noun: str) -> str:
 
 
 def round_to(value: float, digits: int) -> float:
-    """Round to this many significant digits."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, digits - 1 - math.floor(math.log10(abs(value))))

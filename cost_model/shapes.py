@@ -72,10 +72,7 @@ def model_named(name: str) -> ModelSpec:
 
 
 def _refuse(name: str) -> None:
-    """
-    Raises:
-        ConfigError: If FastDecode does not implement the model of this name.
-    """
+    """Raises ConfigError: If FastDecode does not implement the model of this name."""
     own = name.rpartition("/")[2].lower().replace(" ", "-")
     for pattern, architecture in reversed(_tables()["refused"].items()):
         if re.match(pattern, own):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_model.printing import picked, table, times_text
+from cost_model.printing import table, times_text
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.simulation import SimulationOutcome
 from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
@@ -108,8 +108,8 @@ def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
 def as_json(outcomes: Mapping[str, SimulationOutcome]) -> dict[str, Any]:
     modes = {}
     for mode, outcome in outcomes.items():
-        steps = [picked(step, _COLUMNS) for step in outcome.steps]
-        columns = {name: [step[name] for step in steps] for name in _COLUMNS.split()}
+        names = _COLUMNS.split()
+        columns = {name: [getattr(step, name) for step in outcome.steps] for name in names}
         modes[mode] = {"summary": summarise(outcome), "steps": columns}
     return {"modes": modes}
 

@@ -120,8 +120,6 @@ class _Roofline:
 
 @dataclass(frozen=True)
 class SPartModel(HardwarePart):
-    """The S-part of one model on one set of GPUs."""
-
     num_layers: int
     layer_s: TimeOf
     """Time of one layer over tokens in the batch."""
@@ -165,11 +163,6 @@ class SPartModel(HardwarePart):
             power_w=None if gpu.power_w is None else num_gpus * gpu.power_w,
             relative_error=gpu.relative_error,
         )
-
-    def without_gpu(self, r: RPartModel, costs: TokenCosts) -> SPartModel:
-        """Return the S-part of a CPU that attends as the R-workers' do, without a host link."""
-        read = costs.kv_layer_bytes / r.token_s
-        return replace(self, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
@@ -220,15 +213,12 @@ class RPartModel(HardwarePart):
     the read ceiling as it is."""
 
     call_s: float
-    """Fixed time of one call."""
     sequence_s: float
-    """Fixed time of one sequence."""
     token_s: float
     """R in the paper: time of one cached token."""
     read_token_s: float
     """Time of one cached token at the read ceiling: no kernel can be faster."""
     capacity_bytes: float
-    """Memory for the KV cache."""
     memory_bytes: float
     sockets_per_host: int
     power_w: float | None
@@ -314,8 +304,6 @@ class RPartModel(HardwarePart):
 
 @dataclass(frozen=True)
 class LinkModel(HardwarePart):
-    """A port of an S-worker or of an R-worker's host."""
-
     bytes_per_s: float
     """Payload each way, both at once."""
     round_trip_s: float
@@ -402,10 +390,7 @@ class Transport:
 
 MPI: Final = Transport("mpi", math.inf, "", "MPI's own copies are part of what a NIC's figure says")
 TRANSPORTS: Final = {
-    transport.name: transport
-    for transport in (
-        MPI,
-        Transport("zmq-encrypted", 1.9e9, "encrypt", _LINK_SECURITY),
-        Transport("zmq-plain", 7.0e9, "copy", _LINK_SECURITY),
-    )
+    "mpi": MPI,
+    "zmq-encrypted": Transport("zmq-encrypted", 1.9e9, "encrypt", _LINK_SECURITY),
+    "zmq-plain": Transport("zmq-plain", 7.0e9, "copy", _LINK_SECURITY),
 }

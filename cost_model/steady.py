@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cost_model.numbers import at_most
 from cost_model.predict import System
 from cost_model.traces import Count
 from cost_model.workload import Workload
@@ -27,20 +26,6 @@ class SteadyBatch:
     lanes: int
     r_workers: int
     context_tokens: int
-
-
-@dataclass(frozen=True)
-class Quantity:
-    name: str
-    predicted: float
-    measured: float
-
-    @property
-    def relative_error(self) -> float:
-        return self.predicted / self.measured - 1.0
-
-    def within(self, tolerance: float) -> bool:
-        return at_most(abs(self.relative_error), tolerance)
 
 
 def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
@@ -95,10 +80,7 @@ class PlanFile(msgspec.Struct):
 
 
 def read_plan(path: Path) -> PlanFile:
-    """
-    Raises:
-        ConfigError: If the file isn't such a plan, or its question was infeasible.
-    """
+    """Raises ConfigError: If the file isn't such a plan, or its question was infeasible."""
     given = Given("plan", str(path))
     tree = read_object(
         path, most_bytes=MAX_PLAN_BYTES, refuse=lambda why: ConfigError(given, f": {why}")
@@ -117,11 +99,7 @@ def scale_down(
     planned: SteadyBatch, *, cores: int, kv_tokens: int, max_batch: int, one_lane: bool
 ) -> SteadyBatch:
     """Return the plan's twin on a smaller machine, whose batch fits, with its contexts if they can.
-
-    Args:
-        kv_tokens: Cached tokens that all R-workers together may hold.
-        one_lane: True if S-part and R-part share the cores, so that nothing overlaps.
-    """
+    ``one_lane``: S-part and R-part share the cores, so that nothing overlaps."""
     r_workers = min(planned.r_workers, cores)
     context = max(16, min(planned.context_tokens, kv_tokens // (2 * r_workers)))
     batch = max(r_workers, min(planned.batch, max_batch, kv_tokens // (2 * context)))

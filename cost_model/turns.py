@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,25 +65,20 @@ class Tier:
 
     def __init__(self, policy: TierPolicy, block_size: int) -> None:
         self._policy = policy
-        self._size = block_size
         self.num_blocks = 0
         self._held: dict[int, list[int]] = {}
-        self._costs: list[float] = []  # of blocks, by number
-        # By conversation.
-        self._first_costs, self._counts, self._last_s = np.ones(64), np.zeros(64), np.zeros(64)
+        self._cost = cache(lambda block: policy.cost_of((block + 1) * block_size))
+        self._rows = np.ones((3, 64))  # first block's cost, blocks, last_s, by conversation
+        self._rows[1] = 0
 
     def blocks(self, conversation: int) -> list[int]:
         """Return a conversation's blocks in order. Not to be changed."""
         return self._held.get(conversation, [])
 
     def hold(self, conversation: int, blocks: list[int], last_s: float) -> None:
-        """Replace the blocks of a conversation that was last active at ``last_s``."""
-        while conversation >= len(self._counts):
-            self._first_costs, self._counts, self._last_s = (
-                np.pad(each, (0, len(each)))
-                for each in (self._first_costs, self._counts, self._last_s)
-            )
-        self._last_s[conversation] = last_s
+        while conversation >= self._rows.shape[1]:
+            self._rows = np.pad(self._rows, ((0, 0), (0, self._rows.shape[1])))
+        self._rows[2, conversation] = last_s
         self._set(conversation, blocks)
 
     def leave(self, now_s: float) -> tuple[int, list[int]] | None:
@@ -91,11 +87,12 @@ class Tier:
         Returns:
             The conversation and its evicted blocks. None if the tier is empty.
         """
-        held = np.flatnonzero(self._counts)
+        held = np.flatnonzero(self._rows[1])
         if not len(held):
             return None
-        rows = (self._first_costs[held], self._counts[held], self._last_s[held])
-        conversation = int(held[np.argmin(self._policy.score(*rows, now_s))])
+        first_costs, counts, last_s = self._rows[:, held]
+        scores = self._policy.score(first_costs, counts, last_s, now_s)
+        conversation = int(held[np.argmin(scores)])
         blocks = self._held[conversation]
         leaving = self._policy.leaving(blocks)
         num = len(leaving)
@@ -103,17 +100,11 @@ class Tier:
         return conversation, leaving
 
     def _set(self, conversation: int, blocks: list[int]) -> None:
-        self.num_blocks += len(blocks) - int(self._counts[conversation])
-        self._counts[conversation] = len(blocks)
-        self._held.pop(conversation, None)
+        self.num_blocks += len(blocks) - len(self.blocks(conversation))
+        self._held[conversation] = blocks
+        self._rows[1, conversation] = len(blocks)
         if blocks:
-            self._held[conversation] = blocks
-            self._first_costs[conversation] = self._cost(blocks[0])
-
-    def _cost(self, block: int) -> float:
-        while len(self._costs) <= block:
-            self._costs.append(self._policy.cost_of((len(self._costs) + 1) * self._size))
-        return self._costs[block]
+            self._rows[0, conversation] = self._cost(blocks[0])
 
 
 class TierSimulator:
@@ -133,18 +124,16 @@ class TierSimulator:
         self._threshold = threshold
         self._cost = cost
         self._conversations: dict[str, _Conversation] = {}
-        self._by_number: list[_Conversation] = []
+        self._by_number: dict[int, _Conversation] = {}
         self.rows: list[list[Any]] = []
         """``[t,"run",id,restored,recomputed,prompt,output]``,
         ``[t,"swap_out",id,n]``, ``[t,"drop",id,n]``, in tokens."""
         self.totals = TurnTotals()
 
     def run(self, turn: TracedTurn) -> None:
-        now_s, conversations = turn.arrival_s, self._conversations
-        new = _Conversation(turn.conversation, len(conversations))
-        found = conversations.setdefault(turn.conversation, new)
-        if found is new:
-            self._by_number.append(new)
+        now_s, name, conversations = turn.arrival_s, turn.conversation, self._conversations
+        found = conversations.setdefault(name, _Conversation(name, len(conversations)))
+        self._by_number[found.number] = found
         before, totals = found.num_tokens, self.totals
         upper, lower = (tier.blocks(found.number) for tier in (self._upper, self._lower))
         restored = self._tokens(found, lower)

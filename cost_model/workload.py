@@ -51,12 +51,10 @@ class Workload:
 
     @property
     def peak_context_tokens(self) -> int:
-        """Cached tokens of a sequence at its end."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def cached_prompt_tokens(self) -> float:
-        """Tokens of a prompt in the prefix cache."""
         return self.prompt_tokens * self.prefix_hit
 
     @property
@@ -82,7 +80,6 @@ class Workload:
         )
 
     def attended_tokens(self, spec: ModelSpec) -> float:
-        """Return keys that a running sequence sees, averaged over sequences and layers."""
         kinds = Counter(attention.sliding_window for attention in spec.attention)
         total = sum(count * self.mean_attended_tokens(window) for window, count in kinds.items())
         return total / len(spec.attention)
@@ -90,8 +87,6 @@ class Workload:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes that one weight takes on average, scales included."""
-
     experts: float
     layers: float
     """All other weights of layers."""

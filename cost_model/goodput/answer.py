@@ -7,19 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cost_model.goodput.placements import Degrees, InstanceHardware
+from cost_model.goodput.placements import Degrees
 from cost_model.goodput.search import (
-    Affinity,
-    Objective,
     PlacementPlan,
-    PlacementPrices,
+    Question,
     Search,
     plan_colocated,
     plan_high_affinity,
     plan_low_affinity,
 )
-from cost_model.goodput.simulator import Load, simulate
-from cost_model.goodput.slo import Slo
+from cost_model.goodput.simulator import simulate
 from cost_model.printing import counted, picked, round_to, seconds_text
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 from fastdecode.core.errors import ConfigError
@@ -31,51 +28,15 @@ _QUIET = 1 << 10
 
 
 @dataclass(frozen=True)
-class Question:
-    """
-    Args:
-        sockets_per_node: With low affinity, a pair gets its part of these.
-        described: The requests, in words.
-    """
-
-    model: str
-    hardware: InstanceHardware
-    load: Load
-    rate: float
-    affinity: Affinity
-    sockets_per_node: int
-    objective: Objective
-    prices: PlacementPrices
-    described: str
-
-    @property
-    def num_gpus(self) -> int:
-        return self.hardware.num_gpus
-
-
-@dataclass(frozen=True)
 class Nearest:
     """A TTFT and a TPOT that can be kept, by requests that never wait."""
 
     ttft_s: float
     tpot_s: float
-    degrees: Degrees
-    """Degrees of the instance that keeps the TPOT."""
     sockets: int | None
-    """Its sockets. 0 if its K and V are on the GPU. None if no instance decodes."""
-    is_bound: bool
-    """True if more sockets would make the TPOT shorter, and there may be none."""
-
-    def __str__(self) -> str:
-        ttft, tpot = seconds_text(self.ttft_s), seconds_text(self.tpot_s)
-        limits = f"ttft={ttft.replace(' ', '')},tpot={tpot.replace(' ', '')}"
-        if self.sockets is None:
-            return limits
-        if not self.sockets:
-            return f"{limits}, the latter on {self.degrees} with KV on the GPU"
-        more = ", which are all that there may be: more make it shorter" if self.is_bound else ""
-        sockets = counted(self.sockets, "socket")
-        return f"{limits}, the latter on {self.degrees} and {sockets}{more}"
+    """Sockets of the instance that keeps the TPOT. 0 if its K and V are on the GPU. None if no
+    instance decodes."""
+    described: str
 
 
 @dataclass(frozen=True)
@@ -90,27 +51,18 @@ class Answer:
     """Limits of the search that bind."""
 
     @property
-    def slo(self) -> Slo:
-        return self.question.load.slo
-
-    @property
     def plans(self) -> list[PlacementPlan]:
         return [plan for plan in (self.disaggregated, self.colocated) if plan is not None]
-
-    def keeps(self, plan: PlacementPlan) -> bool:
-        """True if the plan keeps the SLO on the GPUs at hand."""
-        return plan.num_gpus <= self.question.num_gpus and plan.is_carried
 
     @property
     def best(self) -> PlacementPlan | None:
         """The cheapest that keeps the SLO: by GPUs, or by price. None if none does."""
 
         def cost(plan: PlacementPlan) -> tuple[float, float, bool]:
-            gpus, price = float(plan.num_gpus), plan.price(self.question.prices)
-            first, second = (gpus, price) if self.question.objective == "gpu" else (price, gpus)
-            return first, second, plan.kind == "disaggregated"
+            gpus, sockets = plan.num_gpus, plan.num_sockets
+            return (*self.question.cost(gpus, sockets), plan.kind == "disaggregated")
 
-        return min((plan for plan in self.plans if self.keeps(plan)), key=cost, default=None)
+        return min((plan for plan in self.plans if plan.keeps_slo), key=cost, default=None)
 
     @property
     def verdict(self) -> str:
@@ -121,25 +73,22 @@ class Answer:
         words = "disaggregate" if best.kind == "disaggregated" else "don't disaggregate"
         if other is None:
             return f"{words}: the other way, no instance keeps the SLO"
-        if not self.keeps(other):
-            return (
-                f"{words}: the other way takes {counted(other.num_gpus, 'GPU')}, or misses the SLO"
-            )
+        if not other.keeps_slo:
+            gpus = counted(other.num_gpus, "GPU")
+            return f"{words}: the other way takes {gpus}, or misses the SLO"
         if hardware_text(best) == hardware_text(other):
             return f"{words}: either way takes {hardware_text(best)}"
-        ratio = f"{round_to(best.gpu_goodput / other.gpu_goodput, 3):g}"
         beside = f"{hardware_text(best)} instead of {hardware_text(other)}"
         if best.num_gpus == other.num_gpus:
             return f"{words}: {beside}"
+        ratio = f"{round_to(best.goodput_per_gpu / other.goodput_per_gpu, 3):g}"
         return f"{words}: {ratio} times the goodput a GPU of the other way; {beside}"
 
     def _infeasible(self) -> str:
         if self.nearest is not None:
-            return (
-                "no instance keeps the SLO, at any rate; the nearest that one keeps: "
-                f"{self.nearest}"
-            )
-        gpus, rate = self.question.num_gpus, f"{self.question.rate:g} requests a second"
+            kept = self.nearest.described
+            return f"no instance keeps the SLO, at any rate; the nearest that one keeps: {kept}"
+        gpus, rate = self.question.hardware.num_gpus, f"{self.question.rate:g} requests a second"
         least = min(plan.num_gpus for plan in self.plans)
         if least <= gpus:
             return f"the SLO is missed at {rate}; try a lower --rate"
@@ -162,9 +111,7 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
         ConfigError: If the model fits on no instance.
     """
     hardware = question.hardware
-    search = Search(
-        hardware, question.load, question.rate, question.objective, question.prices, progress
-    )
+    search = Search(question, progress)
     if not search.degrees():
         raise ConfigError(
             f"{question.model} fits on no instance of up to {hardware.num_gpus} GPUs: take "
@@ -193,8 +140,8 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
 def _nearest(search: Search) -> Nearest:
     """Return what requests see that never wait, on the instances that are best for each limit. A
     limit that is kept stays as given."""
-    load, hardware = search.load, search.hardware
-    requests = load.requests(search.rate / _QUIET)
+    load, hardware = search.asked.load, search.asked.hardware
+    requests = load.requests(search.asked.rate / _QUIET)
     ttfts: list[float] = []
     tpots: list[tuple[float, Degrees, int, bool]] = []
 
@@ -206,19 +153,24 @@ def _nearest(search: Search) -> Nearest:
         prompts = simulate(requests, [hardware.prefill(degrees)], [])
         ttfts.append(load.slo.quantiles(prompts.times)[0])
         counts = hardware.sockets(degrees)
-        for sockets in counts:
-            tpot_s = tpot_on(degrees, sockets)
+        for count in counts:
+            tpot_s = tpot_on(degrees, count)
             if tpots and tpots[-1][1] == degrees and tpot_s > _NEARLY * tpots[-1][0]:
                 break  # more sockets hardly help
-            tpots.append((tpot_s, degrees, sockets, sockets == counts[-1]))
+            tpots.append((tpot_s, degrees, count, count == counts[-1]))
         if hardware.fits_on_device(degrees):
             tpots.append((tpot_on(degrees, 0), degrees, 0, False))
-    ttft_s = max(load.slo.ttft_s, _SLACK * min(ttfts))
-    if not tpots:
-        return Nearest(ttft_s, load.slo.tpot_s, search.degrees()[0], None, False)
-    tpot_s, degrees, sockets, is_last = min(tpots, key=lambda each: each[0])
-    is_bound = is_last and _SLACK * tpot_s > load.slo.tpot_s
-    return Nearest(ttft_s, max(load.slo.tpot_s, _SLACK * tpot_s), degrees, sockets, is_bound)
+    ttft_s, tpot_s, sockets = max(load.slo.ttft_s, _SLACK * min(ttfts)), load.slo.tpot_s, None
+    on = ""
+    if tpots:
+        least_s, degrees, sockets, is_last = min(tpots, key=lambda each: each[0])
+        tpot_s = max(load.slo.tpot_s, _SLACK * least_s)
+        on = f", the latter on {degrees} "
+        on += f"and {counted(sockets, 'socket')}" if sockets else "with KV on the GPU"
+        if is_last and _SLACK * least_s > load.slo.tpot_s:
+            on += ", which are all that there may be: more make it shorter"
+    limits = f"ttft={seconds_text(ttft_s)},tpot={seconds_text(tpot_s)}".replace(" ", "")
+    return Nearest(ttft_s, tpot_s, sockets, limits + on)
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
@@ -227,28 +179,26 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "format": "fastdecode.plan.goodput",
         "version": 1,
         **picked(question, "model rate objective"),
-        "slo": {**asdict(answer.slo), "semantics": question.load.how},
+        "slo": {**asdict(question.load.slo), "semantics": question.load.how},
         "verdict": answer.verdict,
         "chosen": best and best.kind,
         "nearest_slo_s": answer.nearest and (answer.nearest.ttft_s, answer.nearest.tpot_s),
         "nearest_sockets": answer.nearest and answer.nearest.sockets,
-        "plans": {plan.kind: _plan_as_json(plan, answer) for plan in answer.plans},
+        "plans": {plan.kind: _plan_as_json(plan) for plan in answer.plans},
         "times": answer.provenance,
         "workload": question.described,
         "limits": answer.limits,
     }
 
 
-def _plan_as_json(plan: PlacementPlan, answer: Answer) -> dict[str, Any]:
-    price, (ttft_s, tpot_s) = plan.price(answer.question.prices), plan.quantiles
+def _plan_as_json(plan: PlacementPlan) -> dict[str, Any]:
+    ttft_s, tpot_s = plan.quantiles
     return {
         "gpus": plan.num_gpus,
         "sockets": plan.num_sockets,
-        "price": price,
-        "goodput_per_gpu": plan.gpu_goodput,
-        "goodput_per_price": plan.goodput / price,
-        "attainment": plan.share,
-        "keeps_slo": answer.keeps(plan),
+        **picked(plan, "price goodput_per_gpu"),
+        "goodput_per_price": plan.goodput / plan.price,
+        **picked(plan, "attainment keeps_slo"),
         "ttft_s": ttft_s,
         "tpot_s": tpot_s,
         **picked(plan, "goodput binds segments"),
@@ -263,20 +213,19 @@ def _plan_as_json(plan: PlacementPlan, answer: Answer) -> dict[str, Any]:
 
 
 def as_text(answer: Answer, *, explain: bool = False) -> str:
-    """Return the answer for people. ``explain`` adds what it follows from."""
-    slo, question = answer.slo, answer.question
+    question, slo = answer.question, answer.question.load.slo
     lines = [
         f"{question.model}: {question.rate:g} requests a second, of which {slo.attainment:.0%} are "
         f"to have their first token within {seconds_text(slo.ttft_s)}",
         f"and the others within {seconds_text(slo.tpot_s)} each ({question.load.how}); "
-        f"{counted(question.num_gpus, 'GPU')}",
+        f"{counted(question.hardware.num_gpus, 'GPU')}",
         question.described,
         "",
         f"  Verdict  {answer.verdict}",
         *(f"  Limit    {limit}" for limit in answer.limits),
     ]
     for plan in answer.plans:
-        lines += ["", *_plan_lines(plan, answer)]
+        lines += ["", *_plan_lines(plan, is_best=plan is answer.best)]
     if explain:
         lines += ["", f"  Times     {answer.provenance}"]
         for plan in answer.plans:
@@ -284,9 +233,9 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _plan_lines(plan: PlacementPlan, answer: Answer) -> Iterator[str]:
-    ttft_s, tpot_s = plan.quantiles
-    yield f"  {plan.kind}{'  <- chosen' if plan is answer.best else ''}"
+def _plan_lines(plan: PlacementPlan, *, is_best: bool) -> Iterator[str]:
+    (ttft_s, tpot_s), asked = plan.quantiles, plan.asked
+    yield f"  {plan.kind}{'  <- chosen' if is_best else ''}"
     for each in plan.instances:
         sockets = f", {counted(each.sockets, 'socket')} each" if each.sockets else ""
         sockets += ", KV on the GPU" if each.is_on_device else ""
@@ -296,12 +245,12 @@ def _plan_lines(plan: PlacementPlan, answer: Answer) -> Iterator[str]:
             f"{round_to(each.goodput, 3):g} requests a second each"
         )
     yield (
-        f"    {hardware_text(plan)}, price {round_to(plan.price(answer.question.prices), 3):g}; "
-        f"{round_to(plan.gpu_goodput, 3):g} requests a second and GPU"
+        f"    {hardware_text(plan)}, price {round_to(plan.price, 3):g}; "
+        f"{round_to(plan.goodput_per_gpu, 3):g} requests a second and GPU"
     )
     yield (
-        f"    at {answer.question.rate:g} a second {plan.share:.1%} keep the SLO; at the "
-        f"{answer.slo.attainment:.0%} quantile TTFT {seconds_text(ttft_s)}, TPOT "
+        f"    at {asked.rate:g} a second {plan.attainment:.1%} keep the SLO; at the "
+        f"{asked.load.slo.attainment:.0%} quantile TTFT {seconds_text(ttft_s)}, TPOT "
         f"{seconds_text(tpot_s)}; {plan.binds} binds"
     )
 
@@ -322,17 +271,16 @@ def _mean(shares: Sequence[float]) -> str:
     return f"{sum(shares) / max(1, len(shares)):.0%}"
 
 
-def placement_file(answer: Answer) -> dict[str, Any]:
-    plan = answer.best
-    assert plan is not None
+def placement_file(plan: PlacementPlan) -> dict[str, Any]:
+    asked = plan.asked
     return {
         "format": PLACEMENT_FORMAT,
-        "model": answer.question.model,
+        "model": asked.model,
         "instances": [
             {**picked(each, "role"), **asdict(each.degrees), "r_worker_sockets": each.sockets}
             for each in plan.instances
             for _ in range(each.count)
         ],
-        "slo": asdict(answer.slo),
-        "workload": {"rate": answer.question.rate, "described": answer.question.described},
+        "slo": asdict(asked.load.slo),
+        "workload": {"rate": asked.rate, "described": asked.described},
     }

@@ -30,8 +30,6 @@ class PrefillSpec:
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """A decode instance, or one for both phases."""
-
     times: InstanceTime
     capacity_tokens: int = UNLIMITED
     max_sequences: int = UNLIMITED
@@ -132,19 +130,47 @@ def transfer(now_s: float, num_tokens: int, ports: Iterable[TransferPort]) -> fl
     return ended_at
 
 
+@dataclass
+class _Prompt:
+    job: DispatchJob
+    num_done: int = 0
+
+
 class DecodeInstance:
-    """Runs steps of all that decode. Between two changes of the batch, many steps are one event.
+    """Runs steps of all that decode, and parts of prompts in them, as the engine does. Between two
+    changes of the batch, many steps are one event.
+
+    Prompts start in order, once there is capacity for all that their requests will cache. If
+    R-workers do not open at once, a request that starts joins the step after the next, unless
+    nothing runs.
 
     Args:
         done: Called with a request that has sampled its last token.
+        first: Called with a request whose first token is sampled here. Returns how many follow.
+        step_tokens: Most prompt tokens of a step.
     """
 
     def __init__(
-        self, clock: VirtualClock, times: InstanceTime, done: Callable[[DispatchJob], None]
+        self,
+        clock: VirtualClock,
+        spec: DecodeSpec,
+        done: Callable[[DispatchJob], None],
+        first: Callable[[DispatchJob], int] = lambda _: 0,
+        step_tokens: int = 0,
     ) -> None:
         self._clock = clock
-        self._times = times
+        self._times = spec.times
         self._done = done
+        self._first = first
+        self._step_tokens = step_tokens
+        self._opens_at_once = spec.opens_at_once
+        self.room = DecodeReservations(spec.capacity_tokens, spec.max_sequences)
+        self._waiting: deque[DispatchJob] = deque()
+        self._wanted_tokens = 0
+        self._opening: list[_Prompt] = []
+        """Prompts with a reservation that join the step after the running one."""
+        self._prompts: deque[_Prompt] = deque()
+        self._parts: list[tuple[_Prompt, int]] = []
         self._joining: list[tuple[DispatchJob, int]] = []
         self._running: list[tuple[int, int, DispatchJob]] = []
         """Ordered by the step after which they are finished."""
@@ -159,6 +185,11 @@ class DecodeInstance:
         self.busy_s = 0.0
 
     @property
+    def fullness(self) -> float:
+        """The share of its capacity that is reserved, or wanted by waiting requests."""
+        return self.room.fullness + self._wanted_tokens / self.room.capacity_tokens
+
+    @property
     def step_ends_s(self) -> float:
         if self._ends_s is None:
             return self._clock.now
@@ -168,10 +199,21 @@ class DecodeInstance:
     def _running_step(self, ends_s: np.ndarray) -> int:
         return int(np.searchsorted(ends_s, self._clock.now - self._started_at, side="right"))
 
+    def put(self, job: DispatchJob) -> None:
+        """Queue a prompt. Not to be called from ``first`` or ``done``, as ``join``."""
+        self._waiting.append(job)
+        self._wanted_tokens += job.reserved_tokens
+        self._wake()
+
     def join(self, job: DispatchJob, num_tokens: int) -> None:
-        """Decode this many tokens from the next step on. Not to be called from ``done``."""
+        """Decode this many tokens from the next step on."""
+        self._reserve(job)
         self._joining.append((job, num_tokens))
         self._wake()
+
+    def _reserve(self, job: DispatchJob, sign: int = 1) -> None:
+        self.room.num_tokens += sign * job.reserved_tokens
+        self.room.num_sequences += sign
 
     def _wake(self) -> None:
         if self._ends_s is None:
@@ -191,11 +233,35 @@ class DecodeInstance:
         for job, num_tokens in self._joining:
             self._add(job, num_tokens)
         self._joining.clear()
-        if self._running:
-            self._decode(min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps))
+        self._prompts += self._opening
+        self._opening = []
+        while self._waiting and self.room.fits(self._waiting[0]):
+            job = self._waiting.popleft()
+            self._wanted_tokens -= job.reserved_tokens
+            self._reserve(job)
+            self._opening.append(_Prompt(job))
+        if self._opens_at_once or not (self._running or self._prompts):
+            self._prompts += self._opening
+            self._opening = []
+        self._parts = self._take()
+        if self._parts:
+            parts = [(prompt.num_done, tokens) for prompt, tokens in self._parts]
+            step_s = self._times.mixed_s(len(self._running), self._context, parts)
+            self._start(np.array([step_s]))
+        elif self._running:
+            few = min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps)
+            num_steps = 1 if self._opening else few
+            self._start(self._times.decode_s(len(self._running), self._context, num_steps))
 
-    def _decode(self, num_steps: int) -> None:
-        self._start(self._times.decode_s(len(self._running), self._context, num_steps))
+    def _take(self) -> list[tuple[_Prompt, int]]:
+        left, parts = self._step_tokens, []
+        for prompt in self._prompts:
+            tokens = min(left, prompt.job.prompt_tokens - prompt.num_done)
+            if tokens <= 0:
+                break
+            parts.append((prompt, tokens))
+            left -= tokens
+        return parts
 
     def _start(self, steps_s: np.ndarray) -> None:
         self._started_at = self._clock.now
@@ -216,102 +282,9 @@ class DecodeInstance:
         self._num_steps += count
         self._context += count * len(self._running)
         self._ends_s = None
-        finished = []
         while self._running and self._running[0][0] == self._num_steps:
-            finished.append(heapq.heappop(self._running)[2])
-            self._context -= finished[-1].reserved_tokens
-        self._stepped(finished)
-
-    def _stepped(self, finished: list[DispatchJob]) -> None:
-        for job in finished:
-            self._done(job)
-        self._continue()
-
-
-@dataclass
-class _Prompt:
-    job: DispatchJob
-    num_done: int = 0
-
-
-class ColocatedInstance(DecodeInstance):
-    """An instance for both phases: parts of prompts run in decode steps, as the engine runs them.
-
-    Requests start in order, once there is capacity for all that they will cache. If R-workers do
-    not open at once, a request that starts joins the step after the next, unless nothing runs.
-
-    Args:
-        step_tokens: Most prompt tokens of a step.
-        first: Called with a request whose first token is sampled. Returns how many follow.
-    """
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        spec: DecodeSpec,
-        step_tokens: int,
-        first: Callable[[DispatchJob], int],
-        done: Callable[[DispatchJob], None],
-    ) -> None:
-        super().__init__(clock, spec.times, done)
-        self._step_tokens = step_tokens
-        self.room = DecodeReservations(spec.capacity_tokens, spec.max_sequences)
-        self._first = first
-        self._opens_at_once = spec.opens_at_once
-        self._waiting: deque[DispatchJob] = deque()
-        self._opening: list[_Prompt] = []
-        """Prompts with a reservation that join the step after the running one."""
-        self._prompts: deque[_Prompt] = deque()
-        self._parts: list[tuple[_Prompt, int]] = []
-        """Parts of prompts in the running step."""
-        self._wanted_tokens = 0
-        """Tokens that waiting requests will reserve."""
-
-    @property
-    def fullness(self) -> float:
-        """The share of its capacity that is reserved, or wanted by waiting requests."""
-        return self.room.fullness + self._wanted_tokens / self.room.capacity_tokens
-
-    def put(self, job: DispatchJob) -> None:
-        """Queue a request. Not to be called from ``first`` or ``done``."""
-        self._waiting.append(job)
-        self._wanted_tokens += job.reserved_tokens
-        self._wake()
-
-    def _continue(self) -> None:
-        self._prompts += self._opening
-        self._opening = []
-        while self._waiting and self.room.fits(self._waiting[0]):
-            job = self._waiting.popleft()
-            self._wanted_tokens -= job.reserved_tokens
-            self.room.num_tokens += job.reserved_tokens
-            self.room.num_sequences += 1
-            self._opening.append(_Prompt(job))
-        if self._opens_at_once or not (self._running or self._prompts):
-            self._prompts += self._opening
-            self._opening = []
-        self._parts = self._take()
-        if self._parts:
-            parts = [(prompt.num_done, tokens) for prompt, tokens in self._parts]
-            step_s = self._times.mixed_s(len(self._running), self._context, parts)
-            self._start(np.array([step_s]))
-        elif self._opening and self._running:
-            self._decode(1)
-        else:
-            super()._continue()
-
-    def _take(self) -> list[tuple[_Prompt, int]]:
-        left, parts = self._step_tokens, []
-        for prompt in self._prompts:
-            tokens = min(left, prompt.job.prompt_tokens - prompt.num_done)
-            if tokens <= 0:
-                break
-            parts.append((prompt, tokens))
-            left -= tokens
-        return parts
-
-    def _stepped(self, finished: list[DispatchJob]) -> None:
-        for job in finished:
+            job = heapq.heappop(self._running)[2]
+            self._context -= job.reserved_tokens
             self._end(job)
         for prompt, tokens in self._parts:
             prompt.num_done += tokens
@@ -325,6 +298,5 @@ class ColocatedInstance(DecodeInstance):
         self._continue()
 
     def _end(self, job: DispatchJob) -> None:
-        self.room.num_tokens -= job.reserved_tokens
-        self.room.num_sequences -= 1
+        self._reserve(job, -1)
         self._done(job)

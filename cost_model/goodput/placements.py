@@ -67,13 +67,8 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class InstanceHardware:
-    """A model on nodes of equal GPUs, with CPU sockets beside them.
-
-    Args:
-        setup: Setup of one GPU. Its workload holds the longest request.
-        max_sockets: Most sockets of a decode instance.
-        mean_prompt: Tokens.
-    """
+    """A model on nodes of equal GPUs, with up to ``max_sockets`` CPU sockets for a decode instance.
+    ``setup`` is one GPU's. Its workload holds the longest request."""
 
     setup: Setup
     num_nodes: int
@@ -91,7 +86,6 @@ class InstanceHardware:
         return self.num_nodes * self.gpus_per_node
 
     def _degrees(self) -> Iterator[Degrees]:
-        """Yield degrees that divide heads and layers."""
         spec = self.setup.spec
         for tp, pp in product(_divisors(spec.num_q_heads), _divisors(spec.num_layers)):
             yield Degrees(tp, pp)
@@ -146,7 +140,6 @@ class InstanceHardware:
         return PrefillSpec(times, batch_tokens(times, self.mean_prompt), buffer_tokens)
 
     def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
-        """Return times of an instance whose stages share the sockets evenly."""
         system, stage_sockets, lanes = self.system(degrees.tp), sockets / degrees.pp, MAX_LANES
         ports = num_ports * system.link.bytes_per_s / system.link.pace
         if not sockets:

@@ -52,8 +52,6 @@ _MIN_S = 1e-3
 
 @dataclass(frozen=True)
 class InstanceTotals:
-    """Totals of one instance since its start."""
-
     steps: float = 0.0
     tokens: float = 0.0
     """Sampled tokens, one for each sequence of a step."""
@@ -61,10 +59,8 @@ class InstanceTotals:
     """Cached tokens of all running sequences, summed over steps."""
     prompt_tokens: float = 0.0
     seconds: float = 0.0
-    """Time of all steps."""
     fetched_tokens: float = 0.0
     fetching_s: float = 0.0
-    """Time in which tokens were being fetched."""
 
     def since(self, before: InstanceTotals) -> InstanceTotals:
         pairs = zip(astuple(self), astuple(before), strict=True)
@@ -76,7 +72,6 @@ class LinearTimes(StepTime):
     """Straight lines of an instance as a whole. The link's time is part of its steps."""
 
     step_s: float
-    """Time of any step."""
     token_s: float
     """Added for each sequence that samples a token."""
     cached_s: float
@@ -160,7 +155,6 @@ class Roles:
 class InstanceProfile:
     times: LinearTimes
     batch_tokens: int
-    """Prompt tokens that an instance runs at once."""
     capacity_tokens: int
     max_sequences: int
 
@@ -203,7 +197,6 @@ class Judge:
     profile: InstanceProfile
     sample: TrafficSample
     slo: Slo
-    progress: Callable[[str], object] = lambda _: None
     _found: dict[tuple[Roles, int], float] = field(default_factory=dict)
 
     def judge(self, present: Roles) -> JudgedRoles:
@@ -236,7 +229,6 @@ class Judge:
             run = simulation_of(self.profile, roles)
             most = HEADROOM * self.sample.rate
             self._found[key] = greatest_rate(self._load(seed), run, most)
-            self.progress(f"{roles}: {self._found[key]:.4g} requests a second")
         return self._found[key]
 
     def _may_exceed(self, roles: Roles, goodput: float) -> bool:

@@ -31,7 +31,6 @@ Objective = Literal["gpu", "cost"]
 Kind: TypeAlias = Role | Literal["pair"]
 What: TypeAlias = Degrees | Pair
 Run: TypeAlias = Callable[[list[tuple[float, int, int]], int], GoodputRun]
-"""Runs requests through a number of instances or pairs."""
 _SLACK = 1.25
 """Bounds from means are this much above what they say."""
 _MAX_INSTANCES = 1 << 12
@@ -41,14 +40,27 @@ STEP_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class PlacementPrices:
-    """Prices in any one unit. A socket costs a twentieth of a GPU, unless given."""
+class Question:
+    """``rate`` is in requests per second, ``described`` the requests in words. With low affinity a
+    pair gets its part of ``sockets_per_node``. ``prices`` are those of a GPU and a socket."""
 
-    gpu: float = 1.0
-    socket: float = 0.05
+    model: str
+    hardware: InstanceHardware
+    load: Load
+    rate: float
+    affinity: Affinity = "high"
+    sockets_per_node: int = 2
+    objective: Objective = "gpu"
+    prices: tuple[float, float] = (1.0, 0.05)
+    described: str = ""
 
-    def of(self, gpus: int, sockets: int) -> float:
-        return gpus * self.gpu + sockets * self.socket
+    def cost(self, gpus: int, sockets: int) -> tuple[float, float]:
+        """Return what is to be least, and then what is."""
+        price = self.price(gpus, sockets)
+        return (gpus, price) if self.objective == "gpu" else (price, gpus)
+
+    def price(self, gpus: int, sockets: int) -> float:
+        return gpus * self.prices[0] + sockets * self.prices[1]
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,6 @@ class InstanceGroup:
     degrees: Degrees
     count: int
     sockets: int
-    """Sockets of each, beside those of its own host."""
     goodput: float
     """Requests per second of each, by itself."""
 
@@ -77,9 +88,8 @@ class PlacementPlan:
     instances: tuple[InstanceGroup, ...]
     goodput: float
     """Requests per second that they carry."""
-    load: Load
+    asked: Question
     run: GoodputRun
-    """Run at the rate that they were made for."""
     segments: int = 1
     """Nodes that a pair is spread over."""
 
@@ -94,29 +104,29 @@ class PlacementPlan:
     @cached_property
     def counted(self) -> list[RequestTimes]:
         """Requests of the run that decide whether the SLO is kept."""
-        return self.run.counted(self.load.residence_s)
+        return self.run.counted(self.asked.load.residence_s)
 
     @property
-    def share(self) -> float:
-        return self.load.slo.share(self.counted)
+    def attainment(self) -> float:
+        return self.asked.load.slo.share(self.counted)
 
     @cached_property
-    def is_carried(self) -> bool:
-        return self.load.is_carried(self.run)
+    def keeps_slo(self) -> bool:
+        is_here = self.num_gpus <= self.asked.hardware.num_gpus
+        return is_here and self.asked.load.is_carried(self.run)
 
     @cached_property
     def quantiles(self) -> tuple[float, float]:
-        """TTFT and TPOT at the attainment."""
-        return self.load.slo.quantiles(self.counted)
+        return self.asked.load.slo.quantiles(self.counted)
 
     @property
     def binds(self) -> str:
         """The limit that the requests come nearer to."""
-        (ttft_s, tpot_s), slo = self.quantiles, self.load.slo
+        (ttft_s, tpot_s), slo = self.quantiles, self.asked.load.slo
         return "ttft" if ttft_s / slo.ttft_s >= tpot_s / slo.tpot_s else "tpot"
 
     @property
-    def gpu_goodput(self) -> float:
+    def goodput_per_gpu(self) -> float:
         return self.goodput / self.num_gpus
 
     def carried_by(self, gpus: int) -> float:
@@ -133,8 +143,9 @@ class PlacementPlan:
             most = max(most, carried)
         return most
 
-    def price(self, prices: PlacementPrices) -> float:
-        return prices.of(self.num_gpus, self.num_sockets)
+    @property
+    def price(self) -> float:
+        return self.asked.price(self.num_gpus, self.num_sockets)
 
 
 @dataclass(frozen=True)
@@ -147,12 +158,7 @@ class Chosen:
 
 @dataclass
 class Search:
-    hardware: InstanceHardware
-    load: Load
-    rate: float
-    """Requests per second to carry."""
-    objective: Objective = "gpu"
-    prices: PlacementPrices = field(default_factory=PlacementPrices)
+    asked: Question
     progress: Callable[[str], object] = lambda _: None
     limits: dict[Degrees, tuple[int, int]] = field(default_factory=dict)
     """Where more sockets than there may be would do with fewer instances: the chosen number of
@@ -165,15 +171,16 @@ class Search:
         found = self._goodputs.get((kind, what, sockets))
         if found is None:
             run, most = self.simulated(kind, what, sockets)
-            most = min(self.rate, most)
-            found = greatest_rate(self.load, lambda r: run(r, 1), most, self.rate)
+            rate = self.asked.rate
+            found = greatest_rate(self.asked.load, lambda r: run(r, 1), min(rate, most), rate)
             self._goodputs[kind, what, sockets] = found
         return found
 
     def fewest(self, kind: Kind, what: What, sockets: int, most: int) -> int:
         """Return the fewest, up to ``most``, that carry the rate together. 0 if none do."""
         run, most_each = self.simulated(kind, what, sockets)
-        least = whole(self.rate / most_each)
+        asked = self.asked
+        least = whole(asked.rate / most_each)
         if least > most:
             return 0
         self._num_found += 1
@@ -181,14 +188,14 @@ class Search:
 
         def carry(count: int) -> bool:
             # Of more than there are GPUs for, one is simulated with its part of the rate.
-            together = count if count * what.num_gpus <= self.hardware.num_gpus else 1
-            requests = self.load.requests(self.rate * together / count)
-            return self.load.is_carried(run(requests, together))
+            together = count if count * what.num_gpus <= asked.hardware.num_gpus else 1
+            requests = asked.load.requests(asked.rate * together / count)
+            return asked.load.is_carried(run(requests, together))
 
         if most == _MAX_INSTANCES:
             # As many as one's goodput says. With queues of their own it may take some more.
             goodput = self.goodput(kind, what, sockets)
-            most = whole(self.rate / goodput) if goodput else 0
+            most = whole(asked.rate / goodput) if goodput else 0
             while 0 < most < _MAX_INSTANCES and not carry(most):
                 most += 1 + most // 8
         if most and carry(most):
@@ -199,12 +206,13 @@ class Search:
         """Return what runs requests through a number of them, and about the most requests per
         second of one. Prompts alone are judged by TTFT, tokens alone by TPOT."""
         most, prefill, decode = math.inf, list[PrefillSpec](), list[DecodeSpec]()
+        hardware = self.asked.hardware
         if kind != "decode":
-            prefill = [self.hardware.prefill(what.prefill)]
-            prompts = prompts_of(prefill[0].batch_tokens, self.hardware.mean_prompt)
+            prefill = [hardware.prefill(what.prefill)]
+            prompts = prompts_of(prefill[0].batch_tokens, hardware.mean_prompt)
             most = _SLACK * len(prompts) / prefill[0].times.prefill_s(prompts)
         if kind != "prefill":
-            decode = [self.hardware.decode(what.decode, sockets)]
+            decode = [hardware.decode(what.decode, sockets)]
             most = min(most, self._max_decoding(decode[0]))
         if kind == "both":
             return lambda r, num: simulate_colocated(r, decode * num, STEP_TOKENS), most
@@ -212,7 +220,7 @@ class Search:
 
     def _max_decoding(self, spec: DecodeSpec) -> float:
         """Return requests per second of the largest batch that keeps the TPOT at mean contexts."""
-        draw, tpot_s = self.load.draw, self.load.slo.tpot_s
+        draw, tpot_s = self.asked.load.draw, self.asked.load.slo.tpot_s
         context = round(draw.mean_prompt + draw.mean_output / 2)
         room = max(1, spec.capacity_tokens // round(draw.mean_prompt + draw.mean_output))
         most, num = 0.0, 1
@@ -225,23 +233,19 @@ class Search:
         return _SLACK * most
 
     def degrees(self) -> list[Degrees]:
-        found = [each for each in self.hardware.instances() if self.hardware.fits(each)]
+        hardware = self.asked.hardware
+        found = [each for each in hardware.instances() if hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 
     def _cost(self, chosen: Chosen) -> tuple[float, float]:
-        gpus = chosen.count * chosen.what.num_gpus
-        price = self.prices.of(gpus, chosen.count * chosen.sockets)
-        return (gpus, price) if self.objective == "gpu" else (price, gpus)
+        count = chosen.count
+        return self.asked.cost(count * chosen.what.num_gpus, count * chosen.sockets)
 
     def cheapest(
         self, kind: Kind, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
     ) -> Chosen | None:
-        """Return what carries the rate at the least cost. None if nothing does.
-
-        Args:
-            candidates: Instances or pairs, and the sockets of each.
-            than: What the result must be cheaper than.
-        """
+        """Return what carries the rate at the least cost, and below that of ``than``, or None. The
+        candidates are instances or pairs, each with the sockets of one."""
         best, least = None, (math.inf, math.inf) if than is None else self._cost(than)
         for what, sockets in candidates:
             most = self._most_below(least, what, sockets)
@@ -267,7 +271,7 @@ class Search:
         best = self.cheapest(kind, self._with_sockets(whats, sockets_per_node))
         if best is not None:
             tried = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}
-            every = self.hardware.sockets(best.what.decode, limited=False)
+            every = self.asked.hardware.sockets(best.what.decode, limited=False)
             beyond = ((best.what, count) for count in every if count > max(tried))
             cheaper = self.cheapest(kind, beyond, best)
             if cheaper is not None:
@@ -277,34 +281,33 @@ class Search:
     def _with_sockets(
         self, whats: Iterable[What], sockets_per_node: int | None
     ) -> Iterator[tuple[What, int]]:
-        share = None
+        share, hardware = None, self.asked.hardware
         for what in whats:
             if sockets_per_node is not None:
-                share = sockets_per_node * what.num_gpus // self.hardware.gpus_per_node
-            if self.hardware.fits_on_device(what.decode):
+                share = sockets_per_node * what.num_gpus // hardware.gpus_per_node
+            if hardware.fits_on_device(what.decode):
                 yield what, 0
-            for sockets in self.hardware.sockets(what.decode, share):
+            for sockets in hardware.sockets(what.decode, share):
                 yield what, sockets
 
     def group(self, role: Role, chosen: Chosen) -> InstanceGroup:
         """Return the instances of one role. One by itself carries at least its share."""
         what, sockets = chosen.what, 0 if role == "prefill" else chosen.sockets
-        goodput = max(self.goodput(role, what, sockets), self.rate / chosen.count)
+        goodput = max(self.goodput(role, what, sockets), self.asked.rate / chosen.count)
         degrees = what.prefill if role == "prefill" else what.decode
         return InstanceGroup(role, degrees, chosen.count, sockets, goodput)
 
     def run(self, kind: Kind, chosen: Chosen) -> GoodputRun:
         run, _ = self.simulated(kind, chosen.what, chosen.sockets)
-        return run(self.load.requests(self.rate), chosen.count)
+        return run(self.asked.load.requests(self.asked.rate), chosen.count)
 
 
 def plan_colocated(search: Search, sockets_per_node: int | None = None) -> PlacementPlan | None:
-    """Plan instances for both phases. None if none keeps the SLO."""
     chosen = search.choose("both", search.degrees(), sockets_per_node)
     if chosen is None:
         return None
     group, run = search.group("both", chosen), search.run("both", chosen)
-    return PlacementPlan("colocated", (group,), chosen.count * group.goodput, search.load, run)
+    return PlacementPlan("colocated", (group,), chosen.count * group.goodput, search.asked, run)
 
 
 def plan_high_affinity(search: Search) -> PlacementPlan | None:
@@ -314,7 +317,8 @@ def plan_high_affinity(search: Search) -> PlacementPlan | None:
     Each phase alone keeps its limit for enough requests; both together may not. The phase that
     breaks more gets an instance more, a few times.
     """
-    hardware, load, degrees = search.hardware, search.load, search.degrees()
+    asked, degrees = search.asked, search.degrees()
+    hardware, load = asked.hardware, asked.load
     best_prompts = search.cheapest("prefill", ((each, 0) for each in degrees))
     best_tokens = search.choose("decode", degrees) if best_prompts is not None else None
     if best_prompts is None or best_tokens is None:
@@ -322,7 +326,7 @@ def plan_high_affinity(search: Search) -> PlacementPlan | None:
     prefill, decode = search.group("prefill", best_prompts), search.group("decode", best_tokens)
     first = hardware.prefill(prefill.degrees)
     second = hardware.decode(decode.degrees, decode.sockets)
-    requests = load.requests(search.rate)
+    requests = load.requests(asked.rate)
     while True:
         run = simulate(requests, [first] * prefill.count, [second] * decode.count)
         broken = [each for each in run.counted(load.residence_s) if not load.slo.is_met_by(each)]
@@ -335,14 +339,15 @@ def plan_high_affinity(search: Search) -> PlacementPlan | None:
         more = replace(more, count=more.count + 1)
         prefill, decode = (more, decode) if is_first_late else (prefill, more)
     goodput = min(each.count * each.goodput for each in (prefill, decode))
-    return PlacementPlan("disaggregated", (prefill, decode), goodput, load, run)
+    return PlacementPlan("disaggregated", (prefill, decode), goodput, asked, run)
 
 
 def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | None:
     """Plan pairs whose segments stay on a node, as algorithm 2 has them, with their part of its
     sockets. None if no pair keeps the SLO."""
-    hardware = replace(search.hardware, crosses_nodes=False)
-    search = replace(search, hardware=hardware, _goodputs={})
+    asked = search.asked
+    hardware = replace(asked.hardware, crosses_nodes=False)
+    search = replace(search, asked=replace(asked, hardware=hardware), _goodputs={})
     every = sorted(hardware.pairs(), key=lambda each: (each.num_gpus, each))
     pairs = [each for each in every if hardware.fits(each.prefill) and hardware.fits(each.decode)]
     chosen = search.choose("pair", pairs, sockets_per_node)
@@ -352,5 +357,5 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     assert isinstance(pair, Pair)
     roles: tuple[Role, ...] = ("prefill", "decode")
     run, groups = search.run("pair", chosen), tuple(search.group(role, chosen) for role in roles)
-    goodput = max(search.rate, chosen.count * search.goodput("pair", pair, chosen.sockets))
-    return PlacementPlan("disaggregated", groups, goodput, search.load, run, pair.pp_cross)
+    goodput = max(asked.rate, chosen.count * search.goodput("pair", pair, chosen.sockets))
+    return PlacementPlan("disaggregated", groups, goodput, asked, run, pair.pp_cross)

@@ -18,7 +18,6 @@ from functools import partial
 
 from cost_model.goodput.instances import (
     UNLIMITED,
-    ColocatedInstance,
     DecodeInstance,
     DecodeSpec,
     PrefillInstance,
@@ -53,7 +52,6 @@ MIN_WARMED_UP = 200
 @dataclass
 class GoodputRun:
     times: list[RequestTimes]
-    """Times of the requests in order of arrival."""
     total_s: float = 0.0
     prefill_busy: list[float] = field(default_factory=list)
     """Share of the time that each instance's first stage was busy."""
@@ -61,7 +59,6 @@ class GoodputRun:
     link_busy: list[float] = field(default_factory=list)
     """The same of prefill instances' ports."""
     most_buffered: int = 0
-    """Most tokens in a prefill instance's buffer."""
 
     def counted(self, since_s: float = 0.0) -> list[RequestTimes]:
         """Return the requests without the warm-up, where enough are left: the first tenth, and all
@@ -95,7 +92,6 @@ class _Request:
     first_s: float = 0.0
     ended_s: float = 0.0
     instance: int = 0
-    """Prefill instance."""
 
     def times(self) -> RequestTimes:
         tpot_s, decoding_s = None, self.ended_s - self.first_s
@@ -109,7 +105,7 @@ class _Cluster:
         self.clock = VirtualClock()
         self.requests: dict[int, _Request] = {}
         self.prefill = [PrefillInstance(self.clock, spec, self._prefilled) for spec in prefill]
-        self.decode = [DecodeInstance(self.clock, spec.times, self._decoded) for spec in decode]
+        self.decode = [DecodeInstance(self.clock, spec, self._decoded) for spec in decode]
         self._decoding: dict[int, int] = {}
         self._opens_at_once = [spec.opens_at_once for spec in decode]
         self._out = [TransferPort(spec.times.times) for spec in prefill]
@@ -209,11 +205,7 @@ def simulate_colocated(
 ) -> GoodputRun:
     """Run instances for both phases. A request goes to the one with the least KV that is reserved,
     or wanted by the requests that wait there. ``Dispatcher`` does so while there is capacity;
-    without, it keeps requests, or has prompts run alone.
-
-    Args:
-        step_tokens: Most prompt tokens of a step.
-    """
+    without, it keeps requests, or has prompts run alone."""
     clock = VirtualClock()
     known: dict[int, _Request] = {}
 
@@ -228,7 +220,7 @@ def simulate_colocated(
     def arrive(job: DispatchJob) -> None:
         min(engines, key=lambda engine: engine.fullness).put(job)
 
-    engines = [ColocatedInstance(clock, spec, step_tokens, first, done) for spec in instances]
+    engines = [DecodeInstance(clock, spec, done, first, step_tokens) for spec in instances]
     for number, (arrived_s, prompt, output) in enumerate(requests):
         known[number] = _Request(arrived_s, output)
         clock.at(arrived_s, partial(arrive, DispatchJob(number, prompt, prompt + output)))
@@ -240,13 +232,10 @@ def simulate_colocated(
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and the limits that they are to keep."""
-
     draw: Draw
     slo: Slo
     how: Attainment = "both"
     min_requests: int = MIN_REQUESTS
-    """Fewest requests of a run."""
 
     @property
     def residence_s(self) -> float:

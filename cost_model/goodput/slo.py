@@ -44,7 +44,6 @@ class Slo:
     ttft_s: float
     tpot_s: float
     attainment: float = 0.9
-    """The share of requests that must meet the limits."""
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
@@ -59,12 +58,8 @@ class Slo:
     def parse(
         cls, text: str, attainment: float = 0.9, option: str = "slo", *, needs_both: bool = True
     ) -> Slo:
-        """Read ``ttft=400ms,tpot=40ms``, or one of ``PRESETS``. Times have units.
-
-        Args:
-            option: The parameter that the text was given as, for errors.
-            needs_both: False takes one limit alone.
-        """
+        """Read ``ttft=400ms,tpot=40ms``, or one of ``PRESETS``. Times have units. ``option`` is the
+        parameter that errors name."""
         found: dict[str, float] = {}
         for part in PRESETS.get(text, text).split(","):
             name, _, value = part.strip().partition("=")

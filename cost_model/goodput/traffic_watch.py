@@ -14,7 +14,6 @@ from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import MAX_CV
 
 MAX_REQUESTS = 10_000
-"""Most requests of a window that count."""
 _CHECKS = 10
 """Checks in the time of a window."""
 SURE = 3.0
@@ -31,8 +30,6 @@ class FinishedRequest:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its standard error."""
-
     value: float
     error: float
 
@@ -50,30 +47,19 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Arrivals as a gamma process, lengths, and the share that kept the SLO."""
-
     rate: Estimate
-    """Requests per second."""
     cv: Estimate
-    """Coefficient of variation of the gaps."""
     prompts: Estimate
-    """Tokens."""
     outputs: Estimate
     lengths: tuple[tuple[int, int], ...]
-    """Prompt and output tokens of finished requests."""
     kept: Estimate
-    """Share of finished requests that kept the SLO."""
 
 
 def traffic(
     arrived_s: Sequence[float], finished: Sequence[FinishedRequest], slo: Slo, now_s: float
 ) -> Traffic:
-    """Return the traffic of a window up to now.
-
-    Args:
-        arrived_s: Arrivals in the window, rising. Two at least.
-        finished: Requests that finished in it, in that order. One at least.
-    """
+    """Return the traffic of a window up to now. It needs two arrivals, rising, and a finished
+    request."""
     num = len(arrived_s)
     rate = num / max(now_s - arrived_s[0], 1e-9)
     gaps = np.diff(np.asarray(arrived_s))
@@ -120,12 +106,8 @@ class ReplanTrigger:
 
 
 class TrafficWatch:
-    """Decides from arrivals and finished requests when roles must be judged again.
-
-    Args:
-        slo: Limits that requests are to keep.
-        now_s: Time of the clock that all other times are of.
-    """
+    """Decides from arrivals and finished requests when roles must be judged again. All times are of
+    one clock."""
 
     def __init__(self, slo: Slo, rules: WatchRules, now_s: float) -> None:
         self.slo = slo
@@ -135,7 +117,6 @@ class TrafficWatch:
         self._planned: Traffic | None = None
         """Traffic that the present roles were judged for."""
         self._window_at = now_s
-        """Start of what counts."""
         self._check_at = now_s
         self._judged_at = now_s
         self._is_asked = False

@@ -43,7 +43,6 @@ class Draw:
     gaps: tuple[float, ...]
     """Before each request. Divided by a rate, they are seconds."""
     lengths: tuple[tuple[int, int], ...]
-    """Prompt and output tokens."""
 
     def at(self, rate: float, num_requests: int | None = None) -> list[tuple[float, int, int]]:
         """Return seconds of arrival, prompt and output tokens, by arrival.
@@ -117,7 +116,6 @@ class Lengths:
 
     mean: float
     log_spread: float = 0.0
-    """Standard deviation of the logarithms."""
 
     @classmethod
     def parse(cls, option: str, text: str) -> Lengths:

@@ -25,11 +25,8 @@ _WHERE = {"gpu": "GPU", "r": "R-workers", "hybrid": "both"}
 class Choice:
     name: str
     headline: Headline
-    """Headline of one system."""
     copies: int
-    """Systems side by side."""
     num_stages: int
-    """Stages of each system."""
     job: Job
     """A million output tokens."""
     is_without_gpu: bool = False
@@ -37,7 +34,6 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float:
-        """Sum over all systems."""
         return self.copies * self.headline.tokens_per_s
 
     @property
@@ -51,7 +47,6 @@ class Choice:
 
     @property
     def sockets(self) -> int:
-        """Sum over all systems."""
         return self.systems * (self.headline.sockets + self.is_without_gpu)
 
     @property
@@ -75,11 +70,7 @@ def choose(
     prices: Prices | None,
     by: str = "tokens",
 ) -> Choices:
-    """Find the best answer of each part to one question.
-
-    Args:
-        by: what is best: one of ``SORTS``.
-    """
+    """Find the best answer of each part to one question, by one of ``SORTS``."""
     found, left_out = [], {}
     for name, setup in setups:
         try:
@@ -98,13 +89,8 @@ def choose(
 def arrange(
     setup: Setup, num_gpus: int, goal: Goal, plan: PlanOf, prices: Prices | None, by: str = "tokens"
 ) -> Choices:
-    """Find what each way to use the GPUs and sockets at hand gives: systems side by side, of
-    stages, of GPUs that share every layer.
-
-    Args:
-        setup: one GPU's.
-        by: what is best of the placements of one way: one of ``SORTS``.
-    """
+    """Find what each way to use the GPUs and sockets at hand gives: systems side by side, stages,
+    GPUs that share every layer. ``setup`` is one GPU's, ``by`` one of ``SORTS``."""
     if goal.max_sockets is None:
         raise ConfigError("how many CPU sockets are there? Give ", Given("max_sockets"))
     found, left_out = [], {}
@@ -130,7 +116,6 @@ def arrange(
 
 
 def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
-    """Yield GPUs that share every layer, stages, and systems."""
     spec = setup.spec
     for tp in (1, *([] if setup.is_without_gpu else split_counts(spec, 1))):
         if gpus % tp:
@@ -144,7 +129,6 @@ def _best(
     name: str, sizing: Sizing, prices: Prices | None, by: str,
     copies: int = 1, num_stages: int = 1, most_sockets: int = MAX_SOCKETS,
 ) -> Choice | str:  # fmt: skip
-    """Return the best placement, or why there is none."""
     found = []
     placed = [each for each in sizing.headlines if each.sockets <= most_sockets]
     if by == "tokens" and placed:

@@ -23,7 +23,6 @@ class Constraint:
     min_sockets: int | None
     """0 if satisfied without any. None if no number of sockets satisfies it."""
     detail: str
-    """The numbers behind it, in words."""
     mend: str
 
 
@@ -176,7 +175,9 @@ def _room_and_latency(
             "latency",
             sockets_for(cycle_s, limit_s / system.costs.num_layers),
             f"a step of {lanes} {'lanes' if lanes > 1 else 'lane'} takes {best} at best; {allowed}",
-            "a smaller batch, fewer lanes, a faster GPU",
+            "a smaller batch, fewer lanes, a faster GPU"
+            if lanes * lane_batch > 1
+            else "a faster GPU, or more of them",
         )
     return (
         Constraint(

@@ -18,11 +18,7 @@ S_HOST = "s0"
 
 def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
     """Return file name → text: run.sh for mpirun, job.sbatch for Slurm, hostfile and rankfile with
-    the same placement for other launch lines, and the plan itself.
-
-    Args:
-        model: The model's directory, as ``fastdecode generate --model`` takes it.
-    """
+    the same placement for other launch lines, and the plan itself."""
     plan, num_gpus = sizing.plan, sizing.setup.num_gpus
     assert plan is not None
     full, rest = divmod(plan.sockets, plan.sockets_per_host)

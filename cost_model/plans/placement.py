@@ -117,7 +117,6 @@ class Hybrid:
 
     @property
     def tpot_s(self) -> float:
-        """TPOT of the slower side."""
         return max(self.home_tpot_s, self.away_tpot_s or 0.0)
 
 
@@ -152,7 +151,6 @@ def best_hybrid(
 
 
 def hybrid_on(system: System, plan: Hybrid) -> Hybrid:
-    """Predict the sequences and sockets of ``plan`` on another system."""
     layout, layers = Layout(plan.layout), system.costs.num_layers
     lane_batch = -(-plan.away // max(1, layout.num_away_lanes))
     costs = costs_of(system, lambda num: layers * system.s_s(num), lane_batch, plan.sockets)
@@ -279,12 +277,8 @@ def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
 
 
 def gpu_like(name: str, memory_bytes: int, usable: float, hardware: Hardware) -> tuple[Gpu, bool]:
-    """Return a GPU by its driver's name with this memory, and True if it is known. An unknown one
-    is taken for one of its size.
-
-    Args:
-        usable: Usable part of the memory.
-    """
+    """Return a GPU by its driver's name, and True if it is known. An unknown one is taken for
+    one of its size."""
     known = hardware.printed_gpu(name)
     gpu = known or hardware.gpu(_LARGE if memory_bytes >= _LARGE_BYTES else _SMALL)
     part = Efficiency(min(0.999, max(0.001, usable)), "what is free of it")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
 from cost_model.predict import MAX_LANES, System
@@ -28,6 +30,9 @@ MAX_REQUESTS = 10**12
 MAX_SECONDS = 30 * 24 * 3600.0
 MAX_PRICES_BYTES = 1 << 20
 
+PriceTable: TypeAlias = Annotated[
+    dict[str, Annotated[float, Meta(gt=0, lt=1e6)]], Meta(min_length=1)
+]
 GpuSource: TypeAlias = Gpu | SProfile
 CpuSource: TypeAlias = Cpu | RProfile
 NicSource: TypeAlias = Nic | NetProfile
@@ -35,8 +40,6 @@ NicSource: TypeAlias = Nic | NetProfile
 
 @dataclass(frozen=True)
 class Setup:
-    """A model on hardware, with a workload."""
-
     spec: ModelSpec
     dtype: DType
     kv_dtype: str
@@ -116,8 +119,11 @@ class Setup:
             r = RPartModel.from_cpu(cpu, costs, dram_bytes)
         else:
             r = RPartModel.from_profile(cpu, costs)
+        if self.is_without_gpu:  # a CPU attends as the R-workers' do
+            read = costs.kv_layer_bytes / r.token_s
+            s = replace(s, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
         return System(
-            s=s.without_gpu(r, costs) if self.is_without_gpu else s,
+            s=s,
             r=r,
             link=LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic),
             num_nics=self.num_nics,
@@ -142,8 +148,6 @@ def _requests(text: str) -> int:
 
 @dataclass(frozen=True)
 class Goal:
-    """What to hold, and how to choose among what holds."""
-
     latency_s: float | None = option(
         None, "most seconds for a whole sequence, or like 30s, 800ms", flag="--latency",
         read=duration, low=1e-6, high=MAX_SECONDS, unit="seconds", metavar="S",
@@ -202,31 +206,26 @@ class Goal:
 
     @property
     def gain(self) -> float:
-        """``min_gain``, or its default."""
         if self.min_gain is not None:
             return self.min_gain
         return 0.10 if self.max_sockets is None else 0.01
 
 
-@dataclass(frozen=True)
-class Prices:
+class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Money an hour, by hardware name. ``default`` stands for every other name."""
 
-    currency: str
-    gpu_per_hour: Mapping[str, float]
-    socket_per_hour: Mapping[str, float]
+    gpu_per_hour: PriceTable
+    socket_per_hour: PriceTable
+    currency: Annotated[str, Meta(min_length=1, max_length=8)] = "USD"
 
     def of(self, kind: Literal["gpu", "socket"], name: str) -> float:
-        """
-        Raises:
-            ConfigError: If there is no such price.
-        """
-        table: Mapping[str, float] = getattr(self, f"{kind}_per_hour")
+        """Raises ConfigError: If there is no such price."""
+        table = self.gpu_per_hour if kind == "gpu" else self.socket_per_hour
         price = table.get(name, table.get("default"))
         if price is None:
             words = f' has no {kind}_per_hour for {name!r} and no "default"'
             raise ConfigError(Given("prices"), words)
-        return float(price)
+        return price
 
     @classmethod
     def read(cls, path: Path) -> Prices:
@@ -236,29 +235,14 @@ class Prices:
         """
 
         def refuse(why: str) -> ConfigError:
-            return ConfigError(Given("prices", str(path)), why)
+            return ConfigError(Given("prices", str(path)), f" (TOML, or JSON by its suffix): {why}")
 
-        tree = read_object(
-            path,
-            most_bytes=MAX_PRICES_BYTES,
-            refuse=lambda why: refuse(f" (TOML, or JSON by its suffix): {why}"),
-            parse=json.loads if path.suffix == ".json" else parse_toml,
-        )
-        names = ("gpu_per_hour", "socket_per_hour")
-        if set(tree) - {"currency", *names}:
-            raise refuse(' may hold "currency", "gpu_per_hour" and "socket_per_hour" only')
-        currency, tables = tree.get("currency", "USD"), [tree.get(name, {}) for name in names]
-        if not isinstance(currency, str) or not 0 < len(currency) <= 8:
-            raise refuse(': "currency" must be a short string')
-        for name, table in zip(names, tables, strict=True):
-            if not isinstance(table, dict) or not table:
-                words = 'must be a table of prices by hardware name, or "default"'
-                raise refuse(f': "{name}" {words}')
-            for key, value in table.items():
-                if type(value) not in (int, float) or not 0 < value < 1e6:
-                    words = f"{value!r} is not a price an hour above 0 and below 1e6"
-                    raise refuse(f": {name}.{key} = {words}")
-        return cls(currency, *tables)
+        parse = json.loads if path.suffix == ".json" else parse_toml
+        tree = read_object(path, most_bytes=MAX_PRICES_BYTES, refuse=refuse, parse=parse)
+        try:
+            return msgspec.convert(tree, cls)
+        except msgspec.ValidationError as error:
+            raise refuse(f"it is no table of prices an hour by hardware name: {error}") from None
 
 
 def split_counts(spec: ModelSpec, more_than: int) -> list[int]:

@@ -155,7 +155,6 @@ def _answer(sizing: Sizing) -> str:
 
 
 def _details(sizing: Sizing, headline: Headline) -> Iterator[tuple[str, str]]:
-    """Yield lines about the headline's own placement."""
     goal, served, queue_s = sizing.goal, sizing.served, 0.0
     if served is not None:
         queue_s = served.queue_s

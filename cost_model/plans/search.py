@@ -37,14 +37,12 @@ _NEAR_FEWEST = 1.25
 @dataclass(frozen=True)
 class Plan:
     batch: int
-    """Sequences of all lanes."""
     lane_batch: int
     """Sequences of the largest lane: the paper's B."""
     lanes: int
     sockets: int
     """R-workers, one a socket, spare ones included."""
     spare_sockets: int
-    """Sockets that may be lost."""
     sockets_per_host: int
     expected: StepPrediction
     fast: StepPrediction
@@ -53,13 +51,11 @@ class Plan:
     """If every input is worse than thought by its own error."""
     constraints: tuple[Constraint, ...]
     kv_bytes: float
-    """KV cache of all R-workers."""
     s_memory_bytes: float
     load_limit_tokens: int
     """W_lim: cached tokens of one lane that the R-workers keep up with."""
 
     def on(self, system: System, sockets: int) -> StepPrediction:
-        """Predict the plan's batch on another system or number of sockets."""
         return system.predict(self.lane_batch, self.lanes, sockets, self.batch)
 
     @property
@@ -214,7 +210,6 @@ class Search:
         return constraints(self.system, lane_batch, lanes, goal, cycle_s)
 
     def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
-        """Return a plan. ``working``: sockets without spare ones."""
         system, goal = self.system, self.goal
         sockets, batch = working + goal.survive, self.batch(lane_batch, lanes)
         return Plan(

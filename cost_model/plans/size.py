@@ -86,13 +86,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Job:
-    """What the output tokens of a job cost at the headline's rate."""
-
     hours: float
     kwh: float | None
     """GPUs and sockets at their rated power. None if a profile has none."""
     money: float | None
-    """None without prices."""
 
 
 @dataclass(frozen=True)
@@ -105,19 +102,15 @@ class Pace:
 
 @dataclass(frozen=True)
 class Headline:
-    """One placement of the KV cache, and what it gives."""
-
     kv_placement: str
     """gpu, r or hybrid."""
     tokens_per_s: float
     sockets: int
     batch: int
     tpot_s: float
-    """TPOT of the slower side."""
     ttft_s: float
     """To the first token: half a step until the next one starts, the prompt, and a step."""
     latency_s: float
-    """Seconds of a whole sequence."""
     fast: Pace
     """If every input is better than thought by its own error."""
     slow: Pace
@@ -126,12 +119,9 @@ class Headline:
 
 @dataclass(frozen=True)
 class Served:
-    """What users get who read an answer for ``think_s`` before they ask again."""
-
     users: int
     think_s: float
     running: int
-    """Sequences that run at once."""
     requests_per_s: float
     queue_s: float
     """Seconds that a request waits for its start, beside what is running."""
@@ -150,7 +140,6 @@ class Sizing:
     in_the_way: tuple[Constraint, ...]
     """If infeasible: the constraints that no candidate satisfies."""
     nearest: str
-    """If infeasible: what would have to give."""
     gpu_only: GpuOnly | None
     """None if the GPU alone can't run it."""
     hybrid: Hybrid | None
@@ -159,18 +148,14 @@ class Sizing:
     most_tokens_per_s: float
     """Most of any batch on R-workers. The plan gives nearly as many."""
     over_sockets: tuple[StepPrediction, ...] = ()
-    """The plan's batch over rising numbers of sockets."""
     what_ifs: tuple[WhatIf, ...] = ()
     verdict: Verdict | None = None
     cost: Cost | None = None
     job: Job | None = None
-    """Hours and costs of the goal's requests, at the headline's rate."""
     served: Served | None = None
-    """The goal's users, by the headline."""
 
     @property
     def headlines(self) -> tuple[Headline, ...]:
-        """Each placement of the KV cache that can run."""
         found, slow, fast = [], self.system.scaled(+1), self.system.scaled(-1)
         alone, plan, both = self.gpu_only, self.plan, self.hybrid
         if alone is not None:
@@ -222,10 +207,6 @@ def size(
     setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Prices | None = None
 ) -> Sizing:
     """Find the plan, and what surrounds it: the GPU alone, both sides, what-ifs, costs.
-
-    Args:
-        hardware: for the what-if of a faster NIC; None leaves it out.
-        prices: for the cost of a million tokens.
 
     Raises:
         ConfigError: If a profile doesn't fit the model, or a price is missing.

@@ -23,11 +23,7 @@ PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
 
 
 def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Sizing:
-    """Plan the stage that sets the pace of all.
-
-    Args:
-        plan: Answers the question about one stage.
-    """
+    """Plan the stage that sets the pace of all. ``plan`` answers the question about one stage."""
     first, *others = layers_of_stages(setup.spec, num_stages)
     asked = _stage_goal(goal, num_stages)
     questions = [replace(setup, spec=stage_spec(setup.spec, first))]
@@ -81,7 +77,6 @@ def _stages(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[dict[str,
 
 
 def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
-    """Return all stages together. None if one of them has no plan."""
     plan = sizing.plan
     if plan is None:
         return None

@@ -1,7 +1,4 @@
-"""``fastdecode cache``: show, verify or clear conversations and KV blocks on disk.
-
-Exit codes: 0; 1 something is damaged; 2 usage, or there is nothing.
-"""
+"""``fastdecode cache``: show, verify or clear conversations and KV blocks on disk."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ EXIT_DAMAGED = 1
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What is shown, and what is done to it."""
-
     place: Path = option(REQUIRED, "the directory, or the file", flag="place", metavar="DIR")
     verify: bool = switch(
         "say only whether it is whole; exit code 1: it isn't", is_alternative=True
@@ -50,7 +45,6 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cache(args: argparse.Namespace) -> int:
-    """Show, verify or clear what is kept. Return the exit code."""
     from fastdecode.conversations.store import clear, file_of, inspect
     from rworker.tiers.disk import slot_files
 
@@ -70,7 +64,6 @@ def run_cache(args: argparse.Namespace) -> int:
 
 
 def _of_blocks(args: argparse.Namespace) -> int:
-    """Show, verify or clear R-workers' files. Return the exit code."""
     from rworker.tiers.inspection import clear_blocks, inspect_blocks
 
     found = inspect_blocks(args.place, verify=args.verify)

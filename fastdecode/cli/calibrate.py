@@ -1,9 +1,4 @@
-"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with.
-
-``s`` measures the S-part of a model on a device and needs torch. ``r`` measures the R-part of
-its head shape on this host. ``net`` measures the link to an R-worker, of an MPI job or at an
-address.
-"""
+"""``fastdecode calibrate``: measure this machine, for ``fastdecode size`` to plan with."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.core.config.options import REQUIRED, check_options, option
+from fastdecode.core.config.options import REQUIRED, option
 from fastdecode.core.errors import imports_for
 
 if TYPE_CHECKING:
@@ -48,7 +43,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _several(default: str) -> Any:
-    """Return an option of several sizes. ``default``: what the help says."""
     return option((), default, read=_sizes, metavar="N,N,...")
 
 
@@ -59,9 +53,6 @@ class _Measurement:
         "auto", "weights and activations; auto is the checkpoint's", metavar="DTYPE"
     )
     repeats: int = option(9, "of each size", low=1, high=10_000)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,6 @@ class _PartOfHost(_Measurement):
 
 @dataclass(frozen=True)
 class SMeasurement(_PartOfHost):
-    """What is measured of the S-part."""
-
     device: str = option("cpu", "cpu, cuda, cuda:1, ..., auto", metavar="DEVICE")
     batches: tuple[int, ...] = _several("batch sizes (default: 1,2,4,...,256)")
     prompts: tuple[int, ...] = _several("prompt lengths (default: 16,64,256,1024)")
@@ -88,8 +77,6 @@ class SMeasurement(_PartOfHost):
 
 @dataclass(frozen=True)
 class RMeasurement(_PartOfHost):
-    """What is measured of the R-part."""
-
     sequences: tuple[int, ...] = _several("on each R-worker (default: 1,4,16,64)")
     contexts: tuple[int, ...] = _several("tokens (default: 64,256,1024,4096)")
     max_memory_gb: float = option(2.0, "while measuring", low=1e-3, high=65536, unit="GB")
@@ -97,8 +84,6 @@ class RMeasurement(_PartOfHost):
 
 @dataclass(frozen=True)
 class NetMeasurement(_Measurement):
-    """What is measured of a link."""
-
     batches: tuple[int, ...] = _several("sequences (default: 1,16,64,256,1024)")
     r_worker: str | None = option(
         None, "tcp://HOST:PORT of an R-worker that waits for a job", metavar="ADDRESS"
@@ -135,7 +120,6 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate_s(args: argparse.Namespace) -> int:
-    """Measure the S-part. Return the exit code."""
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.core.doubts import doubts
     from fastdecode.core.measurement import ENOUGH
@@ -166,7 +150,6 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
 
 
 def run_calibrate_r(args: argparse.Namespace) -> int:
-    """Measure the R-part. Return the exit code."""
     from cost_model.fit import fit_decode
     from cost_model.shapes import read_model
     from fastdecode.core.doubts import doubts
@@ -210,7 +193,6 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
 
 
 def run_calibrate_net(args: argparse.Namespace) -> int:
-    """Measure the link to an R-worker. Return the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import LinkModel
     from fastdecode.core.doubts import doubts

@@ -1,7 +1,4 @@
-"""``fastdecode doctor``: check whether this host, and R-workers, are fit to run a job.
-
-Exit codes: 0 nothing is wrong (there may be warnings); 1 something is; 2 usage.
-"""
+"""``fastdecode doctor``: check whether this host, and R-workers, are fit to run a job."""
 
 from __future__ import annotations
 
@@ -18,28 +15,34 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct, structs
 
-from fastdecode.cli.options import (
-    add_exit_code_option,
-    add_options,
-    read_options,
-)
+from fastdecode.cli.launch import find_mpirun, vendor_of_mpirun
+from fastdecode.cli.options import add_exit_code_option, add_options, read_options
+from fastdecode.conversations.store import FILE, inspect
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.options import option, switch
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
+from fastdecode.core.host.cpus import cpu_quota
+from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
 from fastdecode.core.install import pip_command
+from fastdecode.measure.doctor import (
+    Finding,
+    ModelFacts,
+    WorkerFacts,
+    examine_all,
+    fail,
+    judge,
+    ok,
+    warn,
+)
+from fastdecode.measure.link import RConnection
+from fastdecode.measure.neighbours import NeighbourFacts, examine_neighbours
 from fastdecode.wire.mpi.job import join
-from fastdecode.wire.mpi.ranks import S_RANK, launched_size
-
-if TYPE_CHECKING:
-    from fastdecode.core.host.facts import HostFacts
-    from fastdecode.measure.doctor import Finding, WorkerFacts
-    from fastdecode.measure.link import RConnection
-    from fastdecode.measure.neighbours import NeighbourFacts
+from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, launched_size
 
 EXIT_FAILED = 1
 T = TypeVar("T")
@@ -51,25 +54,14 @@ _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"  # Open MPI's variable for its ne
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is checked besides this host."""
-
     model: str | None = option(None, "the model to be run: R-workers must serve it", metavar="DIR")
-    compile: bool = switch(
-        "compile what --model runs on this CPU, so that the first start need not"
-    )
+    compile: bool = switch("compile what --model runs on this CPU, before the first start")
     r_worker_addresses: tuple[str, ...] = option(
-        (),
-        "an R-worker's address, tcp://HOST:PORT; repeatable",
-        flag="--r-worker",
-        metavar="ADDRESS",
+        (), "R-worker at tcp://HOST:PORT; repeatable", flag="--r-worker", metavar="ADDRESS"
     )
-    key: str | None = option(
-        None, "the cluster's key, for R-workers on other hosts", metavar="FILE"
-    )
+    key: str | None = option(None, "the cluster's key, for R-workers elsewhere", metavar="FILE")
     conversations: Path | None = option(
-        None,
-        "where conversations are to be kept: whether they can be, and are whole",
-        metavar="DIR",
+        None, "where conversations are kept: whether they can be, and are whole", metavar="DIR"
     )
     cache_disk: Path | None = option(
         None, "where R-workers here are to keep KV blocks: how quick its disk is", metavar="DIR"
@@ -99,15 +91,12 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Ask, judge, print. Return the exit code."""
     options = read_options(args, DoctorOptions)
     if options.features:
         from fastdecode.core.config.features import refusals_as_text
 
         print(refusals_as_text())
         return 0
-    from fastdecode.core.host.facts import this_host
-
     here, findings = this_host(), []
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
@@ -137,10 +126,6 @@ def _examine(
 
     In the ranks of an MPI job but the first, serve as an R-worker and do not return.
     """
-    from fastdecode.core.host.cpus import cpu_quota
-    from fastdecode.core.host.facts import lacks_for_triton
-    from fastdecode.measure.doctor import ModelFacts, examine_all, fail, judge
-
     model = None if options.model is None else ModelFacts.read(options.model)
     if options.compile:
         yield _compiled(options.model)
@@ -185,9 +170,6 @@ def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:
 
 def _conversations(directory: Path) -> Finding:
     """Check that there is room for conversations, and that kept ones are whole."""
-    from fastdecode.conversations.store import FILE, inspect
-    from fastdecode.measure.doctor import fail, ok, warn
-
     check, path = "conversations", directory / FILE
     try:
         free_gb = shutil.disk_usage(directory).free / 1e9
@@ -214,7 +196,6 @@ def _compiled(directory: str | None) -> Finding:
     if directory is None:
         raise ConfigError("--compile needs --model DIR, whose shapes kernels are compiled for")
     from fastdecode.core.model.checkpoint import open_checkpoint
-    from fastdecode.measure.doctor import ok
     from rworker.attention import AttentionExecutor
     from rworker.compiling import ROW_LOOPS, prepared
     from rworker.stream.chunks import layout_of
@@ -242,7 +223,6 @@ def _compiled(directory: str | None) -> Finding:
 
 def _cache_disk(directory: Path) -> Finding:
     """Check that KV blocks can be kept there, and measure how fast they return."""
-    from fastdecode.measure.doctor import fail, ok, warn
     from rworker.tiers.inspection import inspect_blocks, measure_disk
 
     check = "cache disk"
@@ -273,24 +253,17 @@ def _cache_disk(directory: Path) -> Finding:
 def _reach_all(
     options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
 ) -> tuple[Sequence[RConnection | WorkerFacts], Sequence[str]]:
-    """Connect to every R-worker, at the addresses given or in this MPI job.
-
-    Args:
-        opened: Closes the connections.
-        found: Facts of R-workers that are known when it does.
+    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes.
 
     Returns:
         Their connections, or why there is none, and their addresses for each other.
     """
-    addresses, silence_s = options.r_worker_addresses, Cluster.worker_silence_s
+    addresses = options.r_worker_addresses
     if not addresses and launched_size() is None:
         return (), ()
     from fastdecode.engine.setup.workers import reach_addresses, reach_stage_ranks
-    from fastdecode.measure.doctor import WorkerFacts
 
     if not addresses:
-        from fastdecode.wire.mpi.ranks import StageRanks
-
         workers = reach_stage_ranks(0, StageRanks(1))
         connections = workers.hub.connections
 
@@ -304,7 +277,7 @@ def _reach_all(
     workers = reach_addresses(
         addresses,
         key_file=options.key,
-        silence_s=silence_s,
+        silence_s=Cluster.worker_silence_s,
         min_workers=0,
         reach_timeout_s=_REACH_TIMEOUT_S,
     )
@@ -325,9 +298,6 @@ def _ways(
     found: Sequence[WorkerFacts],
 ) -> Iterator[NeighbourFacts]:
     """Measure the links between those R-workers that passed so far."""
-    from fastdecode.measure.doctor import WorkerFacts
-    from fastdecode.measure.neighbours import examine_neighbours
-
     reports = {facts.peer: facts.report for facts in found if not facts.error}
     well = [
         (connection, address, report.kv_bytes)
@@ -341,9 +311,6 @@ def _ways(
 
 def _launcher() -> Finding:
     """Check that mpirun belongs to the MPI library that mpi4py loads."""
-    from fastdecode.cli.launch import find_mpirun, vendor_of_mpirun
-    from fastdecode.measure.doctor import fail, ok, warn
-
     # In another process: loading MPI changes a process, and may end it.
     script = (
         "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
@@ -369,8 +336,6 @@ def _launcher() -> Finding:
 
 
 def _interfaces(here: HostFacts, num_hosts: int) -> Finding:
-    from fastdecode.measure.doctor import ok, warn
-
     outward = [x for x in here.interfaces if not x.endswith(" 127.0.0.1")]
     chosen = os.environ.get(_TCP_INTERFACE, "")
     text = f"this host has {', '.join(outward) or 'only loopback'}"

@@ -1,12 +1,7 @@
 """``fastdecode generate``, ``run-batch`` and ``merge``: files of lines in, files of answers out.
 
-``generate`` answers in the file's order. A job of ``run-batch`` survives being killed. ``merge``
-joins the outputs of a job's shards.
-
-Exit codes: 0 every line was answered; 2 usage, or lines or outputs that were refused before
-anything ran; 3 some lines failed, or are missing; 4 workers were lost, and lines are left; 130
-interrupted. After 4 and 130, and after any crash, ``run-batch --resume`` continues.
-"""
+``generate`` answers in the file's order. ``run-batch --resume`` continues a job after its exit
+codes 4 and 130, and after any crash. ``merge`` joins the outputs of a job's shards."""
 
 from __future__ import annotations
 
@@ -61,34 +56,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateFiles:
-    """Files of ``generate``."""
-
     input: Path = option(REQUIRED, INPUT_HELP, short="-i")
     output: Path = option(
-        REQUIRED,
-        "completions, JSON Lines; replaced if it exists; FILE.gz: compressed; -: standard output",
-        short="-o",
+        REQUIRED, "completions; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
     )
     show: bool = switch("also print the completions")
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """Files about a job, besides its answers."""
-
     summary: Path | None = option(None, "write timings and totals there, JSON")
     trace: Path | None = option(None, "write what ran when, as Chrome trace events")
 
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What is joined."""
-
     outputs: tuple[Path, ...] = option(REQUIRED, "of run-batch", flag="outputs", metavar="OUTPUT")
     output: Path = option(
-        REQUIRED,
-        "all answers; replaced if it exists; FILE.gz: compressed; -: standard output",
-        short="-o",
+        REQUIRED, "all answers; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
     )
     partial: bool = switch("also if lines or shards are missing")
 
@@ -141,7 +126,6 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
 
 @stop_signals(interrupt)  # until the job looks for them between steps
 def run_generate(args: argparse.Namespace) -> int:
-    """Run one job to its end. Return the exit code."""
     if args.show and args.output == STANDARD:
         raise ConfigError("--show prints to standard output, as --output - does: give one of them")
     config = _prepare(args)
@@ -181,7 +165,6 @@ def run_generate(args: argparse.Namespace) -> int:
 
 @stop_signals(interrupt)  # until the job looks for them between steps
 def run_run_batch(args: argparse.Namespace) -> int:
-    """Run or resume one job. Return the exit code."""
     config = _prepare(args)
     from fastdecode.jobs.opening import open_job
 
@@ -216,7 +199,6 @@ def run_run_batch(args: argparse.Namespace) -> int:
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Join the outputs. Return the exit code."""
     from fastdecode.jobs.merging import merge
 
     for path in args.outputs:
@@ -252,15 +234,12 @@ def _run(
 ) -> tuple[JobResult, int]:
     """Run a job by an engine that is made for it, and show a summary.
 
-    Args:
-        options: Options of the engine besides those in ``args``.
-
     Returns:
         The result, and 1 if the summary can't be written, otherwise 0.
     """
     from fastdecode.engine.llm import LLM
     from fastdecode.measure.chrome_trace import open_trace
-    from fastdecode.measure.status_file import RunningEngineStatus, status_file
+    from fastdecode.measure.status_file import engine_status, status_file
     from fastdecode.measure.summary import render, summarise
 
     options = {**engine_options(args), **options}
@@ -270,7 +249,10 @@ def _run(
         LLM(args.model, progress=tell, trace=trace, **options) as llm,
         progress,
         status_file(
-            args.status, args.command, RunningEngineStatus.of(llm, lambda: progress.state), tell
+            args.status,
+            args.command,
+            engine_status(args.model, llm.service, lambda: llm.stats, lambda: progress.state),
+            tell,
         ),
         asked_by_signals(stopping, f"fastdecode {args.command}"),
     ):

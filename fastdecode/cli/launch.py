@@ -1,7 +1,4 @@
-"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it.
-
-Exit codes: the S-worker's own if it runs on this host, otherwise mpirun's.
-"""
+"""``fastdecode launch``: build the mpirun line for a list of hosts, show it, and run it."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import PlacedInstance
-from fastdecode.core.config.options import check_options, option, switch
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
@@ -49,8 +46,6 @@ _TERMINATING_S = 5.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Where a job runs, and what its R-workers get."""
-
     hosts: str | None = option(
         None,
         "hosts and their R-workers; one for each NUMA node is best (default with "
@@ -59,9 +54,7 @@ class LaunchOptions:
         metavar="A:2,B:2",
     )
     placement: Path | None = option(
-        None,
-        "run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
-        "job; they take the R-workers of --hosts in order",
+        None, "run the instances of plan goodput --emit; they take R-workers of --hosts in order"
     )
     s_host: str | None = option(
         None, "where the S-worker runs (default: the first of --hosts)", metavar="HOST"
@@ -76,9 +69,7 @@ class LaunchOptions:
         None, "KV cache of each R-worker (default: its share)", low=1e-6, high=1e6, unit="GB"
     )
     cache_disk: str | None = option(
-        None,
-        "where each R-worker keeps a copy of KV blocks that may come again, on its own host",
-        metavar="DIR",
+        None, "where each R-worker keeps copies of KV blocks, on its own host", metavar="DIR"
     )
     cache_disk_gb: float | None = option(
         None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB"
@@ -89,9 +80,6 @@ class LaunchOptions:
     )
     mpirun_arg: tuple[str, ...] = option((), "a further word for mpirun; repeatable", metavar="ARG")
     dry_run: bool = switch("show the line, and do nothing else")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +95,6 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def run_launch(args: argparse.Namespace) -> int:
-    """Show the line and run it. Return the exit code."""
     options = read_options(args, LaunchOptions)
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command or command[0] not in COMMANDS:
@@ -209,7 +196,6 @@ def _line(
     instances: tuple[PlacedInstance, ...],
     mpirun: str,
 ) -> JobLine:
-    """Return the mpirun line of a command. ``job``: its options."""
     has_r_workers = bool(instances) or not (
         getattr(job, "kv_placement", "r") in ("gpu", "swap")
         or getattr(job, "r_worker_addresses", None)
@@ -252,12 +238,9 @@ def _run(
     """Run mpirun to its end. Return its exit code, and True if it was asked to stop.
 
     Args:
-        words: Command line of mpirun.
-        stop_signal: Signal that it gets when this process is asked to stop. It isn't killed,
-            because it takes a while to end the ranks.
-        environ: Environment of mpirun.
-        report: Where the S-worker notes its exit code. mpirun is ended if it then stays, as it
-            does for a rank that was stopped meanwhile.
+        stop_signal: What mpirun gets when this process is asked to stop. It is not killed, because
+            it takes a while to end the ranks.
+        report: Where the S-worker notes its exit code. If mpirun then stays, it is ended.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []

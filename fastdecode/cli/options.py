@@ -14,7 +14,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastdecode.cli.parser import RareHelp
-from fastdecode.core.config.options import REQUIRED, Declared, declared, option, switch
+from fastdecode.core.config.options import (
+    REQUIRED,
+    Declared,
+    check_options,
+    declared,
+    option,
+    switch,
+)
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, RequestError
 from fastdecode.core.files import STANDARD, check_paths
 
@@ -43,8 +50,7 @@ def add_options(
 
     A bool becomes ``--name`` and ``--no-name``, or ``--name`` alone if it is a ``switch``.
     A tuple becomes an option that may be repeated, unless ``Option.read`` reads it from one
-    word. A default of ``REQUIRED`` makes argparse ask for it. Limits of numbers are checked
-    where the dataclass is made: call ``check_options`` in its ``__post_init__``.
+    word. A default of ``REQUIRED`` makes argparse ask for it. ``read_options`` checks the limits.
 
     Args:
         title: Draw them into a group with this title, which ``--help=GROUP`` shows. None
@@ -79,7 +85,6 @@ def _help(each: Declared, default: object) -> str:
 
 
 def _action(each: Declared, *, is_positional: bool) -> dict[str, Any]:
-    """Return what argparse is to do with an option."""
     known: dict[str, Any] = {} if is_positional else {"dest": each.name}
     if each.default is not REQUIRED:
         known["default"] = each.default
@@ -132,9 +137,11 @@ def read_options(args: argparse.Namespace, group: type[T]) -> T:
     """Return a dataclass that ``add_options`` has drawn, with the values that were given.
 
     Raises:
-        ConfigError: If the dataclass refuses a value.
+        ConfigError: If a value does not fit its declaration, or the dataclass refuses it.
     """
-    return group(**given(args, group))
+    options = group(**given(args, group))
+    check_options(options)
+    return options
 
 
 def as_typed(error: FastDecodeError, flags: Mapping[str, str]) -> str:
@@ -234,10 +241,7 @@ class SamplingOptions:
         "keep the stop text, or the text of the stop token, in the text"
     )
     skip_special_tokens: bool = option(
-        True,
-        "keep the names of special tokens in the text",
-        flag="--no-skip-special-tokens",
-        is_switch=True,
+        True, "keep special tokens in the text", flag="--no-skip-special-tokens", is_switch=True
     )
     truncate_prompt_tokens: int | None = option(
         None, "keep the last N tokens of each prompt; -1: as many as fit"
@@ -305,7 +309,6 @@ def add_engine_options(
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of ``EngineConfig`` as given."""
     from fastdecode.core.config.engine import GROUPS
 
     return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}
@@ -347,29 +350,22 @@ def check_engine_options(args: argparse.Namespace) -> EngineConfig:
 
 @contextlib.contextmanager
 def measuring(
-    args: argparse.Namespace,
-    command: str,
-    progress: Callable[[], Mapping[str, Any]] = dict,
-    **outputs: Path | None,
+    args: argparse.Namespace, command: str, **outputs: Path | None
 ) -> Iterator[Callable[[str], None]]:
-    """Write ``--status``, if it is given, while the command measures.
-
-    Args:
-        args: Options of the command.
-        command: Name of the command.
-        progress: Returns its progress. Empty if it does not count.
-        outputs: Other files that it writes, by option.
-
-    Returns:
-        A function that reports the current activity in a line.
+    """Write ``--status``, if it is given, while the command measures. Yield what reports a line.
 
     Raises:
-        ConfigError: If the file can't be written, or is one of ``outputs``.
+        ConfigError: If the file can't be written, or is one of ``outputs``, by option.
     """
-    from fastdecode.measure.status_file import Measuring, status_file
+    from fastdecode.measure.status_file import status_file
 
     if args.status is not None:
         check_paths(STANDARD, status=args.status, **outputs)
-    watched = Measuring(tell, getattr(args, "model", None), progress)
-    with status_file(args.status, command, watched, tell):
-        yield watched.say
+    fields = {"model": args.model, "phase": "starting"}
+
+    def say(line: str) -> None:
+        fields["phase"] = line.strip()
+        tell(line)
+
+    with status_file(args.status, command, lambda _: ("measuring", fields), tell):
+        yield say

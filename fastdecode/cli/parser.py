@@ -99,7 +99,6 @@ class Parser(argparse.ArgumentParser):
         return f"usage: {' '.join([self.prog, '[options]', *needed])}\n"
 
     def format_help(self) -> str:
-        """Return the short help."""
         return self.help_about(None)
 
     def help_about(self, what: str | None) -> str:
@@ -131,8 +130,6 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """``--help``, ``--help=all``, ``--help=GROUP``."""
-
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", metavar="GROUP", help=help)
 

@@ -1,11 +1,4 @@
-"""``fastdecode plan``: which machines for what. No torch, no GPU.
-
-``goodput``: instances for prefill and for decode that carry a rate within an SLO, or instances for
-both, whichever takes less. ``disaggregate``: DéjàVu's closed forms over whole machines.
-
-Exit codes: 0 an answer; 1 none keeps the SLO on these GPUs (the nearest SLO or rate is printed), or
-no split fits; 2 usage.
-"""
+"""``fastdecode plan goodput`` and ``disaggregate``: which machines for what. No torch, no GPU."""
 
 from __future__ import annotations
 
@@ -30,19 +23,18 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.size import Parts, Sequences, read_setup
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cost_model.goodput.answer import Answer, Question
-    from cost_model.goodput.search import PlacementPrices
+    from cost_model.goodput.answer import Answer
+    from cost_model.goodput.search import Question
     from cost_model.goodput.workload import Draw
 
 T = TypeVar("T")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add a subcommand for each question."""
     parser.description = (
         "Which machines run prompts and which run tokens, and whether it pays to separate them. "
         "Needs no GPU and no torch."
@@ -54,38 +46,22 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Options of what arrives."""
-
     rate: float | None = option(
-        None,
-        "requests a second; default: the trace's",
-        low=1e-6,
-        high=1e6,
-        unit="requests a second",
-        metavar="R",
+        None, "requests a second; default: the trace's", low=1e-6, high=1e6, metavar="R"
     )
-    trace: Path | None = option(None, "requests, JSON Lines, or a server's log", metavar="FILE")
+    trace: Path | None = option(None, "requests, JSON Lines, or a server's log")
     replay: bool = switch("the trace's own gaps and order, not drawn ones")
     prompt_len: str | None = option(None, "without a trace: tokens, or lognormal:512,0.8")
     output_len: str | None = option(None, "without a trace: tokens, or lognormal:200,0.8")
     cv: float | None = option(
-        None,
-        "of the gaps; 1 is Poisson; default: the trace's, or 1",
-        low=0,
-        high=100,
-        metavar="CV",
+        None, "of the gaps; 1 is Poisson; default: the trace's, or 1", low=0, high=100
     )
     requests: int = option(300, "to draw; long runs go through them again", low=1, high=100_000)
     seed: int = option(0, "of what is drawn", low=0, high=(1 << 63) - 1)
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Options of what to run on, beside those of ``Parts`` and ``Setup``."""
-
     gpu: str | None = option(None, "name, or profile.json of `calibrate s`", metavar="G")
     gpus_per_node: int = option(8, "GPUs of a node", low=1, high=64)
     nodes: int = option(1, "nodes", low=1, high=1024)
@@ -96,14 +72,9 @@ class Nodes:
     )  # fmt: skip
     max_sockets: int = option(64, "of a decode instance", low=1, high=MAX_SOCKETS, metavar="P")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Options of what to keep."""
-
     slo: str = option(
         REQUIRED, "ttft=400ms,tpot=40ms; or chatbot, chatbot-66b, chatbot-175b, code-completion, "
         "summarisation: DistServe's", metavar="LIMITS",
@@ -115,7 +86,7 @@ class Wanted:
     )
     affinity: str = option("high", "low: K and V stay on a node", choices=("high", "low"))
     objective: str = option("gpu", "what is to be least", choices=("gpu", "cost"))
-    prices: str | None = option(None, "gpu=1,socket=0.05 (default)", metavar="P")
+    prices: str = option("gpu=1,socket=0.05", "of a GPU and of a socket", metavar="P")
 
 
 def add_goodput(questions: Any) -> None:
@@ -144,7 +115,6 @@ def add_goodput(questions: Any) -> None:
 
 
 def run_goodput(args: argparse.Namespace) -> int:
-    """Answer one question. Returns the exit code."""
     from cost_model.goodput.answer import answer, as_json, as_text
 
     question = _question(args)
@@ -168,7 +138,7 @@ def _emit(path: Path, question: Question, found: Answer) -> None:
     if found.best is None:
         tell(f"--emit {path}: there is no placement to write")
         return
-    placement, what = placement_file(found), "the placement"
+    placement, what = placement_file(found.best), "the placement"
     try:
         placed_instances(placement, ConfigError)
     except ConfigError as error:
@@ -193,7 +163,7 @@ def _launchable(question: Question) -> dict[str, Any] | None:
         found = answer(replace(question, hardware=hardware), progress_teller())
         if found.best is None:
             return None
-        placement = placement_file(found)
+        placement = placement_file(found.best)
         placed_instances(placement, ConfigError)
     except ConfigError:
         return None  # no such instance holds the model, or too many are needed
@@ -201,8 +171,8 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    from cost_model.goodput.answer import Question
     from cost_model.goodput.placements import InstanceHardware
+    from cost_model.goodput.search import Question
     from cost_model.goodput.simulator import Load
     from cost_model.goodput.slo import Slo
 
@@ -279,21 +249,15 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     return drawn_from(lengths_of(read.trace), cv, asked.requests, asked.seed), rate, described
 
 
-def _prices(text: str | None) -> PlacementPrices:
-    from cost_model.goodput.search import PlacementPrices
-
-    if text is None:
-        return PlacementPrices()
-    found = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = -1.0
-    if set(found) != {"gpu", "socket"} or not all(0 < each < 1e9 for each in found.values()):
+def _prices(text: str) -> tuple[float, float]:
+    found = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    try:
+        gpu, socket = float(found.pop("gpu", "")), float(found.pop("socket", ""))
+    except ValueError:
+        gpu = socket = -1.0
+    if found or not (0 < gpu < 1e9 and 0 < socket < 1e9):
         raise ConfigError(f"--prices {text}: give both, above 0, like gpu=1,socket=0.05")
-    return PlacementPrices(found["gpu"], found["socket"])
+    return gpu, socket
 
 
 def add_disaggregate(questions: Any) -> None:
@@ -323,7 +287,6 @@ def add_disaggregate(questions: Any) -> None:
 
 
 def run_disaggregate(args: argparse.Namespace) -> int:
-    """Answer one question. Return the exit code."""
     from cost_model.disaggregate import as_json, as_text
     from cost_model.printing import json_text
 
@@ -337,7 +300,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
             if args.overhead != 1.0:
                 raise ConfigError("give --overhead, or --kv-gb and --bandwidth-gbps, not both")
             args.overhead = streaming.overhead(args.prompt_time)
-        asked = Disaggregation(**given(args, Disaggregation), memory=memory)
+        asked = replace(read_options(args, Disaggregation), memory=memory)
     if args.kv_kb is not None or args.bandwidth_gb is not None or asked is None:
         _need(args, *given(args, Swapping))
         swap = read_options(args, Swapping)
@@ -386,4 +349,4 @@ def _all_or_none(args: argparse.Namespace, group: type[T]) -> T | None:
     if set(options.values()) == {None}:
         return None
     _need(args, *options)
-    return group(**options)
+    return read_options(args, group)

@@ -1,9 +1,4 @@
-"""``fastdecode serve``: an OpenAI-compatible server.
-
-Exit codes: 0 it was asked to stop, and answered all running requests; 2 options, or the model
-directory; 3 it was asked to stop, and some requests were cut off; 4 the engine or its R-workers
-were lost; 5 the HTTP process was.
-"""
+"""``fastdecode serve``: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -136,7 +131,6 @@ class Signals:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until asked to stop. Return the exit code."""
     from fastdecode.core.host.logs import keep_traces_out
 
     signals = Signals()
@@ -155,7 +149,6 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace, signals: Signals) -> int:
-    """Start, and serve until asked to stop. Return the exit code."""
     # Reserve room for expected lengths: without max_tokens a request's limit is the model's.
     if args.length_quantile is None:
         args.length_quantile = LENGTH_QUANTILE
@@ -186,10 +179,7 @@ def _load_and_serve(
     keys: tuple[str, ...],
     signals: Signals,
 ) -> int:
-    """
-    Raises:
-        KeyboardInterrupt: If asked to stop while it starts.
-    """
+    """Raises KeyboardInterrupt: If asked to stop while it starts."""
     with contextlib.ExitStack() as stack:
         http: HttpProcess | None = None
         if launched_rank() in (None, 0):
@@ -225,7 +215,7 @@ def _serve(
 ) -> Ending:
     from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.engine.instances.status_report import status_of
-    from fastdecode.measure.status_file import RunningEngineStatus, status_file
+    from fastdecode.measure.status_file import engine_status, status_file
     from fastdecode.server.link import Keys, Ready
     from fastdecode.server.serving import Bridge, Serving
 
@@ -252,7 +242,8 @@ def _serve(
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    with status_file(args.status, "serve", RunningEngineStatus.of(llm), tell):
+    look = engine_status(args.model, llm.service, lambda: llm.stats)
+    with status_file(args.status, "serve", look, tell):
         return Serving(llm.service, bridge, signals, reload, say).run(options.drain_timeout_s)
 
 

@@ -1,8 +1,4 @@
-"""``fastdecode simulate``: what a schedule would gain on given hardware,
-answered without the hardware.
-
-Exit codes: 0 done; 2 usage.
-"""
+"""``fastdecode simulate``: what a schedule would gain on given hardware, without the hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import TypeVar
 
 from fastdecode.cli.options import add_options, given, read_options
 from fastdecode.core.config.groups import SCHEDULES, Batching
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.options import MODES, ScheduleOptions
 
@@ -27,11 +23,8 @@ DEFAULT_KV_TOKENS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    trace: Path = option(REQUIRED, "requests, JSON Lines", metavar="FILE")
+    trace: Path = option(REQUIRED, "requests, JSON Lines")
     json: bool = switch("print all numbers, step by step, as JSON")
-    plot: Path | None = option(
-        None, "draw load and latency over steps (.svg, .png, .pdf)", metavar="FILE"
-    )
 
 
 @dataclass(frozen=True)
@@ -48,9 +41,6 @@ class Conversations:
         metavar="F",
     )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True)
 class Workers:
@@ -66,18 +56,14 @@ class Workers:
         0.0, "seconds that a lane's step spends on the way between S-worker and R-workers", low=0,
         high=3600, unit="seconds", metavar="L",
     )  # fmt: skip
-    r_workers: int = option(1, "R-workers", metavar="P")
+    r_workers: int = option(1, "R-workers", low=1, high=MAX_R_WORKERS, metavar="P")
     kv_tokens: tuple[int, ...] = option(
         (), "tokens that an R-worker holds; once for all, or once for each (default: "
         f"{DEFAULT_KV_TOKENS})",
     )  # fmt: skip
     block_size: int = option(64, "tokens in a KV block")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
     def blocks(self) -> tuple[int, ...]:
-        """Return the KV blocks of each R-worker."""
         kv_tokens = self.for_each(self.kv_tokens or (DEFAULT_KV_TOKENS,), "--kv-tokens")
         if not 1 <= self.block_size <= min(kv_tokens) <= max(kv_tokens) <= 1 << 40:
             raise ConfigError(
@@ -88,15 +74,12 @@ class Workers:
 
     def for_each(self, values: Sequence[T], option: str) -> list[T]:
         """Return the values of each R-worker, of which one stands for all."""
-        num = self.r_workers
-        if not 1 <= num <= MAX_R_WORKERS:
-            raise ConfigError(f"--r-workers={num} is not within 1..{MAX_R_WORKERS}")
-        if len(values) not in (1, num):
+        if len(values) not in (1, self.r_workers):
             raise ConfigError(
-                f"{option} was given {len(values)} times: give it once, or for each of {num} "
-                "R-workers"
+                f"{option} was given {len(values)} times: give it once, or for each of "
+                f"{self.r_workers} R-workers"
             )
-        return list(values) * (num // len(values))
+        return list(values) * (self.r_workers // len(values))
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -124,19 +107,15 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Simulate every mode and print the outcome. Returns the exit code."""
     workers = read_options(args, Workers)
     if args.instant:
         return _run_turns(args, workers)
     from cost_model.simulate import Table, TabledTimes, as_json, as_text
     from cost_model.traces import read_trace
-    from fastdecode.measure.plot import check_plot, plot_simulation
     from fastdecode.schedule.modes import make_scheduler
     from fastdecode.schedule.simulation.resources import Rounds
     from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 
-    if args.plot is not None:
-        check_plot(args.plot)
     r_times = workers.for_each(workers.r_time or ("1e-6",), "--r-time")
     r_parts = tuple(Table.parse(text, option="--r-time", rate=True) for text in r_times)
     s_part = Table.parse(workers.s_time, option="--s-time")
@@ -157,14 +136,11 @@ def run_simulate(args: argparse.Namespace) -> int:
             block_size=workers.block_size,
             num_lanes=options.num_lanes,
         ).run()
-    if args.plot is not None:
-        plot_simulation(outcomes, args.plot)
     print(json.dumps(as_json(outcomes)) if args.json else as_text(outcomes))
     return 0
 
 
 def _run_turns(args: argparse.Namespace, workers: Workers) -> int:
-    """Play turns with every policy and print the outcome. Returns the exit code."""
     from cost_model.turns import TierSimulator, as_json, as_text, read_turns
     from fastdecode.schedule.cache.costs import FLAT_TO_HALF
     from fastdecode.schedule.cache.retention import POLICIES, policy_of

@@ -1,9 +1,4 @@
-"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy.
-Needs no torch and no GPU.
-
-Exit codes: 0 a plan; 1 no plan satisfies what was asked (the nearest one is
-printed); 2 usage.
-"""
+"""``fastdecode size``: which batch and how many CPU sockets keep a GPU busy. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import argparse
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Hardware, described_cpu, is_described
 from cost_model.plans.question import Goal, Prices, Setup
@@ -26,13 +21,14 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.cli.parser import add_model
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.config.s_part import MAX_PP
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.measurement import NetProfile, RProfile, SProfile, read_profile
 from fastdecode.core.os_errors import explained
 
+T = TypeVar("T")
 LONG_OUTPUT = 8192  # output tokens from which ``--seq-len`` may be meant as a context
 
 
@@ -47,8 +43,6 @@ def _tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Options of what to run, beside those of ``Workload``."""
-
     dtype: str = option(
         "auto", "weights and activations; auto (default) is a measured --gpu's, else the "
         "checkpoint's", metavar="D",
@@ -71,8 +65,6 @@ class Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Options of what to run on, beside those of ``Setup``."""
-
     gpu: str = option(
         REQUIRED, "name, or profile.json of `calibrate s`; none: the S-worker runs on a socket of "
         "--cpu; all: each known GPU, in one table", metavar="G",
@@ -82,9 +74,7 @@ class Parts:
         "64 cores, 2.4 GHz, avx512'; all: each known CPU, in one table", metavar="C",
     )  # fmt: skip
     nic: str = option("100GbE", "name, or profile.json of `calibrate net`")
-    hardware: Path | None = option(
-        None, "TOML with GPUs, CPUs and NICs of your own", metavar="FILE"
-    )
+    hardware: Path | None = option(None, "TOML with GPUs, CPUs and NICs of your own")
     pp: int = option(
         1, "pipeline stages, each with GPUs and R-workers of its own", low=1, high=MAX_PP
     )
@@ -100,10 +90,7 @@ class Parts:
     io_threads: int = option(
         4, "with ZeroMQ: a quarter of the cores of the S-worker's host", low=1, high=MAX_IO_THREADS
     )
-    prices: Path | None = option(None, "prices an hour, TOML or JSON", metavar="FILE")
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    prices: Path | None = option(None, "prices an hour, TOML or JSON")
 
 
 @dataclass(frozen=True)
@@ -115,9 +102,7 @@ class Output:
     )  # fmt: skip
     json: bool = switch("print the plan as JSON")
     explain: bool = switch("show the numbers behind every line, with their sources")
-    plot: Path | None = option(
-        None, "draw throughput and TPOT over sockets (png, svg, pdf)", metavar="FILE"
-    )
+    plot: Path | None = option(None, "draw throughput and TPOT over sockets (png, svg, pdf)")
     emit: Path | None = option(
         None, "write launch files for the plan: hostfile, mpirun, sbatch", metavar="DIR"
     )
@@ -183,7 +168,6 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run_size(args: argparse.Namespace) -> int:
-    """Answer one question. Returns the exit code."""
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import slowest_stage, stages_json, stages_text
@@ -236,7 +220,6 @@ def run_size(args: argparse.Namespace) -> int:
 def _print_choices(
     args: argparse.Namespace, parts: Parts, hardware: Hardware, prices: Prices | None
 ) -> int:
-    """Print one table instead of one plan. Returns the exit code."""
     from cost_model.plans.choices import arrange, choices_text, choose, sort_choices
     from cost_model.plans.size import size
     from cost_model.printing import json_text
@@ -291,14 +274,7 @@ def read_setup(
     workload: Workload,
     num_gpus: int | None = None,
 ) -> Setup:
-    """Return the model and the hardware that the options name, with a workload.
-
-    Args:
-        num_gpus: In place of the option.
-
-    Raises:
-        ConfigError: If an option makes no sense.
-    """
+    """Return the model and the hardware that the options name. ``num_gpus`` replaces the option."""
     spec = read_model(args.model)
     cpu: Cpu | RProfile
     gpu: Gpu | SProfile
@@ -367,15 +343,19 @@ def _workload(args: argparse.Namespace) -> Workload:
     return Workload(*lengths, args.start_interval_steps, args.prefix_hit)
 
 
-def _profile(name: str, option: str, kind: type[Any], letter: str) -> Any:
+def _profile(name: str, option: str, kind: type[T], letter: str) -> T | None:
     """Return the profile at this path. None if ``name`` is not a path."""
     path = Path(name)
-    if path.suffix != ".json" and not path.is_file():
-        return None
+    is_path = path.suffix == ".json" or path.is_file()
+    return profile_at(path, option, kind, letter) if is_path else None
+
+
+def profile_at(path: Path, option: str, kind: type[T], letter: str) -> T:
+    """Raises ConfigError: If the file holds no profile of this kind."""
     profile = read_profile(path)
     if not isinstance(profile, kind):
         raise ConfigError(
-            Given(option, name),
+            Given(option, str(path)),
             f" is a profile of another kind; it needs one of: fastdecode calibrate {letter} "
             "--out FILE",
         )

@@ -1,8 +1,5 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server. ``fastdecode plot``:
 a picture of a run that is over.
-
-Exit codes: 0 the command has ended, was shown ``--once``, or ctrl-C; 2 nothing is to be watched.
-Without ``--once``, ``top`` waits until the file or the server exists.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from fastdecode.cli.options import add_options, read_options
-from fastdecode.core.config.options import REQUIRED, check_options, option, switch
+from fastdecode.core.config.options import REQUIRED, option, switch
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_writable
 from fastdecode.core.json_file import read_bytes
@@ -42,8 +39,6 @@ class NotYetError(ConfigError):
 
 @dataclass(frozen=True)
 class TopOptions:
-    """What is watched, and how often."""
-
     place: str = option(
         REQUIRED, "the status file, or a server's address", flag="place", metavar="FILE|URL"
     )
@@ -51,14 +46,9 @@ class TopOptions:
     every: float = option(1.0, "look every S seconds", low=0.1, high=3600, unit="s")
     api_key_file: Path | None = option(None, "of a server that needs a key")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """What is drawn, and where."""
-
     source: Path = option(REQUIRED, "what a run has left", flag="source", metavar="TRACE")
     output: Path | None = option(
         None, "the picture: png, svg or pdf (default: beside the source, .svg)", short="-o"
@@ -76,7 +66,6 @@ def add_top(parser: argparse.ArgumentParser) -> None:
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Show until the command has ended, or ctrl-C. Return the exit code."""
     from fastdecode.measure.live_view import LiveView
 
     view = LiveView()
@@ -182,7 +171,6 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plot(args: argparse.Namespace) -> int:
-    """Draw. Return the exit code."""
     from fastdecode.measure.plot import plot_run
 
     target = args.output or args.source.with_name(args.source.name + ".svg")

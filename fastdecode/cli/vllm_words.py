@@ -16,7 +16,6 @@ _SERVER_NAMES: Final = {
     "uds": "unix_socket",
     "tool_call_parser": "tool_parser",
 }
-"""vLLM's name of a server's option → the name here."""
 _DONE_ANYWAY: Final = ("enable_auto_tool_choice", "disable_log_requests")
 """Switches of vLLM's server that ask for what happens here without them."""
 _SWITCHES: Final = ("enable_prefix_caching", "enforce_eager", *_DONE_ANYWAY)
@@ -25,9 +24,6 @@ _BY_VALUE: Final = ("dtype", "load_format")  # options whose values may be vLLM'
 
 def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return a command line with vLLM's options by their names here.
-
-    Args:
-        flags: of the command; they stay as they are.
 
     Raises:
         ConfigError: If there is nothing like an option of vLLM here.

@@ -1,13 +1,5 @@
-"""Processes that serve others.
-
-``fastdecode r-worker`` keeps the KV cache of other processes' sequences, and computes their
-attention. In an MPI job every rank but the first is an R-worker. With ``--bind`` an R-worker has an
-address that S-workers connect to over ZeroMQ. ``fastdecode instance`` is a whole engine that runs
-what a controller gives it.
-
-Exit codes of an instance: 0 it was asked to end; 2 options, or the model directory; 4 its R-workers
-were lost, or its engine broke down.
-"""
+"""Processes that serve others: ``fastdecode r-worker`` keeps KV caches and computes attention over
+MPI, or at an address. ``fastdecode instance`` is an engine that runs what a controller gives it."""
 
 from __future__ import annotations
 
@@ -32,7 +24,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.core.config.instances import InstanceRole, Instances
-from fastdecode.core.config.options import check_options, option, switch
+from fastdecode.core.config.options import option, switch
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.files import check_writable
 from fastdecode.core.host.processes import end_with, interrupt
@@ -52,16 +44,11 @@ ANY_PORT = "tcp://127.0.0.1:*"
 
 @dataclass(frozen=True)
 class Resources:
-    """What an R-worker may use of its host."""
-
     kv_memory_gb: float | None = option(
-        None,
-        "memory for the KV cache; default: half of the host's free memory, divided among its ranks",
-        unit="GB",
+        None, "KV cache; default: half of the free memory, divided among ranks", unit="GB"
     )
     threads: int | None = option(
-        None,
-        "CPU threads; default: one for each CPU it is bound to, or else a share of the host's CPUs",
+        None, "CPU threads; default: one for each CPU it is bound to, or its share of all"
     )
     cache_disk: str | None = option(
         None, "directory for copies of kept KV blocks; only you may use it", metavar="DIR"
@@ -75,41 +62,23 @@ class Resources:
 
 @dataclass(frozen=True)
 class Address:
-    """How S-workers reach an R-worker, and how long it waits for them."""
-
     bind: str | None = option(
         None, "tcp://HOST:PORT; off loopback a key is needed too", metavar="ADDRESS"
     )
     key: str | None = option(
-        None,
-        "the cluster's key, the same file on every host; none: neither key nor encryption, on a "
-        "trusted network",
-        metavar="FILE",
+        None, "the cluster's key; none: no encryption, on a trusted network", metavar="FILE"
     )
     name: str | None = option(
         None, "what to be called in logs; default: the host and port", metavar="NAME"
     )
     silence_s: float = option(
-        5.0,
-        "give up an S-worker or R-worker whose heartbeat is missing this long",
-        low=0.1,
-        high=3600,
-        unit="s",
+        5.0, "longest time without a peer's heartbeat", low=0.1, high=3600, unit="s"
     )
     return_s: float = option(
-        60.0,
-        "after the S-worker is lost, wait this long for its return, without its cache",
-        low=0,
-        high=1e6,
-        unit="s",
+        60.0, "how long to wait for a lost S-worker, without its cache", low=0, high=1e6, unit="s"
     )
     session_keep_s: float = option(
-        300.0,
-        "after the S-worker of a resumable job is lost, keep its KV cache this long for the "
-        "resumed job; 0: do not keep it (default: 300)",
-        low=0,
-        high=1e6,
-        unit="s",
+        300.0, "how long to keep KV of a lost, resumable job", low=0, high=1e6, unit="s"
     )
     model_hash: str | None = option(
         None, "serve S-workers that run this model only", metavar="HASH"
@@ -117,18 +86,11 @@ class Address:
     keep_serving: bool = switch("when an S-worker leaves, wait for the next")
     new_key: Path | None = option(None, "write a new key to this file, and do nothing else")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True)
 class Rank:
-    """What the job says that an R-worker belongs to."""
-
     instances: tuple[str, ...] = option(
-        (),
-        "the same as the S-workers' --instances; fastdecode launch --placement sets it",
-        metavar="RANKS",
+        (), "as the S-workers' --instances; launch --placement sets it", metavar="RANKS"
     )
     exit_with_parent: bool = switch("end when the parent process ends")
 
@@ -147,7 +109,6 @@ def add_r_worker(parser: argparse.ArgumentParser) -> None:
 
 
 def run_r_worker(args: argparse.Namespace) -> int:
-    """Serve until the job, or the last S-worker, has ended. Return the exit code."""
     own, at = read_options(args, Resources), read_options(args, Address)
     rank = read_options(args, Rank)
     if at.new_key is not None:
@@ -176,7 +137,6 @@ def run_r_worker(args: argparse.Namespace) -> int:
 
 
 def _serve_at(bind: str, own: Resources, at: Address) -> int:
-    """Serve S-workers that connect to an address: one, or one after another."""
     keys = _zmq_keys()
     from fastdecode.wire.zmq.hub import ZmqHub, ZmqListener
     from rworker.grace_period import GracePeriod
@@ -219,24 +179,14 @@ def _zmq_keys() -> Any:
 
 @dataclass(frozen=True)
 class InstanceOptions:
-    """What an instance is for, and where it is reached."""
-
     role: str = option(
-        InstanceRole.BOTH.value,
-        "what controllers give it: prompts, requests whose prompts others have run, or both; "
-        "they may change that",
-        choices=tuple(role.value for role in InstanceRole),
+        "both", "what controllers give it, at first", choices=tuple(x.value for x in InstanceRole)
     )
     bind: str = option(
-        ANY_PORT,
-        f"where controllers connect (default: {ANY_PORT}, any free port)",
-        metavar="ADDRESS",
+        ANY_PORT, f"where controllers connect (default: {ANY_PORT})", metavar="ADDRESS"
     )
     export: str | None = option(
-        None,
-        "where other instances' R-workers fetch prompts from the first of its own; the next "
-        "ones' ports follow upon it (default: free ports of the host of --bind)",
-        metavar="ADDRESS",
+        None, "where others fetch prompts: the first of its R-workers' ports", metavar="ADDRESS"
     )
     name: str | None = option(
         None, "what to be called in logs; default: the host and port", metavar="NAME"
@@ -268,7 +218,7 @@ def _instance(args: argparse.Namespace) -> int:
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{INSTANCE} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
-        from fastdecode.measure.status_file import RunningEngineStatus, status_file
+        from fastdecode.measure.status_file import engine_status, status_file
     if args.status is not None:
         check_writable(args.status, "status")
     name = own.name or f"{socket.gethostname()} {own.bind.rpartition(':')[2]}"
@@ -279,8 +229,8 @@ def _instance(args: argparse.Namespace) -> int:
             serving.end()
 
         stops.enter_context(stop_signals(end))
-        status = RunningEngineStatus(args.model, serving.service, lambda: serving.stats)
-        stops.enter_context(status_file(args.status, "instance", status, tell))
+        look = engine_status(args.model, serving.service, lambda: serving.stats)
+        stops.enter_context(status_file(args.status, "instance", look, tell))
         print(f"instance {name} ({own.role}) listens at {address}", flush=True)
 
     with contextlib.ExitStack() as stops:

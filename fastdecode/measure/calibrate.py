@@ -35,15 +35,7 @@ class SEffort:
 
 
 def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], None]) -> SProfile:
-    """Measure T(B), the rest of the S-part, prompts, and whole steps in the engine.
-
-    Args:
-        config: Model, device and dtypes. Its R-workers attend while the engine is measured.
-        tell: Prints each phase as a line.
-
-    Raises:
-        ConfigError, ModelError: If an option or the model directory is bad.
-    """
+    """Measure T(B), the rest of the S-part, prompts, and whole steps in the engine."""
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     max_len = config.s_part.max_model_len
     spec = checkpoint.spec(max_model_len=max_len)

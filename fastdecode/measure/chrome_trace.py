@@ -40,13 +40,8 @@ _Row: TypeAlias = tuple[int, int, str]  # process, number and name
 
 
 class ChromeTrace:
-    """Writes events to a file. If writing fails, it warns once, and the run continues.
-
-    Args:
-        out: The file. It should buffer.
-        start_s: Time zero, of ``time.perf_counter``.
-        max_bytes: Largest size of the file.
-    """
+    """Writes events to a buffered file. If writing fails, it warns once, and the run continues.
+    ``start_s`` is time zero, of ``time.perf_counter``."""
 
     def __init__(self, out: IO[bytes], start_s: float, max_bytes: int = MAX_TRACE_BYTES) -> None:
         self._out: IO[bytes] | None = out

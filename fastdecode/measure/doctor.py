@@ -37,8 +37,6 @@ _PROBE: Final = AttentionSpec(32, 1, 128, scale=1.0)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
-
     level: Literal["PASS", "WARN", "FAIL"]
     check: str
     text: str
@@ -59,8 +57,6 @@ def fail(check: str, text: str, mend: str = "") -> Finding:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """The link to an R-worker, as decode steps see it."""
-
     round_trip_s: float
     bytes_per_s: float
     io_bytes_per_s: float | None = None
@@ -83,13 +79,8 @@ def examine_all(
 ) -> Iterator[WorkerFacts]:
     """Ask all R-workers at once, then measure one link after the other.
 
-    Each result is yielded as soon as it is known, failures first. R-workers can serve a job
-    afterwards.
-
-    Args:
-        asked: Connections, or the facts of R-workers that could not be reached.
-        repeats: Repetitions of each measurement.
-    """
+    Each result is yielded as soon as it is known, failures first. R-workers can serve afterwards.
+    ``asked`` may hold the facts of R-workers that could not be reached."""
     sent, well = [], []
     for one in asked:
         if isinstance(one, WorkerFacts):
@@ -141,7 +132,6 @@ class ModelFacts:
     hash: str
     """Name of the model for R-workers that serve one model only."""
     token_bytes: int
-    """K and V of a token."""
     wire_bytes: int
     """Bytes that a token sends to R-workers (q, k, v) and receives (o)."""
 
@@ -168,11 +158,8 @@ def judge(
     """Yield the findings about an S-worker's host and its R-workers, each as soon as possible.
 
     Args:
-        here: Facts of the S-worker's host.
-        workers: Taken one after the other.
         lacks_for_triton: What the build of the S-worker's fused kernels lacks.
         neighbours: Links from each R-worker to the next, taken after ``workers``.
-        environment: Variables of the process that would be the S-worker.
         cpu_quota: CPU time per second that this host's control groups allow, if limited.
     """
     if forces_tf32(environment):

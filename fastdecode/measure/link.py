@@ -69,7 +69,6 @@ def measure_link(
     """Time round trips to a fresh R-worker.
 
     Args:
-        kv, attention: Head shape. The cache that the R-worker opens has ``NUM_LAYERS`` of it.
         batches: Sequences of each batch, whose q, k, v are sent and whose o is received.
         repeats: Steps of each batch, after ``WARM_UP_STEPS``.
 

@@ -61,10 +61,9 @@ class NeighbourFacts:
 def examine_neighbours(
     connections: Sequence[RConnection], addresses: Sequence[str], kv_bytes: Sequence[int]
 ) -> list[NeighbourFacts]:
-    """Measure the links of a ring of replicas. Fewer than two R-workers have none.
+    """Measure the links of a ring of R-workers. Fewer than two have none. Their caches are lost.
 
     Args:
-        connections: Connections to the R-workers. Caches opened over them are lost.
         addresses: Addresses of the R-workers for each other.
         kv_bytes: Memory of each for K and V.
     """
@@ -96,8 +95,6 @@ def examine_neighbours(
 
 
 class _Member:
-    """An R-worker of the ring."""
-
     def __init__(
         self, connection: RConnection, holder: int, session: int, num_sequences: int
     ) -> None:

@@ -1,12 +1,13 @@
-"""Pictures: a plan over the number of sockets, a simulated run over its steps, and a run from its
-trace. Needs matplotlib."""
+"""Pictures: a plan over the number of sockets, and a run from its trace. Needs matplotlib."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,6 @@ from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
 from cost_model.predict import StepPrediction
 from cost_model.printing import counted, rate_text, seconds_text
-from cost_model.simulate import summarise
 from fastdecode.core.errors import ConfigError, Given, imports_for
 from fastdecode.core.os_errors import explained
 from fastdecode.measure.chrome_trace import R_WORKERS, WAIT_ROW
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fastdecode.schedule.simulation.simulation import SimulationOutcome
-
-NUM_BINS: Final = 400  # parts that the time of a trace is divided into
-LEVELS: Final = (("sequences", "running"), ("sequences", "waiting"), ("cached tokens W", "W"))
-"""Counters of a trace: event and value."""
+NUM_PARTS: Final = 400  # equal parts of the time of a trace
+COUNTERS: Final = ("running", "waiting", "W")
 # Colours that stay apart in grey and for the colour-blind.
 _LIMIT_COLOURS = {
     "R-part": "#fbeee2",
@@ -39,11 +36,6 @@ _LIMIT_COLOURS = {
     "ZeroMQ I/O": "#f3f1e0",
     "S-part": "#eaf4e7",
 }
-_CURVES = (
-    ("step_s", 3, "lightgray", "step"),
-    ("s_part_s", 0.8, "tab:green", "S-part"),
-    ("r_part_s", 0.8, "tab:orange", "R-part"),
-)
 _THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -149,48 +141,21 @@ def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
         axes.annotate(words, (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)
 
 
-def plot_simulation(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
-    """Draw one column per mode: the load, and below it a step's time with its S-part and R-part."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1 + 3.2 * len(outcomes), 5), layout="constrained")
-    axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)
-    for (mode, outcome), load, latency in zip(outcomes.items(), axes[0], axes[1], strict=True):
-        steps = outcome.steps
-        load.set_title(f"{mode}\n{summarise(outcome)['output_tokens_per_s']:.0f} tokens/s")
-        load.plot([step.load_tokens for step in steps], color="tab:blue", linewidth=0.8)
-        for name, width, color, label in _CURVES:
-            times_ms = [1e3 * getattr(step, name) for step in steps]
-            latency.plot(times_ms, color=color, linewidth=width, label=label)
-        latency.set_xlabel("step")
-    for row in axes:
-        row[0].set_ylim(bottom=0)  # the row shares it
-    axes[0][0].set_ylabel("load (cached tokens)")
-    axes[1][0].set_ylabel("latency (ms)")
-    axes[1][0].legend(loc="lower right", fontsize="small")
-    _save(figure, path)
-
-
 def plot_run(source: Path, target: Path) -> None:
-    """Draw a file of ``--trace``. The suffix of ``target`` says as what.
-
-    Raises:
-        ConfigError: If ``source`` isn't a trace, or a file can't be read or written.
-        MissingExtraError: If matplotlib isn't installed.
-    """
+    """Draw a file of ``--trace``. The suffix of ``target`` says as what."""
     with imports_for("fastdecode plot"):
         from matplotlib.figure import Figure
 
-    series = TraceSeries(source)
+    seconds, means = trace_series(source)
     figure = Figure(figsize=(8, 9), layout="constrained")
     top, middle, bottom = axes = figure.subplots(3, 1, sharex=True)
-    top.plot(series.seconds, 1 - series.waited, label="S-worker computes")
-    top.plot(series.seconds, series.attended, label="R-workers compute, on average")
+    top.plot(seconds, 1 - means["waited"], label="S-worker computes")
+    top.plot(seconds, means["attended"], label="R-workers compute, on average")
     top.set(ylim=(0, 1.05), ylabel="share of the time")
     for key in ("running", "waiting"):
-        middle.plot(series.seconds, series.levels[key], label=key)
+        middle.plot(seconds, means[key], label=key)
     middle.set(ylim=(0, None), ylabel="sequences")
-    bottom.plot(series.seconds, series.levels["W"], label="tokens in the KV caches (W)")
+    bottom.plot(seconds, means["W"], label="tokens in the KV caches (W)")
     bottom.set(ylim=(0, None), xlabel="seconds", ylabel="tokens")
     bottom.yaxis.set_major_formatter("{x:,.0f}")
     for each in axes:
@@ -199,55 +164,43 @@ def plot_run(source: Path, target: Path) -> None:
     _save(figure, target, "output")
 
 
-class TraceSeries:
-    """Values of a trace in equal parts of its time. The trace is read twice, and not kept.
+def trace_series(
+    source: Path, num_parts: int = NUM_PARTS
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the middles of equal parts of a trace's time in seconds, and means over the parts.
 
-    Attributes:
-        seconds: Middle of each part.
-        waited: Share of each part in which the S-worker waited for R-workers.
-        attended: Share of each part in which an R-worker computed, on average.
-        levels: Mean of each counter in each part.
+    ``waited`` is the share in which the S-worker waited for R-workers, ``attended`` that in which
+    an R-worker computed, on average. The others are the counters.
     """
-
-    def __init__(self, source: Path, num_bins: int = NUM_BINS) -> None:
-        start, end = math.inf, 0.0
-        for event in _events(source):
-            if event.get("ph") == "X":
-                start, end = min(start, event["ts"]), max(end, event["ts"] + event["dur"])
-        if not start < end:
-            raise ConfigError(f"{source} has no spans: give a file of --trace")
-        self._start, self._width = start, (end - start) / num_bins
-        self.seconds = (start + (np.arange(num_bins) + 0.5) * self._width) / 1e6
-        waited, attended = np.zeros(num_bins), np.zeros(num_bins)
-        self.levels = {key: np.zeros(num_bins) for _, key in LEVELS}
-        now: dict[str, tuple[float, float]] = {}
-        workers: set[int] = set()
-        for event in _events(source):
-            if event.get("ph") == "X":
-                span = event["ts"], event["ts"] + event["dur"]
-                if event["pid"] == R_WORKERS:
-                    workers.add(event["tid"])
-                    self._fill(attended, *span)
-                elif event["tid"] == WAIT_ROW:
-                    self._fill(waited, *span)
-            for name, key in LEVELS:
-                if event.get("ph") == "C" and event["name"] == name:
-                    since, value = now.get(key, (event["ts"], 0.0))
-                    self._fill(self.levels[key], since, event["ts"], value)
-                    now[key] = event["ts"], event["args"][key]
-        for key, (since, value) in now.items():  # each holds until the next
-            self._fill(self.levels[key], since, end, value)
-        self.waited = np.minimum(1, waited)
-        self.attended = np.minimum(1, attended / (len(workers) or 1))
-
-    def _fill(self, bins: np.ndarray, start: float, end: float, value: float = 1.0) -> None:
-        """Add a value to the parts that a span covers, weighted by how much it covers."""
-        low, high = (each - self._start for each in (start, end))
-        first, last = max(0, int(low / self._width)), int(high / self._width) + 1
-        edges = np.arange(first, min(last, len(bins)) + 1) * self._width
-        if len(edges) > 1:
-            covered = np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)
-            bins[first : first + len(covered)] += value * np.maximum(0, covered) / self._width
+    changes = {key: (array("d"), array("d")) for key in ("waited", "attended", *COUNTERS)}
+    values, workers = Counter[str](), set[int]()
+    start, end = math.inf, 0.0
+    for event in _events(source):
+        if event.get("ph") == "C":
+            for key in event["args"].keys() & set(COUNTERS):
+                changes[key][0].append(event["ts"])
+                changes[key][1].append(event["args"][key] - values[key])
+                values[key] = event["args"][key]
+        elif event.get("ph") == "X":
+            span = event["ts"], event["ts"] + event["dur"]
+            start, end = min(start, span[0]), max(end, span[1])
+            key = "attended" if event["pid"] == R_WORKERS else "waited"
+            if key == "attended" or event["tid"] == WAIT_ROW:
+                changes[key][0].extend(span)
+                changes[key][1].extend((1.0, -1.0))
+                workers |= {event["tid"]} if key == "attended" else set()
+    if not start < end:
+        raise ConfigError(f"{source} has no spans: give a file of --trace")
+    edges, means = np.linspace(start, end, num_parts + 1), {}
+    for key, (times, steps) in changes.items():
+        order = np.argsort(times, kind="stable")
+        at = np.array(times)[order]
+        at = np.append(at, max((end, *at[-1:])))
+        levels = np.cumsum(np.array(steps)[order])
+        totals = np.append(0.0, np.cumsum(levels * np.diff(at)))
+        means[key] = np.diff(np.interp(edges, at, totals)) / np.diff(edges)
+    means["attended"] /= len(workers) or 1
+    return (edges[1:] + edges[:-1]) / 2e6, means
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,111 +9,78 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from fastdecode import __version__
 from fastdecode.core.os_errors import explained
 
 if TYPE_CHECKING:
-    from fastdecode.engine.llm import LLM
     from fastdecode.engine.service import EngineService
     from fastdecode.engine.stats import EngineStats
 
 EVERY_S: Final = 1.0
+Look: TypeAlias = Callable[[bool], tuple[str, Mapping[str, Any]]]
+"""Returns a command's state and the other fields of its status, given whether it is over."""
 
 
-@dataclass
-class Measuring:
-    """Status of a command that measures and has no engine: the line it reported last."""
+def engine_status(
+    model: str,
+    service: EngineService[Any],
+    stats: Callable[[], EngineStats],
+    progress: Callable[[], Mapping[str, Any]] = dict,
+) -> Look:
+    """Return what reads an engine's figures, by the names of a server's ``/status.json``.
 
-    tell: Callable[[str], None]
-    """Prints each line, too."""
-    model: str | None
-    progress: Callable[[], Mapping[str, Any]]
-    """Returns its progress. Empty if it does not count."""
-    phase: str = "starting"
+    ``stats`` returns the engine's totals, ``progress`` those of a job.
+    """
+    figures: dict[str, Any] = {}
 
-    def say(self, line: str) -> None:
-        self.phase = line.strip()
-        self.tell(line)
-
-    def look(self) -> str:
-        """Return the state. Called before every status but the last."""
-        return "measuring"
-
-    def fields(self) -> Mapping[str, Any]:
-        return {"model": self.model, "phase": self.phase, **self.progress()}
-
-
-@dataclass
-class RunningEngineStatus:
-    """Figures of an engine, by the names of a server's ``/status.json``."""
-
-    model: str
-    service: EngineService[Any]
-    stats: Callable[[], EngineStats]
-    """Returns the engine's totals."""
-    progress: Callable[[], Mapping[str, Any]] = dict
-    """Returns the progress of a job. Empty without a job."""
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, llm: LLM, progress: Callable[[], Mapping[str, Any]] = dict) -> RunningEngineStatus:
-        return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
-
-    def look(self) -> str:
+    def look(is_over: bool) -> tuple[str, Mapping[str, Any]]:
         from fastdecode.engine.instances.status_report import status_of
 
         def take(running: Any) -> None:
-            self.figures = status_of(running)
+            nonlocal figures
+            figures = status_of(running)
 
-        self.service.look(take)
-        return self.service.snapshot().state
-
-    def fields(self) -> Mapping[str, Any]:
-        stats = self.stats()
-        return {
-            "model": self.model,
-            **self.progress(),
-            **self.service.snapshot().report(self.figures).fields,
-            "generation_tokens": stats.num_output_tokens,
-            "prompt_tokens": stats.num_prompt_tokens + stats.num_cached_prompt_tokens,
-            "cached_tokens": stats.num_cached_prompt_tokens,
+        if not is_over:
+            service.look(take)
+        snapshot, totals = service.snapshot(), stats()
+        return snapshot.state, {
+            "model": model,
+            **progress(),
+            **snapshot.report(figures).fields,
+            "generation_tokens": totals.num_output_tokens,
+            "prompt_tokens": totals.num_prompt_tokens + totals.num_cached_prompt_tokens,
+            "cached_tokens": totals.num_cached_prompt_tokens,
         }
+
+    return look
 
 
 @contextlib.contextmanager
 def status_file(
-    path: Path | None,
-    command: str,
-    watched: Measuring | RunningEngineStatus,
-    tell: Callable[[str], None],
+    path: Path | None, command: str, look: Look, tell: Callable[[str], None]
 ) -> Iterator[None]:
     """Write a status until the context ends, and then once more how the command ended.
 
-    A failure to write is reported once, and ends no work.
-
-    Args:
-        path: The file. None writes nothing.
-        tell: Prints a failure.
-    """
+    A failure to write is reported once, and ends no work. Without a path nothing is written."""
     if path is None:
         yield
         return
     started_at, is_over, failures = time.monotonic(), threading.Event(), list[str]()
 
-    def write(state: str) -> None:
+    def write(end: str = "") -> None:
+        state, fields = look(bool(end))
         status = {
             "command": command,
             "version": __version__,
             "pid": os.getpid(),
-            "state": state,
+            "state": end or state,
             "written": time.time(),
             "time_s": time.monotonic(),
             "uptime_s": time.monotonic() - started_at,
-            **watched.fields(),
+            **fields,
         }
         beside = path.with_name(f"{path.name}.{os.getpid()}.new")
         try:
@@ -126,17 +93,17 @@ def status_file(
 
     def run() -> None:
         while not is_over.is_set():
-            write(watched.look())
+            write()
             is_over.wait(EVERY_S)
 
-    thread, state = threading.Thread(target=run, name="status file", daemon=True), "ended"
+    thread, end = threading.Thread(target=run, name="status file", daemon=True), "ended"
     thread.start()
     try:
         yield
     except BaseException as error:
-        state = f"ended by {type(error).__name__}"
+        end = f"ended by {type(error).__name__}"
         raise
     finally:
         is_over.set()
         thread.join()
-        write(state)
+        write(end)

@@ -34,7 +34,6 @@ class SteadySteps:
 
     @property
     def without_r_s(self) -> tuple[float, ...]:
-        """Seconds of each step without ``r_compute_s``."""
         return tuple(step - r for step, r in zip(self.step_s, self.r_compute_s, strict=True))
 
 
@@ -44,9 +43,6 @@ def time_steady_steps(
     """Run prompts of about ``context_tokens`` random tokens, then time ``num_steps`` steps.
 
     Sampling is greedy, and EOS is ignored. The engine is empty before and after.
-
-    Args:
-        batch: Number of sequences, at most as many as the engine runs at once.
 
     Raises:
         CapacityError: If the R-workers can't hold the whole batch at once.

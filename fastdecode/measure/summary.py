@@ -109,13 +109,11 @@ def _percentiles(latency: LatencyHistogram) -> dict[str, float | None]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def render(s: dict[str, Any]) -> str:
-    """Return a summary in a few lines for a person."""
     ttft, tpot = (times_text(tuple(s[name].values())) for name in ("ttft_s", "tpot_s"))
     parts = (_stages, _hybrid, _failovers, _swap, _losses, _prefix_cache, _tiers)
     return "\n".join([

@@ -25,18 +25,8 @@ EXAMPLES = [
     )
 ]
 SPLIT = ["disaggregate", "--machines", "7", "--prompt-time", "3.1", "--token-time", "0.1"]
-SWAP = [
-    "disaggregate",
-    "--prompt-tokens",
-    "9",
-    "--tokens",
-    "9",
-    "--token-time",
-    "1",
-    "--batch",
-    "2",
-]
-
+SWAP = ["disaggregate", "--prompt-tokens", "9", "--tokens", "9", "--token-time", "1"]
+SWAP += ["--batch", "2"]
 MACHINE = ["--model", "Llama-2 13B", "--gpu", "A100"]
 
 

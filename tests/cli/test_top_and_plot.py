@@ -14,7 +14,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.measure.live_view import LiveView
-from fastdecode.measure.plot import TraceSeries
+from fastdecode.measure.plot import trace_series
 from fastdecode.server.serving import ActivityLines
 from fastdecode.wire.instances import StatusReport
 
@@ -236,11 +236,11 @@ def test_shares_and_counters_of_a_trace_that_was_cut_off(tmp_path: Path) -> None
     events += [counter(30, 8), span(2, 1, 25, 50)]
     text = "[\n" + "".join(json.dumps(each) + ",\n" for each in events) + '{"ph": "X", "pi'
     (tmp_path / "trace").write_text(text)
-    series = TraceSeries(tmp_path / "trace", 4)
-    assert series.seconds == pytest.approx([12.5e-6, 37.5e-6, 62.5e-6, 87.5e-6])
-    assert series.waited == pytest.approx([0, 0, 1, 0])
-    assert series.attended == pytest.approx([0.5, 1, 0.5, 0])
-    assert series.levels["running"] == pytest.approx([4, 0.2 * 4 + 0.8 * 8, 8, 8])
+    seconds, means = trace_series(tmp_path / "trace", 4)
+    assert seconds == pytest.approx([12.5e-6, 37.5e-6, 62.5e-6, 87.5e-6])
+    assert means["waited"] == pytest.approx([0, 0, 1, 0])
+    assert means["attended"] == pytest.approx([0.5, 1, 0.5, 0])
+    assert means["running"] == pytest.approx([4, 0.2 * 4 + 0.8 * 8, 8, 8])
 
 
 def test_a_server_that_works_says_so_every_ten_seconds() -> None:

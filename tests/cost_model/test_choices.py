@@ -18,7 +18,7 @@ from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
-PRICES = Prices("EUR", {"A10": 1.0, "H100-SXM": 4.0}, {"default": 0.1})
+PRICES = Prices({"A10": 1.0, "H100-SXM": 4.0}, {"default": 0.1}, "EUR")
 
 
 def setup(gpu: str = "A10", **workload: float) -> Setup:
@@ -63,7 +63,7 @@ def test_a_line_is_its_parts_cheapest_placement(by: str) -> None:
     def price(job: Job) -> float | None:
         return job.money if by == "cost" else job.kwh
 
-    dear = replace(PRICES, socket_per_hour={"default": 2.0})
+    dear = Prices(PRICES.gpu_per_hour, {"default": 2.0})
     asked = [(name, setup(name)) for name in ("A10", "H100-SXM")]
     for each in choose(asked, Goal(), size, dear, by).found:
         sizing = size(setup(each.name), Goal())

@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from oracles.sizing_forms import required_cpus
 
-from cost_model.numbers import largest, smallest, whole
 from cost_model.workload import Workload
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads(
     Path(__file__).with_name("cases.json").read_text()
 )
-sizes = st.integers(1, 1000)
-times = st.floats(1e-6, 1e3)
 
 
 def case_ids(kind: str) -> Any:
@@ -68,20 +63,3 @@ def test_load_of_an_uneven_interval_is_within_the_headroom() -> None:
     peak = case["inputs"]["M"] * sum(case["expected"]["lengths_at_peak"])
     assert peak == case["expected"]["W_peak"]
     assert load < peak < 1.1 * load
-
-
-@pytest.mark.parametrize("count", [1, 2, 99, 100, 12345])
-def test_whole_forgives_rounding_only(count: int) -> None:
-    assert whole(count * (1 + 1e-14)) == whole(count * (1 - 1e-14)) == count
-    assert whole(count * (1 + 1e-6)) == count + 1
-    assert whole(1e-30) == 1
-
-
-@given(st.integers(0, 99), st.integers(1, 100), st.integers(1, 100))
-def test_smallest_and_largest_number_that_holds(above: int, more: int, border: int) -> None:
-    known = above + more
-    first = min(max(border, above + 1), known)
-    assert smallest(lambda number: number >= first, known, above=above) == first
-    assert largest(lambda number: number <= border, 1 << 40) == border
-    assert largest(lambda number: number <= border, known) == min(border, known)
-    assert largest(lambda number: False, known) == 0

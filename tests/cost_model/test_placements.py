@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from oracles.placement_algorithms import best_per_gpu
 
 from cost_model.goodput.placements import Degrees, InstanceHardware, Pair
-from cost_model.goodput.search import Chosen, Objective, PlacementPrices, Search, What
+from cost_model.goodput.search import Chosen, Objective, Question, Search, What
 from cost_model.numbers import whole
 
 TP1, TP2, TP4, PP2 = Degrees(1, 1), Degrees(2, 1), Degrees(4, 1), Degrees(1, 2)
-PRICES = PlacementPrices(1.0, 0.25)
+
+
+def asked(rate: float, objective: Objective) -> Question:
+    return Question("", None, None, rate, "high", 2, objective, (1.0, 0.25))  # type: ignore[arg-type]
 
 
 class Known(Search):
@@ -26,14 +29,14 @@ class Known(Search):
 
     def fewest(self, kind: object, what: What, sockets: int, most: int) -> int:
         goodput = self.known[what, sockets]
-        count = whole(self.rate / goodput) if goodput else 0
+        count = whole(self.asked.rate / goodput) if goodput else 0
         return count if count <= most else 0
 
 
 def cheapest(
     goodputs: Mapping[tuple[What, int], float], rate: float, objective: Objective = "gpu"
 ) -> Chosen | None:
-    search = Known(None, None, rate, objective, PRICES)  # type: ignore[arg-type]
+    search = Known(asked(rate, objective))
     search.known = goodputs
     return search.cheapest("both", goodputs)
 
@@ -59,7 +62,7 @@ def test_none_is_cheaper(data: st.DataObject, objective: Objective, rate: float)
     }
 
     def cost(what: What, sockets: int, count: int) -> tuple[float, ...]:
-        gpus, price = count * what.num_gpus, PRICES.of(count * what.num_gpus, count * sockets)
+        gpus, price = count * what.num_gpus, count * (what.num_gpus + 0.25 * sockets)
         return (gpus, price) if objective == "gpu" else (price, gpus)
 
     costs = [cost(*key, whole(rate / goodput)) for key, goodput in goodputs.items() if goodput > 0]

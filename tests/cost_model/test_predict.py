@@ -132,11 +132,6 @@ def test_the_fewest_sockets_are_found_though_messages_add_up() -> None:
         assert rows["round trips"].min_sockets == (brute[0] if brute else None)
 
 
-def test_sockets_beyond_one_a_sequence_do_nothing() -> None:
-    system = ideal_system()
-    assert system.r_s(8, 8) == system.r_s(8, 100) < system.r_s(8, 4)
-
-
 def test_network_times_come_from_the_narrower_side() -> None:
     system = ideal_system(network_bytes_per_s=1e9)
     out, back = 64 * system.costs.out_bytes, 64 * system.costs.back_bytes
@@ -166,11 +161,3 @@ def test_load_limit_is_where_r_meets_s(lane_batch: int, sockets: int) -> None:
     limit, each = system.load_limit_tokens(lane_batch, sockets), max(1.0, lane_batch / sockets)
     r_part_s = [system.r.r_s(each, tokens / sockets) for tokens in (limit, limit + 1)]
     assert r_part_s[0] <= system.s_s(lane_batch) < r_part_s[1]
-
-
-def test_step_limits() -> None:
-    system = replace(ideal_system(), workload=Workload(1000, 100))
-    assert system.step_limit_s(None, None) == float("inf")
-    assert system.step_limit_s(11.0, None) == pytest.approx(0.1)
-    assert system.step_limit_s(11.0, 0.05) == pytest.approx(0.05)
-    assert system.step_limit_s(0.5, None) < 0

@@ -315,20 +315,6 @@ def test_who_carries_more_than_comes_stays() -> None:
     assert found.present_goodput == HEADROOM * 0.01
 
 
-def test_many_instances_are_tried_here_and_there() -> None:
-    sample = TrafficSample(1e-3, 1.0, ((100, 10),))
-    judge = Judge(PROFILE, sample, Slo(1e-9, 1e-9))
-    found = judge.judge(Roles(30, 34))
-    assert found.best == Roles(30, 34) and (found.best_goodput, found.enough) == (0.0, 0)
-    assert len(judge._found) < 30
-
-
-def test_fewest_flips() -> None:
-    assert Roles(2, 2).flips_to(Roles(3, 1)) == 1
-    assert Roles(2, 2).flips_to(Roles(0, 0, 4)) == 4
-    assert str(Roles(1, 2)) == "1 prefill + 2 decode"
-
-
 def test_questions_and_answers_come_through_json() -> None:
     sample = TrafficSample(2.0, 1.0, ((100, 10), (50, 5)))
     asked = RoleQuestion(PROFILE, sample, STRICT, Roles(1, 1))

@@ -289,7 +289,7 @@ def test_money_decides(tmp_path: Path) -> None:
     assert cheap[0] and not dear[0]
     assert cheap[2] is not None and cheap[1] < cheap[2]
     assert dear[1] == dear[2], "the headline is the GPU alone"
-    sizing = size(ask(), Goal(), prices=Prices("EUR", {"A10": 3.6}, {"default": 0.0001}))
+    sizing = size(ask(), Goal(), prices=Prices({"A10": 3.6}, {"default": 0.0001}, "EUR"))
     assert sizing.cost is not None and sizing.gpu_only is not None
     assert sizing.cost.gpu_only_per_million_tokens == pytest.approx(
         1000 / sizing.gpu_only.tokens_per_s

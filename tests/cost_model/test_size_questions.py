@@ -94,12 +94,6 @@ def test_lines_below_the_headline_are_its_own(
     assert headline.fast.tpot_s < headline.tpot_s < headline.slow.tpot_s
 
 
-def test_headline_of_an_infeasible_plan_is_one_that_keeps_the_promises() -> None:
-    sizing = ask(Goal(batch=1024, max_sockets=1))
-    assert not sizing.feasible and sizing.plan is not None
-    assert all(each.kv_placement != "r" for each in sizing.headlines)
-
-
 @pytest.mark.parametrize("batch", [1, 2, 7, 50, 199, 200, 201, 333])
 @pytest.mark.parametrize("lanes", [None, 1, 2, 3, 4])
 def test_batch_is_what_runs(batch: int, lanes: int | None) -> None:

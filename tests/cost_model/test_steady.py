@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sizing import setup
 
-from cost_model.steady import Quantity, SteadyBatch, predict_steady, scale_down
+from cost_model.steady import SteadyBatch, predict_steady, scale_down
 
 
 def test_a_steady_step_has_the_context_and_no_prompts() -> None:
@@ -35,9 +35,3 @@ def test_twins_fit(
     assert twin.r_workers <= twin.batch and 1 <= twin.lanes <= (1 if one_lane else lanes)
     assert twin.context_tokens <= max(16, context)
     assert twin.batch * twin.context_tokens <= max(kv_tokens, 16 * twin.r_workers)
-
-
-def test_quantities() -> None:
-    assert Quantity("x", 1.1, 1.0).within(0.1) and not Quantity("x", 1.11, 1.0).within(0.1)
-    assert not Quantity("x", 0.89, 1.0).within(0.1)
-    assert Quantity("x", 0.5, 1.0).relative_error == -0.5

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from holdings import Holding, victim_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.turns import Tier, TierSimulator, TracedTurn, read_turns
+from cost_model.turns import TierSimulator, TracedTurn, read_turns
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF
@@ -80,18 +79,6 @@ def test_a_full_lower_tier_drops_the_larger_half_and_turns_recompute_it() -> Non
     ]
 
 
-def test_who_returns_restores_what_was_moved_down_and_recomputes_what_was_dropped() -> None:
-    """500 tokens above, 300 below, 200 dropped, and 40 new: 240 run, and 540
-    more are above before the answer."""
-    events: list[Event] = [(0, "A", 900, 100), (10, "B", 50, 10)]
-    tiers = played(events, "size-idle", 1400, 300)
-    assert tiers.rows[2:] == [[10, "swap_out", "A", 300], [10, "drop", "A", 200]]
-    assert tiers.tokens_of("A") == (500, 300, 200)
-    tiers.run(TracedTurn("A", 40, 1, 20))
-    assert tiers.rows[4] == [20, "run", "A", 300, 200, 40, 1]
-    assert tiers.totals.num_history == 1000 and tiers.totals.hit_share == 0.8
-
-
 @given(
     st.lists(st.tuples(st.sampled_from("ABCD"), st.integers(1, 9), st.integers(1, 9)), max_size=25),
     st.sampled_from(POLICIES),
@@ -113,42 +100,6 @@ def test_every_token_is_somewhere_and_no_tier_holds_more_than_it_can(
     totals = tiers.totals
     run = [row for row in tiers.rows if row[1] == "run"]
     assert totals.num_recomputed == sum(row[4] for row in run) and totals.hit_share <= 1
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 120), st.integers(0, 9), st.integers(0, 12), st.integers(0, 2)),
-        max_size=120,
-    ),
-    st.sampled_from(POLICIES),
-)
-def test_who_leaves_a_tier_is_who_would_if_all_were_looked_at_each_time(
-    events: list[tuple[int, int, int, int]], policy: str
-) -> None:
-    """More conversations than are looked at ahead; several events a moment."""
-    chosen = policy_of(policy, 2, FLAT_TO_HALF)
-    tier, holdings = Tier(chosen, 2), {number: Holding(str(number), [], 0) for number in range(220)}
-    now_s = 1.0
-    for number in range(100, 220):
-        holdings[number].blocks = list(range(number % 7))
-        tier.hold(number, [*holdings[number].blocks], 0)
-    for number, first, count, pause in events:
-        now_s += pause
-        holdings[number].blocks, holdings[number].last_s = list(range(first, first + count)), now_s
-        tier.hold(number, [*holdings[number].blocks], now_s)
-        for _ in range(1 + first):
-            victim, found = (
-                victim_of(chosen, list(holdings.values()), now_s, 2),
-                tier.leave(now_s),
-            )
-            if victim is None or found is None:
-                assert victim is None and found is None
-                break
-            holding, blocks = victim
-            assert found == (int(holding.name), blocks)
-            holding.blocks = [block for block in holding.blocks if block not in blocks]
-            assert tier.blocks(found[0]) == holding.blocks
-    assert tier.num_blocks == sum(len(each.blocks) for each in holdings.values())
 
 
 def test_the_command_tells_rows_and_totals(

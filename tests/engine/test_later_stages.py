@@ -461,13 +461,6 @@ class TestRelay:
         self.relay.pass_on([])
         return list(iter(self.first.poll, None))
 
-    def test_an_r_worker_is_given_up_by_its_number(self) -> None:
-        """Unless another process has it by now."""
-        self.relay.obey(ColumnLost(W, "gone", "it left", 1, num_replaced=1))
-        assert not self.pool.gone
-        self.relay.obey(ColumnLost(W, "gone", "it left", 1))
-        assert list(self.pool.gone) == [W]
-
     @pytest.mark.parametrize(
         ("message", "reason"),
         [

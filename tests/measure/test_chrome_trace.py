@@ -130,13 +130,7 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, num_lanes: int
 ) -> None:
     model = str(tiny_checkpoint("llama"))
-    options = {
-        "dtype": "float32",
-        "r_workers": 2,
-        "r_threads": 1,
-        "kv_memory_gb": 0.01,
-        "lanes": num_lanes,
-    }
+    options = {"r_workers": 2, "r_threads": 1, "kv_memory_gb": 0.01, "lanes": num_lanes}
     prompts = [[5, 6, 7], [8, 9], [10], [11] * 6]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(model, **options) as llm:
@@ -215,13 +209,7 @@ def test_step_times_are_learnt_though_a_prompt_runs_in_every_step(
             super().observe(num_decoding, num_prompt_tokens, *rest)
 
     times = Times()
-    options = {
-        "dtype": "float32",
-        "kv_memory_gb": 0.01,
-        "max_num_sequences": 32,
-        "r_workers": 2,
-        "lanes": 2,
-    }
+    options = {"kv_memory_gb": 0.01, "max_num_sequences": 32, "r_workers": 2, "lanes": 2}
     with LLM(str(tiny_checkpoint("llama")), times=times, **options) as llm:
         prompts = [[5 + i % 7] * (2 + i % 5) for i in range(480)]
         llm.generate(

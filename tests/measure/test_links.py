@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from fastdecode.cli.main import main
 from fastdecode.core.host.facts import this_host
 from fastdecode.measure.doctor import ModelFacts, judge
 from fastdecode.measure.neighbours import NeighbourFacts, examine_neighbours
@@ -32,11 +29,6 @@ def examined(names: list[str], kv_bytes: int = ENOUGH) -> list[NeighbourFacts]:
             worker.stop()
         for worker in workers:
             worker.join(30)
-
-
-def test_bench_without_a_plan_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench"]) == 2
-    assert "--plan FILE --model DIR" in capsys.readouterr().err
 
 
 def test_examine_neighbours_finds_each_missing_link() -> None:

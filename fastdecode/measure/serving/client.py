@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,11 +37,9 @@ class Record:
     num_tokens: int = 0
     """Counted by the server, or else the chunks."""
     error: str | None = None
-    """Kind of the error."""
     message: str = ""
     """Words of the server, or of the operating system, about the error."""
     has_usage: bool = False
-    """True if the server has counted the tokens."""
 
     @property
     def ttft_s(self) -> float:
@@ -60,10 +58,7 @@ class Record:
 
 
 class Endpoint:
-    """A server.
-
-    Args:
-        url: http://HOST:PORT, perhaps with a path before /v1.
+    """A server at http://HOST:PORT, perhaps with a path before /v1.
 
     Raises:
         ConfigError: If ``url`` is not such an address.
@@ -91,49 +86,33 @@ class Endpoint:
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
         self._key, self._timeout_s = key, timeout_s
-        self._shared: aiohttp.ClientSession | None = None
-        self.num_done = self.num_failed = 0
-        """Requests that are over, and those of them with an error."""
 
-    async def model(self) -> str:
-        """Return the first model that the server names.
+    async def model(self, named: str | None = None) -> str:
+        """Return the first model that the server names, or the one that the user has ``named``.
 
         Raises:
-            ConfigError: If it names none.
+            ConfigError: If nothing answers, or none is named.
         """
         within = aiohttp.ClientTimeout(total=min(self._timeout_s, _MODELS_WITHIN_S))
         url = f"{self._url}/models"
         try:
-            async with self._session() as session, session.get(url, timeout=within) as answer:
-                if answer.status == 200:
+            async with self.session() as session, session.get(url, timeout=within) as answer:
+                if answer.status == 200 and named is None:
                     said = json.loads(await _body(answer, _MAX_MODELS_BYTES))
                     return str(said["data"][0]["id"])
                 why = await self._refusal(answer)
         except asyncio.TimeoutError:
             why = "it doesn't answer"
         except OSError as error:
-            raise self._unreached(explained(error)) from None
+            place = f"{self._host}:{self._port}"
+            raise ConfigError(
+                f"--base-url: nothing answers at {place}: {explained(error)}"
+            ) from None
         except (ValueError, LookupError, TypeError, aiohttp.ClientError):
             why = "what it answers is no list of models; is this a server of OpenAI's API?"
+        if named is not None:
+            return named
         raise ConfigError(f"{url} doesn't name a model: {why}")
-
-    async def reach(self) -> None:
-        """Connect and disconnect.
-
-        Raises:
-            ConfigError: If the server accepts no connection.
-        """
-        try:
-            connecting = asyncio.open_connection(self._host, self._port)
-            _, writer = await asyncio.wait_for(connecting, self._timeout_s)
-        except asyncio.TimeoutError:
-            raise self._unreached("no connection was accepted in time") from None
-        except OSError as error:
-            raise self._unreached(explained(error)) from None
-        writer.close()
-
-    def _unreached(self, why: str) -> ConfigError:
-        return ConfigError(f"--base-url: nothing answers at {self._host}:{self._port}: {why}")
 
     async def _refusal(self, answer: aiohttp.ClientResponse) -> str:
         """Return why a server refuses, without the key that it may repeat."""
@@ -148,16 +127,8 @@ class Endpoint:
         told = f"{answer.status}: {shown(message)}" if message else str(answer.status)
         return f"{told} (set {KEY_VARIABLE})" if answer.status == 401 else told
 
-    @contextlib.asynccontextmanager
-    async def keeping_connections(self) -> AsyncIterator[None]:
-        """Reuse connections, as clients do: to open one takes longer than some tokens."""
-        async with self._session() as self._shared:
-            try:
-                yield
-            finally:
-                self._shared = None
-
-    def _session(self) -> aiohttp.ClientSession:
+    def session(self) -> aiohttp.ClientSession:
+        """Return what reuses connections, as clients do. It is to be closed."""
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
@@ -165,7 +136,9 @@ class Endpoint:
             read_bufsize=_LINE_BYTES,
         )
 
-    async def run(self, planned: Planned, model: str, start_s: float) -> Record:
+    async def run(
+        self, planned: Planned, model: str, start_s: float, session: aiohttp.ClientSession
+    ) -> Record:
         """Send a request, and read its stream to the end."""
         body = {
             "model": model,
@@ -180,7 +153,12 @@ class Endpoint:
         sent_s = time.monotonic() - start_s
         record = Record(planned.due_s, sent_s, num_prompt=len(planned.prompt))
         try:
-            await self._send(raw, record, start_s)
+            try:
+                await self._stream(session, raw, record, start_s)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                # A server may close an idle connection just when it is used again.
+                async with self.session() as fresh:
+                    await self._stream(fresh, raw, record, start_s)
         except asyncio.TimeoutError:
             record.error = "timeout"
             record.message = f"the answer took more than {self._timeout_s:g} s: see --timeout-s"
@@ -194,18 +172,7 @@ class Endpoint:
             record.error = "empty"
         if not record.has_usage:
             record.num_tokens = len(record.chunk_s)
-        self.num_done += 1
-        self.num_failed += record.error is not None
         return record
-
-    async def _send(self, raw: bytes, record: Record, start_s: float) -> None:
-        if self._shared is not None:
-            # A server may close an idle connection just when it is used again.
-            with contextlib.suppress(aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                await self._stream(self._shared, raw, record, start_s)
-                return
-        async with self._session() as session:
-            await self._stream(session, raw, record, start_s)
 
     async def _stream(
         self, session: aiohttp.ClientSession, raw: bytes, record: Record, start_s: float
@@ -259,14 +226,13 @@ def shown(text: str) -> str:
 
 async def run_open(endpoint: Endpoint, model: str, load: Sequence[Planned]) -> list[Record]:
     """Send every request when it is due, without waiting for answers."""
-    async with endpoint.keeping_connections():
-        start_s = time.monotonic()
-        tasks = []
+    async with endpoint.session() as session:
+        start_s, tasks = time.monotonic(), []
         for planned in load:
             wait_s = planned.due_s - (time.monotonic() - start_s)
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            tasks.append(asyncio.create_task(endpoint.run(planned, model, start_s)))
+            tasks.append(asyncio.create_task(endpoint.run(planned, model, start_s, session)))
         return list(await asyncio.gather(*tasks))
 
 
@@ -278,12 +244,12 @@ async def run_closed(
     records: list[Record] = []
     waiting = iter(load)
 
-    async def client() -> None:
+    async def client(session: aiohttp.ClientSession) -> None:
         for planned in waiting:
-            record = await endpoint.run(planned, model, start_s)
+            record = await endpoint.run(planned, model, start_s, session)
             record.due_s = record.sent_s
             records.append(record)
 
-    async with endpoint.keeping_connections():
-        await asyncio.gather(*[client() for _ in range(concurrency)])
+    async with endpoint.session() as session:
+        await asyncio.gather(*[client(session) for _ in range(concurrency)])
     return records

@@ -17,7 +17,6 @@ _HALVINGS = 5
 
 
 def report(records: Sequence[Record], slo: Slo | None) -> dict[str, Any]:
-    """Return the figures of a load, all times in seconds."""
     done = [record for record in records if record.error is None]
     duration_s = max((record.chunk_s[-1] for record in done), default=0.0)
     gaps = [b - a for record in done for a, b in itertools.pairwise(record.chunk_s)]
@@ -64,7 +63,6 @@ def summary(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def told(figures: dict[str, Any]) -> str:
-    """Return the figures as lines for a person."""
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered in "
         f"{figures['duration_s']:.2f} s: {figures['requests_per_s']:.2f} requests/s, "
@@ -114,15 +112,11 @@ def find_goodput(
 ) -> tuple[float, dict[str, Any] | None]:
     """Find the greatest rate, within 3%, at which ``attainment`` of the requests keep the SLO.
 
-    Args:
-        measure: Returns the figures at a rate.
-        measure_alone: Returns the figures of requests that run one after the other. Called once,
-            if the first rate is too great: if those don't keep the SLO, no rate does, and a
-            search at ever lower ones would take hours.
+    If the first rate is too great, requests run one after the other once (``measure_alone``). If
+    not even those keep the SLO, no rate does, and their figures are returned with 0.
 
     Returns:
-        The rate, or 0 if there is none. The figures at it, or those of ``measure_alone`` if not
-        even they keep the SLO.
+        The rate, or 0 if there is none, and the figures at it.
     """
     best, figures, rate = 0.0, None, first_rate
     bad: float | None = None
