@@ -42,7 +42,7 @@ def test_an_example_turns_its_feature_on(name: str) -> None:
     assert name not in features_on(EngineConfig("dir").options)
 
 
-@pytest.mark.parametrize(("one", "other"), pairs())
+@pytest.mark.parametrize(("one", "other"), list(pairs()))
 def test_an_engine_refuses_what_the_table_refuses(one: str, other: str) -> None:
     if not {frozenset((one, other))} & {*CONTRADICTIONS, *NOT_YET}:
         EngineConfig.of("dir", **options_of(one, other))
