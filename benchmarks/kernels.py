@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 from provenance import provenance
 
 from cpu_kernels import reference
-from cpu_kernels.attention.multiply import run_multiply
-from cpu_kernels.dispatch import choose_variant, multiply_entry, read_entry, team_of, thread_scratch
+from cpu_kernels.attention.multiply import multiply_unit, run_multiply
+from cpu_kernels.dispatch import choose_variant, team_of, thread_scratch, unit_entry
 from cpu_kernels.isa import default_level
 from cpu_kernels.kernels import append, attend
 from cpu_kernels.layout import DTYPES, BlockLayout, allocate_pool
-from cpu_kernels.read_kernel import run_read
+from cpu_kernels.read_kernel import read_unit, run_read
 
 _ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _READ_AHEAD_BYTES = (0, 1024, 4096, 8192)
@@ -98,7 +98,7 @@ class Result:
 def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> None:
     """Read a pool from end to end, and prefetch ``ahead_bytes`` further. 0 leaves it to the CPU."""
     team, memory = team_of(num_threads).address, pool.reshape(-1)[: pool.size // 512 * 512]
-    run_read(read_entry(), team, thread_scratch(), memory, 2 << 20, ahead_bytes)
+    run_read(unit_entry(read_unit), team, thread_scratch(), memory, 2 << 20, ahead_bytes)
 
 
 def multiply_rate(layout: BlockLayout, group_size: int, source: str, num_threads: int) -> float:
@@ -106,8 +106,8 @@ def multiply_rate(layout: BlockLayout, group_size: int, source: str, num_threads
     this shape makes, on all threads, where memory takes no time. The first call compiles it."""
     variant = choose_variant(layout, group_size, default_level(), source, ragged=False)
     work = partial(
-        run_multiply, multiply_entry(variant), team_of(num_threads).address, thread_scratch(),
-        num_threads, layout.dim_words, layout.padded_tokens,
+        run_multiply, unit_entry(multiply_unit, variant), team_of(num_threads).address,
+        thread_scratch(), num_threads, layout.dim_words, layout.padded_tokens,
     )  # fmt: skip
     work(1)
     begin = time.perf_counter()

@@ -173,7 +173,7 @@ class Bench:
 
     @property
     def lanes(self) -> int:
-        return len(self._engine._pipeline.lanes)
+        return self._engine._pipeline.num_lanes
 
     def start(self, prompt_len: int) -> None:
         """A batch, its prompts run."""

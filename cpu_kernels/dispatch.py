@@ -17,16 +17,12 @@ from numpy.typing import NDArray
 from cpu_kernels.attention.amx_products import MAX_TOTALS
 from cpu_kernels.attention.driver import MAX_PARTIALS
 from cpu_kernels.attention.kernel import attend_unit
-from cpu_kernels.attention.multiply import multiply_unit
 from cpu_kernels.codegen.amx import TILE_ROWS
 from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
-from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
-from cpu_kernels.tokens.append import append_unit
-from cpu_kernels.tokens.gather import gather_unit
 from cpu_kernels.variant import Variant, VariantType, plain_variant
 
 logger = logging.getLogger(__name__)
@@ -83,12 +79,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 def choose_variant(
-    layout: BlockLayout,
-    group_size: int,
-    isa: Isa,
-    source: str,
-    *,
-    ragged: bool,
+    layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool
 ) -> Variant:
     """The register tile that keeps the products of this shape busiest without
     spilling. Rows by the dozen share what unpacking a vector of cells takes: as
@@ -149,44 +140,11 @@ def choose_variant(
     )
 
 
-def _address_of(dispatcher: Any, variant: Variant) -> int:
-    return address_of(dispatcher, VariantType(variant), int64, int64, int64)
-
-
 @cache
-def attend_entry(variant: Variant) -> int:
-    """Address of ``attend_unit`` for this variant."""
-    return _address_of(attend_unit, variant)
-
-
-@cache
-def append_entry() -> int:
-    """Address of ``append_unit``."""
-    return _address_of(append_unit, plain_variant(4, False))
-
-
-@cache
-def gather_entry() -> int:
-    """Address of ``gather_unit``."""
-    return _address_of(gather_unit, plain_variant(4, False))
-
-
-@cache
-def read_entry() -> int:
-    """Address of ``read_unit``."""
-    return _address_of(read_unit, plain_variant(default_level().lanes, False))
-
-
-@cache
-def multiply_entry(variant: Variant) -> int:
-    """Address of ``multiply_unit`` for this variant."""
-    return _address_of(multiply_unit, variant)
-
-
-@cache
-def copy_entry() -> int:
-    """Address of ``copy_unit``."""
-    return _address_of(copy_unit, plain_variant(4, False))
+def unit_entry(unit: Any, variant: Variant | None = None) -> int:
+    """Address of a function that runs units, compiled for this variant, by default a plain one."""
+    kind = VariantType(variant or plain_variant(default_level().lanes, False))
+    return address_of(unit, kind, int64, int64, int64)
 
 
 @dataclass(frozen=True)
@@ -224,7 +182,9 @@ def plan_attend(
     variant = choose(layout, group_size, isa)
     if variant.tiles and not level and not tiles_work(isa, compare):
         variant = choose(layout, group_size, replace(isa, tiles=""))
-    return AttendPlan(attend_entry(variant), variant.product_rows, shape_record(layout, source))
+    return AttendPlan(
+        unit_entry(attend_unit, variant), variant.product_rows, shape_record(layout, source)
+    )
 
 
 @cache

@@ -20,18 +20,17 @@ from cpu_kernels.checks import (
     raise_bad_value,
 )
 from cpu_kernels.dispatch import (
-    append_entry,
-    gather_entry,
     plan_attend,
     shape_record,
     team_of,
     thread_partials,
     thread_scratch,
+    unit_entry,
 )
 from cpu_kernels.layout import CARRIERS, BlockLayout
 from cpu_kernels.team import OpenMPTeam, Team
-from cpu_kernels.tokens.append import run_append
-from cpu_kernels.tokens.gather import run_gather
+from cpu_kernels.tokens.append import append_unit, run_append
+from cpu_kernels.tokens.gather import gather_unit, run_gather
 
 _NO_SLOPES = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
@@ -76,9 +75,9 @@ def append(
     if slots.shape[0] == 0:
         return
     fits = run_append(
-        append_entry(), _team_for(slots.shape[0] * len(heads), num_threads, team), thread_scratch(),
-        shape_record(layout, source), pool_layer, k, v, _NO_SCALES if scales is None else scales,
-        slots, heads.start,
+        unit_entry(append_unit), _team_for(slots.shape[0] * len(heads), num_threads, team),
+        thread_scratch(), shape_record(layout, source), pool_layer, k, v,
+        _NO_SCALES if scales is None else scales, slots, heads.start,
     )  # fmt: skip
     if not fits:
         raise_bad_slots(layout, pool_layer, slots)
@@ -121,8 +120,8 @@ def gather(
     if slots.shape[0] == 0:
         return
     fits = run_gather(
-        gather_entry(), _team_for(slots.shape[0] * len(heads), num_threads, team), thread_scratch(),
-        shape_record(layout, layout.dtype), pool_layer, k, v,
+        unit_entry(gather_unit), _team_for(slots.shape[0] * len(heads), num_threads, team),
+        thread_scratch(), shape_record(layout, layout.dtype), pool_layer, k, v,
         _NO_SCALES if scales is None else scales, slots, heads.start,
     )  # fmt: skip
     if not fits:
@@ -212,7 +211,7 @@ def attend(
             _NO_SLOPES if alibi_slopes is None else alibi_slopes,
             out, _NO_LSE if lse is None else lse, float(scale), float(logit_softcap or 0.0),
             min(sliding_window or 0, driver.MAX_POSITION),
-            0 if last is None else append_entry(), k, v,
+            0 if last is None else unit_entry(append_unit), k, v,
         )  # fmt: skip
         room = index
     if code != driver.OK:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """A team of threads that runs the units of one call at a time, and never needs
 the GIL for it.
 
@@ -30,11 +30,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.types import boolean, int64
 
 from cpu_kernels.codegen.compiled import address_of, entry, part
 from cpu_kernels.codegen.memory import load_i64, store_i64
 from cpu_kernels.codegen.simd import I8, I32, I64, call, pointer
+from cpu_kernels.codegen.translate import Emitter
 from cpu_kernels.layout import aligned_bytes
 
 # Fields of the shared memory, in bytes; those that are written during a call
@@ -60,68 +61,43 @@ MAX_THREADS = 1024
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0) if sys.platform == "linux" else 0
 
 
-@intrinsic
-def fetch_add(typingctx, address, amount):
+@Emitter
+def fetch_add(builder, address: int64, amount: int64) -> int64:
     """Atomic; returns the old int64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.atomic_rmw("add", pointer(builder, address, I64), amount, "seq_cst")
 
 
-@intrinsic
-def _atomic_load(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(pointer(builder, args[0], I64), "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
+@Emitter
+def _atomic_load(builder, address: int64) -> int64:
+    return builder.load_atomic(pointer(builder, address, I64), "seq_cst", 8)
 
 
-@intrinsic
-def _exchange_if(typingctx, address, expected, value):
+@Emitter
+def _exchange_if(builder, address: int64, expected: int64, value: int64) -> boolean:
     """Store ``value`` if ``expected`` is there; returns whether it was."""
-
-    def codegen(context, builder, signature, args):
-        target = pointer(builder, args[0], I64)
-        pair = builder.cmpxchg(target, args[1], args[2], "seq_cst", "seq_cst")
-        return builder.extract_value(pair, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    target = pointer(builder, address, I64)
+    pair = builder.cmpxchg(target, expected, value, "seq_cst", "seq_cst")
+    return builder.extract_value(pair, 1)
 
 
-@intrinsic
-def _pause(typingctx):
+@Emitter
+def _pause(builder):
     """Tell the core that this is a spin loop."""
-
-    def codegen(context, builder, signature, args):
-        if platform.machine() in ("x86_64", "AMD64"):
-            call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if platform.machine() in ("x86_64", "AMD64"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
-@intrinsic
-def _system_call(typingctx, number, a, b, c):
+@Emitter
+def _system_call(builder, number: int64, a: int64, b: int64, c: int64) -> int64:
     """The C library's ``syscall``."""
-
-    def codegen(context, builder, signature, args):
-        return call(builder, "syscall", I64, [*args, I64(0), I64(0), I64(0)])
-
-    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+    return call(builder, "syscall", I64, [number, a, b, c, I64(0), I64(0), I64(0)])
 
 
-@intrinsic
-def call_entry(typingctx, entry, job, unit, scratch):
+@Emitter
+def call_entry(builder, entry: int64, job: int64, unit: int64, scratch: int64):
     """Call a compiled (variant, job, unit, scratch) kernel by address, by
     Numba's own calling convention."""
-
-    def codegen(context, builder, signature, args):
-        _call_compiled(builder, args[0], [ir.Constant(I8.as_pointer(), None), *args[1:]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    _call_compiled(builder, entry, [ir.Constant(I8.as_pointer(), None), job, unit, scratch])
 
 
 def _call_compiled(builder, address, args):
@@ -133,29 +109,23 @@ def _call_compiled(builder, address, args):
     builder.call(function, [*spare, *args])
 
 
-@intrinsic
-def _run_region(typingctx, shared):
+@Emitter
+def _run_region(builder, shared: int64):
     """``GOMP_parallel``, which is what compilers turn a parallel region into:
     every thread of it calls the team's ``help_once``."""
-
-    def codegen(context, builder, signature, args):
-        (shared,) = args
-        outlined = ir.FunctionType(ir.VoidType(), [I64])  # C's void (*)(void *)
-        name = builder.module.get_unique_name("fastdecode.region")
-        region = ir.Function(builder.module, outlined, name)
-        region.linkage = "internal"
-        inner = ir.IRBuilder(region.append_basic_block())
-        _call_compiled(inner, inner.load(pointer(inner, region.args[0], I64, _HELP)), region.args)
-        inner.ret_void()
-        parallel = ir.FunctionType(ir.VoidType(), [outlined.as_pointer(), I64, I32, I32])
-        address = builder.load(pointer(builder, shared, I64, _RUNTIME))
-        num_threads = builder.trunc(builder.load(pointer(builder, shared, I64, _NUM_THREADS)), I32)
-        builder.call(
-            builder.inttoptr(address, parallel.as_pointer()), [region, shared, num_threads, I32(0)]
-        )
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    outlined = ir.FunctionType(ir.VoidType(), [I64])  # C's void (*)(void *)
+    name = builder.module.get_unique_name("fastdecode.region")
+    region = ir.Function(builder.module, outlined, name)
+    region.linkage = "internal"
+    inner = ir.IRBuilder(region.append_basic_block())
+    _call_compiled(inner, inner.load(pointer(inner, region.args[0], I64, _HELP)), region.args)
+    inner.ret_void()
+    parallel = ir.FunctionType(ir.VoidType(), [outlined.as_pointer(), I64, I32, I32])
+    address = builder.load(pointer(builder, shared, I64, _RUNTIME))
+    num_threads = builder.trunc(builder.load(pointer(builder, shared, I64, _NUM_THREADS)), I32)
+    builder.call(
+        builder.inttoptr(address, parallel.as_pointer()), [region, shared, num_threads, I32(0)]
+    )
 
 
 @part
@@ -207,11 +177,16 @@ def help_once(shared):
     _work(shared, load_i64(shared + _SCRATCHES) + index * SCRATCH_BYTES)
 
 
-@entry
-def _wake_helpers(shared):
+@part
+def _wake(shared):
     fetch_add(shared + _WAKE, 1)
     if _atomic_load(shared + _SLEEPERS) > 0:
         _system_call(_FUTEX, shared + _WAKE, 129, 1 << 30)  # FUTEX_WAKE_PRIVATE
+
+
+@entry
+def _wake_helpers(shared):
+    _wake(shared)
 
 
 @part
@@ -254,7 +229,7 @@ def run_units(shared, entry, job, num_units, scratch):
         return
     gate = _atomic_load(shared + _GATE)  # closed, nobody at work
     _exchange_if(shared + _GATE, gate, (((gate >> _GENERATION) + 1) << _GENERATION) | _OPEN)
-    _wake_helpers(shared)
+    _wake(shared)
     _work(shared, scratch)
     fetch_add(shared + _GATE, -_OPEN)
     _await_helpers(shared)

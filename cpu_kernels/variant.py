@@ -1,25 +1,15 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """What a kernel is compiled for, as a value whose fields compiled code reads as constants."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.core.typing.templates import AttributeTemplate
-from numba.extending import (
-    NativeValue,
-    infer_getattr,
-    lower_getattr_generic,
-    register_model,
-    typeof_impl,
-    unbox,
-)
+from numba.extending import NativeValue, register_model, unbox
 
 
 @dataclass(frozen=True)
@@ -142,32 +132,6 @@ class _VariantModel(models.OpaqueModel):
     pass
 
 
-@typeof_impl.register(Variant)
-def _typeof_variant(value, context):
-    return VariantType(value)
-
-
 @unbox(VariantType)
 def _unbox_variant(typ, obj, c):
     return NativeValue(cgutils.get_null_value(c.context.get_value_type(typ)))
-
-
-@infer_getattr
-class _VariantAttributes(AttributeTemplate):
-    key = VariantType
-
-    def generic_resolve(self, typ, attribute):
-        value = getattr(typ.variant, attribute, None)
-        if isinstance(value, Variant):
-            return VariantType(value)
-        if isinstance(value, (bool, int)):
-            return types.int64
-        return None
-
-
-@lower_getattr_generic(VariantType)
-def _lower_variant_attribute(context, builder, typ, value, attribute):
-    value = getattr(typ.variant, attribute)
-    if isinstance(value, Variant):
-        return context.get_dummy_value()
-    return ir.IntType(64)(int(value))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.blocks import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
     Accepted,
@@ -183,19 +183,17 @@ class CacheState:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
 
-    def close(self, message: CloseSequence | EndSequence) -> None:
+    def close(self, message: CloseSequence) -> None:
         """Free a sequence's blocks, or all but its last one, which is kept."""
         sequence = message.sequence_id
         if sequence in self.steps.settled:
             raise ProtocolError(
                 f"sequence {sequence} is in an open step: close it after the step's last layer"
             )
-        if isinstance(message, EndSequence):
-            if len(message.key) != 1:
-                raise ProtocolError("a sequence ends with one key")
+        if message.tail:
             if self.num_settled(sequence) < int(self.store.num_tokens(np.array([sequence]))[0]):
                 raise ProtocolError(f"sequence {sequence} is not complete in every layer")
-            self.store.close(sequence, tail_key=message.key.tobytes())
+            self.store.close(sequence, tail_key=bytes.fromhex(message.tail))
         else:
             self.store.close(sequence)
         self.arrivals.forget(sequence)

@@ -19,10 +19,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import (
     SESSION_RESUMED,
     DescribeExport,
-    DropBlocks,
     DropCache,
     Dropped,
-    EndSequence,
     ExpectTokens,
     ExportSequence,
     FetchBlocks,
@@ -275,7 +273,7 @@ class RWorkerState:
             case Restore():
                 peer.restored.add(message.holder)
                 return to_restore(peer.session, self._caches.at(message.holder), message)
-            case CloseSequence() | EndSequence():
+            case CloseSequence():
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
                 return (*after_close(cache, message.sequence_id), *_followed(cache, message))
@@ -284,13 +282,13 @@ class RWorkerState:
             case DescribeExport() | FetchChunk():
                 peer.look(message)
                 return about_offer(number, self._caches, message)
+            case UseTier() | StoreBlocks() | FetchBlocks() | ForgetBlocks(is_below=True):
+                return about_tier(number, self._caches.of(number, message.holder), message)
             case KeepBlocks() | ForgetBlocks():
                 cache = self._caches.of(number, message.holder)
                 books = cache.books
                 books.keep(message) if isinstance(message, KeepBlocks) else books.forget(message)
                 return _followed(cache, message)
-            case UseTier() | StoreBlocks() | FetchBlocks() | DropBlocks():
-                return about_tier(number, self._caches.of(number, message.holder), message)
             case Hello():
                 return self._hello(number, peer, message)
             case Inspect():

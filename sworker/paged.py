@@ -4,7 +4,7 @@ what ``--kv-placement gpu`` runs.
 The cache of a layer is K and V, each [num_blocks · block_size, Hkv, D]; a
 token's **slot** is its row. Which slot is whose is decided elsewhere
 (``rworker.blocks.kv_store``); here a step's slots and block tables are followed. Every
-row of a step is one of three kinds, as in ``fastdecode.engine.step.layout``:
+row of a step is one of three kinds, as in ``fastdecode.engine.step.batch``:
 
 * a **decoded** token attends to all of its sequence, its own K and V included;
 * a **later chunk** of a prompt attends to its sequence's past and causally to

@@ -29,11 +29,12 @@ from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
 from fastdecode.engine.setup.workers import Reached, reach_threads
-from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import DeviceWorker, whole_steps
+from fastdecode.engine.step.attention import Attention
+from fastdecode.engine.step.device import DeviceWorker, whole_steps
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
-from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.prompts import DevicePrefill
+from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
@@ -96,7 +97,7 @@ def _running(
     split_tokens: int | None = None,
     held_tokens: int = 0,
     device_blocks: int = 0,
-    layout: Layout = Layout.SPLIT_1,
+    layout: Layout = Layout.SPLIT,
     direct: bool = False,
     see: Callable[[Any], None] = lambda attention: None,
 ) -> Iterator[Engine]:

@@ -22,10 +22,11 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, 
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.step.attention import Attention
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
-from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep
 from sworker.feed import Feed
@@ -222,7 +223,7 @@ class Run:
                     if fed_by is not None:
                         batch = replace(batch, feed=self.feed(fed_by.tokens))
                     pipeline.launch(lane, batch, np.arange(1), fed_by=fed_by)
-                while pipeline.lanes.in_flight:
+                while pipeline.in_flight:
                     finished = pipeline.run(
                         self._draw if self.draws or self.feeds else None, self.take_in
                     )

@@ -21,7 +21,7 @@ from fastdecode.core.holders import (
     SequenceId,
 )
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
@@ -111,7 +111,7 @@ class InstantSteps:
     def run(self, batches: list[StepBatch]) -> None:
         for lane, batch in enumerate(batches):
             self._pipeline.launch(lane, batch, np.arange(0))
-        while self._pipeline.lanes.in_flight:
+        while self._pipeline.in_flight:
             self._pipeline.run()
 
     def run_units(self) -> None:

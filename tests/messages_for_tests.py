@@ -12,40 +12,7 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.blocks import (
-    ChunkForm,
-    ChunkStored,
-    DescribeExport,
-    DropBlocks,
-    DropCache,
-    Dropped,
-    EndSequence,
-    ExportDescription,
-    ExportExpired,
-    ExportSequence,
-    FetchBlocks,
-    FetchChunk,
-    FetchedChunk,
-    Fetching,
-    ForgetBlocks,
-    KeepBlocks,
-    KVSource,
-    Moved,
-    Pull,
-    Pulled,
-    Replicate,
-    Replicated,
-    Restore,
-    ResumeSequence,
-    Stocked,
-    StoreBlocks,
-    StoreChunk,
-    TakenOver,
-    TakeOver,
-    TruncateSequence,
-    Unprotected,
-    UseTier,
-)
+from fastdecode.wire import blocks
 from fastdecode.wire.codec import Codec
 from fastdecode.wire.instances import InstanceWelcome
 from fastdecode.wire.messages import (
@@ -73,6 +40,7 @@ from fastdecode.wire.stages import StageHello, StageWelcome
 from rworker.stream.chunks import expectation
 
 _CODEC = Codec()
+HOST = HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ())
 _TICKET = "0123456789abcdef" * 2
 
 
@@ -150,28 +118,32 @@ def to_r_worker() -> list[ToRWorker]:
         attend(300, step=6, num_queries=0),
         CloseSequence(1),
         expectation({3: 50}),
-        FetchChunk(ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
-        StoreChunk("a hash", kv, ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
-        FetchChunk(ChunkForm.TOKENS, 2, 1, 0, 4, *pieces, 1),
-        StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
-        TruncateSequence(2, 7),
-        TakeOver(1 << 62, *pieces[:2]),
-        DropCache(1 << 62, 3, 2, 5),
-        Replicate("tcp://127.0.0.1:5555", 1 << 26, 4, 300.0),
-        Restore(1 << 40, 4, 2),
-        KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
-        ResumeSequence(2, 100, 47, np.arange(6).reshape(3, 2)),
-        ResumeSequence(3, 200, 190, np.arange(6).reshape(3, 2), 64, 128),
-        ForgetBlocks(np.arange(4).reshape(2, 2)),
-        EndSequence(5, np.arange(2).reshape(1, 2)),
-        UseTier("0123456789abcdef" * 4),
-        StoreBlocks(1, np.arange(4).reshape(2, 2), np.array([64, 128], np.int32)),
-        FetchBlocks(2, np.arange(4).reshape(2, 2)),
-        DropBlocks(np.arange(4).reshape(2, 2)),
-        ExportSequence(4, _TICKET, 2),
-        Pull(5, 0, 100, (KVSource("rank 3", _TICKET, 0, 100, 2, 2),) * 2, 60.0, 1e9, 2),
-        DescribeExport(PROTOCOL_VERSION, _TICKET),
-        FetchChunk(ChunkForm.TOKENS, 0, 2, 1, 2, *pieces, ticket=_TICKET),
+        blocks.FetchChunk(blocks.ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
+        blocks.StoreChunk("a hash", kv, blocks.ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
+        blocks.FetchChunk(blocks.ChunkForm.TOKENS, 2, 1, 0, 4, *pieces, 1),
+        blocks.StoreChunk(
+            "a hash", kv, blocks.ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)
+        ),
+        blocks.TruncateSequence(2, 7),
+        blocks.TakeOver(1 << 62, *pieces[:2]),
+        blocks.DropCache(1 << 62, 3, 2, 5),
+        blocks.Replicate("tcp://127.0.0.1:5555", 1 << 26, 4, 300.0),
+        blocks.Restore(1 << 40, 4, 2),
+        blocks.KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
+        blocks.ResumeSequence(2, 100, 47, np.arange(6).reshape(3, 2)),
+        blocks.ResumeSequence(3, 200, 190, np.arange(6).reshape(3, 2), 64, 128),
+        blocks.ForgetBlocks(np.arange(4).reshape(2, 2)),
+        CloseSequence(5, tail="0123456789abcdef" * 2),
+        blocks.UseTier("0123456789abcdef" * 4),
+        blocks.StoreBlocks(1, np.arange(4).reshape(2, 2), np.array([64, 128], np.int32)),
+        blocks.FetchBlocks(2, np.arange(4).reshape(2, 2)),
+        blocks.ForgetBlocks(np.arange(4).reshape(2, 2), is_below=True),
+        blocks.ExportSequence(4, _TICKET, 2),
+        blocks.Pull(
+            5, 0, 100, (blocks.KVSource("rank 3", _TICKET, 0, 100, 2, 2),) * 2, 60.0, 1e9, 2
+        ),
+        blocks.DescribeExport(PROTOCOL_VERSION, _TICKET),
+        blocks.FetchChunk(blocks.ChunkForm.TOKENS, 0, 2, 1, 2, *pieces, ticket=_TICKET),
         Inspect(),
         Shutdown(),
     ]
@@ -180,31 +152,24 @@ def to_r_worker() -> list[ToRWorker]:
 def from_r_worker() -> list[FromRWorker]:
     return [
         Welcome("a worker", 100, 32, 4, is_resumed=True),
-        Report(
-            "a worker",
-            1,
-            HostFacts("a", ("numpy 2.0",), "", (0, 2), 4, ("0-3",), "never", 5, ()),
-            2,
-            100,
-            "",
-        ),
+        Report("a worker", 1, HOST, 2, 100, ""),
         Accepted(1),
         Refused(2, "out_of_capacity", "no room: é"),
         answer(attend(2)),
         answer(attend(600, step=1), want_lse=True),
         answer(attend(9, step=2, num_queries=0)),
-        TakenOver(np.arange(-1, 4, dtype=np.int32)),
-        ChunkStored(4 << 20),
-        Replicated(2, 1, 77, 4),
-        Unprotected(2, "nobody is there", 4),
-        Dropped(2, 1),
-        Fetching(2, 7, 4, 32, 0.125),
-        Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),
-        Stocked(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
-        Pulled(2, 5, 1 << 20, 0.25, "r3 is gone"),
-        ExportDescription("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),
-        ExportExpired("nothing is offered"),
-        FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
+        blocks.TakenOver(np.arange(-1, 4, dtype=np.int32)),
+        blocks.ChunkStored(4 << 20),
+        blocks.Replicated(2, 1, 77, 4),
+        blocks.Unprotected(2, "nobody is there", 4),
+        blocks.Dropped(2, 1),
+        blocks.Fetching(2, 7, 4, 32, 0.125),
+        blocks.Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),
+        blocks.Stocked(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
+        blocks.Pulled(2, 5, 1 << 20, 0.25, "r3 is gone"),
+        blocks.ExportDescription("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),
+        blocks.ExportExpired("nothing is offered"),
+        blocks.FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]
 
@@ -213,19 +178,9 @@ STAGE_HELLO = StageHello(
     PROTOCOL_VERSION, "a hash", 1, 2, 4, 10, 12, 64, 16, DType.BFLOAT16, DType.INT8
 )
 STAGE_WELCOME = StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é"), np.eye(7, dtype=np.int32))
+_SIZES = 4096, 1 << 16, 16, 64, 512, 2, 8
 INSTANCE_WELCOME = InstanceWelcome(
-    "p0",
-    InstanceRole.PREFILL,
-    "a hash",
-    DType.FLOAT32,
-    DType.INT8,
-    4096,
-    1 << 16,
-    16,
-    64,
-    512,
-    2,
-    8,
+    "p0", InstanceRole.PREFILL, "a hash", DType.FLOAT32, DType.INT8, *_SIZES
 )
 
 

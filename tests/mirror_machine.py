@@ -27,7 +27,6 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.wire.blocks import (
     MISSING,
     ChunkStored,
-    EndSequence,
     ForgetBlocks,
     KeepBlocks,
     ResumeSequence,
@@ -284,7 +283,7 @@ class MirrorMachine(RuleBasedStateMachine):
         if len(tokens) % KV.block_size == 0 or key in self.kept or sequence in self.behind:
             return
         if not is_kept:
-            message = EndSequence(sequence, words_of([key]))
+            message = CloseSequence(sequence, tail=key.hex())
             books.close(message)
             self.follow(message)
             self.kept.add(key)

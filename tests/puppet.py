@@ -193,4 +193,4 @@ def _hold_quietly(connection: Any, num_messages: int) -> list[Any]:
 def _send_raw(connection: Any, data: bytes) -> None:
     """Bytes that no codec has written, as an MPI message."""
     with connection._exchange.lock:
-        connection._isend(data)
+        connection.isend(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, TypeAlias
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from remembering_store import BLOCK_SIZE, Store
@@ -12,11 +13,10 @@ from schedule_choices import options
 from traffic import SHARED, Harness
 
 from examples import examples
-from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.retention import LeastRecent, Policy, Retention
-from fastdecode.schedule.life.events import Stocked
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.wire.blocks import Stocked, no_keys
 
 POLICIES: dict[str, Policy] = {"retention": Retention(BLOCK_SIZE), "lru": LeastRecent()}
 Requests: TypeAlias = "list[tuple[int, tuple[int, ...], int]]"
@@ -91,7 +91,7 @@ def keeping(
     )
     harness = Harness(scheduler, [Store(count) for count in blocks], lanes)
     for holder in range(len(blocks) if slots else 0):
-        harness._tell(Stocked(HolderId(holder), slots, {}))
+        harness._tell(Stocked(holder, slots, no_keys(), np.zeros(0, np.int32), True))
     return harness
 
 

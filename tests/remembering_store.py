@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 
 from fastdecode.core.holders import Part
@@ -56,19 +58,19 @@ class Store:
     def close(self, sequence_id: int, tail: bytes | None) -> None:
         self._store.close(sequence_id, tail)
 
-    def keep(self, sequence_id: int, first_block: int, keys: tuple[bytes, ...]) -> None:
+    def keep(self, sequence_id: int, first_block: int, keys: Seq[bytes]) -> None:
         table = self._store.tables.of_row(self._store.tables.row(sequence_id))
         assert first_block + len(keys) <= self.num_cached(sequence_id) // BLOCK_SIZE
         self._store.cached.keep(list(keys), table[first_block : first_block + len(keys)].copy())
 
-    def resume(self, part: Part, keys: tuple[bytes, ...], num_tokens: int, gap: range) -> None:
+    def resume(self, part: Part, keys: Seq[bytes], num_tokens: int, gap: range) -> None:
         blocks = self._store.cached.of_keys(keys)
         self._store.resume(part.part_id, blocks, num_tokens, part.num_tokens, gap)
 
-    def forget(self, keys: tuple[bytes, ...]) -> None:
+    def forget(self, keys: Seq[bytes]) -> None:
         self._store.cached.forget(list(keys))
 
-    def begin_move(self, keys: tuple[bytes, ...], *, is_fetch: bool) -> np.ndarray:
+    def begin_move(self, keys: Seq[bytes], *, is_fetch: bool) -> np.ndarray:
         """Blocks are on their way: which they are."""
         cached = self._store.cached
         if not is_fetch:
@@ -78,7 +80,7 @@ class Store:
         return blocks
 
     def end_move(
-        self, keys: tuple[bytes, ...], blocks: np.ndarray, *, is_fetch: bool, failed: set[bytes]
+        self, keys: Seq[bytes], blocks: np.ndarray, *, is_fetch: bool, failed: set[bytes]
     ) -> set[bytes]:
         """They have arrived, but for some. Which have failed in the end: the disk may lack them."""
         failed = {key for key in keys if key in failed or (is_fetch and key not in self._disk)}
@@ -101,7 +103,7 @@ class Store:
         coming = self._coming.union(target for _, target, _ in self._late)
         return not coming.isdisjoint(self._store.tables.of_row(row).tolist())
 
-    def drop(self, keys: tuple[bytes, ...]) -> None:
+    def drop(self, keys: Seq[bytes]) -> None:
         """The disk gives these up, if it has them."""
         for key in keys:
             self._disk.pop(key, None)

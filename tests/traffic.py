@@ -26,14 +26,12 @@ from fastdecode.schedule.life.events import (
     Event,
     Extend,
     Fail,
-    Fetching,
     Finish,
     Fork,
     Instruction,
     LaneIdle,
     LaneReady,
     Lost,
-    Moved,
     Open,
     Opened,
     Resume,
@@ -43,8 +41,16 @@ from fastdecode.schedule.life.events import (
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
-from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Restore
-from fastdecode.schedule.plan import Offload as StoreDown
+from fastdecode.schedule.plan import Chunk, Send
+from fastdecode.wire.blocks import (
+    FetchBlocks,
+    Fetching,
+    ForgetBlocks,
+    KeepBlocks,
+    Moved,
+    keys_of,
+    words_of,
+)
 
 
 @dataclass
@@ -56,13 +62,14 @@ class Moves:
     tell: Callable[[], bool] = lambda: False
     """Return True to report progress while blocks are fetched."""
     num_fetched: int = 0
-    under_way: list[tuple[StoreDown | Restore, np.ndarray]] = field(default_factory=list)
+    under_way: list[tuple[Send, np.ndarray]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.under_way)
 
-    def begin(self, order: StoreDown | Restore, store: Store) -> None:
-        blocks = store.begin_move(order.keys, is_fetch=isinstance(order, Restore))
+    def begin(self, order: Send, store: Store) -> None:
+        is_fetch = isinstance(order.message, FetchBlocks)
+        blocks = store.begin_move(keys_of(order.message.keys), is_fetch=is_fetch)
         self.under_way.append((order, blocks))
 
     def next(self, stores: Seq[Store]) -> Fetching | Moved | None:
@@ -70,14 +77,15 @@ class Moves:
         if not self.under_way:
             return None
         order, blocks = self.under_way[0]
-        is_fetch = isinstance(order, Restore)
+        is_fetch, job = isinstance(order.message, FetchBlocks), order.message.job
+        keys = keys_of(order.message.keys)
         if is_fetch and self.tell():
-            return Fetching(order.holder, order.job, 0.5, 0.5)
+            return Fetching(order.holder, job, 1, 2, 0.5)
         self.under_way.pop(0)
-        failed = {key for key in order.keys if self.fail()}
-        failed = stores[order.holder].end_move(order.keys, blocks, is_fetch=is_fetch, failed=failed)
-        self.num_fetched += (len(order.keys) - len(failed)) * is_fetch
-        return Moved(order.holder, order.job, tuple(failed), 1, 1.0)
+        failed = {key for key in keys if self.fail()}
+        failed = stores[order.holder].end_move(keys, blocks, is_fetch=is_fetch, failed=failed)
+        self.num_fetched += (len(keys) - len(failed)) * is_fetch
+        return Moved(order.holder, job, words_of(sorted(failed)), 1, 1.0)
 
     def lose(self, worker: int) -> None:
         self.under_way = [move for move in self.under_way if move[0].holder != worker]
@@ -353,7 +361,7 @@ class Harness:
                     ]
                     del self.live[sequence.sequence_id]
                 case Fail():
-                    assert self.lost
+                    assert self.lost or any(x.is_spoilt for x in self.live.values())
                     failed = instruction.request_id
                     for sequence in [*self.live.values()]:
                         if sequence.request.request_id == failed:
@@ -366,16 +374,13 @@ class Harness:
                         instruction.part.part_id, instruction.part.num_tokens
                     )
                     self.unanswered.append(instruction.part)
-                case Keep():
-                    self.stores[instruction.holder].keep(
-                        instruction.part.part_id, instruction.first_block, instruction.keys
-                    )
-                case Forget():
-                    self.stores[instruction.holder].forget(instruction.keys)
-                case StoreDown() | Restore():
+                case Send(holder, KeepBlocks(sequence_id, first_block, keys)):
+                    self.stores[holder].keep(sequence_id, first_block, keys_of(keys))
+                case Send(holder, ForgetBlocks(keys, is_below)):
+                    store = self.stores[holder]
+                    (store.drop if is_below else store.forget)(keys_of(keys))
+                case Send():
                     self.moves.begin(instruction, self.stores[instruction.holder])
-                case DropCopies():
-                    self.stores[instruction.holder].drop(instruction.keys)
                 case Open() | Fork() | Resume():
                     self._open(instruction)
                     left.append(instruction)

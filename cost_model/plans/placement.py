@@ -101,7 +101,7 @@ class Hybrid:
     """The best that the GPU does with KV in its own memory, and R-workers with more of it."""
 
     layout: str
-    """Steps of sequences on R-workers: mixed, split-1, split-2. gpu-only if they add nothing."""
+    """Steps of sequences on R-workers: mixed, split-1. gpu-only if they add nothing."""
     home: int
     """Sequences whose KV is on the GPU."""
     away: int
@@ -152,8 +152,7 @@ def best_hybrid(
 
 def hybrid_on(system: System, plan: Hybrid) -> Hybrid:
     layout, layers = Layout(plan.layout), system.costs.num_layers
-    lane_batch = -(-plan.away // max(1, layout.num_away_lanes))
-    costs = costs_of(system, lambda num: layers * system.s_s(num), lane_batch, plan.sockets)
+    costs = costs_of(system, lambda num: layers * system.s_s(num), plan.away, plan.sockets)
     return _beside(costs, layout, plan.sockets, plan.away, system.attended_tokens, plan.home)
 
 
@@ -167,18 +166,17 @@ def _plans(
     for away in _numbers(int(most_bytes / sequence_bytes), _AWAY_STEP):
         room = whole(away * sequence_bytes / system.r.capacity_bytes)
         for layout in Layout:
-            lanes = max(1, layout.num_away_lanes)
-            if away < lanes or -(-away // lanes) > measured:
+            if away > measured:
                 continue
             most_home = min(alone.batch, most_sequences - away)
             if layout is Layout.MIXED:
                 most_home = min(most_home, measured - away)
-            for used in _sockets(system, -(-away // lanes), lanes, room, sockets):
-                costs = costs_of(system, s_part, -(-away // lanes), used)
-                beside = cache(partial(_beside, costs, layout, used, away, load))
-                home = _home(beside, most_home, step_limit_s)
-                if home:
-                    yield beside(home)
+            used = _sockets(system, away, room, sockets)
+            costs = costs_of(system, s_part, away, used)
+            beside = cache(partial(_beside, costs, layout, used, away, load))
+            home = _home(beside, most_home, step_limit_s)
+            if home:
+                yield beside(home)
 
 
 def _beside(
@@ -190,17 +188,15 @@ def _beside(
     return Hybrid(layout.value, home, away, sockets, pace.home_s, pace.away_s, rate)
 
 
-def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int) -> set[int]:
-    """Return numbers of sockets with which a lane returns soonest, alone or among the others. More
-    only add messages."""
+def _sockets(system: System, lane_batch: int, fewest: int, most: int) -> int:
+    """Return the number of sockets with which a lane returns soonest. More only add messages."""
     lane_over = system.lane_over(lane_batch)
 
-    def away_s(num_lanes: int, sockets: float) -> float:
+    def away_s(sockets: float) -> float:
         lane = lane_over(sockets)
-        r_s = max(lane.r_s, lane.out_s, lane.back_s)
-        return max(num_lanes * r_s, r_s + lane.trip_s)
+        return max(lane.r_s, lane.out_s, lane.back_s) + lane.trip_s
 
-    return {max(fewest, fastest(partial(away_s, num), most)) for num in (1, lanes)}
+    return max(fewest, fastest(away_s, most))
 
 
 def _home(beside: Callable[[int], Hybrid], most: int, step_limit_s: float) -> int:

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """The two products of attention in AMX tiles.
 
 Cells lie as the instruction wants its second matrix: 16 rows of K are 32 dims
@@ -22,25 +21,14 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import register_model
+from numba.types import int64
 
 from cpu_kernels.attention.operands import FACTOR_BYTES, ROW_BYTES
-from cpu_kernels.codegen.amx import (
-    NUM_TILES,
-    TILE_UNITS,
-    clear_config,
-    set_tile,
-)
+from cpu_kernels.codegen.amx import NUM_TILES, TILE_UNITS, clear_config, set_tile
 from cpu_kernels.codegen.compiled import part
-from cpu_kernels.codegen.simd import (
-    F32,
-    I1,
-    I64,
-    broadcast,
-    load_at,
-    store_at,
-    vec,
-)
+from cpu_kernels.codegen.simd import F32, I1, I64, broadcast, load_at, store_at, vec
+from cpu_kernels.codegen.translate import Emitter
 
 WORDS = 16
 """Cells that a product sums up: 32 elements."""
@@ -66,37 +54,23 @@ class _AmxTileModel(models.PrimitiveModel):
         super().__init__(manager, typ, I64)
 
 
-@intrinsic
-def _load_config(typingctx, variant, file):
-    def codegen(context, builder, signature, args):
-        TILE_UNITS[variant.variant.tiles].configure(context, builder, args[1])
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64), codegen
+@Emitter
+def _load_config(builder, variant, file: int64):
+    TILE_UNITS[variant.tiles].configure(builder, file)
 
 
-@intrinsic
-def release_tiles(typingctx, variant, file):
+@Emitter
+def release_tiles(builder, variant, file: int64):
     """The end of what ``configure_tiles`` began; nothing where products aren't made in tiles."""
-
-    def codegen(context, builder, signature, args):
-        if variant.variant.tiles:
-            TILE_UNITS[variant.variant.tiles].release(context, builder, args[1])
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64), codegen
+    if variant.tiles:
+        TILE_UNITS[variant.tiles].release(builder, file)
 
 
-@intrinsic
-def configure_tiles(typingctx, variant, file, dim_words):
+@part
+def configure_tiles(variant, file, dim_words):
     """Give this thread's tiles their shapes; nothing where products aren't made in tiles."""
-
-    def codegen(context, builder, signature, args):
-        if variant.variant.tiles:
-            context.compile_internal(builder, _configure.py_func, signature, args)
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64, types.int64), codegen
+    if variant.tiles:
+        _configure(variant, file, dim_words)
 
 
 @part
@@ -113,32 +87,30 @@ def _configure(variant, file, dim_words):
     _load_config(variant, file)
 
 
-def zero_totals(context, builder, shape, tile_type, file):
+def zero_totals(builder, shape, tile_type, file):
     unit = TILE_UNITS[shape.tiles]
     for total in range(tile_type.vectors):
-        unit.zero(context, builder, file, total)
+        unit.zero(builder, file, total)
     return file
 
 
-def store_totals(context, builder, shape, tile_type, file, address, stride):
+def store_totals(builder, shape, tile_type, file, address, stride):
     unit = TILE_UNITS[shape.tiles]
     for vector in range(tile_type.vectors):
-        unit.store(context, builder, file, vector, builder.add(address, I64(64 * vector)), stride)
+        unit.store(builder, file, vector, builder.add(address, I64(64 * vector)), stride)
 
 
 def accumulate_totals(
-    context, builder, shape, tile_type, file, operands, cells, row_bytes, words_left, of_keys
+    builder, shape, tile_type, file, operands, cells, row_bytes, words_left, of_keys
 ):
     """totals += operands · cells over WORDS words; of keys, over those that are left."""
     unit = TILE_UNITS[shape.tiles]
 
     def emit(operand_tile: int, cell_tile: int) -> None:
-        unit.load(context, builder, file, operand_tile, operands, I64(ROW_BYTES))
+        unit.load(builder, file, operand_tile, operands, I64(ROW_BYTES))
         for vector in range(tile_type.vectors):
-            unit.load(
-                context, builder, file, cell_tile, builder.add(cells, I64(64 * vector)), row_bytes
-            )
-            unit.multiply(context, builder, file, vector, operand_tile, cell_tile)
+            unit.load(builder, file, cell_tile, builder.add(cells, I64(64 * vector)), row_bytes)
+            unit.multiply(builder, file, vector, operand_tile, cell_tile)
 
     if not of_keys:
         emit(_OPERANDS, _CELLS)
@@ -156,7 +128,7 @@ def _factor_offset(shape, row: int) -> int:
     return row // shape.rows * 2 * FACTOR_BYTES + 4 * (row % shape.rows)
 
 
-def load_state(context, builder, shape, tile_type, file, factors, state, row_bytes, due):
+def load_state(builder, shape, tile_type, file, factors, state, row_bytes, due):
     """Totals from the state's float32 rows, times their rescale factors where
     these are due and not all 1."""
     addresses = [
@@ -177,5 +149,5 @@ def load_state(context, builder, shape, tile_type, file, factors, state, row_byt
                 store_at(builder, builder.fmul(old, factor), target, 64 * vector)
     unit = TILE_UNITS[shape.tiles]
     for vector in range(tile_type.vectors):
-        unit.load(context, builder, file, vector, builder.add(state, I64(64 * vector)), row_bytes)
+        unit.load(builder, file, vector, builder.add(state, I64(64 * vector)), row_bytes)
     return file

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """From one call's arrays to units of work: the checks that look at values, and
 the partition over threads.
 
@@ -18,7 +17,14 @@ import numpy as np
 from cpu_kernels.attention.kernel import CHUNK_TOKENS, JOB, MAX_ROWS, UNIT_FIELDS
 from cpu_kernels.attention.merge import PARTIAL_HEADER
 from cpu_kernels.codegen.compiled import entry, part
-from cpu_kernels.codegen.memory import address_of_record, as_record, keep_alive, new_record
+from cpu_kernels.codegen.memory import (
+    address_of_record,
+    as_record,
+    data_of,
+    new_record,
+    store_i32,
+    store_i64,
+)
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.team import run_units
 from cpu_kernels.tokens.job import JOB as APPEND_JOB
@@ -74,44 +80,17 @@ def _cut(job, num_rows, position, context_len):
 
 
 @part
-def _fill_job(
-    job,
-    shape,
-    pool,
-    q,
-    tables,
-    starts,
-    positions,
-    context_lens,
-    slopes,
-    out,
-    lse,
-    scale,
-    softcap,
-    window,
-):
-    """What doesn't depend on the partition."""
-    job.pool, job.q, job.tables = pool.ctypes.data, q.ctypes.data, tables.ctypes.data
-    job.starts, job.positions = starts.ctypes.data, positions.ctypes.data
-    job.context_lens, job.out = context_lens.ctypes.data, out.ctypes.data
-    job.slopes = slopes.ctypes.data if slopes.size > 0 else 0
-    job.lse = lse.ctypes.data if lse.size > 0 else 0
-    job.source, job.num_q_heads, job.num_kv_heads = shape.source, q.shape[1], shape.num_kv_heads
-    job.head_dim, job.block_size, job.max_blocks = shape.head_dim, shape.block_size, tables.shape[1]
-    job.window, job.scale, job.softcap = window, np.float32(scale), np.float32(softcap)
-    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
-    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
-    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
-    job.dim_words = shape.dim_words
-    job.tile_dims = shape.tile_dims
-    job.tile_bytes = shape.tile_bytes
-    job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
+def _measure(job, starts, positions, context_lens, n):
+    """(row blocks, chunks, float32 of partial results) of sequence ``n``."""
+    queries = np.int64(starts[n + 1] - starts[n])
+    num_rows = queries * (job.num_q_heads // job.num_kv_heads)
+    row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
+    length = queries * job.num_q_heads * (job.padded_dims + PARTIAL_HEADER)
+    return row_blocks, chunks, length * chunks if chunks > 1 else 0
 
 
 @part
-def _list_units(
-    job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending
-):
+def _list_units(job, first, end, starts, positions, context_lens, most_heads, tile_rows):
     """The units of the sequences from ``first`` to ``end``, each of at most
     ``most_heads`` heads. Returns how many."""
     group = job.num_q_heads // job.num_kv_heads
@@ -123,14 +102,17 @@ def _list_units(
         heads = max(1, min(most_heads, MAX_ROWS // max(1, padded_rows)))
         for index in range(max(row_blocks, chunks)):
             for head in range(0, job.num_kv_heads, heads):
-                unit = units[num_units]
-                unit[0], unit[1], unit[2] = n, head, min(head + heads, job.num_kv_heads)
-                unit[3] = index * MAX_ROWS if row_blocks > 1 else 0
-                unit[4] = min(num_rows, unit[3] + MAX_ROWS)
-                unit[5] = index if chunks > 1 else 0
-                unit[6] = chunks
+                unit = job.units + 4 * UNIT_FIELDS * num_units
+                first_row = index * MAX_ROWS if row_blocks > 1 else 0
+                store_i32(unit, n)
+                store_i32(unit + 4, head)
+                store_i32(unit + 8, min(head + heads, job.num_kv_heads))
+                store_i32(unit + 12, first_row)
+                store_i32(unit + 16, min(num_rows, first_row + MAX_ROWS))
+                store_i32(unit + 20, index if chunks > 1 else 0)
+                store_i32(unit + 24, chunks)
                 if chunks > 1:
-                    pending[n * job.num_kv_heads + head] = chunks
+                    store_i64(job.pending + 8 * (n * job.num_kv_heads + head), chunks)
                 num_units += 1
     return num_units
 
@@ -139,12 +121,12 @@ def _list_units(
 def _last_slots(shape, tables, starts, positions, context_lens, slots):
     """Where each sequence's last token lies. Returns the first sequence whose one
     query isn't that token's, or -1."""
-    for n in range(slots.shape[0]):
+    for n in range(context_lens.shape[0]):
         last = np.int64(context_lens[n]) - 1
         if last < 0 or positions[n] != last or starts[n + 1] - starts[n] != 1:
             return n
         block = np.int64(tables[n, last // shape.block_size])
-        slots[n] = block * shape.block_size + last % shape.block_size
+        store_i64(slots + 8 * n, block * shape.block_size + last % shape.block_size)
     return -1
 
 
@@ -154,14 +136,14 @@ def run_attend(
     positions, context_lens, slopes, out, lse, scale, softcap, window, append_entry, k, v,
 ):  # fmt: skip
     """Check, partition, run. Returns (code, index) as ``check_values``, or
-    (MORE_ROOM, the length that ``partials``, memory for what chunks leave, must
-    have), with nothing done.
+    (MORE_ROOM, the length that ``partials``, memory for what chunks leave and for this call's
+    own numbers, must have), with nothing done.
 
     Sequences whose partial results fit into ``partials`` together run as one,
     the others after them. ``append_entry``: address of what writes k and v of
     each sequence's last token, or 0 to write none.
     """
-    shape = as_record(fields.ctypes.data, SHAPE)
+    shape = as_record(data_of(fields), SHAPE)
     code, index = check_values(
         shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens
     )
@@ -169,42 +151,49 @@ def run_attend(
         return code, index
     num_sequences = context_lens.shape[0]
     job = new_record(JOB)
-    _fill_job(
-        job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale,
-        softcap, window,
-    )  # fmt: skip
-
-    slots = np.empty(num_sequences if append_entry != 0 else 0, np.int64)
-    index = _last_slots(shape, tables, starts, positions, context_lens, slots)
-    if index >= 0:
-        return NOT_LAST, index
-    append_job = new_record(APPEND_JOB)
-    if append_entry != 0:
-        no_scales = np.zeros((0, 0, 2), np.float32)
-        fill_append_job(append_job, fields, pool, k, v, no_scales, slots, 0)
-    job.append_entry, job.append_job = append_entry, address_of_record(append_job)
+    job.pool, job.q, job.tables = data_of(pool), data_of(q), data_of(tables)
+    job.starts, job.positions = data_of(starts), data_of(positions)
+    job.context_lens, job.out = data_of(context_lens), data_of(out)
+    job.slopes = data_of(slopes) if slopes.size > 0 else 0
+    job.lse = data_of(lse) if lse.size > 0 else 0
+    job.source, job.num_q_heads, job.num_kv_heads = shape.source, q.shape[1], shape.num_kv_heads
+    job.head_dim, job.block_size, job.max_blocks = shape.head_dim, shape.block_size, tables.shape[1]
+    job.window, job.scale, job.softcap = window, np.float32(scale), np.float32(softcap)
+    job.block_bytes, job.head_bytes = shape.block_bytes, shape.head_bytes
+    job.v_offset, job.scale_offset = shape.v_offset, shape.scale_offset
+    job.padded_tokens, job.padded_dims = shape.padded_tokens, shape.padded_dims
+    job.dim_words = shape.dim_words
+    job.tile_dims = shape.tile_dims
+    job.tile_bytes = shape.tile_bytes
+    job.chunk_blocks = max(1, CHUNK_TOKENS // shape.block_size)
 
     num_base_units, num_partials, most_partials = 0, 0, 0
-    # A sequence's number of float32 first, then their address.
-    partial_starts = np.zeros(num_sequences, np.int64)
     for n in range(num_sequences):
-        queries = np.int64(starts[n + 1] - starts[n])
-        num_rows = queries * (job.num_q_heads // job.num_kv_heads)
-        row_blocks, chunks = _cut(job, num_rows, np.int64(positions[n]), np.int64(context_lens[n]))
+        row_blocks, chunks, length = _measure(job, starts, positions, context_lens, n)
         num_base_units += row_blocks * chunks
-        if chunks > 1:
-            partial_starts[n] = (
-                chunks * queries * job.num_q_heads * (job.padded_dims + PARTIAL_HEADER)
-            )
-            num_partials += partial_starts[n]
-            most_partials = max(most_partials, partial_starts[n])
-    if num_base_units == 0:
-        return OK, 0
-    room = min(num_partials, max(MAX_PARTIALS, most_partials))
+        num_partials += length
+        most_partials = max(most_partials, length)
+    # Of each sequence its last token's slot, its partial results' address, and what its heads
+    # wait for. Then the units, then partial results.
+    own_bytes = 8 * num_sequences * (2 + job.num_kv_heads)
+    own_bytes += 8 * ((num_base_units * job.num_kv_heads * UNIT_FIELDS + 1) // 2)
+    room = min(own_bytes // 4 + num_partials, max(MAX_PARTIALS, own_bytes // 4 + most_partials))
     if partials.size < room:
         return MORE_ROOM, room
-    pending = np.zeros(num_sequences * job.num_kv_heads if num_partials > 0 else 0, np.int64)
-    job.partial_starts, job.pending = partial_starts.ctypes.data, pending.ctypes.data
+    slots = data_of(partials)
+    job.partial_starts = slots + 8 * num_sequences
+    job.pending = job.partial_starts + 8 * num_sequences
+    job.units = job.pending + 8 * num_sequences * job.num_kv_heads
+
+    append_job = new_record(APPEND_JOB)
+    if append_entry != 0:
+        index = _last_slots(shape, tables, starts, positions, context_lens, slots)
+        if index >= 0:
+            return NOT_LAST, index
+        fill_append_job(append_job, fields, pool, k, v, 0, slots, num_sequences, 0)
+    job.append_entry, job.append_job = append_entry, address_of_record(append_job)
+    if num_base_units == 0:
+        return OK, 0
 
     splits = 1
     if num_threads > 1:
@@ -213,24 +202,19 @@ def run_attend(
             (_UNITS_PER_THREAD * num_threads + num_base_units - 1) // num_base_units,
         )
     most_heads = (job.num_kv_heads + splits - 1) // splits
-    units = np.empty((num_base_units * job.num_kv_heads, UNIT_FIELDS), np.int32)
-    job.units = units.ctypes.data
     first = np.int64(0)
     while first < num_sequences:
-        end, used = first, 0
-        while end < num_sequences and used + partial_starts[end] <= partials.size:
-            length = partial_starts[end]
-            partial_starts[end] = partials.ctypes.data + 4 * used
+        end, used = first, own_bytes // 4
+        while end < num_sequences:
+            _, _, length = _measure(job, starts, positions, context_lens, end)
+            if used + length > partials.size:
+                break
+            store_i64(job.partial_starts + 8 * end, data_of(partials) + 4 * used)
             used += length
             end += 1
         num_units = _list_units(
-            job, first, end, starts, positions, context_lens, most_heads, tile_rows, units, pending,
-        )  # fmt: skip
+            job, first, end, starts, positions, context_lens, most_heads, tile_rows
+        )
         run_units(team, entry, address_of_record(job), num_units, scratch)
         first = end
-    keep_alive(units)
-    keep_alive(partials)
-    keep_alive(partial_starts)
-    keep_alive(pending)
-    keep_alive(slots)
     return OK, 0

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Attention of a few query rows over a span of one sequence's cached tokens.
 
 A **unit** of work is (sequence, range of KV heads, range of query rows, chunk
@@ -33,13 +32,7 @@ import numpy as np
 
 from cpu_kernels.attention.amx_products import configure_tiles, release_tiles
 from cpu_kernels.attention.merge import merge_chunks, write_result
-from cpu_kernels.attention.operands import (
-    BIAS,
-    FACTOR_BYTES,
-    ROW_BYTES,
-    UNIT,
-    store_query,
-)
+from cpu_kernels.attention.operands import BIAS, FACTOR_BYTES, ROW_BYTES, UNIT, store_query
 from cpu_kernels.attention.products import add_block, ask_keys, ask_values, score_block
 from cpu_kernels.attention.softmax import (
     LOG2_E,
@@ -58,12 +51,11 @@ from cpu_kernels.codegen.memory import (
     load_scalars,
     prefetch,
     store_f32,
+    store_folded,
     store_i32,
-    store_row_maxima,
-    store_row_sums,
 )
 from cpu_kernels.codegen.rows import clear_tail, fill_row, read_row
-from cpu_kernels.codegen.simd import maximum, splat
+from cpu_kernels.codegen.simd import added, larger, maximum, splat
 from cpu_kernels.team import SCRATCH_BYTES, call_entry, fetch_add
 from cpu_kernels.tokens.append import APPEND_SCRATCH_BYTES
 
@@ -107,7 +99,7 @@ def _pack_queries(variant, job, rows, operands, spare):
         for d in range(0, job.padded_dims, lanes):
             value = load_rows(variant, rows + 4 * d, ROW_BYTES)
             top = maximum(top, maximum(value, splat(variant, np.float32(0)) - value))
-        store_row_maxima(top, spare)
+        store_folded(top, spare, larger)
         for r in range(variant.rows):
             largest = load_f32(spare + 4 * r)
             store_f32(
@@ -123,7 +115,7 @@ def _pack_queries(variant, job, rows, operands, spare):
         value = load_rows(variant, rows + 4 * d, ROW_BYTES) * factors
         total = total + store_query(variant, value, operands + d * variant.operand_bytes)
     if variant.is_integer:
-        store_row_sums(total, spare)
+        store_folded(total, spare, added)
         for r in range(variant.rows):
             bias = np.int32(load_f32(spare + 4 * r)) * np.int32(variant.element_bias)
             store_i32(operands + r * ROW_BYTES + BIAS, bias)
@@ -196,8 +188,10 @@ def _ask(variant, job, keys, of_values, num_tokens):
         of_values: whether the piece is V.
         num_tokens: the sequence's tokens of that block; 0: the walk has ended.
     """
+    if not variant.has_prefetch:
+        return False
     if _tokens_to_read(job, num_tokens) == job.block_size:
-        return variant.has_prefetch != 0
+        return True
     if of_values:
         ask_values(variant, job, keys + job.v_offset, num_tokens)
     else:

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Operand rows: the small side of a product, queries or weights, as its
 instructions read it from memory.
 
@@ -25,8 +24,7 @@ integer weight is worth.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba.types import int32, int64
 
 from cpu_kernels.codegen.simd import (
     F32,
@@ -42,6 +40,7 @@ from cpu_kernels.codegen.simd import (
     store_at,
     vec,
 )
+from cpu_kernels.codegen.translate import Emitter
 
 MAX_OPERANDS = 512
 """Elements of an operand row: the largest head_dim, and the most tokens of a block."""
@@ -120,57 +119,38 @@ def _store_integers(builder, shape, value, address, offset: int, planes: int, bi
     return builder.sitofp(integer, vec(F32, lanes))
 
 
-@intrinsic
-def store_query(typingctx, variant, value, address):
+def _store_operand(builder, shape, element, address, offset: int, planes: int, bits: int):
+    """Write a vector of elements; returns what integer planes hold of it."""
+    if shape.is_integer:
+        return _store_integers(builder, shape, element, address, offset, planes, bits)
+    if shape.has_brain_operands:
+        _store_bf16(builder, shape, element, address, offset, planes)
+    else:
+        store_at(builder, element, address, offset)
+    return element
+
+
+@Emitter
+def store_query(builder, shape, value, address: int64):
     """Write a column of query elements into operand rows; returns what integer planes hold."""
-    shape = variant.variant
 
-    def codegen(context, builder, signature, args):
-        _, column, target = args
+    def emit(row, vector):
+        element = builder.extract_value(value.llvm, row)
+        return _store_operand(builder, shape, element, address, row * ROW_BYTES, shape.q_planes, 7)
 
-        def emit(row, vector):
-            element, offset = builder.extract_value(column, row), row * ROW_BYTES
-            if shape.has_brain_operands:
-                _store_bf16(builder, shape, element, target, offset, shape.q_planes)
-            elif shape.is_integer:
-                return _store_integers(builder, shape, element, target, offset, shape.q_planes, 7)
-            else:
-                store_at(builder, element, target, offset)
-            return element
-
-        return make_tile(builder, value, emit)
-
-    return value(variant, value, types.int64), codegen
+    return make_tile(builder, value.type, emit)
 
 
-@intrinsic
-def store_weights(typingctx, variant, value, address):
+@Emitter
+def store_weights(builder, shape, value, address: int64):
     """Write a column of softmax weights into operand rows."""
-    shape = variant.variant
-
-    def codegen(context, builder, signature, args):
-        _, column, target = args
-        for row in range(value.rows):
-            element, offset = builder.extract_value(column, row), row * ROW_BYTES
-            if shape.has_brain_operands:
-                _store_bf16(builder, shape, element, target, offset, shape.p_planes)
-            elif shape.is_integer:
-                _store_integers(builder, shape, element, target, offset, shape.p_planes, 8)
-            else:
-                store_at(builder, element, target, offset)
-        return context.get_dummy_value()
-
-    return types.void(variant, value, types.int64), codegen
+    for row in range(value.type.rows):
+        element = builder.extract_value(value.llvm, row)
+        _store_operand(builder, shape, element, address, row * ROW_BYTES, shape.p_planes, 8)
 
 
-@intrinsic
-def copy_masked(typingctx, source, target, mask):
+@Emitter
+def copy_masked(builder, source: int64, target: int64, mask: int32):
     """16 words, each anded with ``mask``."""
-
-    def codegen(context, builder, signature, args):
-        words = load_at(builder, args[0], vec(I32, 16))
-        mask = broadcast(builder, builder.trunc(args[2], I32), 16)
-        store_at(builder, builder.and_(words, mask), args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    words = load_at(builder, source, vec(I32, 16))
+    store_at(builder, builder.and_(words, broadcast(builder, mask, 16)), target)

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """A unit's products with one head's K and V of one block, tile by tile, while
 the memory that is needed next is prefetched."""
 
@@ -10,19 +9,16 @@ import numpy as np
 
 from cpu_kernels.attention.operands import FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, copy_masked
 from cpu_kernels.attention.tiles import (
-    accumulate_scores,
-    accumulate_values,
-    begin_low_scores,
-    begin_low_values,
+    accumulate,
+    begin_low_plane,
     begin_values,
     end_values,
     prefetch_share,
     store_scores,
     zero_scores,
-    zero_vector_scores,
 )
 from cpu_kernels.codegen.compiled import part
-from cpu_kernels.codegen.memory import LINE_BYTES, prefetch_line
+from cpu_kernels.codegen.memory import LINE_BYTES, prefetch
 
 
 @part
@@ -30,11 +26,11 @@ def _ask_for_others(variant, ahead, walk, num_walks, share_bytes, num_bytes):
     """Prefetch ``num_bytes`` of each share that no walk has, where there are fewer walks
     than shares. A **walk** is one plane of one tile of rows. It prefetches its own share of
     the piece ``ahead`` step by step."""
-    if variant.spread > 1:
+    if variant.spread > 1 and variant.has_prefetch:
         for _ in range(walk + num_walks, variant.spread, num_walks):
             ahead += num_walks * share_bytes
             for offset in range(0, num_bytes, LINE_BYTES):
-                prefetch_line(variant, ahead + offset)
+                prefetch(ahead + offset)
 
 
 @part
@@ -44,7 +40,7 @@ def ask_keys(variant, job, keys, num_tokens):
     for w in range(job.dim_words):
         row = keys + w * job.padded_tokens * variant.cell_bytes
         for offset in range(0, num_bytes, LINE_BYTES):
-            prefetch_line(variant, row + offset)
+            prefetch(row + offset)
 
 
 @part
@@ -54,8 +50,25 @@ def ask_values(variant, job, values, num_tokens):
     num_bytes = num_words * job.tile_dims * variant.cell_bytes
     for _ in range(0, job.padded_dims, job.tile_dims):
         for offset in range(0, num_bytes, LINE_BYTES):
-            prefetch_line(variant, values + offset)
+            prefetch(values + offset)
         values += job.tile_bytes
+
+
+@part
+def _walk(
+    variant, of_keys, is_asking, tile, operands, cells, row_bytes, num_words, ahead, step_bytes
+):
+    """tile += operands · cells over all words. If ``is_asking``, prefetches ``step_bytes``
+    from ``ahead`` on at each step."""
+    for w in range(0, num_words, variant.step_words):
+        if is_asking:
+            prefetch_share(variant, tile, ahead)
+            ahead += step_bytes
+        tile = accumulate(
+            variant, of_keys, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
+            row_bytes, num_words - w,
+        )  # fmt: skip
+    return tile
 
 
 @part
@@ -68,72 +81,51 @@ def score_block(variant, job, file, keys, is_asking, ahead, queries, scores, num
     """
     step = variant.score_vectors * variant.lanes
     whole = num_scores // step * step
-    row_bytes = job.padded_tokens * variant.cell_bytes
-    _score_tiles(variant, job, file, keys, is_asking, ahead, queries, scores, whole, num_tiles)
+    _score_tiles(
+        variant, variant.score_vectors, job, file, keys, is_asking, ahead, queries, scores,
+        np.int64(0), whole, num_tiles,
+    )  # fmt: skip
     if variant.score_vectors > 1:
-        for t in range(whole, num_scores, variant.lanes):
-            _score_vector(
-                variant, job, file, keys + t * variant.cell_bytes, row_bytes, queries,
-                scores + 4 * t, num_tiles,
-            )  # fmt: skip
-
-
-@part
-def _score_vector(variant, job, file, keys, row_bytes, queries, scores, num_tiles):
-    """Dot products of all rows with one vector of tokens."""
-    for tile_index in range(num_tiles // variant.product_tiles):
-        offset = tile_index * variant.product_rows * ROW_BYTES
-        tile = zero_vector_scores(variant, file)
-        for plane in range(variant.passes):
-            words = queries + offset + plane * PLANE_BYTES
-            if plane > 0:
-                tile = begin_low_scores(tile)
-            for w in range(0, job.dim_words, variant.step_words):
-                tile = accumulate_scores(
-                    variant, tile, words + w * variant.word_bytes, keys + w * row_bytes,
-                    row_bytes, job.dim_words - w,
-                )  # fmt: skip
-        store_scores(variant, tile, queries + offset, scores + offset)
+        _score_tiles(
+            variant, 1, job, file, keys, False, ahead, queries, scores, whole, num_scores,
+            num_tiles,
+        )  # fmt: skip
 
 
 @part
 def _score_tiles(
-    variant, job, file, keys, is_asking, ahead, queries, scores, num_scores, num_tiles
+    variant, vectors, job, file, keys, is_asking, ahead, queries, scores, first, end, num_tiles
 ):
-    """``score_block`` of whole register tiles."""
+    """``score_block`` of the tokens from ``first`` to ``end``, that number of vectors at once."""
     row_bytes = job.padded_tokens * variant.cell_bytes
-    step = variant.score_vectors * variant.lanes
+    step = vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
     num_walks, num_asking = num_products * variant.passes, variant.spread if is_asking else 0
     walk_bytes = (job.dim_words + variant.step_words - 1) // variant.step_words * step_bytes
-    share_bytes = num_scores // step * walk_bytes
+    share_bytes = end // step * walk_bytes
     for tile_index in range(num_products):
         operands = queries + tile_index * variant.product_rows * ROW_BYTES
         target = scores + tile_index * variant.product_rows * ROW_BYTES
-        for t in range(0, num_scores, step):
+        for t in range(first, end, step):
             cells = keys + t * variant.cell_bytes
-            tile = zero_scores(variant, file)
+            tile = zero_scores(variant, vectors, file)
             for plane in range(variant.passes):
                 words = operands + plane * PLANE_BYTES
                 if plane > 0:
-                    tile = begin_low_scores(tile)
+                    tile = begin_low_plane(tile, 7)
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
                     _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
-                    for w in range(0, job.dim_words, variant.step_words):
-                        prefetch_share(variant, tile, ahead)
-                        ahead += step_bytes
-                        tile = accumulate_scores(
-                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, job.dim_words - w,
-                        )  # fmt: skip
+                    tile = _walk(
+                        variant, True, True, tile, words, cells, row_bytes, job.dim_words, ahead,
+                        step_bytes,
+                    )  # fmt: skip
+                    ahead += walk_bytes
                 else:
-                    for w in range(0, job.dim_words, variant.step_words):
-                        tile = accumulate_scores(
-                            variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, job.dim_words - w,
-                        )  # fmt: skip
+                    tile = _walk(
+                        variant, True, False, tile, words, cells, row_bytes, job.dim_words, 0, 0
+                    )
             store_scores(variant, tile, operands, target + 4 * t)
 
 
@@ -164,23 +156,19 @@ def _add_values(
             for plane in range(variant.passes):
                 operands = rows + plane * PLANE_BYTES
                 if plane > 0:
-                    tile = begin_low_values(tile)
+                    tile = begin_low_plane(tile, 8)
                 walk = tile_index * variant.passes + plane
                 if walk < num_asking:
                     _ask_for_others(variant, ahead, walk, num_walks, share_bytes, walk_bytes)
-                    for w in range(0, num_words, variant.step_words):
-                        prefetch_share(variant, tile, ahead)
-                        ahead += step_bytes
-                        tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, num_words - w,
-                        )  # fmt: skip
+                    tile = _walk(
+                        variant, False, True, tile, operands, cells, row_bytes, num_words, ahead,
+                        step_bytes,
+                    )  # fmt: skip
+                    ahead += walk_bytes
                 else:
-                    for w in range(0, num_words, variant.step_words):
-                        tile = accumulate_values(
-                            variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
-                            row_bytes, num_words - w,
-                        )  # fmt: skip
+                    tile = _walk(
+                        variant, False, False, tile, operands, cells, row_bytes, num_words, 0, 0
+                    )
             end_values(variant, tile, scales, target + 4 * d, state_bytes, rescaling)
 
 

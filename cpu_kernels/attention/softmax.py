@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """The online softmax of one block: raw dot products of a register tile's rows →
 weights for the product with V."""
 
@@ -15,18 +14,19 @@ from cpu_kernels.codegen.lanes import (
     exp2_lanes,
     fill_lanes,
     first_lane,
-    fold_maxima,
-    fold_sums,
+    fold_rows,
     load_lanes,
     spread_lanes,
     store_lanes,
 )
 from cpu_kernels.codegen.memory import load_rows, load_scalars, store_rows
 from cpu_kernels.codegen.simd import (
+    added,
     exp2,
     fma,
     iota,
     keep_within,
+    larger,
     maximum,
     splat,
     tanh,
@@ -109,7 +109,7 @@ def scale_values(variant, num_scores, scales, num_tokens, v_scales):
         top = maximum(top, known)
     if not variant.is_integer:
         return np.float32(1)
-    most = first_lane(fold_maxima(variant, top))
+    most = first_lane(fold_rows(top, larger))
     factors = fill_lanes(
         variant, np.float32(variant.max_weight) / most if most > _TINY else np.float32(0)
     )
@@ -135,7 +135,7 @@ def weigh_scores(
         factors: gets what the rows' state has to be multiplied with first, and
             after it what a unit of integer weight is worth, a vector each.
     """
-    own = fold_maxima(variant, top) * fill_lanes(variant, factor)
+    own = fold_rows(top, larger) * fill_lanes(variant, factor)
     old = load_lanes(variant, tops)
     new = maximum(old, own)
     floor = zero_if_infinite(new)  # rows that see nothing yet keep minus infinity, and weights of 0
@@ -156,4 +156,4 @@ def weigh_scores(
         if variant.is_quantized:
             weight = weight * load_rows(variant, v_scales + 4 * i, 0)
         store_weights(variant, weight, weights + i * variant.operand_bytes)
-    store_lanes(load_lanes(variant, totals) * rescale + fold_sums(variant, total) * worth, totals)
+    store_lanes(load_lanes(variant, totals) * rescale + fold_rows(total, added) * worth, totals)

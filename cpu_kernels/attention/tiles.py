@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Register tiles: rows of queries (or weights) times vectors of cached cells.
 
 Both matrix products of attention have the same inner step: a few vectors of
@@ -15,11 +14,8 @@ take 16 steps at once.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba.types import boolean, int64
 
 from cpu_kernels.attention.amx_products import (
     AmxTileType,
@@ -47,40 +43,23 @@ from cpu_kernels.codegen.simd import (
     store_at,
     vec,
 )
+from cpu_kernels.codegen.translate import Emitter, Value
 
 
-def scores_type(shape) -> TileType | AmxTileType:
+def _tile_type(shape, vectors: int) -> TileType | AmxTileType:
     if shape.tiles:
-        return AmxTileType(shape.product_rows, shape.score_vectors)
-    return TileType(shape.rows, shape.score_vectors, shape.lanes, shape.is_integer)
+        return AmxTileType(shape.product_rows, vectors)
+    return TileType(shape.rows, vectors, shape.lanes, shape.is_integer)
 
 
-def values_type(shape) -> TileType | AmxTileType:
-    if shape.tiles:
-        return AmxTileType(shape.product_rows, shape.value_vectors)
-    return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.is_integer)
-
-
-def _zero(result_of):
-    @intrinsic
-    def zero(typingctx, variant, file):
-        result = result_of(variant.variant)
-
-        def codegen(context, builder, signature, args):
-            if isinstance(result, AmxTileType):
-                return zero_totals(context, builder, variant.variant, result, args[1])
-            return ir.Constant(result.value, None)
-
-        return result(variant, types.int64), codegen
-
-    return zero
-
-
-zero_scores = _zero(scores_type)
-"""The tile that queries · K is added to. ``file``: the thread's AMX tiles, where these are
-used."""
-zero_vector_scores = _zero(lambda shape: scores_type(replace(shape, score_vectors=1)))
-"""The same of one vector of tokens."""
+@Emitter
+def zero_scores(builder, shape, vectors, file: int64):
+    """The tile that queries · K is added to, of that number of vectors of tokens. ``file``: the
+    thread's AMX tiles, where these are used."""
+    kind = _tile_type(shape, vectors)
+    if isinstance(kind, AmxTileType):
+        return Value(kind, zero_totals(builder, shape, kind, file))
+    return Value(kind, ir.Constant(kind.value, None))
 
 
 # --- cells → operands of a product
@@ -263,130 +242,99 @@ def _accumulate_int8(builder, shape, tile_type, tile, operands, cells, of_keys: 
     return tile
 
 
-def _accumulator(of_keys: bool):
-    @intrinsic
-    def accumulate(typingctx, variant, tile, operands, cells, row_bytes, words_left):
-        shape = variant.variant
-
-        def codegen(context, builder, signature, args):
-            if isinstance(tile, AmxTileType):
-                return accumulate_totals(context, builder, shape, tile, *args[1:], of_keys)
-            emit = {
-                "fma": _accumulate_fma,
-                "bf16": _accumulate_bf16,
-                "int8": _accumulate_int8 if shape.lanes == 16 else _accumulate_pairs,
-                "int16": _accumulate_pairs,
-            }[shape.dot]
-            _, value, operands, cells, row_bytes, _ = args
-            for word in range(shape.words):
-                if word:
-                    operands = builder.add(operands, I64(shape.word_bytes))
-                    cells = builder.add(cells, row_bytes)
-                value = emit(builder, shape, tile, value, operands, cells, of_keys)
-            return value
-
-        return tile(variant, tile, *[types.int64] * 4), codegen
-
-    return accumulate
-
-
-accumulate_scores = _accumulator(True)
-"""tile += (query operands of one dim word) · (K cells of one dim word). In AMX
-tiles ``variant.step_words`` words at once, whose cells are ``row_bytes`` apart,
-or the ``words_left``."""
-accumulate_values = _accumulator(False)
-"""tile += (weight operands of one token word) · (V cells of one token word), or
-of ``variant.step_words`` words."""
+@Emitter
+def accumulate(
+    builder, shape, of_keys, tile, operands: int64, cells: int64, row_bytes: int64,
+    words_left: int64,
+):  # fmt: skip
+    """tile += (operands of one word) · (cells of one word): query operands and K cells of a dim
+    word, if ``of_keys``, else weight operands and V cells of a token word. In AMX tiles
+    ``variant.step_words`` words at once, whose cells are ``row_bytes`` apart, or of keys the
+    ``words_left``."""
+    kind, value = tile.type, tile.llvm
+    if isinstance(kind, AmxTileType):
+        accumulate_totals(
+            builder, shape, kind, value, operands, cells, row_bytes, words_left, of_keys
+        )
+        return tile
+    emit = {
+        "fma": _accumulate_fma,
+        "bf16": _accumulate_bf16,
+        "int8": _accumulate_int8 if shape.lanes == 16 else _accumulate_pairs,
+        "int16": _accumulate_pairs,
+    }[shape.dot]
+    for word in range(shape.words):
+        if word:
+            operands = builder.add(operands, I64(shape.word_bytes))
+            cells = builder.add(cells, row_bytes)
+        value = emit(builder, shape, kind, value, operands, cells, of_keys)
+    return Value(kind, value)
 
 
-def _low_plane(bits: int):
-    @intrinsic
-    def begin_low_plane(typingctx, tile):
-        def codegen(context, builder, signature, args):
-            if not tile.integer:
-                return args[0]
-            shift = constant(I32, tile.lanes, bits)
-            return map_tile(builder, tile, lambda value: builder.shl(value, shift), args[0])
-
-        return tile(tile), codegen
-
-    return begin_low_plane
+@Emitter
+def begin_low_plane(builder, tile, bits):
+    """What the high plane of integers summed up is worth 2^bits times the low plane's."""
+    if not tile.type.integer:
+        return tile
+    shift = constant(I32, tile.type.lanes, bits)
+    return map_tile(builder, lambda value: builder.shl(value, shift), tile)
 
 
-begin_low_scores = _low_plane(7)
-"""Integer tiles: what the high plane summed up is worth 128 times the low plane's."""
-begin_low_values = _low_plane(8)
-"""The same, 256 times."""
-
-
-@intrinsic
-def prefetch_share(typingctx, variant, tile, address):
+@Emitter
+def prefetch_share(builder, shape, tile, address: int64):
     """Prefetch as many lines as the cells of a step cover, shared out over
     ``variant.spread`` tiles of rows."""
-    shape = variant.variant
-    num_bytes = tile.vectors * tile.lanes * shape.cell_bytes * shape.step_words // shape.spread
-
-    def codegen(context, builder, signature, args):
-        if shape.has_prefetch:
-            emit_prefetches(builder, args[2], num_bytes)
-        return context.get_dummy_value()
-
-    return types.void(variant, tile, types.int64), codegen
+    cells = tile.type.vectors * tile.type.lanes
+    if shape.has_prefetch:
+        num_bytes = cells * shape.cell_bytes * shape.step_words // shape.spread
+        emit_prefetches(builder, address, num_bytes)
 
 
 # --- tiles and memory
 
 
-@intrinsic
-def store_scores(typingctx, variant, tile, operands, address):
+@Emitter
+def store_scores(builder, shape, tile, operands: int64, address: int64):
     """Scores of each row to float32 [rows][ROW_BYTES]."""
-
-    def codegen(context, builder, signature, args):
-        _, value, rows, target = args
-        if isinstance(tile, AmxTileType):
-            store_totals(context, builder, variant.variant, tile, value, target, I64(ROW_BYTES))
-            return context.get_dummy_value()
-        for row in range(tile.rows):
-            for vector in range(tile.vectors):
-                result = builder.extract_value(value, row * tile.vectors + vector)
-                if tile.integer:
-                    bias = _operand(builder, rows, row, BIAS, tile.lanes, I32)
-                    unit = _operand(builder, rows, row, UNIT, tile.lanes, F32)
-                    exact = builder.sitofp(builder.sub(result, bias), vec(F32, tile.lanes))
-                    result = builder.fmul(exact, unit)
-                store_at(builder, result, target, row * ROW_BYTES + vector * tile.lanes * 4)
-        return context.get_dummy_value()
-
-    return types.void(variant, tile, types.int64, types.int64), codegen
+    kind = tile.type
+    if isinstance(kind, AmxTileType):
+        store_totals(builder, shape, kind, tile.llvm, address, I64(ROW_BYTES))
+        return
+    for row in range(kind.rows):
+        for vector in range(kind.vectors):
+            result = builder.extract_value(tile.llvm, row * kind.vectors + vector)
+            if kind.integer:
+                bias = _operand(builder, operands, row, BIAS, kind.lanes, I32)
+                unit = _operand(builder, operands, row, UNIT, kind.lanes, F32)
+                exact = builder.sitofp(builder.sub(result, bias), vec(F32, kind.lanes))
+                result = builder.fmul(exact, unit)
+            store_at(builder, result, address, row * ROW_BYTES + vector * kind.lanes * 4)
 
 
 def _row_addresses(builder, tile, address, stride):
     return [builder.add(address, builder.mul(stride, stride.type(row))) for row in range(tile.rows)]
 
 
-@intrinsic
-def begin_values(typingctx, variant, file, factors, state, row_bytes, rescaling):
+@Emitter
+def begin_values(
+    builder, shape, file: int64, factors: int64, state: int64, row_bytes: int64, due: boolean
+):
     """The tile that a block's weights · V is added to: the state (times its
     rescale factor, if that's still due), or zeros where products are summed in
     integers."""
-    result = values_type(variant.variant)
+    kind = _tile_type(shape, shape.value_vectors)
+    if isinstance(kind, AmxTileType):
+        return Value(kind, load_state(builder, shape, kind, file, factors, state, row_bytes, due))
+    if kind.integer:
+        return Value(kind, ir.Constant(kind.value, None))
+    targets = _row_addresses(builder, kind, state, row_bytes)
+    rescale = _due_factors(builder, kind, factors, due)
 
-    def codegen(context, builder, signature, args):
-        scales, address, stride, due = args[2:]
-        if isinstance(result, AmxTileType):
-            return load_state(context, builder, variant.variant, result, *args[1:])
-        if result.integer:
-            return ir.Constant(result.value, None)
-        targets = _row_addresses(builder, result, address, stride)
-        factors = _due_factors(builder, result, scales, due)
+    def emit(row, vector):
+        old = load_at(builder, targets[row], kind.vector, vector * kind.lanes * 4)
+        return builder.fmul(old, broadcast(builder, rescale[row], kind.lanes))
 
-        def emit(row, vector):
-            old = load_at(builder, targets[row], result.vector, vector * result.lanes * 4)
-            return builder.fmul(old, broadcast(builder, factors[row], result.lanes))
-
-        return make_tile(builder, result, emit)
-
-    return result(variant, *[types.int64] * 4, types.boolean), codegen
+    return make_tile(builder, kind, emit)
 
 
 def _due_factors(builder, tile, address, due):
@@ -396,35 +344,26 @@ def _due_factors(builder, tile, address, due):
     ]
 
 
-@intrinsic
-def end_values(typingctx, variant, tile, factors, state, row_bytes, rescaling):
+@Emitter
+def end_values(builder, shape, tile, factors: int64, state: int64, row_bytes: int64, due: boolean):
     """The tile back to the state, in float32 [rows][row_bytes]."""
-    shape = variant.variant
-
-    def codegen(context, builder, signature, args):
-        _, value, scales, address, stride, due = args
-        if isinstance(tile, AmxTileType):
-            store_totals(context, builder, shape, tile, value, address, stride)
-            return context.get_dummy_value()
-        lanes = tile.lanes
-        targets = _row_addresses(builder, tile, address, stride)
-        if tile.integer:
-            factors = _due_factors(builder, tile, scales, due)
-        for row in range(tile.rows):
-            if tile.integer:
-                factor = broadcast(builder, factors[row], lanes)
-                unit = broadcast(
-                    builder, load_at(builder, scales, F32, FACTOR_BYTES + 4 * row), lanes
-                )
-            for vector in range(tile.vectors):
-                result = builder.extract_value(value, row * tile.vectors + vector)
-                if tile.integer:
-                    old = load_at(builder, targets[row], vec(F32, lanes), vector * lanes * 4)
-                    exact = builder.sitofp(result, vec(F32, lanes))
-                    result = multiply_add(
-                        builder, exact, unit, builder.fmul(old, factor), shape.has_fma
-                    )
-                store_at(builder, result, targets[row], vector * lanes * 4)
-        return context.get_dummy_value()
-
-    return types.void(variant, tile, types.int64, types.int64, types.int64, types.boolean), codegen
+    kind, lanes = tile.type, tile.type.lanes
+    if isinstance(kind, AmxTileType):
+        store_totals(builder, shape, kind, tile.llvm, state, row_bytes)
+        return
+    targets = _row_addresses(builder, kind, state, row_bytes)
+    if kind.integer:
+        rescale = _due_factors(builder, kind, factors, due)
+    for row in range(kind.rows):
+        if kind.integer:
+            factor = broadcast(builder, rescale[row], lanes)
+            unit = load_at(builder, factors, F32, FACTOR_BYTES + 4 * row)
+            unit = broadcast(builder, unit, lanes)
+        for vector in range(kind.vectors):
+            result = builder.extract_value(tile.llvm, row * kind.vectors + vector)
+            if kind.integer:
+                old = load_at(builder, targets[row], vec(F32, lanes), vector * lanes * 4)
+                exact = builder.sitofp(result, vec(F32, lanes))
+                scaled = builder.fmul(old, factor)
+                result = multiply_add(builder, exact, unit, scaled, shape.has_fma)
+            store_at(builder, result, targets[row], vector * lanes * 4)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# Most of this runs inside Numba's type inference and code generation, whose types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """AMX: a CPU's eight tile registers of 16 rows x 64 bytes, and what multiplies
 them.
 
@@ -34,6 +34,7 @@ from cpu_kernels.codegen.memory import (
     store_u32,
 )
 from cpu_kernels.codegen.simd import I8, I64, call, pointer
+from cpu_kernels.codegen.translate import Value
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -94,18 +95,18 @@ class AmxTiles:
     """Emits AMX instructions. Tiles are numbers; ``file`` is the address of the
     thread's tile file."""
 
-    def configure(self, context, builder, file):
+    def configure(self, builder, file):
         """ldtilecfg: tiles get their shapes, and zeros."""
         call(builder, "llvm.x86.ldtilecfg", ir.VoidType(), [pointer(builder, file, I8)])
 
-    def release(self, context, builder, file):
+    def release(self, builder, file):
         """tilerelease: threads that don't use tiles are cheaper to switch."""
         call(builder, "llvm.x86.tilerelease", ir.VoidType(), [])
 
-    def zero(self, context, builder, file, tile):
+    def zero(self, builder, file, tile):
         call(builder, "llvm.x86.tilezero", ir.VoidType(), [I8(tile)])
 
-    def load(self, context, builder, file, tile, address, stride):
+    def load(self, builder, file, tile, address, stride):
         """Rows of a tile, ``stride`` bytes apart."""
         call(
             builder,
@@ -114,7 +115,7 @@ class AmxTiles:
             [I8(tile), pointer(builder, address, I8), stride],
         )
 
-    def store(self, context, builder, file, tile, address, stride):
+    def store(self, builder, file, tile, address, stride):
         call(
             builder,
             "llvm.x86.tilestored64",
@@ -122,7 +123,7 @@ class AmxTiles:
             [I8(tile), pointer(builder, address, I8), stride],
         )
 
-    def multiply(self, context, builder, file, total, a, b):
+    def multiply(self, builder, file, total, a, b):
         """total [m, n] += a [m, k] · b [k, n], pairs of bfloat16."""
         call(builder, "llvm.x86.tdpbf16ps", ir.VoidType(), [I8(total), I8(a), I8(b)])
 
@@ -194,28 +195,28 @@ def soft_multiply(file, total, a, b):
 class SoftTiles:
     """Emits calls of the twins."""
 
-    def _call(self, context, builder, function, *args):
+    def _call(self, builder, function, *args):
         numbers = [I64(arg) if isinstance(arg, int) else arg for arg in args]
-        signature = types.void(*[types.int64] * len(numbers))
-        context.compile_internal(builder, function.py_func, signature, numbers)
+        values = [Value(types.int64, number) for number in numbers]
+        builder.module.translation.call(builder, function, values)
 
-    def configure(self, context, builder, file):
-        self._call(context, builder, soft_configure, file)
+    def configure(self, builder, file):
+        self._call(builder, soft_configure, file)
 
-    def release(self, context, builder, file):
+    def release(self, builder, file):
         pass
 
-    def zero(self, context, builder, file, tile):
-        self._call(context, builder, soft_zero, file, tile)
+    def zero(self, builder, file, tile):
+        self._call(builder, soft_zero, file, tile)
 
-    def load(self, context, builder, file, tile, address, stride):
-        self._call(context, builder, soft_load, file, tile, address, stride)
+    def load(self, builder, file, tile, address, stride):
+        self._call(builder, soft_load, file, tile, address, stride)
 
-    def store(self, context, builder, file, tile, address, stride):
-        self._call(context, builder, soft_store, file, tile, address, stride)
+    def store(self, builder, file, tile, address, stride):
+        self._call(builder, soft_store, file, tile, address, stride)
 
-    def multiply(self, context, builder, file, total, a, b):
-        self._call(context, builder, soft_multiply, file, total, a, b)
+    def multiply(self, builder, file, total, a, b):
+        self._call(builder, soft_multiply, file, total, a, b)
 
 
 TILE_UNITS = {"amx": AmxTiles(), "soft": SoftTiles()}

@@ -1,115 +1,118 @@
 # mypy: ignore-errors
 # Numba's types are not Python's.
-"""How functions become machine code: a few entry points, which are kept on
-disk, and the parts they are made of.
+"""How functions become machine code: a few entry points, which are kept on disk, and the parts
+they are made of.
 
-Left to itself, Numba makes a library with optimised machine code and Python
-wrappers of every function, though all but the outermost are only ever linked
-into their callers, to be optimised and compiled there once more: two fifths of
-the time that compiling a kernel takes. So parts get none of this.
-
-What is kept on disk (``kept``) is kept under a name that tells the sources of
-the whole package.
+``translate`` makes LLVM IR of an entry and of all that it calls, in one module. Numba does the
+rest: wrappers for Python, machine code, and what is kept on disk (``kept``) under a name that
+tells the sources of the whole package.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
+from llvmlite import ir
 from numba import njit, types
+from numba.core.bytecode import FunctionIdentity
+from numba.core.callconv import CPUCallConv
 from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
+from numba.core.compiler import CompilerBase, compile_result
+from numba.core.cpu import CPUContext
+from numba.core.funcdesc import FunctionDescriptor
+from numba.core.lowering import Environment
 
 from cpu_kernels.codegen.kept import keep
+from cpu_kernels.codegen.translate import Part, Translation, Value
+from cpu_kernels.variant import VariantType
 
 _PACKAGE = Path(__file__).parents[1]
 
-
-_UNUSED_PASSES = frozenset({
-    "annotate_types", "dump_parfor_diagnostics", "find_literally", "inline_closure_likes",
-    "inline_inlinables", "inline_overloads", "LiteralPropagation", "literal_unroll",
-    "make_function_op_code_to_jit_function", "nopython_rewrites",
-    "nopython_supported_feature_validation", "rewrite_semantic_constants",
-    "Rewrite dynamic raises", "with_lifting",
-})  # fmt: skip
-"""Numba's passes for what this code has none of: closures, comprehensions, exceptions, and
-expressions of whole arrays."""
+part = Part
 
 
-class _EntryLibrary(JITCodeLibrary):
-    """Machine code that is optimised once. Numba's own is optimised twice: before and after
-    it prunes reference counts."""
+class _Library(JITCodeLibrary):
+    """Machine code that is optimised once. Numba's own is optimised function by function, then
+    before and after it prunes reference counts."""
+
+    def _optimize_functions(self, ll_module):
+        ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self):
         manager, builder = self._codegen._module_pass_manager()
         manager.run(self._final_module, builder)
 
 
-class _NoCodegen:
-    """In place of the engine that would have to know the part's machine code."""
+class _Calls(CPUCallConv):
+    """Numba's calling convention, for callers that pass no exception on."""
 
-    @staticmethod
-    def set_env(name, environment):
+    def return_status_propagate(self, builder, status):
         pass
 
 
-class _PartLibrary(JITCodeLibrary):
-    """LLVM IR to link into the callers' libraries, which optimise it."""
-
-    codegen = _NoCodegen
-
-    def _optimize_functions(self, ll_module):
-        ll_module.data_layout = self._codegen._data_layout
-
-    def _optimize_final_module(self):
-        pass
-
-    def _finalize_final_module(self):
-        self._finalized = True
+class _Context(CPUContext):
+    call_conv = cached_property(_Calls)
 
 
-_CHOSEN = {}  # signatures, by function and types of arguments
+class EntryCompiler(CompilerBase):
+    """In place of Numba's compiler."""
 
+    def compile_extra(self, func):
+        state, context = self.state, self.state.targetctx
+        context.__class__ = _Context  # it is this function's own
+        identity = FunctionIdentity.from_function(func)
+        library = _Library(context.codegen(), identity.func_qualname)
+        library.enable_object_caching()
+        module = library.create_ir_module(identity.unique_name)
+        with context.push_code_library(library):
+            described, environment, helper = self._translate(identity, module)
+            library.add_ir_module(module)
+            function = None
+            if state.flags.no_cpython_wrapper:
+                context.create_cfunc_wrapper(library, described, environment, helper)
+            else:
+                context.create_cpython_wrapper(library, described, environment, helper, True)
+                function = context.get_executable(library, described, environment)
+        return compile_result(
+            typing_context=state.typingctx,
+            target_context=context,
+            entry_point=function,
+            library=library,
+            call_helper=helper,
+            signature=described.restype(*described.argtypes),
+            fndesc=described,
+            environment=environment,
+            objectmode=False,
+            lifted=(),
+            metadata={},
+            reload_init=[],
+        )
 
-class _Typing:
-    """Numba's typing context, which remembers the signatures that it chose. Numba itself tries
-    all of them again at each call: a fifth of the time that compiling a kernel takes."""
-
-    def __init__(self, context):
-        self._context = context
-
-    def __getattr__(self, name):
-        return getattr(self._context, name)
-
-    def resolve_function_type(self, function, args, keywords):
-        if keywords:
-            return self._context.resolve_function_type(function, args, keywords)
-        key = (function, tuple(args))
-        if _CHOSEN.get(key) is None:
-            _CHOSEN[key] = self._context.resolve_function_type(function, args, keywords)
-        return _CHOSEN[key]
-
-
-class EntryCompiler(Compiler):
-    """Numba's own, but for typing, passes that find nothing here, and where it writes to."""
-
-    library_type = _EntryLibrary
-
-    def define_pipelines(self):
-        self.state.typingctx = _Typing(self.state.typingctx)
-        codegen, name = self.state.targetctx.codegen(), self.state.func_id.func_qualname
-        self.state.library = self.library_type(codegen, name)
-        self.state.library.enable_object_caching()
-        pipelines = super().define_pipelines()
-        for each in pipelines:
-            each.passes = [x for x in each.passes if x[0].name() not in _UNUSED_PASSES]
-        return pipelines
-
-
-class _PartCompiler(EntryCompiler):
-    library_type = _PartLibrary
+    def _translate(self, identity, module):
+        """The function that Numba's wrappers call."""
+        args, context = self.state.args, self.state.targetctx
+        translation = Translation(self.state.typingctx, context, module)
+        known = [x.variant if isinstance(x, VariantType) else Value(x, None) for x in args]
+        found = translation.function(Part(identity.func), known)
+        described = FunctionDescriptor(
+            True, identity.modname, identity.func_qualname, identity.unique_name, "", None,
+            found.type or types.none, None, tuple(identity.arg_names), (),
+            mangler=context.mangler, argtypes=tuple(args), uid=identity.unique_id,
+        )  # fmt: skip
+        context.declare_env_global(module, context.get_env_name(described))
+        wrapper = context.declare_function(module, described)
+        builder = ir.IRBuilder(wrapper.append_basic_block("entry"))
+        helper = context.call_conv.init_call_helper(builder)
+        given = context.call_conv.decode_arguments(builder, args, wrapper)
+        kept = [x for x, kind in zip(given, args, strict=True) if not isinstance(kind, VariantType)]
+        result = builder.call(found.llvm, kept)
+        if found.type is None:
+            result = context.get_dummy_value()
+        result = context.get_return_value(builder, described.restype, result)
+        context.call_conv.return_value(builder, result)
+        return described, Environment.from_fndesc(described), helper
 
 
 @cache
@@ -127,29 +130,17 @@ def entry(function):
     return dispatcher
 
 
-part = njit(
-    nogil=True,
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-    pipeline_class=_PartCompiler,
-    error_model="numpy",  # no exceptions where a divisor is 0: none is
-)
-"""A function that only entries and other parts call. It is compiled once more
-for each literal argument, a type of its own: where that is not wanted,
-``np.int64(0)`` is no literal."""
-
-
 def compiled_job(function, *sources):
     """Compile a function that takes a job's address, for any thread to call: a ``CFunc``. It
     is compiled once a host, where its disk allows.
 
     Args:
-        sources: the files of all that it is made from, but for this one.
+        sources: the files of all that it is made from, but for this package's.
     """
     signature = (types.int64,), types.void
     options = {"error_model": "numpy"}
     compiled = CFunc(function, signature, {}, options, pipeline_class=EntryCompiler)
-    keep(compiled, function, Path(__file__), *sources)
+    keep(compiled, function, *_sources(), *sources)
     compiled.compile()
     return compiled
 

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Scalar conversions between float32 and the bits in which elements travel and
 rest. Round to nearest even."""
 
@@ -58,28 +57,24 @@ def float_to_brain(value):
 @part
 def read_row(source, address, count, row):
     """``count`` elements at ``address`` to float32 at ``row``."""
-    if source == FLOAT32:
-        for d in range(count):
-            store_f32(row + 4 * d, load_f32(address + 4 * d))
-    elif source == FLOAT16:
-        for d in range(count):
-            store_f32(row + 4 * d, half_to_float(np.uint32(load_u16(address + 2 * d))))
-    else:
-        for d in range(count):
-            store_f32(row + 4 * d, brain_to_float(np.uint32(load_u16(address + 2 * d))))
+    for d in range(count):
+        if source == FLOAT32:
+            value = load_f32(address + 4 * d)
+        elif source == FLOAT16:
+            value = half_to_float(np.uint32(load_u16(address + 2 * d)))
+        else:
+            value = brain_to_float(np.uint32(load_u16(address + 2 * d)))
+        store_f32(row + 4 * d, value)
 
 
 @part
 def write_row(source, row, count, address, factor):
     """``count`` float32 at ``row``, times ``factor``, to elements at ``address``."""
-    if source == FLOAT32:
-        for d in range(count):
-            store_f32(address + 4 * d, np.float32(load_f32(row + 4 * d) * factor))
-    elif source == FLOAT16:
-        for d in range(count):
-            half = float_to_half(np.float32(load_f32(row + 4 * d) * factor))
-            store_u16(address + 2 * d, np.uint16(half))
-    else:
-        for d in range(count):
-            brain = float_to_brain(np.float32(load_f32(row + 4 * d) * factor))
-            store_u16(address + 2 * d, np.uint16(brain))
+    for d in range(count):
+        value = np.float32(load_f32(row + 4 * d) * factor)
+        if source == FLOAT32:
+            store_f32(address + 4 * d, value)
+        elif source == FLOAT16:
+            store_u16(address + 2 * d, np.uint16(float_to_half(value)))
+        else:
+            store_u16(address + 2 * d, np.uint16(float_to_brain(value)))

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """One vector: a number for each query row of a register tile, or for each of a
 few neighbouring tokens.
 
@@ -12,8 +11,7 @@ rows would wait for one number's latency after another.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba.types import float32, int64
 
 from cpu_kernels.codegen.simd import (
     EXP2_PRECISE,
@@ -25,107 +23,67 @@ from cpu_kernels.codegen.simd import (
     broadcast,
     column_type,
     constant,
+    count_up,
     emit_exp2,
-    larger,
     load_at,
     make_tile,
+    map_tile,
     store_at,
     vec,
 )
+from cpu_kernels.codegen.translate import Emitter
 
 
-def _lanes_type(variant_typ) -> TileType:
-    return TileType(1, 1, variant_typ.variant.lanes)
+def _wrap(builder, value):
+    """One vector as a tile."""
+    kind = TileType(1, 1, value.type.count)
+    return make_tile(builder, kind, lambda row, vector: value)
 
 
-def _wrap(builder, value, result):
-    return builder.insert_value(ir.Constant(result.value, ir.Undefined), value, 0)
-
-
-@intrinsic
-def fill_lanes(typingctx, variant, scalar):
+@Emitter
+def fill_lanes(builder, variant, scalar: float32):
     """``scalar`` everywhere."""
-    result = _lanes_type(variant)
-
-    def codegen(context, builder, signature, args):
-        return _wrap(builder, broadcast(builder, args[1], result.lanes), result)
-
-    return result(variant, types.float32), codegen
+    return _wrap(builder, broadcast(builder, scalar, variant.lanes))
 
 
-@intrinsic
-def count_lanes(typingctx, variant, first):
+@Emitter
+def count_lanes(builder, variant, first: float32):
     """first, first + 1, …"""
-    result = _lanes_type(variant)
-
-    def codegen(context, builder, signature, args):
-        steps = ir.Constant(vec(F32, result.lanes), [float(lane) for lane in range(result.lanes)])
-        return _wrap(
-            builder, builder.fadd(steps, broadcast(builder, args[1], result.lanes)), result
-        )
-
-    return result(variant, types.float32), codegen
+    return _wrap(builder, count_up(builder, variant.lanes, first))
 
 
-@intrinsic
-def load_lanes(typingctx, variant, address):
+@Emitter
+def load_lanes(builder, variant, address: int64):
     """Consecutive float32."""
-    result = _lanes_type(variant)
-
-    def codegen(context, builder, signature, args):
-        return _wrap(builder, load_at(builder, args[1], result.vector), result)
-
-    return result(variant, types.int64), codegen
+    return _wrap(builder, load_at(builder, address, vec(F32, variant.lanes)))
 
 
-@intrinsic
-def store_lanes(typingctx, value, address):
-    def codegen(context, builder, signature, args):
-        store_at(builder, builder.extract_value(args[0], 0), args[1])
-        return context.get_dummy_value()
-
-    return types.void(value, types.int64), codegen
+@Emitter
+def store_lanes(builder, value, address: int64):
+    store_at(builder, builder.extract_value(value.llvm, 0), address)
 
 
-@intrinsic
-def exp2_lanes(typingctx, variant, value):
+@Emitter
+def exp2_lanes(builder, variant, value):
     """2^x for x <= 127, always precise: 2^0 is 1; 0 where x <= -127, minus
     infinity included; NaN stays NaN."""
-
-    def codegen(context, builder, signature, args):
-        power = emit_exp2(
-            builder, builder.extract_value(args[1], 0), variant.variant.has_fma, EXP2_PRECISE
-        )
-        return _wrap(builder, power, value)
-
-    return value(variant, value), codegen
+    return map_tile(builder, lambda x: emit_exp2(builder, x, variant.has_fma, EXP2_PRECISE), value)
 
 
-@intrinsic
-def spread_lanes(typingctx, variant, value):
+@Emitter
+def spread_lanes(builder, variant, value):
     """The column whose row r repeats lane r."""
-    result = column_type(variant)
-
-    def codegen(context, builder, signature, args):
-        lanes = builder.extract_value(args[1], 0)
-        undefined = ir.Constant(lanes.type, ir.Undefined)
-        return make_tile(
-            builder,
-            result,
-            lambda row, vector: builder.shuffle_vector(
-                lanes, undefined, constant(I32, result.lanes, row)
-            ),
-        )
-
-    return result(variant, value), codegen
+    lanes = builder.extract_value(value.llvm, 0)
+    return make_tile(
+        builder,
+        column_type(variant),
+        lambda row, vector: _shuffle(builder, lanes, lanes, [row] * variant.lanes),
+    )
 
 
-@intrinsic
-def first_lane(typingctx, value):
-    def codegen(context, builder, signature, args):
-        return builder.extract_element(builder.extract_value(args[0], 0), I32(0))
-
-    return types.float32(value), codegen
+@Emitter
+def first_lane(builder, value) -> float32:
+    return builder.extract_element(builder.extract_value(value.llvm, 0), I32(0))
 
 
 def _shuffle(builder, a, b, indices):
@@ -153,7 +111,7 @@ def _fold(builder, rows, lanes: int, combine):
         ]
         high = [index + half for index in low]
         vectors = [
-            combine(_shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
+            combine(builder, _shuffle(builder, a, b, low), _shuffle(builder, a, b, high))
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
         group = half
@@ -163,6 +121,7 @@ def _fold(builder, rows, lanes: int, combine):
         low = [row * group + lane for row in range(count) for lane in range(half)]
         low = (low * lanes)[:lanes]  # what is to spare repeats
         value = combine(
+            builder,
             _shuffle(builder, value, value, low),
             _shuffle(builder, value, value, [i + half for i in low]),
         )
@@ -170,79 +129,42 @@ def _fold(builder, rows, lanes: int, combine):
     return value
 
 
-def _row_fold(combine):
-    @intrinsic
-    def fold(typingctx, variant, column):
-        result = _lanes_type(variant)
-
-        def codegen(context, builder, signature, args):
-            rows = [builder.extract_value(args[1], row) for row in range(column.rows)]
-            return _wrap(
-                builder,
-                _fold(builder, rows, column.lanes, lambda a, b: combine(builder, a, b)),
-                result,
-            )
-
-        return result(variant, column), codegen
-
-    return fold
-
-
-fold_maxima = _row_fold(larger)
-"""The largest lane of each row of a column (or of a single vector: lane 0)."""
-fold_sums = _row_fold(lambda builder, a, b: builder.fadd(a, b))
-"""The sum of each row's lanes."""
+@Emitter
+def fold_rows(builder, column, combine):
+    """Each row's lanes combined: of a column, or of a single vector to lane 0."""
+    rows = [builder.extract_value(column.llvm, row) for row in range(column.type.rows)]
+    return _wrap(builder, _fold(builder, rows, column.type.lanes, combine))
 
 
 # --- vectors of a model's own 16-bit elements
 
 
-@intrinsic
-def load_brains(typingctx, variant, address):
+@Emitter
+def load_brains(builder, variant, address: int64):
     """Consecutive bfloat16 → float32."""
-    result = _lanes_type(variant)
-
-    def codegen(context, builder, signature, args):
-        bits = load_at(builder, args[1], vec(I16, result.lanes), align=2)
-        wide = builder.shl(
-            builder.zext(bits, vec(I32, result.lanes)), constant(I32, result.lanes, 16)
-        )
-        return _wrap(builder, builder.bitcast(wide, result.vector), result)
-
-    return result(variant, types.int64), codegen
+    words = vec(I32, variant.lanes)
+    bits = builder.zext(load_at(builder, address, vec(I16, variant.lanes), align=2), words)
+    wide = builder.shl(bits, constant(I32, variant.lanes, 16))
+    return _wrap(builder, builder.bitcast(wide, vec(F32, variant.lanes)))
 
 
-@intrinsic
-def store_brains(typingctx, value, address):
+@Emitter
+def store_brains(builder, value, address: int64):
     """float32 → consecutive bfloat16, to nearest even."""
-
-    def codegen(context, builder, signature, args):
-        rounded = brain_bits(builder, builder.extract_value(args[0], 0))
-        store_at(builder, builder.trunc(rounded, vec(I16, value.lanes)), args[1], align=2)
-        return context.get_dummy_value()
-
-    return types.void(value, types.int64), codegen
+    rounded = brain_bits(builder, builder.extract_value(value.llvm, 0))
+    store_at(builder, builder.trunc(rounded, vec(I16, value.type.lanes)), address, align=2)
 
 
-@intrinsic
-def load_halves(typingctx, variant, address):
+@Emitter
+def load_halves(builder, variant, address: int64):
     """Consecutive float16 → float32; only where the host converts them itself."""
-    result = _lanes_type(variant)
-
-    def codegen(context, builder, signature, args):
-        half = load_at(builder, args[1], vec(ir.HalfType(), result.lanes), align=2)
-        return _wrap(builder, builder.fpext(half, result.vector), result)
-
-    return result(variant, types.int64), codegen
+    half = load_at(builder, address, vec(ir.HalfType(), variant.lanes), align=2)
+    return _wrap(builder, builder.fpext(half, vec(F32, variant.lanes)))
 
 
-@intrinsic
-def store_halves(typingctx, value, address):
+@Emitter
+def store_halves(builder, value, address: int64):
     """float32 → consecutive float16, to nearest even; only where the host converts them itself."""
-
-    def codegen(context, builder, signature, args):
-        half = builder.fptrunc(builder.extract_value(args[0], 0), vec(ir.HalfType(), value.lanes))
-        store_at(builder, half, args[1], align=2)
-        return context.get_dummy_value()
-
-    return types.void(value, types.int64), codegen
+    kind = vec(ir.HalfType(), value.type.lanes)
+    half = builder.fptrunc(builder.extract_value(value.llvm, 0), kind)
+    store_at(builder, half, address, align=2)

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Memory by address: scalars, columns, cache lines, records. Nothing is
 checked: whoever calls a kernel has."""
 
@@ -9,7 +8,8 @@ from __future__ import annotations
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
+from numba.types import float32, int64, uint32
 
 from cpu_kernels.codegen.simd import (
     F32,
@@ -21,12 +21,13 @@ from cpu_kernels.codegen.simd import (
     call,
     column_type,
     fold_lanes,
-    larger,
     load_at,
     make_tile,
     pointer,
     store_at,
+    vec,
 )
+from cpu_kernels.codegen.translate import Emitter, Value
 
 LINE_BYTES = 64
 
@@ -43,117 +44,61 @@ def emit_prefetches(builder, address, num_bytes: int) -> None:
         emit_prefetch(builder, address, offset)
 
 
-@intrinsic
-def prefetch_line(typingctx, variant, address):
-    """Prefetch one line, if the variant prefetches."""
-
-    def codegen(context, builder, signature, args):
-        if variant.variant.has_prefetch:
-            emit_prefetch(builder, args[1])
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64), codegen
-
-
-@intrinsic
-def prefetch(typingctx, address):
+@Emitter
+def prefetch(builder, address: int64):
     """Ask for the cache line at ``address``; any address is harmless."""
-
-    def codegen(context, builder, signature, args):
-        emit_prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    emit_prefetch(builder, address)
 
 
-@intrinsic(prefer_literal=True)
-def load_rows(typingctx, variant, address, row_bytes):
+@Emitter
+def load_rows(builder, variant, address: int64, row_bytes):
     """A column from memory: one vector of float32 a row, ``row_bytes`` (a
     constant; 0: all the same) apart."""
-    result, stride = column_type(variant), row_bytes.literal_value
-
-    def codegen(context, builder, signature, args):
-        if stride == 0:
-            value = load_at(builder, args[1], result.vector)
-            return make_tile(builder, result, lambda row, vector: value)
-        return make_tile(
-            builder,
-            result,
-            lambda row, vector: load_at(builder, args[1], result.vector, row * stride),
-        )
-
-    return result(variant, types.int64, row_bytes), codegen
+    kind = vec(F32, variant.lanes)
+    if row_bytes == 0:
+        value = load_at(builder, address, kind)
+        return make_tile(builder, column_type(variant), lambda row, vector: value)
+    return make_tile(
+        builder,
+        column_type(variant),
+        lambda row, vector: load_at(builder, address, kind, row * row_bytes),
+    )
 
 
-@intrinsic(prefer_literal=True)
-def store_rows(typingctx, value, address, row_bytes):
+@Emitter
+def store_rows(builder, value, address: int64, row_bytes):
     """A column to memory."""
-    stride = row_bytes.literal_value
-
-    def codegen(context, builder, signature, args):
-        for row in range(value.rows):
-            store_at(builder, builder.extract_value(args[0], row), args[1], row * stride)
-        return context.get_dummy_value()
-
-    return types.void(value, types.int64, row_bytes), codegen
+    for row in range(value.type.rows):
+        store_at(builder, builder.extract_value(value.llvm, row), address, row * row_bytes)
 
 
-@intrinsic
-def load_scalars(typingctx, variant, address):
+@Emitter
+def load_scalars(builder, variant, address: int64):
     """A column each of whose rows repeats one float32: row r's is the r-th at ``address``."""
-    result = column_type(variant)
 
-    def codegen(context, builder, signature, args):
-        return make_tile(
-            builder, result,
-            lambda row, vector: broadcast(builder, load_at(builder, args[1], F32, 4 * row),
-                                          result.lanes),
-        )  # fmt: skip
+    def emit(row, vector):
+        return broadcast(builder, load_at(builder, address, F32, 4 * row), variant.lanes)
 
-    return result(variant, types.int64), codegen
+    return make_tile(builder, column_type(variant), emit)
 
 
-def _lane_fold(combine):
-    @intrinsic
-    def fold(typingctx, value, address):
-        def codegen(context, builder, signature, args):
-            for row in range(value.rows):
-                folded = fold_lanes(
-                    builder,
-                    builder.extract_value(args[0], row),
-                    lambda a, b: combine(builder, a, b),
-                )
-                store_at(builder, folded, args[1], 4 * row)
-            return context.get_dummy_value()
-
-        return types.void(value, types.int64), codegen
-
-    return fold
+@Emitter
+def store_folded(builder, value, address: int64, combine):
+    """All lanes of each row combined, to consecutive float32."""
+    for row in range(value.type.rows):
+        lanes = builder.extract_value(value.llvm, row)
+        store_at(builder, fold_lanes(builder, lanes, combine), address, 4 * row)
 
 
-store_row_maxima = _lane_fold(larger)
-"""The largest lane of each row, to consecutive float32."""
-store_row_sums = _lane_fold(lambda builder, a, b: builder.fadd(a, b))
-"""The sum of each row's lanes, to consecutive float32."""
+def _scalar_memory(kind, ir_type):
+    @Emitter
+    def load_scalar(builder, address: int64):
+        return Value(kind, load_at(builder, address, ir_type, align=kind.bitwidth // 8))
 
-
-def _scalar_memory(numba_type, ir_type):
-    align = ir_type.width // 8 if ir_type != F32 else 4
-
-    @intrinsic
-    def load_scalar(typingctx, address):
-        def codegen(context, builder, signature, args):
-            return load_at(builder, args[0], ir_type, align=align)
-
-        return numba_type(types.int64), codegen
-
-    @intrinsic
-    def store_scalar(typingctx, address, value):
-        def codegen(context, builder, signature, args):
-            store_at(builder, args[1], args[0], align=align)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, numba_type), codegen
+    @Emitter
+    def store_scalar(builder, address: int64, value):
+        bits = builder.module.translation.cast(builder, value, kind)
+        store_at(builder, bits, address, align=kind.bitwidth // 8)
 
     return load_scalar, store_scalar
 
@@ -166,67 +111,49 @@ load_u16, store_u16 = _scalar_memory(types.uint16, I16)
 load_u8, store_u8 = _scalar_memory(types.uint8, I8)
 
 
-@intrinsic
-def as_record(typingctx, address, like):
-    """The structure at ``address``, of the record type that the literal or dtype ``like`` names."""
-    record = like.dtype
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(record))
-
-    return record(types.int64, like), codegen
+def _record(builder, like):
+    """Numba's type of a structure's dtype, and LLVM's of its address."""
+    kind = from_dtype(like)
+    return kind, builder.module.translation.context.get_value_type(kind)
 
 
-@intrinsic
-def new_record(typingctx, like):
-    """A structure of zeros that lives until the caller returns, of the record type that the
-    literal or dtype ``like`` names."""
-    record = like.dtype
-
-    def codegen(context, builder, signature, args):
-        kind = ir.ArrayType(I64, -(-record.size // 8))
-        with builder.goto_entry_block():
-            memory = builder.alloca(kind)
-        builder.store(ir.Constant(kind, None), memory)
-        return builder.bitcast(memory, context.get_value_type(record))
-
-    return record(like), codegen
+@Emitter
+def as_record(builder, address: int64, like):
+    """The structure at ``address``, of the dtype ``like``."""
+    kind, pointer_type = _record(builder, like)
+    return Value(kind, builder.inttoptr(address, pointer_type))
 
 
-@intrinsic
-def address_of_record(typingctx, record):
-    def codegen(context, builder, signature, args):
-        return builder.ptrtoint(args[0], I64)
+@Emitter
+def new_record(builder, like):
+    """A structure of zeros that lives until the caller returns, of the dtype ``like``."""
+    kind, pointer_type = _record(builder, like)
+    words = ir.ArrayType(I64, -(-kind.size // 8))
+    with builder.goto_entry_block():
+        memory = builder.alloca(words)
+    builder.store(ir.Constant(words, None), memory)
+    return Value(kind, builder.bitcast(memory, pointer_type))
 
-    return types.int64(record), codegen
+
+@Emitter
+def address_of_record(builder, record) -> int64:
+    return builder.ptrtoint(record.llvm, I64)
 
 
-@intrinsic
-def bits_of(typingctx, value):
+@Emitter
+def bits_of(builder, value: float32) -> uint32:
     """float32 → its bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], I32)
-
-    return types.uint32(types.float32), codegen
+    return builder.bitcast(value, I32)
 
 
-@intrinsic
-def float_of(typingctx, bits):
+@Emitter
+def float_of(builder, bits: uint32) -> float32:
     """Bits → float32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.uint32), codegen
+    return builder.bitcast(bits, F32)
 
 
-@intrinsic
-def keep_alive(typingctx, array):
-    """Nothing, but a mention: Numba frees an array after its last one, even
-    where others know its address."""
-
-    def codegen(context, builder, signature, args):
-        return context.get_dummy_value()
-
-    return types.void(array), codegen
+@Emitter
+def data_of(builder, array) -> int64:
+    """Where an array's elements begin."""
+    context = builder.module.translation.context
+    return builder.ptrtoint(context.make_array(array.type)(context, builder, array.llvm).data, I64)

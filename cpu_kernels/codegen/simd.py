@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Vectors as first-class values in Numba: the building blocks of the kernels.
 
 A ``Tile`` is rows x vectors of float32 (or int32) that live in registers
@@ -20,9 +19,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic, lower_builtin, register_model, type_callable
+from numba.extending import lower_builtin, register_model, type_callable
+from numba.types import float32
 
 from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.translate import Emitter, Value
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -50,8 +51,8 @@ class _TileModel(models.PrimitiveModel):
         super().__init__(manager, typ, typ.value)
 
 
-def column_type(variant_typ) -> TileType:
-    return TileType(variant_typ.variant.rows, 1, variant_typ.variant.lanes)
+def column_type(variant) -> TileType:
+    return TileType(variant.rows, 1, variant.lanes)
 
 
 def make_tile(builder, tile_type, emit):
@@ -60,16 +61,17 @@ def make_tile(builder, tile_type, emit):
     for row in range(tile_type.rows):
         for vector in range(tile_type.vectors):
             tile = builder.insert_value(tile, emit(row, vector), row * tile_type.vectors + vector)
-    return tile
+    return Value(tile_type, tile)
 
 
-def map_tile(builder, tile_type, emit, *tiles):
+def map_tile(builder, emit, *tiles):
     """The tile of ``emit(a, b, …)`` over the registers of ``tiles``."""
-    result = ir.Constant(tile_type.value, ir.Undefined)
-    for index in range(tile_type.rows * tile_type.vectors):
-        value = emit(*[builder.extract_value(tile, index) for tile in tiles])
+    kind = tiles[0].type
+    result = ir.Constant(kind.value, ir.Undefined)
+    for index in range(kind.rows * kind.vectors):
+        value = emit(*[builder.extract_value(tile.llvm, index) for tile in tiles])
         result = builder.insert_value(result, value, index)
-    return result
+    return Value(kind, result)
 
 
 def vec(element: ir.Type, lanes: int) -> ir.VectorType:
@@ -144,9 +146,12 @@ def larger(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def added(builder, a, b):
+    return builder.fadd(a, b)
+
+
 def fold_lanes(builder, value, combine):
-    """All lanes combined in a fixed tree, so that the result doesn't depend on
-    the compiler's mood."""
+    """All lanes combined in a fixed tree, so that the result doesn't depend on the compiler."""
     lanes = value.type.count
     while lanes > 1:
         lanes //= 2
@@ -157,38 +162,32 @@ def fold_lanes(builder, value, combine):
         high = builder.shuffle_vector(
             value, undefined, ir.Constant(vec(I32, lanes), list(range(lanes, 2 * lanes)))
         )
-        value = combine(low, high)
+        value = combine(builder, low, high)
     return builder.extract_element(value, I32(0))
 
 
-@intrinsic
-def splat(typingctx, variant, scalar):
+@Emitter
+def splat(builder, variant, scalar: float32):
     """A column with ``scalar`` everywhere."""
-    result = column_type(variant)
-
-    def codegen(context, builder, signature, args):
-        value = broadcast(builder, args[1], result.lanes)
-        return make_tile(builder, result, lambda row, vector: value)
-
-    return result(variant, types.float32), codegen
+    value = broadcast(builder, scalar, variant.lanes)
+    return make_tile(builder, column_type(variant), lambda row, vector: value)
 
 
-@intrinsic
-def iota(typingctx, variant, first):
+def count_up(builder, lanes: int, first):
+    """first, first + 1, …"""
+    steps = ir.Constant(vec(F32, lanes), [float(lane) for lane in range(lanes)])
+    return builder.fadd(steps, broadcast(builder, first, lanes))
+
+
+@Emitter
+def iota(builder, variant, first: float32):
     """A column whose rows all count up from ``first``."""
-    result = column_type(variant)
-
-    def codegen(context, builder, signature, args):
-        steps = ir.Constant(vec(F32, result.lanes), [float(lane) for lane in range(result.lanes)])
-        value = builder.fadd(steps, broadcast(builder, args[1], result.lanes))
-        return make_tile(builder, result, lambda row, vector: value)
-
-    return result(variant, types.float32), codegen
+    value = count_up(builder, variant.lanes, first)
+    return make_tile(builder, column_type(variant), lambda row, vector: value)
 
 
-def _lower_operator(symbol, emit):
-    """``symbol`` between tiles of floats. Much cheaper to compile than an
-    overload that calls an intrinsic."""
+def _lower_operator(symbol, name):
+    """``symbol`` between tiles of floats."""
 
     @type_callable(symbol)
     def infer(context):
@@ -196,89 +195,66 @@ def _lower_operator(symbol, emit):
 
     @lower_builtin(symbol, TileType, TileType)
     def lower(context, builder, signature, args):
-        return map_tile(builder, signature.return_type, lambda x, y: emit(builder, x, y), *args)
+        tiles = [Value(signature.return_type, arg) for arg in args]
+        return map_tile(builder, getattr(builder, name), *tiles).llvm
 
 
-_lower_operator(operator.add, lambda builder, a, b: builder.fadd(a, b))
-_lower_operator(operator.sub, lambda builder, a, b: builder.fsub(a, b))
-_lower_operator(operator.mul, lambda builder, a, b: builder.fmul(a, b))
-_lower_operator(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
+_lower_operator(operator.add, "fadd")
+_lower_operator(operator.sub, "fsub")
+_lower_operator(operator.mul, "fmul")
+_lower_operator(operator.truediv, "fdiv")
 
 
-@intrinsic
-def maximum(typingctx, a, b):
+@Emitter
+def maximum(builder, a, b):
     """The larger of each two elements."""
-    if not (isinstance(a, TileType) and a == b and not a.integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        return map_tile(builder, a, lambda x, y: larger(builder, x, y), *args)
-
-    return a(a, b), codegen
+    return map_tile(builder, lambda x, y: larger(builder, x, y), a, b)
 
 
-@intrinsic
-def fma(typingctx, variant, a, b, c):
+@Emitter
+def fma(builder, variant, a, b, c):
     """a · b + c"""
-
-    def codegen(context, builder, signature, args):
-        fused = variant.variant.has_fma
-        return map_tile(
-            builder, a, lambda x, y, z: multiply_add(builder, x, y, z, fused), *args[1:]
-        )
-
-    return a(variant, a, b, c), codegen
+    fused = variant.has_fma
+    return map_tile(builder, lambda x, y, z: multiply_add(builder, x, y, z, fused), a, b, c)
 
 
-@intrinsic
-def keep_within(typingctx, value, index, low, high):
+@Emitter
+def keep_within(builder, value, index, low, high):
     """``value`` where low <= index < high, minus infinity elsewhere; all of them columns."""
+    nothing = constant(F32, value.type.lanes, float("-inf"))
 
-    def codegen(context, builder, signature, args):
-        nothing = constant(F32, value.lanes, float("-inf"))
-
-        def emit(x, i, lowest, highest):
-            inside = builder.and_(
-                builder.fcmp_ordered(">=", i, lowest), builder.fcmp_ordered("<", i, highest)
-            )
-            return builder.select(inside, x, nothing)
-
-        return map_tile(builder, value, emit, *args)
-
-    return value(value, index, low, high), codegen
-
-
-@intrinsic
-def zero_if_infinite(typingctx, value):
-    """Minus infinity becomes 0."""
-
-    def codegen(context, builder, signature, args):
-        nothing, zero = constant(F32, value.lanes, float("-inf")), constant(F32, value.lanes, 0.0)
-        return map_tile(
-            builder,
-            value,
-            lambda x: builder.select(builder.fcmp_ordered("==", x, nothing), zero, x),
-            args[0],
+    def emit(x, i, lowest, highest):
+        inside = builder.and_(
+            builder.fcmp_ordered(">=", i, lowest), builder.fcmp_ordered("<", i, highest)
         )
+        return builder.select(inside, x, nothing)
 
-    return value(value), codegen
+    return map_tile(builder, emit, value, index, low, high)
 
 
-@intrinsic
-def clamp(typingctx, value, bound):
+@Emitter
+def zero_if_infinite(builder, value):
+    """Minus infinity becomes 0."""
+    lanes = value.type.lanes
+    nothing, zero = constant(F32, lanes, float("-inf")), constant(F32, lanes, 0.0)
+
+    def emit(x):
+        return builder.select(builder.fcmp_ordered("==", x, nothing), zero, x)
+
+    return map_tile(builder, emit, value)
+
+
+@Emitter
+def clamp(builder, value, bound: float32):
     """``value`` held within ± ``bound``; NaN stays NaN."""
+    high = broadcast(builder, bound, value.type.lanes)
+    low = builder.fsub(constant(F32, value.type.lanes, -0.0), high)
 
-    def codegen(context, builder, signature, args):
-        high = broadcast(builder, args[1], value.lanes)
-        low = builder.fsub(constant(F32, value.lanes, -0.0), high)
+    def emit(x):
+        x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+        return builder.select(builder.fcmp_ordered("<", x, low), low, x)
 
-        def emit(x):
-            x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
-            return builder.select(builder.fcmp_ordered("<", x, low), low, x)
-
-        return map_tile(builder, value, emit, args[0])
-
-    return value(value, types.float32), codegen
+    return map_tile(builder, emit, value)
 
 
 EXP2_PRECISE = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554189, 0.00132764725)
@@ -302,31 +278,19 @@ def emit_exp2(builder, value, has_fma: bool, coefficients):
     return builder.fmul(result, builder.bitcast(exponent, vec(F32, lanes)))
 
 
-@intrinsic
-def exp2(typingctx, variant, value):
+@Emitter
+def exp2(builder, variant, value):
     """2^x for x <= 127; 0 where x <= -127, minus infinity included; NaN stays NaN."""
-    shape = variant.variant
-    coarse = shape.has_brain_operands and shape.p_planes == 1
-
-    def codegen(context, builder, signature, args):
-        coefficients = EXP2_COARSE if coarse else EXP2_PRECISE
-        return map_tile(
-            builder, value, lambda x: emit_exp2(builder, x, shape.has_fma, coefficients), args[1]
-        )
-
-    return value(variant, value), codegen
+    coarse = variant.has_brain_operands and variant.p_planes == 1
+    coefficients = EXP2_COARSE if coarse else EXP2_PRECISE
+    return map_tile(builder, lambda x: emit_exp2(builder, x, variant.has_fma, coefficients), value)
 
 
-@intrinsic
-def exp2_scalar(typingctx, variant, value):
+@Emitter
+def exp2_scalar(builder, variant, value: float32) -> float32:
     """The same for one number, always precise."""
-
-    def codegen(context, builder, signature, args):
-        vector = broadcast(builder, args[1], 4)
-        power = emit_exp2(builder, vector, variant.variant.has_fma, EXP2_PRECISE)
-        return builder.extract_element(power, I32(0))
-
-    return types.float32(variant, types.float32), codegen
+    power = emit_exp2(builder, broadcast(builder, value, 4), variant.has_fma, EXP2_PRECISE)
+    return builder.extract_element(power, I32(0))
 
 
 @part

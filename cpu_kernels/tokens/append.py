@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Writing tokens' K and V into their blocks, quantised where the cache is, or
 as they were read out of others.
 
@@ -21,7 +20,7 @@ from cpu_kernels.codegen.memory import (
     address_of_record,
     as_record,
     bits_of,
-    keep_alive,
+    data_of,
     load_f32,
     load_i64,
     load_u8,
@@ -304,8 +303,10 @@ def append_unit(variant, job_address, unit, scratch):
 def run_append(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
     job = new_record(JOB)
-    if not fill_job(job, fields, pool, k, v, scales, slots, first_head):
+    num_tokens = slots.shape[0]
+    if not fill_job(
+        job, fields, pool, k, v, data_of(scales), data_of(slots), num_tokens, first_head
+    ):
         return False
     run_units(team, entry, address_of_record(job), k.shape[1], scratch)
-    keep_alive(fields)
     return True

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Stored rows and cells, 16 tokens or dims at a time.
 
 A word of a stored row of K is a cell of K, so 16 tokens' rows of words are
@@ -11,8 +10,7 @@ or put in.
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba.types import int32, int64
 
 from cpu_kernels.codegen.compiled import part
 from cpu_kernels.codegen.memory import load_u8, store_u8
@@ -27,6 +25,7 @@ from cpu_kernels.codegen.simd import (
     transpose,
     vec,
 )
+from cpu_kernels.codegen.translate import Emitter
 from cpu_kernels.tokens.job import BFLOAT16, FLOAT16, FLOAT32, INT8
 
 SIDE = 16
@@ -61,56 +60,43 @@ def _store_words(builder, words, address, row_bytes, row, halves: bool):
     store(2 * row + 1, builder.trunc(builder.lshr(words, constant(I32, SIDE, 16)), kind), 2)
 
 
-def _turn(from_halves: bool = False, to_halves: bool = False):
-    @intrinsic
-    def turn(typingctx, source, source_bytes, target, target_bytes):
-        """SIDE rows of SIDE words, ``source_bytes`` apart, to their columns,
-        ``target_bytes`` apart. Rows of halves are half as far apart."""
-
-        def codegen(context, builder, signature, args):
-            rows = [_load_words(builder, *args[:2], row, from_halves) for row in range(SIDE)]
-            for row, column in enumerate(transpose(builder, rows)):
-                _store_words(builder, column, *args[2:], row, to_halves)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
-
-    return turn
-
-
-_turn_words, _turn_from_halves, _turn_to_halves = _turn(), _turn(True), _turn(to_halves=True)
+@Emitter
+def _turn(
+    builder, source: int64, source_bytes: int64, from_halves, target: int64, target_bytes: int64,
+    to_halves,
+):  # fmt: skip
+    """SIDE rows of SIDE words, ``source_bytes`` apart, to their columns,
+    ``target_bytes`` apart. Rows of halves are half as far apart."""
+    rows = [_load_words(builder, source, source_bytes, row, from_halves) for row in range(SIDE)]
+    for row, column in enumerate(transpose(builder, rows)):
+        _store_words(builder, column, target, target_bytes, row, to_halves)
 
 
 @part
 def take_square(dtype, cells, cells_bytes, rows, row_bytes):
     """SIDE tokens' cells of K, in rows ``cells_bytes`` apart, to SIDE words of each stored row."""
     if dtype == FLOAT16:
-        _turn_from_halves(cells, cells_bytes, rows, row_bytes)
+        _turn(cells, cells_bytes, True, rows, row_bytes, False)
     else:
-        _turn_words(cells, cells_bytes, rows, row_bytes)
+        _turn(cells, cells_bytes, False, rows, row_bytes, False)
 
 
 @part
 def put_square(dtype, rows, row_bytes, cells, cells_bytes):
     """SIDE words of SIDE tokens' stored rows to cells of K."""
     if dtype == FLOAT16:
-        _turn_to_halves(rows, row_bytes, cells, cells_bytes)
+        _turn(rows, row_bytes, False, cells, cells_bytes, True)
     else:
-        _turn_words(rows, row_bytes, cells, cells_bytes)
+        _turn(rows, row_bytes, False, cells, cells_bytes, False)
 
 
 def _cut(emit):
-    @intrinsic
-    def cut(typingctx, source, shift, target):
+    @Emitter
+    def cut(builder, source: int64, shift: int32, target: int64):
         """One token's share of SIDE cells of V, ``shift`` bits up, to elements of a stored row."""
-
-        def codegen(context, builder, signature, args):
-            cells = load_at(builder, args[0], vec(I32, SIDE))
-            shift = broadcast(builder, builder.trunc(args[1], I32), SIDE)
-            store_at(builder, emit(builder, builder.lshr(cells, shift)), args[2], align=1)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
+        cells = load_at(builder, source, vec(I32, SIDE))
+        shares = builder.lshr(cells, broadcast(builder, shift, SIDE))
+        store_at(builder, emit(builder, shares), target, align=1)
 
     return cut
 
@@ -135,19 +121,15 @@ def _emit_nibbles(builder, shares):
 
 
 def _put(element: ir.Type, count: int, emit):
-    @intrinsic
-    def put(typingctx, source, shift, mask, cells):
+    @Emitter
+    def put(builder, source: int64, shift: int32, mask: int32, cells: int64):
         """``count`` elements of a stored row to one token's share of SIDE cells
         of V; ``mask``: the bits of a cell that stay."""
-
-        def codegen(context, builder, signature, args):
-            shift, mask = (broadcast(builder, builder.trunc(x, I32), SIDE) for x in args[1:3])
-            shares = emit(builder, load_at(builder, args[0], vec(element, count), align=1))
-            kept = builder.and_(load_at(builder, args[3], vec(I32, SIDE)), mask)
-            store_at(builder, builder.or_(kept, builder.shl(shares, shift)), args[3])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+        shares = emit(builder, load_at(builder, source, vec(element, count), align=1))
+        kept = load_at(builder, cells, vec(I32, SIDE))
+        kept = builder.and_(kept, broadcast(builder, mask, SIDE))
+        shares = builder.shl(shares, broadcast(builder, shift, SIDE))
+        store_at(builder, builder.or_(kept, shares), cells)
 
     return put
 
@@ -174,15 +156,10 @@ _put_half = _put(I16, SIDE, lambda builder, row: builder.zext(row, vec(I32, SIDE
 _put_byte, _put_nibble = _put(I8, SIDE, _spread_bytes), _put(I8, SIDE // 2, _spread_nibbles)
 
 
-@intrinsic
-def _copy_halves(typingctx, source, target):
+@Emitter
+def _copy_halves(builder, source: int64, target: int64):
     """SIDE elements of 16 bits."""
-
-    def codegen(context, builder, signature, args):
-        store_at(builder, load_at(builder, args[0], vec(I16, SIDE), align=2), args[1], align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    store_at(builder, load_at(builder, source, vec(I16, SIDE), align=2), target, align=1)
 
 
 @part

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """Reading tokens' K and V out of their blocks, as they are stored: the inverse
 of ``append``.
 
@@ -15,7 +14,7 @@ from cpu_kernels.codegen.compiled import entry, part
 from cpu_kernels.codegen.memory import (
     address_of_record,
     as_record,
-    keep_alive,
+    data_of,
     load_f32,
     load_i64,
     load_u8,
@@ -151,9 +150,11 @@ def gather_unit(variant, job_address, unit, scratch):
 def run_gather(entry, team, scratch, fields, pool, k, v, scales, slots, first_head):
     """Check the slots and run. Returns False if one is out of range."""
     job = new_record(JOB)
-    if not fill_job(job, fields, pool, k, v, scales, slots, first_head):
+    num_tokens = slots.shape[0]
+    if not fill_job(
+        job, fields, pool, k, v, data_of(scales), data_of(slots), num_tokens, first_head
+    ):
         return False
-    num_units = (slots.shape[0] + UNIT_TOKENS - 1) // UNIT_TOKENS * k.shape[1]
+    num_units = (num_tokens + UNIT_TOKENS - 1) // UNIT_TOKENS * k.shape[1]
     run_units(team, entry, address_of_record(job), num_units, scratch)
-    keep_alive(fields)
     return True

@@ -1,6 +1,5 @@
 # mypy: ignore-errors
-# Everything here runs inside Numba's type inference and code generation, whose
-# types are not Python's.
+# Compiled functions, and what emits their instructions: their types are not Python's.
 """What ``append`` and ``gather`` share: the fields of a call, its checks, and
 where a token lies.
 
@@ -12,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cpu_kernels.codegen.compiled import part
-from cpu_kernels.codegen.memory import as_record, load_i64
+from cpu_kernels.codegen.memory import as_record, data_of, load_i64
 from cpu_kernels.shape import SHAPE
 
 JOB = np.dtype(
@@ -39,16 +38,18 @@ def _last_word(head_dim):
 
 
 @part
-def fill_job(job, fields, pool, k, v, scales, slots, first_head):
-    """Describe a call. Returns False if a slot is out of range."""
-    shape = as_record(fields.ctypes.data, SHAPE)
+def fill_job(job, fields, pool, k, v, scales, slots, num_tokens, first_head):
+    """Describe a call. ``scales``, ``slots``: addresses. Returns False if a slot is out of
+    range."""
+    shape = as_record(data_of(fields), SHAPE)
     limit = pool.shape[0] * shape.block_size
-    for t in range(slots.shape[0]):
-        if slots[t] < 0 or slots[t] >= limit:
+    for t in range(num_tokens):
+        slot = load_i64(slots + 8 * t)
+        if slot < 0 or slot >= limit:
             return False
-    job.pool, job.slots, job.shape = pool.ctypes.data, slots.ctypes.data, fields.ctypes.data
-    job.k, job.v, job.scales = k.ctypes.data, v.ctypes.data, scales.ctypes.data
-    job.num_tokens, job.num_heads, job.first_head = slots.shape[0], k.shape[1], first_head
+    job.pool, job.slots, job.shape = data_of(pool), slots, data_of(fields)
+    job.k, job.v, job.scales = data_of(k), data_of(v), scales
+    job.num_tokens, job.num_heads, job.first_head = num_tokens, k.shape[1], first_head
     job.row_bytes, job.last_word = k.shape[2] * k.itemsize, _last_word(shape.head_dim)
     while 1 << job.pack_shift < shape.pack:
         job.pack_shift += 1

@@ -23,7 +23,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.size import Parts, Sequences, read_setup
-from fastdecode.core.config.options import REQUIRED, option, switch
+from fastdecode.core.config.options import REQUIRED, check_options, option, switch
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 @dataclass(frozen=True)
 class Arrivals:
     rate: float | None = option(
-        None, "requests a second; default: the trace's", low=1e-6, high=1e6, metavar="R"
+        None, "default: the trace's", low=1e-6, high=1e6, unit="requests a second", metavar="R"
     )
     trace: Path | None = option(None, "requests, JSON Lines, or a server's log")
     replay: bool = switch("the trace's own gaps and order, not drawn ones")
@@ -62,7 +62,7 @@ class Arrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    gpu: str | None = option(None, "name, or profile.json of `calibrate s`", metavar="G")
+    gpu: str = option(REQUIRED, "name, or profile.json of `calibrate s`", metavar="G")
     gpus_per_node: int = option(8, "GPUs of a node", low=1, high=64)
     nodes: int = option(1, "nodes", low=1, high=1024)
     cpu: str = option("EPYC 7452", "name, or profile.json of `calibrate r`", metavar="C")
@@ -177,8 +177,6 @@ def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.slo import Slo
 
     nodes = read_options(args, Nodes)
-    if nodes.gpu is None:
-        raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")
     arrivals = read_options(args, Arrivals)
     slo = Slo.parse(args.slo, args.attainment)
     draw, rate, described = _drawn(arrivals) if arrivals.trace is None else _traced(arrivals)
@@ -238,7 +236,8 @@ def _traced(asked: Arrivals) -> tuple[Draw, float | None, str]:
     for warning in fit.warnings:
         tell(f"--trace {asked.trace}: {warning}")
     cv = fit.cv if asked.cv is None else asked.cv
-    rate = replace(asked, rate=fit.rate if asked.rate is None else asked.rate).rate
+    rate = fit.rate if asked.rate is None else asked.rate
+    check_options(replace(asked, rate=rate))
     described = (
         f"trace ({read.form}): {fit.num_requests} requests, {read.num_left_out} left out, cv "
         f"{fit.cv:.3g}, mean prompt {fit.mean_prompt:.4g} and output {fit.mean_output:.4g} tokens"

@@ -12,19 +12,15 @@ from typing import Any, TypeAlias
 from fastdecode.conversations.turns import check_id
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
-from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
+from fastdecode.text.chat_format import AnswerFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, Rendering, check_content
 from fastdecode.text.codec import TextCodec
 
 
 def as_chats(messages: object) -> list[Sequence[Message]]:
-    """Return one conversation, or several, as several.
-
-    Raises:
-        RequestError: If they are neither, a message's calls aren't a list of objects, or a part
-            isn't text.
-    """
+    """Return one conversation, or several, as several. Raises RequestError: If they are neither, a
+    message's calls aren't a list of objects, or a part isn't text."""
     chats: list[Any] = list(messages) if isinstance(messages, Sequence) else [messages]
     is_one = bool(chats) and all(isinstance(message, Mapping) for message in chats)
     chats = [chats] if is_one else chats
@@ -62,10 +58,8 @@ def as_ids(conversation_id: object, count: int) -> list[str] | None:
         return None
     ids = [conversation_id] if isinstance(conversation_id, str) else conversation_id
     if not isinstance(ids, Sequence) or len(ids) != count:
-        raise RequestError(
-            f"conversation_id must be one for each of the {count} prompts or chats",
-            code="invalid_conversation",
-        )
+        must = f"conversation_id must be one for each of the {count} prompts or chats"
+        raise RequestError(must, code="invalid_conversation")
     return [check_id(each) for each in ids]
 
 
@@ -93,16 +87,9 @@ def parsed(
         return output
     completions = []
     for one in output.completions:
-        parser = answer_format.parser(codec, output.prompt_token_ids)
-        answer = ParsedAnswer.of(one.text, parser, answer_format, token_hex(8))
-        completions.append(
-            replace(
-                one,
-                content=answer.content,
-                reasoning_content=answer.reasoning,
-                tool_calls=tuple(answer.calls),
-            )
-        )
+        answer = answer_format.parsed(one.text, codec, output.prompt_token_ids, token_hex(8))
+        one = replace(one, content=answer.content, tool_calls=tuple(answer.calls))
+        completions.append(replace(one, reasoning_content=answer.reasoning))
     return replace(output, completions=tuple(completions))
 
 
@@ -116,10 +103,8 @@ def as_batch(prompts: object, cache: CacheUse) -> tuple[list[Prompt], list[Cache
     if isinstance(prompts, (str, Mapping)):
         prompts = [prompts]
     if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts must be a string or a list, not {type(prompts).__name__}",
-            code="invalid_prompt",
-        )
+        must = f"prompts must be a string or a list, not {type(prompts).__name__}"
+        raise RequestError(must, code="invalid_prompt")
     batch = list(prompts)
     if batch and all(isinstance(item, int) and not isinstance(item, bool) for item in batch):
         batch = [batch]
@@ -132,15 +117,11 @@ def _of_mapping(given: Mapping[str, Any], cache: CacheUse) -> tuple[Prompt, Cach
     said = {name: value for name, value in given.items() if value is not None}
     unknown = [name for name in said if name not in _PROMPT_FIELDS]
     if unknown:
-        raise RequestError(
-            f"a prompt has no {unknown[0]!r}: it has {', '.join(_PROMPT_FIELDS)}; prompts are "
-            "text or token ids",
-            code="invalid_prompt",
-        )
+        what = f"a prompt has no {unknown[0]!r}: it has {', '.join(_PROMPT_FIELDS)}; prompts are"
+        raise RequestError(f"{what} text or token ids", code="invalid_prompt")
     if "prompt_token_ids" not in said and "prompt" not in said:
-        raise RequestError(
-            "a prompt that is a dict needs prompt or prompt_token_ids", code="invalid_prompt"
-        )
+        why = "a prompt that is a dict needs prompt or prompt_token_ids"
+        raise RequestError(why, code="invalid_prompt")
     salt = said.get("cache_salt")
     use = cache if salt is None else CacheUse.of(None, salt)
     return said["prompt_token_ids" if "prompt_token_ids" in said else "prompt"], use
@@ -149,10 +130,8 @@ def _of_mapping(given: Mapping[str, Any], cache: CacheUse) -> tuple[Prompt, Cach
 def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
     """Return an argument that has two names. Raises: RequestError: If it is given by both."""
     if value is not None and other is not None:
-        raise RequestError(
-            f"{alias} is another name of {name}, which is given too: give one of them",
-            code="invalid_argument",
-        )
+        why = f"{alias} is another name of {name}, which is given too: give one of them"
+        raise RequestError(why, code="invalid_argument")
     return value if other is None else other
 
 
@@ -163,16 +142,12 @@ def as_params(params: object, num_prompts: int, default: SamplingParams) -> list
     each: list[SamplingParams] = []
     for item in params if isinstance(params, Sequence) else [params]:
         if not isinstance(item, SamplingParams):
-            raise RequestError(
-                "params must be SamplingParams, one for all or a list of one each, not "
-                f"{type(item).__name__}",
-                code="invalid_sampling_params",
-            )
+            must = "params must be SamplingParams, one for all or a list of one each, not"
+            raise RequestError(f"{must} {type(item).__name__}", code="invalid_sampling_params")
         each.append(copy(item))
     if len(each) != num_prompts:
-        raise RequestError(
-            f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each"
-        )
+        what = f"{num_prompts} prompts but {len(each)} sampling params"
+        raise RequestError(f"{what}: give one for all, or one each")
     return each
 
 

@@ -65,22 +65,15 @@ class Keeping:
             directory.mkdir(mode=0o700, exist_ok=True)
             os.listdir(directory)
         except OSError as error:
-            raise ConfigError(
-                f"can't keep conversations in {directory}: {explained(error)}"
-            ) from None
+            text = f"can't keep conversations in {directory}: {explained(error)}"
+            raise ConfigError(text) from None
         return Conversations(self, ConversationStore(directory / FILE, identity_of(model)))
 
 
 class Conversations:
     """Histories of conversations. Thread-safe. In a conversation, callers begin a turn only when
-    the one before it has ended.
-
-    Args:
-        limits: How many are kept, and for how long.
-        store: Keeps them beyond the process.
-        clock: Seconds since 1970.
-        now: Date for the templates of a conversation that begins.
-    """
+    the one before it has ended. ``store`` keeps them beyond the process. ``now`` is the date for
+    the templates of a conversation that begins."""
 
     def __init__(
         self,
@@ -103,16 +96,14 @@ class Conversations:
         self._unrecorded: list[str] = []
         """Conversations that are over, but could not be removed from the store."""
         if store is not None:
-            found, self._over = store.recovered()
-            self._kept.update(sorted(found.items(), key=lambda item: item[1].active_s))
+            self._over, found = store.over, sorted(store.kept.items(), key=lambda x: x[1].active_s)
+            self._kept.update(found)
+            store.kept = {}
         self._expire()
 
     def begin(self, conversation_id: str) -> History:
-        """Begin a turn. Return the history before it, which is empty for a new id.
-
-        Raises:
-            RequestError: If the conversation is over (code ``conversation_expired``).
-        """
+        """Begin a turn. Return the history before it, which is empty for a new id. Raises
+        RequestError: (code ``conversation_expired``) If the conversation is over."""
         with self._lock:
             self._expire()
             if digest_of(conversation_id) in self._over:
@@ -134,15 +125,9 @@ class Conversations:
     def end(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, salt: str = ""
     ) -> None:
-        """End a turn that has added ``step`` to ``history``.
-
-        Args:
-            salt: Salt of its KV blocks.
-
-        Raises:
-            FastDecodeError: If it can't be kept (code ``output_failed``). Then the conversation is
-                as it was.
-        """
+        """End a turn that has added ``step`` to ``history``. ``salt`` is that of its KV blocks.
+        Raises FastDecodeError: (code ``output_failed``) If it can't be kept. Then the conversation
+        is as it was."""
         with self._lock:
             self._running.discard(conversation_id)
             if digest_of(conversation_id) in self._over:
@@ -156,10 +141,8 @@ class Conversations:
             self._expire()
 
     def forget(self, conversation_id: str) -> bool:
-        """End a conversation whose first turn has begun, and remove its content.
-
-        Returns: True if there is one. A new id stays new.
-        """
+        """End a conversation whose first turn has begun, and remove its content. Return True if
+        there is one. A new id stays new."""
         with self._lock:
             self._expire()
             is_known = conversation_id in self._kept or (

@@ -30,10 +30,10 @@ class OtherFileError(Exception):
 
 
 class Database:
-    """An SQLite file that no other process writes. Threads must take turns. Close it.
+    """An SQLite file that no other process writes. Threads must take turns. Close it. If it is
+    missing, it is created, readable by its owner only.
 
     Args:
-        path: The file. It is created, readable by its owner only, if it is missing.
         kind: SQLite's ``application_id`` of such files, 1 to 2^31 - 1.
         schema: Statements that create the tables of an empty file.
 
@@ -72,7 +72,6 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit all statements of the context, or none of them."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -93,13 +92,7 @@ class Database:
 
 @contextlib.contextmanager
 def reading(path: Path, kind: int) -> Iterator[sqlite3.Connection]:
-    """Open a database without changing it.
-
-    Raises:
-        BlockingIOError: If a process has it open.
-        OtherFileError: If the file holds something else.
-        sqlite3.Error: If it is damaged or can't be read.
-    """
+    """Open a database without changing it. Raises as ``Database``."""
     with contextlib.closing(_connect(path, "ro")) as connection:
         with _telling_locks():
             if _check_kind(connection, kind):
@@ -121,12 +114,8 @@ def remove(path: Path) -> None:
 
 
 def erase(path: Path) -> None:
-    """Overwrite a database with zeros, and remove it.
-
-    Raises:
-        BlockingIOError: If another process holds it.
-        OSError: If it can't be written.
-    """
+    """Overwrite a database with zeros, and remove it. Raises BlockingIOError: If another process
+    holds it."""
     connection = _connect(path, "rw")
     try:
         with _telling_locks():

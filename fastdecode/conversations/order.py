@@ -1,7 +1,4 @@
-"""Order of turns: each begins when the one before it in its conversation is over.
-
-``ReaderTurns`` orders turns of one reader, ``OpenTurns`` those of many clients of an event loop.
-"""
+"""Order of turns: each begins when the one before it in its conversation is over."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BegunTurn:
-    """A turn that has begun."""
-
     turn: Turn
     history: History
-    """Before it."""
     asked: TurnPrompt
 
     @property
@@ -44,20 +38,16 @@ class BegunTurn:
 
 
 class ReaderTurns:
-    """Turns of one reader."""
-
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
         self._lines: dict[str, deque[Turn]] = {}
         """Turns of each conversation that aren't over. The first one may begin."""
         self._begun: dict[str, BegunTurn] = {}
-        """By conversation."""
         self._failed: dict[str, FastDecodeError] = {}
         """Conversation → why no more turns of it begin."""
         self.due: deque[Turn] = deque()
         """Turns that waited, and may begin."""
         self.num_waiting = 0
-        """Turns that wait for another one."""
 
     def waits(self, turn: Turn) -> bool:
         """Add a turn. Returns: True if it has to wait."""
@@ -67,15 +57,10 @@ class ReaderTurns:
         return len(line) > 1
 
     def begin(self, turn: Turn) -> BegunTurn:
-        """Begin a turn that may begin.
-
-        Raises:
-            FastDecodeError: If an earlier turn failed, the conversation is over, or there is no
-                such turn.
-        """
+        """Begin a turn that may begin. Raises FastDecodeError: If an earlier turn failed, the
+        conversation is over, or there is no such turn."""
         conversation_id = turn.conversation_id
-        failed = self._failed.get(conversation_id)
-        if failed is not None:
+        if (failed := self._failed.get(conversation_id)) is not None:
             raise failed
         history = self._conversations.begin(conversation_id)
         try:
@@ -83,13 +68,12 @@ class ReaderTurns:
         except BaseException:
             self._conversations.leave(conversation_id)
             raise
-        begun = self._begun[conversation_id] = BegunTurn(turn, history, asked)
-        return begun
+        self._begun[conversation_id] = BegunTurn(turn, history, asked)
+        return self._begun[conversation_id]
 
     def end(self, turn: Turn, output: RequestOutput) -> FastDecodeError | None:
         """End a turn with its output. Returns: Why it failed all the same: it can't be kept."""
-        conversation_id = turn.conversation_id
-        error: FastDecodeError | None = output.error
+        conversation_id, error = turn.conversation_id, output.error
         not_kept: FastDecodeError | None = None
         begun = self._begun.get(conversation_id)
         if begun is not None and begun.turn is turn:
@@ -101,10 +85,10 @@ class ReaderTurns:
                     self._conversations.leave(conversation_id)
             except FastDecodeError as failed:
                 # Only this turn fails, so it isn't the engine's error.
-                error = not_kept = RequestError(
-                    f"the turn can't be kept, so the conversation is as it was before it: {failed}",
-                    code="conversation_not_kept",
+                why = (
+                    f"the turn can't be kept, so the conversation is as it was before it: {failed}"
                 )
+                error = not_kept = RequestError(why, code="conversation_not_kept")
         if error is not None:
             # Turns whose R-workers were lost may all be asked again.
             is_its_own = isinstance(error, (RequestError, CapacityError))
@@ -140,12 +124,8 @@ class ReaderTurns:
 
 
 class OpenTurns:
-    """Turns of many clients. Belongs to the event loop.
-
-    Args:
-        thread: An executor of one thread, where ``conversations`` are used: in the order of
-            calls, and a slow disk doesn't hold up the loop.
-    """
+    """Turns of many clients. Belongs to the event loop. ``conversations`` are used in ``thread``,
+    an executor of one thread: a slow disk doesn't hold up the loop."""
 
     def __init__(self, conversations: Conversations, thread: Executor) -> None:
         self.conversations = conversations
@@ -155,19 +135,11 @@ class OpenTurns:
 
     def arrive(self, turn: Turn) -> OpenTurn:
         """Add a turn. Its caller must leave it."""
-        arrived = OpenTurn(turn, self)
         line = self._lines.setdefault(turn.conversation_id, [])
-        line.append(arrived)
-        if line[0] is arrived:
-            arrived.is_due.set_result(None)
-        return arrived
-
-    async def forget(self, conversation_id: str) -> bool:
-        """End a conversation. A turn under way is answered, but not kept.
-
-        Returns: True if there is such a conversation.
-        """
-        return await asyncio.wrap_future(self.act(self.conversations.forget, conversation_id))
+        line.append(OpenTurn(turn, self))
+        if len(line) == 1:
+            line[0].is_due.set_result(None)
+        return line[-1]
 
     def act(self, do: Callable[..., T], *given: object) -> Future[T]:
         """Call ``do`` in the thread of the conversations."""
@@ -194,23 +166,20 @@ class OpenTurns:
 class OpenTurn:
     """A turn of a client, from its arrival on. Belongs to the event loop."""
 
+    is_due: asyncio.Future[FastDecodeError | None]
+    """Gets None when the turn may begin, or why it never will."""
+
     def __init__(self, turn: Turn, turns: OpenTurns) -> None:
-        self.turn = turn
-        self.is_due: asyncio.Future[FastDecodeError | None]
-        """Gets None when the turn may begin, or why it never will."""
+        self.turn, self._turns = turn, turns
         self.is_due = asyncio.get_running_loop().create_future()
-        self._turns = turns
         self._has_begun = False
         self._begun: BegunTurn | None = None
         self._fold = OutputFold(turn.request_id, None, (), 1)
         self._is_over = False
 
     def begin(self) -> asyncio.Future[History]:
-        """Return the history before the turn, which is due.
-
-        Raises:
-            RequestError: If the conversation is over.
-        """
+        """Return the history before the turn, which is due. The future raises RequestError: If the
+        conversation is over."""
         self._has_begun = True
         begin = self._turns.conversations.begin
         return asyncio.wrap_future(self._turns.act(begin, self.turn.conversation_id))
@@ -221,11 +190,8 @@ class OpenTurn:
         return self._begun.request
 
     async def add(self, deltas: Sequence[Delta]) -> None:
-        """Add to the answer. The turn is kept when the call with its last delta returns.
-
-        Raises:
-            FastDecodeError: If it can't be kept. Then the conversation is as it was.
-        """
+        """Add to the answer. The turn is kept when the call with its last delta returns. Raises
+        FastDecodeError: If it can't be kept. Then the conversation is as it was."""
         assert self._begun is not None, "a turn without a request has no answer"
         for delta in deltas:
             output = self._fold.add(delta)
@@ -245,7 +211,7 @@ class OpenTurn:
             kept.result()
 
     def leave(self, *, has_failed: bool) -> None:
-        """End a turn that failed, or whose client left, without an answer. No effect once over."""
+        """End a turn without an answer: it failed, or its client left. No effect once over."""
         if self._is_over:
             return
         self._is_over = True
@@ -256,6 +222,5 @@ class OpenTurn:
         self._turns.leave(self, has_failed=has_failed)
 
     def tell(self, why_not: FastDecodeError | None) -> None:
-        """Let the turn begin, or fail."""
         if not self.is_due.done():
             self.is_due.set_result(why_not)

@@ -26,7 +26,6 @@ from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.core.os_errors import explained
 
 FILE: Final = "conversations.sqlite"
-"""Its name in a directory of conversations."""
 _KIND: Final = int.from_bytes(b"FDCV", "big")
 _SCHEMA: Final = """
 CREATE TABLE model (identity BLOB NOT NULL);
@@ -53,11 +52,7 @@ class Kept:
 
 
 def identity_of(model: Path) -> bytes:
-    """Return 32 bytes that change with the meaning of tokens.
-
-    Raises:
-        CheckpointError: If a file of the model can't be read.
-    """
+    """Return 32 bytes that change with the meaning of tokens."""
     digest = blake2b(digest_size=32)
     for name in ("config.json", "tokenizer.json"):
         path = model / name
@@ -67,14 +62,12 @@ def identity_of(model: Path) -> bytes:
 
 
 class ConversationStore:
-    """Conversations in a file. Close it.
+    """Conversations in a file, which is created if it is missing. Close it.
 
     Args:
-        path: The file. It is created if it is missing.
         identity: ``identity_of`` the model. A file of another one is refused.
         counts: True for the name of a turn that counts. Other turns are deleted.
-        sync_turns: Turns after which all are made to survive a power cut.
-        sync_s: Seconds after which the next turn does the same.
+        sync_turns, sync_s: Turns, and seconds, after which all survive a power cut.
 
     Raises:
         ConfigError: If the file holds something else, belongs to another model or process, is
@@ -90,8 +83,7 @@ class ConversationStore:
         sync_turns: int = 100,
         sync_s: float = 5.0,
     ) -> None:
-        self._path = path
-        self._sync_turns, self._sync_s = sync_turns, sync_s
+        self._path, self._sync_turns, self._sync_s = path, sync_turns, sync_s
         self._num_unsynced, self._synced_s = 0, time.monotonic()
         self._is_closed = False
         with _refusing(path):
@@ -106,10 +98,12 @@ class ConversationStore:
                         f"{path} holds conversations with another model or tokenizer: use that "
                         "one, or name another place for them"
                     )
-                self._over = {digest for (digest,) in execute("SELECT digest FROM over")}
-                self._kept, names, dropped = _replay(execute(_TURNS), counts)
+                self.over = {digest for (digest,) in execute("SELECT digest FROM over")}
+                """Digests of the ids that are over, as the file had them."""
+                self.kept, names, dropped = _replay(execute(_TURNS), counts)
+                """Conversations that the file had."""
                 self.names = set(names)
-                """Names of the turns that the file had."""
+                """Names of their turns."""
                 with self._database.transaction():
                     for number in dropped:
                         execute("DELETE FROM turns WHERE number = ?", number)
@@ -119,43 +113,27 @@ class ConversationStore:
                 self._database.close()
                 raise
 
-    def recovered(self) -> tuple[dict[str, Kept], set[bytes]]:
-        """Return what the file had when it was opened: conversations by their ids, and the
-        digests of ids that are over. Call once."""
-        found, self._kept = self._kept, {}
-        return found, self._over
-
     def append(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None:
-        """Write a turn.
-
-        Raises:
-            FastDecodeError: If the disk is full or fails (code ``output_failed``). Nothing of
-                the turn is kept.
-        """
+        """Write a turn. Raises FastDecodeError: (code ``output_failed``) If the disk is full or
+        fails. Nothing of the turn is kept."""
         is_late = time.monotonic() - self._synced_s >= self._sync_s
         if is_late or self._num_unsynced >= self._sync_turns:
             self.sync()
-        about: dict[str, Any] = {
+        said = step.spelled
+        about = {
             "kept": step.num_kept,
             "begun": history.begun.isoformat(),
             "at": now_s,
             "messages": step.messages,
-            "spelled": None,
+            "spelled": None if said is None else [said.num_chars, said.digest.hex(), said.end],
         }
-        if (said := step.spelled) is not None:
-            about["spelled"] = [said.num_chars, said.digest.hex(), said.end]
-        row = (
-            _as_blob(conversation_id),
-            _as_blob(name),
-            json.dumps(about).encode(),
-            array("i", step.token_ids).tobytes(),
-        )
+        tokens = array("i", step.token_ids).tobytes()
+        row = _as_blob(conversation_id), _as_blob(name), json.dumps(about).encode(), tokens
         with self._writing():
-            self._database.execute(
-                "INSERT INTO turns VALUES (NULL, ?, ?, ?, ?, ?)", *row, _crc_of(*row)
-            )
+            insert = "INSERT INTO turns VALUES (NULL, ?, ?, ?, ?, ?)"
+            self._database.execute(insert, *row, _crc_of(*row))
         self._num_unsynced += 1
 
     def forget(self, conversation_ids: Sequence[str]) -> None:
@@ -167,7 +145,6 @@ class ConversationStore:
         self.sync()
 
     def sync(self) -> None:
-        """Make all turns survive a power cut."""
         with _explaining(self._path):
             self._database.checkpoint()
         self._num_unsynced, self._synced_s = 0, time.monotonic()
@@ -190,11 +167,8 @@ def _replay(
     rows: Iterable[tuple[Any, ...]], counts: Callable[[str], bool]
 ) -> tuple[dict[str, Kept], list[str], list[int]]:
     """Return conversations after the turns of these rows, names of the turns, and the numbers of
-    rows that don't count.
-
-    Raises:
-        sqlite3.DatabaseError: If a row is damaged, or continues from missing tokens.
-    """
+    rows that don't count. Raises sqlite3.DatabaseError: If a row is damaged, or continues from
+    missing tokens."""
     kept: dict[str, Kept] = {}
     names: list[str] = []
     dropped: list[int] = []
@@ -228,8 +202,6 @@ def _replay(
 
 @dataclass
 class Contents:
-    """Summary of one file."""
-
     path: str
     num_bytes: int
     identity: str
@@ -248,11 +220,8 @@ class Contents:
 
 
 def file_of(place: Path) -> Path:
-    """Return the file of a directory of conversations, or ``place`` if it is a file.
-
-    Raises:
-        ConfigError: If there is none.
-    """
+    """Return the file of a directory of conversations, or ``place`` if it is a file. Raises
+    ConfigError: If there is none."""
     path = place / FILE if place.is_dir() else place
     if not path.is_file():
         raise ConfigError(f"there are neither conversations nor KV blocks in {place}")
@@ -260,20 +229,16 @@ def file_of(place: Path) -> Path:
 
 
 def inspect(path: Path) -> Contents:
-    """Read every turn of a file, without a model and without changing it.
-
-    Raises:
-        ConfigError: If it holds no conversations, or can't be read.
-    """
+    """Read every turn of a file, without a model and without changing it. Raises ConfigError: If
+    it holds no conversations, or can't be read."""
     with _refusing(path):
         found = Contents(str(path), path.stat().st_size, "")
         kept: dict[str, Kept] = {}
         try:
             with database.reading(path, _KIND) as connection:
                 database.check_whole(connection)
-                found.identity = "".join(
-                    each.hex() for (each,) in connection.execute("SELECT identity FROM model")
-                )
+                rows = connection.execute("SELECT identity FROM model")
+                found.identity = "".join(each.hex() for (each,) in rows)
                 ((found.over,),) = connection.execute("SELECT count(*) FROM over")
                 kept, names, _ = _replay(connection.execute(_TURNS), lambda name: True)
                 found.turns = len(names)
@@ -290,11 +255,8 @@ def inspect(path: Path) -> Contents:
 
 
 def clear(path: Path) -> None:
-    """Overwrite and remove a file of conversations, damaged or whole.
-
-    Raises:
-        ConfigError: If a process uses it, or it can't be written.
-    """
+    """Overwrite and remove a file of conversations, damaged or whole. Raises ConfigError: If a
+    process uses it, or it can't be written."""
     with _refusing(path):
         database.erase(path)
 
@@ -304,24 +266,19 @@ def _refusing(path: Path) -> Iterator[None]:
     """Raise a ConfigError in place of what ``Database`` raises."""
     try:
         yield
+        return
     except database.OtherFileError:
-        raise ConfigError(
-            f"{path} holds no conversations of this version: name another place for them"
-        ) from None
+        why = f"{path} holds no conversations of this version: name another place for them"
     except BlockingIOError:
-        raise ConfigError(
-            f"another process keeps conversations in {path}: wait for it to end, or name another "
-            "place"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"can't keep conversations in {path}: {explained(error)}") from None
-    except sqlite3.OperationalError as error:
-        raise ConfigError(f"can't keep conversations in {path}: {error}") from None
+        why = f"another process keeps conversations in {path}: wait for it to end"
+        why += ", or name another place"
+    except (OSError, sqlite3.OperationalError) as error:
+        shown = explained(error) if isinstance(error, OSError) else error
+        why = f"can't keep conversations in {path}: {shown}"
     except sqlite3.Error as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}), and not by a crash: restore the file, or name another "
-            "place for conversations"
-        ) from None
+        why = f"{path} is damaged ({error}), and not by a crash: restore the file"
+        why += ", or name another place for conversations"
+    raise ConfigError(why)
 
 
 @contextlib.contextmanager
@@ -329,9 +286,8 @@ def _explaining(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise FastDecodeError(
-            f"can't write the conversations in {path}: {error}", code="output_failed"
-        ) from None
+        text = f"can't write the conversations in {path}: {error}"
+        raise FastDecodeError(text, code="output_failed") from None
 
 
 def _crc_of(*columns: bytes) -> int:

@@ -22,12 +22,11 @@ from fastdecode.core.sequence import (
     SHARED,
     CacheUse,
     Completion,
-    Prompt,
     SamplingParams,
     check_prompt,
 )
-from fastdecode.text.chat_template import PLAIN, ChatTemplate
-from fastdecode.text.chats import Message, Rendering
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Chat, Message, PromptOrChat
 from fastdecode.text.codec import TextCodec
 
 MAX_ID_CHARS = 1024
@@ -63,10 +62,9 @@ class Spelled:
 
 @dataclass(frozen=True)
 class HistoryStep:
-    """Addition of one turn."""
+    """Addition of one turn. ``num_kept`` leading tokens of the history before it stay."""
 
     num_kept: int
-    """Leading tokens of the history before it that stay."""
     token_ids: tuple[int, ...]
     """Tokens after them: the rest of the prompt, and what was drawn."""
     messages: tuple[Message, ...] = ()
@@ -86,7 +84,6 @@ class History:
     spelled: Spelled | None = None
 
     def then(self, step: HistoryStep) -> History:
-        """Return the history with one more turn."""
         token_ids = array("i", self.token_ids[: step.num_kept])
         token_ids.extend(step.token_ids)
         return History(self.begun, token_ids, self.messages + step.messages, step.spelled)
@@ -99,12 +96,10 @@ def digest_of(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """A turn's prompt."""
+    """A turn's prompt: all tokens of the conversation. The leading ``num_past`` are its history."""
 
     token_ids: tuple[int, ...]
-    """All tokens of the conversation."""
     num_past: int
-    """Leading tokens that are its history's."""
     answered: Callable[[Completion], HistoryStep]
     """Returns what an answered turn adds to the conversation."""
     text: str | None = None
@@ -117,12 +112,8 @@ Prompter: TypeAlias = Callable[[History], TurnPrompt]
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that continues a conversation.
-
-    Raises:
-        RequestError: If the id is invalid, or several answers are requested (code
-            ``invalid_conversation``).
-    """
+    """A request that continues a conversation. Raises RequestError: (code ``invalid_conversation``)
+    If the id is invalid, or several answers are requested."""
 
     request_id: str
     conversation_id: str
@@ -134,14 +125,15 @@ class Turn:
 
     def __post_init__(self) -> None:
         check_turn(self.conversation_id, self.params, 1)
-        if not isinstance(self.prompter, ChatTurn):
+        new = getattr(self.prompter, "new", None)
+        if not isinstance(new, Chat):
             return
         if not self.params.detokenize:
             raise _invalid(
                 "detokenize is false, but a chat's next turn needs the text of this answer: leave "
                 "detokenize out, or give prompts instead of messages"
             )
-        if self.prompter.how.continue_final_message:
+        if new.how.continue_final_message:
             raise _invalid(
                 Given("continue_final_message"),
                 ": a conversation keeps whole messages: leave conversation_id out, and give all "
@@ -153,10 +145,8 @@ def as_turn_error(error: FastDecodeError) -> FastDecodeError:
     """Return an error of a turn's request, as one of its conversation."""
     if error.code != "prompt_too_long":
         return error
-    return RequestError(
-        f"the conversation has become too long ({error}), or begin another one",
-        code="conversation_too_long",
-    )
+    text = f"the conversation has become too long ({error}), or begin another one"
+    return RequestError(text, code="conversation_too_long")
 
 
 def check_id(conversation_id: object) -> str:
@@ -168,11 +158,8 @@ def check_id(conversation_id: object) -> str:
 
 
 def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int) -> str | None:
-    """Return the conversation that a request names, if it does.
-
-    Raises:
-        RequestError: If such a request hasn't one prompt, or wants more than one answer.
-    """
+    """Return the conversation that a request names, if it does. Raises RequestError: If such a
+    request hasn't one prompt, or wants more than one answer."""
     if conversation_id is None:
         return None
     for name, why in _NOT_IN_TURNS.items():
@@ -190,60 +177,48 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
 
 def after_a_failed_turn() -> RequestError:
     """Return the error of turns after one that has failed."""
-    return RequestError(
-        "an earlier turn of its conversation has failed: ask that one again, and this one after it",
-        code=PREVIOUS_FAILED,
-    )
+    text = "an earlier turn of its conversation has failed: ask that one again, and this one after"
+    return RequestError(f"{text} it", code=PREVIOUS_FAILED)
 
 
 @dataclass(frozen=True)
-class PromptTurn:
-    """Continues with a text, or with token ids."""
+class TurnPrompter:
+    """Continues a conversation with a prompt, or with a chat's new messages."""
 
-    prompt: Prompt
+    new: PromptOrChat
     codec: TextCodec
+    template: ChatTemplate | None = None
 
     def __call__(self, history: History) -> TurnPrompt:
-        if history.messages:
-            raise _mixed("a chat", "messages")
-        new = check_prompt(self.prompt)
-        if isinstance(new, str):
-            new = self.codec.encode(new, add_special_tokens=not history.token_ids)
-        token_ids = (*history.token_ids, *new)
-        num_past = len(history.token_ids)
+        new, past, text = self.new, history.token_ids, None
+        if isinstance(new, Chat):
+            if past and not history.messages:
+                raise _mixed("prompts", "a prompt")
+            assert self.template is not None, "chats are refused without a template"
+            text = rest = self.template.render(
+                [*history.messages, *new.messages], history.begun, new.how
+            )
+            more = None if history.spelled is None else history.spelled.rest_of(text)
+            past, rest = ((), text) if more is None else (past, more)
+            added: Sequence[int] = self.codec.encode(rest, add_special_tokens=False)
+        else:
+            if history.messages:
+                raise _mixed("a chat", "messages")
+            checked = check_prompt(new)
+            if isinstance(checked, str):
+                text = checked
+                checked = self.codec.encode(text, add_special_tokens=not past)
+            added = checked
+        token_ids = (*past, *added)
 
         def answered(completion: Completion) -> HistoryStep:
-            return HistoryStep(num_past, (*token_ids[num_past:], *completion.token_ids))
-
-        text = self.prompt if isinstance(self.prompt, str) else None
-        return TurnPrompt(token_ids, num_past, answered, text)
-
-
-@dataclass(frozen=True)
-class ChatTurn:
-    """Continues with new messages."""
-
-    messages: tuple[Message, ...]
-    codec: TextCodec
-    template: ChatTemplate
-    how: Rendering = PLAIN
-
-    def __call__(self, history: History) -> TurnPrompt:
-        if history.token_ids and not history.messages:
-            raise _mixed("prompts", "a prompt")
-        messages = [*history.messages, *self.messages]
-        text = self.template.render(messages, history.begun, self.how)
-        rest = None if history.spelled is None else history.spelled.rest_of(text)
-        past = () if rest is None else tuple(history.token_ids)
-        new = self.codec.encode(text if rest is None else rest, add_special_tokens=False)
-        token_ids = (*past, *new)
-
-        def answered(completion: Completion) -> HistoryStep:
-            spelled = _spelled(self.codec, token_ids, text, completion)
+            drawn = (*added, *completion.token_ids)
+            if not isinstance(new, Chat):
+                return HistoryStep(len(past), drawn)
+            spelled = _spelled(self.codec, token_ids, text or "", completion)
+            asked = [deepcopy(dict(each)) for each in new.messages]  # callers may change theirs
             answer = {"role": "assistant", "content": completion.text}
-            added = (*new, *completion.token_ids)
-            asked = [deepcopy(dict(each)) for each in self.messages]  # callers may change theirs
-            return HistoryStep(len(past), added, (*asked, answer), spelled)
+            return HistoryStep(len(past), drawn, (*asked, answer), spelled)
 
         return TurnPrompt(token_ids, len(past), answered, text)
 
@@ -266,9 +241,8 @@ def _spelled(
 
 
 def _mixed(begun: str, wanted: str) -> RequestError:
-    return _invalid(
-        f"the conversation began as {begun}: go on with {wanted}, or under another conversation_id"
-    )
+    remedy = f"go on with {wanted}, or under another conversation_id"
+    return _invalid(f"the conversation began as {begun}: {remedy}")
 
 
 def _invalid(*words: str | Given) -> RequestError:
@@ -283,10 +257,8 @@ def why_no_reuse(config: EngineConfig) -> str:
 
 
 def no_reuse_warning(why: str, cache: CacheUse = SHARED) -> str:
-    """Return the warning of a turn with this ``cache``, where ``why`` is ``why_no_reuse``.
-
-    Returns: "" if it reuses KV.
-    """
+    """Return the warning of a turn with this ``cache``, where ``why`` is ``why_no_reuse``; "" if
+    it reuses KV."""
     if not why and cache.is_off:
         why = "this request's cache is off. To reuse KV, leave cache out"
     turn = "conversation_id is given, but this turn computes the whole conversation again"

@@ -586,8 +586,8 @@ class Sequence:
     whose KV blocks were kept."""
     sources: tuple[KVSource, ...] = ()
     """Where K and V of its first tokens may be fetched when it starts."""
-    is_checked: bool = False
-    """It came to logits that aren't finite: the R-worker that attends it is checked."""
+    is_spoilt: bool = False
+    """It came to logits that are not finite: its KV blocks are not reused."""
 
     @classmethod
     def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:

@@ -49,8 +49,8 @@ from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import FOR_HOLDERS, event_for, holder_of, message_for
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, num_in_prompts
@@ -100,7 +100,12 @@ class Engine:
         self._doers = {kind: each for each in self._reporting for kind in each.instructions}
         self._takers = {kind: each for each in self._reporting for kind in each.answers}
         self._samples = PendingSamples(
-            s_worker, state.lifecycle.sequences, state.requests, state.stats, self._trace
+            s_worker,
+            state.lifecycle.sequences,
+            state.requests,
+            state.stats,
+            self._trace,
+            self._fleet.peer,
         )
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
@@ -211,14 +216,14 @@ class Engine:
 
     def set_num_lanes(self, num_lanes: int) -> None:
         """Go on with so many lanes, when the steps in flight have ended."""
-        if num_lanes == len(self._pipeline.lanes):
+        if num_lanes == self._pipeline.num_lanes:
             return
-        while self._pipeline.lanes.in_flight:
+        while self._pipeline.in_flight:
             self._run_on()
         self._take_in_all()
-        logger.info("%d lanes from now on, in place of %d", num_lanes, len(self._pipeline.lanes))
+        logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
         self._apply(events.Regrouped(num_lanes))
-        self._pipeline.lanes.resize(num_lanes)
+        self._pipeline.resize(num_lanes)
         for extension in self._extensions:
             extension.regrouped(num_lanes)
 
@@ -249,7 +254,7 @@ class Engine:
                 self._is_idle = True
                 return
             is_prefill = _runs_prompt(pipeline)
-            runs = bool(pipeline.lanes.in_flight)
+            runs = bool(pipeline.in_flight)
             self._run_on()
             if not runs:  # what was waited for before a step is none of its time
                 began, began_wait_s = time.perf_counter(), pipeline.wait_s
@@ -264,13 +269,13 @@ class Engine:
     def _has_pending(self) -> bool:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
-        return bool(self._pipeline.lanes.in_flight or self._coming or self._lifecycle.is_owed)
+        return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
 
     def _choose_lanes(self) -> None:
-        num_lanes = len(self._pipeline.lanes)
+        num_lanes = self._pipeline.num_lanes
         for extension in self._extensions:
             num_lanes = extension.num_lanes(num_lanes)
-        if num_lanes != len(self._pipeline.lanes):
+        if num_lanes != self._pipeline.num_lanes:
             self.set_num_lanes(num_lanes)
 
     def _launch_idle(self) -> None:
@@ -280,14 +285,14 @@ class Engine:
                 extension.listen()
         self._take_news()
         if not self._recovery.is_stranded():
-            for lane in self._pipeline.lanes.idle:
+            for lane in self._pipeline.idle:
                 self._launch(lane)
-        for lane in set(self._coming).intersection(self._pipeline.lanes.idle):
+        for lane in set(self._coming).intersection(self._pipeline.idle):
             self._take_in(lane)  # nobody steps with them
 
     def _run_on(self) -> None:
         """Run until some lane has finished its step, or there is news."""
-        if not self._pipeline.lanes.in_flight and self._coming:
+        if not self._pipeline.in_flight and self._coming:
             self._take_in_all()
             return
         finished = self._pipeline.run(self._samples.draw, self._take_in)
@@ -303,7 +308,7 @@ class Engine:
         Raises:
             WorkerError: another S-worker goes on with this session.
         """
-        for holder, news in self._pipeline.arrivals.take_news():
+        for holder, news in self._pipeline.take_news():
             if isinstance(news, WorkerError):
                 if news.code == SESSION_RESUMED:
                     raise copy(news)
@@ -392,7 +397,7 @@ class Engine:
         ran_s = time.perf_counter()
         each_s = {
             holder: seconds
-            for holder, seconds in step.remote.r_compute_s.items()
+            for holder, seconds in step.record.r_compute_s.items()
             if holder in self._timed
         }
         self.stats.count_step(each_s)
@@ -444,7 +449,7 @@ class Engine:
 
 def _runs_prompt(pipeline: Pipeline) -> bool:
     """Whether part of a prompt runs in any step in flight."""
-    return any(step.batch.num_prompt_tokens for step in pipeline.lanes.in_flight)
+    return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
 
 
 def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:

@@ -45,7 +45,7 @@ class EngineState:
         self.stats = EngineStats(
             hybrid=None if hybrid is None else hybrid.counts,
             resumed=self.lifecycle.adoptions.counts,
-            tiers=self.lifecycle.scheduler.ledger.cache.stock.traffic.counts,
+            tiers=self.lifecycle.scheduler.ledger.cache.stock.counts,
         )
         self.lifecycle.sequences.counts = self.stats
 

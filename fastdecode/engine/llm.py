@@ -30,9 +30,8 @@ from fastdecode.conversations.arguments import (
 )
 from fastdecode.conversations.conversations import Conversations, Keeping
 from fastdecode.conversations.turns import (
-    ChatTurn,
-    PromptTurn,
     Turn,
+    TurnPrompter,
     check_id,
     no_reuse_warning,
     why_no_reuse,
@@ -75,7 +74,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message, Rendering
+from fastdecode.text.chats import Chat, Message, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
 from fastdecode.text.tokenizer import ModelTokenizer
@@ -271,7 +270,7 @@ class LLM:
             return self._run_all(_requests(batch, every, uses), every, progress)
         self._warn_of_turns(cache)
         turns = [
-            Turn(str(i), whose, PromptTurn(prompt, self.codec), its, use)
+            Turn(str(i), whose, TurnPrompter(prompt, self.codec), its, use)
             for i, (whose, prompt, its, use) in enumerate(zip(ids, batch, every, uses, strict=True))
         ]
         return self._run_all(turns, every, progress)
@@ -357,7 +356,8 @@ class LLM:
             ]
             if ids is not None:
                 self._warn_of_turns(cache)
-                prompters = [ChatTurn(tuple(new), self.codec, template, how) for new in chats]
+                using = self.codec, template
+                prompters = [TurnPrompter(Chat(tuple(new), how), *using) for new in chats]
                 turns = [
                     Turn(str(place), *each, cache)
                     for place, each in enumerate(zip(ids, prompters, every, strict=True))

@@ -4,17 +4,19 @@ host, and taken in there."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
+from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import COMING
 from fastdecode.core.trace import Trace
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
@@ -65,6 +67,7 @@ class PendingSamples:
         requests: what is drawn with, and taken in by.
         stats: kept up to date.
         trace: is told when tokens were drawn.
+        peer: names a holder's R-worker.
     """
 
     def __init__(
@@ -74,12 +77,14 @@ class PendingSamples:
         requests: Requests,
         stats: EngineStats,
         trace: Trace | None,
+        peer: Callable[[HolderId], str],
     ) -> None:
         self._s_worker = s_worker
         self._lives = lives
         self._requests = requests
         self._stats = stats
         self._trace = trace
+        self._peer = peer
 
     def draw(self, step: LaneStep) -> StepSamples | None:
         """Start drawing the tokens that follow, of all whose text is complete
@@ -115,7 +120,9 @@ class PendingSamples:
         wanted = (lives.awaiting if tokens.goes_ahead else lives.wanted)(tokens.chunks)
         rows = _rows_of(tokens.chunks, wanted)
         generations = self._requests.generations_of([tokens.chunks[row] for row in rows])
-        return self._requests.accept(generations, [sampled[row] for row in rows], self._stats, now)
+        found = [sampled[row] for row in rows]
+        peers = (self._peer(span.holder) for span in step.batch.spans)
+        return self._requests.accept(generations, found, self._stats, now, peers)
 
 
 def _rows_of(chunks: Seq[Chunk], wanted: Seq[Chunk]) -> Seq[int]:

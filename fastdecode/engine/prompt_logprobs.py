@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.sequence import Request, TokenLogprob
-from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.schedule.plan import Chunk
 from sworker.sampling.sampler import token_logprob
 

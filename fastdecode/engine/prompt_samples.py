@@ -46,7 +46,7 @@ class PromptSampler(PendingSamples):
         if isinstance(samples, PromptSampler):
             return samples
         of = samples
-        return cls(of._s_worker, of._lives, of._requests, of._stats, of._trace)
+        return cls(of._s_worker, of._lives, of._requests, of._stats, of._trace, of._peer)
 
     def draw(self, step: LaneStep) -> StepSamples | None:
         """See ``PendingSamples``."""

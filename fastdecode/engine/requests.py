@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fastdecode.core.delta import Delta, Listener
-from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogprob
 from fastdecode.engine.prompt_logprobs import PromptLogprobs, PromptQuestions
@@ -216,10 +216,10 @@ class Requests:
         sampled: Iterable[SampledToken],
         stats: EngineStats,
         now: float,
+        peers: Iterable[str] = (),
     ) -> tuple[Drawn, ...]:
-        """Take in the tokens drawn just now. One that met an error ends its
-        request: its siblings get none. But logits that aren't finite are
-        believed only the second time (``engine.step.checks``)."""
+        """Take in the tokens drawn just now. One that met an error ends its request: its
+        siblings get none. ``peers``: who attended the step."""
         drawn: list[Drawn] = []
         failed: set[str] = set()
         for generation, token in zip(generations, sampled, strict=True):
@@ -227,11 +227,13 @@ class Requests:
             if sequence.request.request_id in failed:
                 continue
             if token.error is not None:
-                if token.error.code == NON_FINITE and not sequence.is_checked:
-                    drawn.append(Drawn(sequence, is_doubted=True))
-                    continue
+                error = token.error
+                if error.code == NON_FINITE:
+                    sequence.is_spoilt = True
+                    text = f"{error.message}. Its step was attended by {', '.join(peers)}"
+                    error = RequestError(text, code=NON_FINITE)
                 failed.add(sequence.request.request_id)
-                drawn.append(Drawn(sequence, error=token.error))
+                drawn.append(Drawn(sequence, error=error))
                 continue
             stats.num_output_tokens += 1
             if generation.first_token_s is None:
@@ -248,7 +250,7 @@ class Requests:
         those that are over it told already."""
         for one in drawn:
             generation = self._generations.get(one.sequence.sequence_id)
-            if generation is not None and one.error is None and not one.is_doubted:
+            if generation is not None and one.error is None:
                 group = self._groups[one.sequence.request.request_id]
                 if group.listener is not None and group.listener.every_step:
                     group.tell(generation, None)

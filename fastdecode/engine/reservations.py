@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-import numpy as np
-
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume, Truncate
-from fastdecode.schedule.plan import DropCopies, Forget, Keep, Offload, Restore
+from fastdecode.schedule.plan import Send
 from fastdecode.wire.blocks import (
-    DropBlocks,
-    EndSequence,
-    FetchBlocks,
-    Fetching,
-    ForgetBlocks,
-    KeepBlocks,
-    Moved,
-    MoveNews,
-    Pulled,
     ResumeSequence,
-    StoreBlocks,
     TruncateSequence,
-    keys_of,
     words_of,
 )
 from fastdecode.wire.messages import (
@@ -36,8 +23,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 
-OfTiers: TypeAlias = Forget | Offload | Restore | DropCopies
-ForHolder: TypeAlias = Open | Fork | Resume | Extend | Truncate | Close | Keep | OfTiers
+ForHolder: TypeAlias = Open | Fork | Resume | Extend | Truncate | Close | Send
 """What a holder is sent a message for."""
 FOR_HOLDERS: Final = frozenset(get_args(ForHolder))
 """Their classes."""
@@ -45,13 +31,13 @@ FOR_HOLDERS: Final = frozenset(get_args(ForHolder))
 
 def holder_of(instruction: ForHolder) -> HolderId:
     """Who is to be told."""
-    return instruction.holder if isinstance(instruction, OfTiers) else instruction.part.holder
+    return instruction.holder if isinstance(instruction, Send) else instruction.part.holder
 
 
 def message_for(instruction: ForHolder) -> ToRWorker:
     """What the holder is told. To a holder, a part is a sequence."""
-    if isinstance(instruction, OfTiers):
-        return _of_tiers(instruction)
+    if isinstance(instruction, Send):
+        return instruction.message
     part = instruction.part
     match instruction:
         case Open():
@@ -65,45 +51,12 @@ def message_for(instruction: ForHolder) -> ToRWorker:
             return ResumeSequence(
                 part.part_id, part.num_tokens, num_tokens, keys, gap.start, gap.stop
             )
-        case Keep():
-            return KeepBlocks(part.part_id, instruction.first_block, words_of(instruction.keys))
         case Extend():
             return ExtendSequence(part.part_id, part.num_tokens)
         case Truncate():
             return TruncateSequence(part.part_id, instruction.num_tokens)
         case Close():
-            if instruction.tail is not None:
-                return EndSequence(part.part_id, words_of((instruction.tail,)))
-            return CloseSequence(part.part_id)
-
-
-def _of_tiers(instruction: OfTiers) -> ToRWorker:
-    keys = words_of(instruction.keys)
-    match instruction:
-        case Forget():
-            return ForgetBlocks(keys)
-        case Offload():
-            return StoreBlocks(instruction.job, keys, np.array(instruction.num_tokens, np.int32))
-        case Restore():
-            return FetchBlocks(instruction.job, keys)
-        case DropCopies():
-            return DropBlocks(keys)
-
-
-def move_event(
-    news: MoveNews,
-) -> events.Fetching | events.Moved | events.Stocked | events.Pulled:
-    """What is said of what a holder has moved, or has on disk."""
-    holder = HolderId(news.holder)
-    if isinstance(news, Fetching):
-        return events.Fetching(holder, news.job, news.num_there / news.num_layers, news.seconds)
-    if isinstance(news, Pulled):
-        return events.Pulled(PartId(news.sequence_id), news.reason)
-    if isinstance(news, Moved):
-        failed = tuple(keys_of(news.failed))
-        return events.Moved(holder, news.job, failed, news.num_bytes, news.seconds, news.faults)
-    blocks = dict(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
-    return events.Stocked(holder, news.num_slots, blocks)
+            return CloseSequence(part.part_id, tail=(instruction.tail or b"").hex())
 
 
 def event_for(answer: Accepted | Refused, peer: str) -> events.Opened | events.Refused:

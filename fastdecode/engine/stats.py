@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.replicas import ReplicaFigures
 from fastdecode.engine.latency import LatencyHistogram
-from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
+from fastdecode.schedule.cache.rates import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 from fastdecode.schedule.life.sequences import SequenceCounts

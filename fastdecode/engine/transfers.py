@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Final
 
 from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.reservations import move_event
 from fastdecode.schedule.life.events import Event
 from fastdecode.wire.blocks import Pulled
 
@@ -54,7 +53,7 @@ class Transfers(Extension):
         for moved in self._moves.take_tiers():
             if isinstance(moved, Pulled):
                 self._count(moved)
-            yield move_event(moved)
+            yield moved
 
     def _count(self, pulled: Pulled) -> None:
         self._stats.fetched_bytes += pulled.num_bytes

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Final, TypeAlias
 from fastdecode.conversations.turns import MAX_ID_CHARS, check_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import (
-    SHARED,
     CacheUse,
     Completion,
     Prompt,
@@ -30,9 +29,8 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.jobs.lines import MAX_LINE_BYTES, Identify, LineId
-from fastdecode.openai.answers import answer_body, error_body, status
+from fastdecode.openai.answers import answer_body, error_body, status, usage
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
-from fastdecode.openai.chat import Turn
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, BodyRequest, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.openai.responses import response_body
@@ -56,25 +54,8 @@ _TEXT, _LONG_TEXT, _WHOLE, _WHOLES = (), ((),), ..., b""
 _LEAST_LONG: Final = 10**18  # whole numbers from here on are checked
 
 
-@dataclass(frozen=True)
-class LineRequest:
-    """Prompts of a line, all to be continued in the same way."""
-
-    line_id: LineId
-    prompts: tuple[Turn, ...]
-    params: SamplingParams
-    body: BodyRequest | None = None
-    """The line's body, if lines have bodies."""
-    cache: CacheUse = SHARED
-    conversation_id: str | None = None
-    """The conversation that the line is a turn of."""
-
-
-class LineError(RequestError):
-    """A line that can't be answered, with what is known of it.
-
-    ``param`` is the field to blame, ``conversation_id`` whose turn it was to be.
-    """
+class LineError(BodyError):
+    """A line that can't be answered. ``conversation_id``: The conversation it names."""
 
     def __init__(
         self,
@@ -85,13 +66,42 @@ class LineError(RequestError):
         param: str | None = None,
         conversation_id: object = None,
     ) -> None:
-        super().__init__(message, code=code)
+        super().__init__(message, code=code, param=param)
         self.line_id = line_id
-        self.param = param
         self.conversation_id = conversation_id if isinstance(conversation_id, str) else None
 
 
-class SimpleLines:
+class _Lines:
+    name: ClassVar[str]
+    id_field: ClassVar[str]
+    json_code: ClassVar[str] = "invalid_json"
+
+    def parse(self, raw: bytes | None, number: int) -> BodyRequest:
+        """Return what a line asks. Raises: LineError: If it can't be answered."""
+        line_id: LineId | None = None
+        line: dict[str, Any] = {}
+        try:
+            line = load_object(raw, number, self.json_code)
+            line_id = self._id_of(line, number)
+            return replace(self._request_of(line, number), line_id=line_id)
+        except RequestError as error:
+            body = line.get("body", line)
+            raise LineError(
+                str(error),
+                code=error.code,
+                line_id=line_id,
+                param=getattr(error, "param", None),
+                conversation_id=body.get("conversation_id") if isinstance(body, dict) else None,
+            ) from None
+
+    def _id_of(self, line: dict[str, Any], number: int) -> LineId:
+        raise NotImplementedError
+
+    def _request_of(self, line: dict[str, Any], number: int) -> BodyRequest:
+        raise NotImplementedError
+
+
+class SimpleLines(_Lines):
     """Simple lines.
 
     Args:
@@ -100,9 +110,7 @@ class SimpleLines:
         numbers: True if every answer has the ``line`` that it is for. Otherwise errors have.
     """
 
-    name: ClassVar[str] = "simple"
-    id_field: ClassVar[str] = "id"
-    duplicate_code: ClassVar[str] = "duplicate_id"
+    name, id_field = "simple", "id"
 
     def __init__(
         self,
@@ -115,30 +123,26 @@ class SimpleLines:
         self._greedy = greedy or defaults
         self._numbers = numbers
 
-    def parse(self, raw: bytes, number: int) -> LineRequest:
-        """Raises: LineError: If the line isn't a request that can be answered."""
-        line_id: LineId | None = None
-        line: dict[str, Any] = {}
-        try:
-            line = load_object(raw, number)
-            line_id = _id_of(line, number)
-            refuse_unknown(line, _SIMPLE_FIELDS, (), f"line {number}")
-            # null is the same as not given
-            given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
-            defaults = self._greedy if given.get("temperature") == 0 else self._defaults
-            params = replace(defaults, **given)
-            cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
-            conversation_id = check_turn(line.get("conversation_id"), params, 1)
-            prompts = (_prompt_of(line),)
-        except RequestError as error:
-            conversation_id = line.get("conversation_id")
-            raise LineError(
-                str(error), code=error.code, line_id=line_id, conversation_id=conversation_id
-            ) from None
-        return LineRequest(line_id, prompts, params, None, cache, conversation_id)
+    def _id_of(self, line: dict[str, Any], number: int) -> LineId:
+        line_id = line.get("id")
+        if isinstance(line_id, bool) or not isinstance(line_id, (str, int)) or line_id == "":
+            why = f'line {number} has no "id" that is a string or a whole number'
+            raise RequestError(why, code="invalid_id")
+        return _utf8(line_id, "id") if isinstance(line_id, str) else line_id
+
+    def _request_of(self, line: dict[str, Any], number: int) -> BodyRequest:
+        refuse_unknown(line, _SIMPLE_FIELDS, (), f"line {number}")
+        # null is the same as not given
+        given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
+        params = replace(self._greedy if given.get("temperature") == 0 else self._defaults, **given)
+        cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
+        conversation_id = check_turn(line.get("conversation_id"), params, 1)
+        return BodyRequest(
+            (_prompt_of(line),), params, False, cache=cache, conversation_id=conversation_id
+        )
 
     def answer(
-        self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
+        self, number: int, request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         (output,) = outputs
         place = {"line": number} if self._numbers else {}
@@ -151,53 +155,40 @@ class SimpleLines:
 
 
 @dataclass(frozen=True)
-class OpenAILines:
-    """OpenAI batch lines.
-
-    Args:
-        reader: Reads bodies.
-        run_id: Stands in every answer's id.
-        clock: Unix time, for ``created``.
-    """
+class OpenAILines(_Lines):
+    """OpenAI batch lines. ``run_id`` stands in every answer's id."""
 
     reader: RequestReader
     run_id: str
     clock: Callable[[], float] = time.time
 
-    name: ClassVar[str] = "openai"
-    id_field: ClassVar[str] = "custom_id"
-    duplicate_code: ClassVar[str] = "duplicate_custom_id"
+    name, id_field, json_code = "openai", "custom_id", "invalid_json_line"
 
-    def parse(self, raw: bytes, number: int) -> LineRequest:
-        custom_id: str | None = None
-        line: dict[str, Any] = {}
-        try:
-            line = load_object(raw, number, code="invalid_json_line")
-            custom_id = _custom_id(line, number)
-            url, body = _envelope(line, number)
-            asked = self.reader.read(url, body)
-        except RequestError as error:
-            given = line.get("body")
-            raise LineError(
-                str(error),
-                code=error.code,
-                line_id=custom_id,
-                param=getattr(error, "param", None),
-                conversation_id=given.get("conversation_id") if isinstance(given, dict) else None,
-            ) from None
-        return LineRequest(
-            custom_id, asked.prompts, asked.params, asked, asked.cache, asked.conversation_id
-        )
+    def _id_of(self, line: dict[str, Any], number: int) -> LineId:
+        custom_id = line.get("custom_id")
+        if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
+            must = f"has no custom_id that is a string of 1 to {MAX_ID_CHARS} characters"
+            raise BodyError(f"line {number} {must}", code="invalid_custom_id", param="custom_id")
+        return _utf8(custom_id, "custom_id")
+
+    def _request_of(self, line: dict[str, Any], number: int) -> BodyRequest:
+        refuse_unknown(line, OPENAI_FIELDS, LABELS, f"line {number}")
+        if line.get("method") != "POST":
+            refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
+        url, body = line.get("url"), line.get("body")
+        if url not in _URLS:
+            refuse("url", f"must be one of {', '.join(_URLS)}, not {url!r:.80}", "url_mismatch")
+        if not isinstance(body, dict):
+            refuse("body", f"must be an object, not {type(body).__name__}", "invalid_body")
+        return self.reader.read(url, body)
 
     def answer(
-        self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
+        self, number: int, request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
-        assert request.body is not None, "not a request of this format"
-        write = answer_body if request.body.echo is None else response_body
+        write = answer_body if request.echo is None else response_body
         body = write(
-            request.body, outputs, codec, answer_id=f"{self.run_id}-{number}",
-            created_s=int(self.clock()),
-            model=request.body.model or self.reader.served_model_names[0],
+            request, outputs, codec, answer_id=f"{self.run_id}-{number}",
+            created_s=int(self.clock()), model=request.model or self.reader.served_model_names[0],
         )  # fmt: skip
         return self._line(number, request.line_id, 200, body)
 
@@ -274,22 +265,19 @@ def _blank(fields: dict[str, Any], names: Set[str]) -> None:
             fields[name] = _WHOLES
 
 
-def too_long(number: int) -> LineError:
-    return LineError(
-        f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it", code="line_too_long"
-    )
-
-
-def load_object(raw: bytes, number: int, code: str = "invalid_json") -> dict[str, Any]:
-    """Return the JSON object of a line. Raises: RequestError: If there is none."""
+def load_object(raw: bytes | None, number: int, code: str = "invalid_json") -> dict[str, Any]:
+    """Return the JSON object of a line, which is None if it is too long. Raises: RequestError: If
+    there is none."""
+    if raw is None:
+        why = f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it"
+        raise RequestError(why, code="line_too_long")
     try:
         line = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"line {number} is not valid JSON: {error}", code=code) from None
     if not isinstance(line, dict):
-        raise RequestError(
-            f"line {number} is not a JSON object but {type(line).__name__}", code=code
-        )
+        what = f"line {number} is not a JSON object but {type(line).__name__}"
+        raise RequestError(what, code=code)
     return line
 
 
@@ -298,27 +286,9 @@ def _utf8(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(
-            f'"{what}" has a lone surrogate, which is no character', code="invalid_text"
-        ) from None
+        why = f'"{what}" has a lone surrogate, which is no character'
+        raise RequestError(why, code="invalid_text") from None
     return text
-
-
-def _id_of(line: dict[str, Any], number: int) -> LineId:
-    line_id = line.get("id")
-    if isinstance(line_id, bool) or not isinstance(line_id, (str, int)) or line_id == "":
-        raise RequestError(
-            f'line {number} has no "id" that is a string or a whole number', code="invalid_id"
-        )
-    return _utf8(line_id, "id") if isinstance(line_id, str) else line_id
-
-
-def _custom_id(line: dict[str, Any], number: int) -> str:
-    custom_id = line.get("custom_id")
-    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
-        text = f"line {number} has no custom_id that is a string of 1 to {MAX_ID_CHARS} characters"
-        raise BodyError(text, code="invalid_custom_id", param="custom_id")
-    return _utf8(custom_id, "custom_id")
 
 
 def _prompt_of(line: dict[str, Any]) -> Prompt:
@@ -326,46 +296,25 @@ def _prompt_of(line: dict[str, Any]) -> Prompt:
         raise RequestError('give either "prompt" or "prompt_token_ids"', code="invalid_prompt")
     if "prompt" in line:
         if not isinstance(line["prompt"], str):
-            raise RequestError(
-                f'"prompt" must be a string, not {type(line["prompt"]).__name__} '
-                '(token ids go in "prompt_token_ids")',
-                code="invalid_prompt",
-            )
+            what = f'"prompt" must be a string, not {type(line["prompt"]).__name__}'
+            why = f'{what} (token ids go in "prompt_token_ids")'
+            raise RequestError(why, code="invalid_prompt")
         return _utf8(line["prompt"], "prompt")
-    if not isinstance(line["prompt_token_ids"], list):
+    token_ids = line["prompt_token_ids"]
+    if not isinstance(token_ids, list):
         raise RequestError('"prompt_token_ids" must be a list of token ids', code="invalid_prompt")
-    token_ids: list[int] = line["prompt_token_ids"]
     return token_ids
-
-
-def _envelope(line: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
-    """Return a line's url and body. Raises: BodyError: If it has none."""
-    refuse_unknown(line, OPENAI_FIELDS, LABELS, f"line {number}")
-    if line.get("method") != "POST":
-        refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
-    url, body = line.get("url"), line.get("body")
-    if url not in _URLS:
-        refuse("url", f"must be one of {', '.join(_URLS)}, not {url!r:.80}", "url_mismatch")
-    if not isinstance(body, dict):
-        refuse("body", f"must be an object, not {type(body).__name__}", "invalid_body")
-    return url, body
 
 
 def output_fields(output: RequestOutput) -> dict[str, Any]:
     completions = [_completion_fields(completion) for completion in output.completions]
-    num_prompt = len(output.prompt_token_ids)
-    num_output = sum(len(completion.token_ids) for completion in output.completions)
-    usage = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
-    if output.num_cached_tokens:
-        usage["cached_tokens"] = output.num_cached_tokens
+    counts = usage([output])
+    details = counts.pop("prompt_tokens_details")
+    counts |= details if output.num_cached_tokens else {}
     body: dict[str, Any] = completions[0] if len(completions) == 1 else {"completions": completions}
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = [step and _step(step) for step in output.prompt_logprobs]
-    return {**body, "usage": usage}
+    return {**body, "usage": counts}
 
 
 def _completion_fields(completion: Completion) -> dict[str, Any]:

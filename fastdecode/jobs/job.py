@@ -22,12 +22,10 @@ from fastdecode.conversations.conversations import Conversations, Keeping
 from fastdecode.conversations.store import ConversationStore
 from fastdecode.conversations.turns import (
     PREVIOUS_FAILED,
-    ChatTurn,
     History,
-    Prompter,
-    PromptTurn,
     Turn,
     TurnPrompt,
+    TurnPrompter,
     after_a_failed_turn,
 )
 from fastdecode.core.errors import (
@@ -39,16 +37,16 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import PromptRequest, RequestOutput
-from fastdecode.jobs.formats import LineError, LineFormat, LineRequest, too_long
+from fastdecode.jobs.formats import LineError, LineFormat
 from fastdecode.jobs.journal import Journal, OrderedOutput, Recovered
 from fastdecode.jobs.lines import LineId, LineSource
 from fastdecode.jobs.manifest import seed_of
 from fastdecode.jobs.session import JobSession
 from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey
-from fastdecode.openai.chat import Chat
-from fastdecode.openai.chat import Turn as LinePrompt
+from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Chat, PromptOrChat
 
 if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
@@ -61,13 +59,10 @@ KEEP_ALL = Keeping(max_conversations=1 << 40)
 
 @dataclass
 class JobResult:
-    """State of a job."""
-
     num_lines: int
     num_done: int
-    """Lines that are answered, now or in a run before."""
+    """Lines that are answered, now or in a run before, ``num_failed`` of them with an error."""
     num_failed: int
-    """Lines that are answered with an error."""
     num_bad: int = 0
     """Lines that fail in every run: bad ones, and prompts that are too long."""
     num_run: int = 0
@@ -85,12 +80,10 @@ class AnswerRules:
     """What a job's answers depend on beside its lines."""
 
     run_seed: int
-    """Seed of lines that don't give one, with their ids."""
     template: ChatTemplate | None
-    """For lines that are conversations."""
-    date: datetime  # for templates
+    date: datetime
     answers_lost: bool = False
-    """True if lines whose workers were lost are answered with that error, not left to resume."""
+    """Answer lines whose workers were lost with that error: no other run will."""
 
 
 class BatchJob:
@@ -108,7 +101,6 @@ class BatchJob:
         session: JobSession | None = None,
     ) -> None:
         self.session = session
-        """Names of its caches at R-workers that outlive it."""
         self._turns = turns
         self._conversations = None
         if turns is not None:
@@ -124,7 +116,7 @@ class BatchJob:
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: int | None = None
-        self._open: dict[int, tuple[LineRequest, dict[int, RequestOutput]]] = {}
+        self._open: dict[int, tuple[BodyRequest, dict[int, RequestOutput]]] = {}
         """Lines whose prompts run, and outputs by the prompt's place in the line."""
         self._input_changed = False
 
@@ -159,12 +151,9 @@ class BatchJob:
 
     def run(self, llm: LLM, stopping: Stopping, progress: Progress) -> JobResult:
         """Answer what is left, until it is done, ``stopping`` is asked, or no R-worker is left.
-
-        Raises:
-            ConfigError: If the input changed while it was read. Some answers may belong to lines
-                that no longer exist.
-            FastDecodeError: If the output can't be written (code ``output_failed``).
-        """
+        Raises ConfigError: If the input changed while it was read. Some answers may belong to lines
+        that no longer exist. FastDecodeError: If the output can't be written (code
+        ``output_failed``)."""
         progress.begin(self._survey.num_lines, len(self._done))
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
@@ -221,14 +210,12 @@ class BatchJob:
         line_id: LineId | None = None
         conversation_id: str | None = None
         try:
-            if raw is None:
-                raise too_long(number)
             request = self._lines.parse(raw, number)
             line_id, conversation_id = request.line_id, request.conversation_id
             if number in self._survey.duplicates:
                 name = self._lines.id_field
                 text = f"an earlier line has this {name}: give each line one of its own"
-                raise LineError(text, code=self._lines.duplicate_code, param=name)
+                raise LineError(text, code=f"duplicate_{name}", param=name)
             asked = [
                 self._asked(f"{number}.{index}", index, prompt, request, llm)
                 for index, prompt in enumerate(request.prompts)
@@ -246,7 +233,7 @@ class BatchJob:
 
     def _note_done_turn(self, number: int, raw: bytes | None) -> None:
         """Note a turn that failed in an earlier run: those after it fail, too."""
-        if self._turns is None or raw is None or str(number) in self._turns.names:
+        if self._turns is None or str(number) in self._turns.names:
             return
         try:
             conversation_id = self._lines.parse(raw, number).conversation_id
@@ -256,13 +243,10 @@ class BatchJob:
             self._failed_conversations.add(conversation_id)
 
     def _asked(
-        self, name: str, index: int, prompt: LinePrompt, request: LineRequest, llm: LLM
+        self, name: str, index: int, prompt: PromptOrChat, request: BodyRequest, llm: LLM
     ) -> PromptRequest | Turn:
         """Return a line's prompt as a request. A turn's is made when the turns before it are over.
-
-        Raises:
-            RequestError: If the template can't write it.
-        """
+        Raises RequestError: If the template can't write it."""
         template, date, params = self._rules.template, self._rules.date, request.params
         if params.seed is None:
             seed = seed_of(self._rules.run_seed, request.line_id, index)
@@ -273,16 +257,10 @@ class BatchJob:
                 text = template.render(prompt.messages, date, prompt.how)
                 prompt = llm.codec.encode(text, add_special_tokens=False)
             return PromptRequest(name, prompt, params, request.cache)
-        prompter: Prompter
-        if request.conversation_id in self._failed_conversations:
-            prompter = _refuse_later_turn
-        elif isinstance(prompt, Chat):
-            assert template is not None, "the reader refuses chats without a template"
-            prompter = ChatTurn(tuple(prompt.messages), llm.codec, template, prompt.how)
-        else:
-            prompter = PromptTurn(prompt, llm.codec)
+        has_failed = request.conversation_id in self._failed_conversations
+        new = _refuse_later_turn if has_failed else TurnPrompter(prompt, llm.codec, template)
         number = name.partition(".")[0]
-        return Turn(name, request.conversation_id, prompter, params, request.cache, number)
+        return Turn(name, request.conversation_id, new, params, request.cache, number)
 
     def _collect(self, output: RequestOutput, llm: LLM) -> None:
         """Answer a line once all of its prompts are done, or one has failed."""
@@ -328,5 +306,4 @@ class BatchJob:
 
 
 def _refuse_later_turn(history: History) -> TurnPrompt:
-    """Refuse a turn that comes after one that has failed."""
     raise after_a_failed_turn()

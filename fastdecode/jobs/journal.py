@@ -26,7 +26,7 @@ from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import write_whole
 from fastdecode.core.json_file import sync_directory
 from fastdecode.core.os_errors import explained
-from fastdecode.jobs.lines import WHOLE, Identify, LineSet, LineSink, Shard
+from fastdecode.jobs.lines import Identify, LineSet, LineSink, Shard
 
 MAX_BYTES_IN_MEMORY: Final = 16 << 20
 RESTORE: Final = "restore the file, or run its job again with --overwrite"
@@ -36,12 +36,10 @@ OnLine: TypeAlias = Callable[["str | None", dict[str, Any]], None]
 
 @dataclass
 class Recovered:
-    """Content of an output that is resumed."""
+    """Content of an output that is resumed: lines that are answered, and how many failed."""
 
     done: LineSet = field(default_factory=LineSet)
-    """Lines that are answered."""
     num_failed: int = 0
-    """Lines that are answered with an error."""
     num_torn_bytes: int = 0
     """Bytes that were cut off at the end."""
 
@@ -54,14 +52,9 @@ class Recovered:
 class Journal:
     """An output that this process holds and no other, open for appending. Close it.
 
-    It is made if it is missing. ``recover`` or ``empty`` it before the first answer.
-
-    Args:
-        sync_lines: Answers after which the next one syncs.
-        sync_s: Seconds after the first answer that isn't synced, likewise.
-
-    Raises:
-        ConfigError: If another run holds it, or it can't be opened.
+    It is made if it is missing. ``recover`` or ``empty`` it before the first answer. It syncs after
+    ``sync_lines`` answers, or ``sync_s`` after the first one that isn't synced. Raises ConfigError:
+    If another run holds it, or it can't be opened.
     """
 
     def __init__(
@@ -75,7 +68,6 @@ class Journal:
         self._unsynced_since = 0.0
         self.num_syncs = 0
         self.before_sync: Callable[[], None] = lambda: None
-        """Called before each fsync."""
         while True:
             self._is_new = not path.exists()
             self._fd = _open_locked(path, path)
@@ -90,32 +82,17 @@ class Journal:
 
     def empty(self) -> None:
         """Throw away what it holds. Raises: ConfigError: If that fails."""
-        try:
+        with _refusing(f"can't empty the output file {self._path}"):
             os.ftruncate(self._fd, 0)
             os.fsync(self._fd)
             sync_directory(self._path.parent)
-        except OSError as error:
-            raise ConfigError(
-                f"can't empty the output file {self._path}: {explained(error)}"
-            ) from None
 
     def recover(
-        self,
-        identify: Identify,
-        last_line: int,
-        shard: Shard = WHOLE,
-        *,
-        retry_errors: bool = False,
+        self, identify: Identify, last_line: int, shard: Shard, *, retry_errors: bool
     ) -> Recovered:
-        """Cut a torn end off, and return what the output holds.
-
-        Args:
-            identify, last_line, shard: As ``read_answers`` takes them.
-            retry_errors: True to take answers that are errors out of the file.
-
-        Raises:
-            ConfigError: If it can't be repaired, or holds what isn't this run's.
-        """
+        """Cut a torn end off, and return what the output holds. Arguments are as of
+        ``read_answers``. ``retry_errors`` takes answers that are errors out of the file. Raises
+        ConfigError: If it can't be repaired, or holds what isn't this run's."""
         found, good_bytes = Recovered(), 0
         for number, failed, raw in read_answers(self._path, identify, last_line, shard):
             if number in found.done:
@@ -126,7 +103,7 @@ class Journal:
             found.done.add(number)
             found.num_failed += failed
             good_bytes += len(raw)
-        try:
+        with _refusing(f"can't repair the output file {self._path}"):
             found.num_torn_bytes = os.fstat(self._fd).st_size - good_bytes
             if found.num_torn_bytes:
                 os.ftruncate(self._fd, good_bytes)
@@ -134,15 +111,10 @@ class Journal:
             if retry_errors and found.num_failed:
                 good = read_answers(self._path, identify, last_line, shard)
                 found.done, found.num_failed = self._take_errors_out(good), 0
-        except OSError as error:
-            raise ConfigError(
-                f"can't repair the output file {self._path}: {explained(error)}"
-            ) from None
         return found
 
     def _take_errors_out(self, answers: Iterable[tuple[int, bool, bytes]]) -> LineSet:
-        """Write the others to a new file, which takes the output's name once it is whole. Return
-        their lines."""
+        """Replace the file, once a new one is whole, by its good answers. Return their lines."""
         done = LineSet()
         temporary = self._path.with_name(self._path.name + ".tmp")
         fd = _open_locked(temporary, self._path, os.O_TRUNC)
@@ -169,17 +141,12 @@ class Journal:
         """Do nothing: answers stand in the order in which they come."""
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write one answer.
-
-        Raises:
-            FastDecodeError: If the disk is full, or gone (code ``output_failed``).
-        """
+        """Write one answer. Raises FastDecodeError: If the disk is full, or gone (code
+        ``output_failed``)."""
         if not self._num_unsynced:
             self._unsynced_since = self._clock()
-        try:
+        with writing(self._path, "; when there is room, go on with --resume"):
             write_whole(self._fd, _encoded(answer))
-        except OSError as error:
-            raise self._failed(error) from None
         self._num_unsynced += 1
         self.sync_if_due()
 
@@ -194,10 +161,8 @@ class Journal:
         if not self._num_unsynced:
             return
         self.before_sync()
-        try:
+        with writing(self._path, "; when there is room, go on with --resume"):
             os.fsync(self._fd)
-        except OSError as error:
-            raise self._failed(error) from None
         self._num_unsynced = 0
         self.num_syncs += 1
 
@@ -213,32 +178,38 @@ class Journal:
             self._path.unlink(missing_ok=True)
         os.close(self._fd)
 
-    def _failed(self, error: OSError) -> FastDecodeError:
-        return FastDecodeError(
-            f"can't write the output file {self._path}: {error.strerror}; when there is room, go "
-            "on with --resume",
-            code="output_failed",
-        )
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise an OSError as a ConfigError that begins with ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: {explained(error)}") from None
+
+
+@contextlib.contextmanager
+def writing(output: Path, remedy: str = "") -> Iterator[None]:
+    """Raise an OSError as the failure of an output."""
+    try:
+        yield
+    except OSError as error:
+        text = f"can't write the output file {output}: {explained(error)}{remedy}"
+        raise FastDecodeError(text, code="output_failed") from None
 
 
 def _open_locked(path: Path, output: Path, more_flags: int = 0) -> int:
     """Return a descriptor of a file for reading and appending. ``output`` is its name in messages.
-
-    Raises:
-        ConfigError: If another run holds it, or it can't be opened.
-    """
+    Raises ConfigError: If another run holds it, or it can't be opened."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more_flags
-    try:
+    with _refusing(f"can't write the output file {output}"):
         fd = os.open(path, flags, 0o666)
-    except OSError as error:
-        raise ConfigError(f"can't write the output file {output}: {explained(error)}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise ConfigError(
-            f"another run is writing {output}: wait for it to end, or stop it"
-        ) from None
+        text = f"another run is writing {output}: wait for it to end, or stop it"
+        raise ConfigError(text) from None
     except OSError:
         return fd  # a file system without locks
     except BaseException:
@@ -248,20 +219,11 @@ def _open_locked(path: Path, output: Path, more_flags: int = 0) -> int:
 
 
 def read_answers(
-    path: Path, identify: Identify, last_line: int, shard: Shard = WHOLE
+    path: Path, identify: Identify, last_line: int, shard: Shard
 ) -> Iterator[tuple[int, bool, bytes]]:
     """Yield the line that each answer is for, True if it is an error, and the answer as it stands.
-
-    An incomplete end is left out.
-
-    Args:
-        identify: Raises KeyError, ValueError or TypeError if it is not an answer of the run.
-        last_line: The highest number of a line.
-        shard: Has the lines that may be answered.
-
-    Raises:
-        ConfigError: If the file can't be read, or holds something else.
-    """
+    An incomplete end is left out. Raises ConfigError: If the file can't be read, or holds something
+    else: an answer beyond ``last_line``, for example, or of a line that isn't in ``shard``."""
     torn_at = 0
     try:
         with path.open("rb") as file:
@@ -290,18 +252,14 @@ def read_answers(
                     )
                 yield number, failed, raw
     except OSError as error:
-        raise ConfigError(
-            f"can't read the answers in {path}: {explained(error)}: mend that, and try again"
-        ) from None
+        text = f"can't read the answers in {path}: {explained(error)}: mend that, and try again"
+        raise ConfigError(text) from None
 
 
 class OrderedOutput:
     """An output in the order of the input: answers that are early wait in an unnamed file.
 
     It can't be resumed. But an interrupted job leaves whole lines, in order.
-
-    Args:
-        path: As ``LineSink`` takes it.
     """
 
     def __init__(
@@ -321,7 +279,6 @@ class OrderedOutput:
         """Lines whose answers wait, and where in the file these begin."""
         self._expected: deque[int] = deque()
         """Lines that have no answer in the output yet, in order."""
-        self._is_failed = False
 
     def begin(self) -> None:
         """Replace the output by an empty one. Raises: ConfigError: If it can't be opened."""
@@ -332,19 +289,14 @@ class OrderedOutput:
         self._expected.append(number)
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write an answer and those that waited for it, or let it wait.
-
-        Raises:
-            FastDecodeError: If the disk is full, or gone (code ``output_failed``).
-        """
+        """Write an answer and those that waited for it, or let it wait. Raises FastDecodeError: If
+        the disk is full, or gone (code ``output_failed``)."""
         line = _encoded(answer)
         if number != self._expected[0]:
-            try:
-                self._early.seek(0, os.SEEK_END)
-                self._offsets[number] = self._early.tell()
+            with writing(self._path):
+                offset = self._early.seek(0, os.SEEK_END)
                 self._early.write(json.dumps(prompt).encode() + b"\n" + line)
-            except OSError as error:
-                raise self._failed("keep an answer beside", error) from None
+                self._offsets[number] = offset
             return
         self._write(prompt, line)
         self._expected.popleft()
@@ -362,42 +314,28 @@ class OrderedOutput:
 
     def close(self) -> None:
         """Write what still waits, in order, though lines before it are missing."""
-        sink = self._sink
         try:
-            if sink is not None and not self._is_failed:
-                for number in sorted(self._offsets):
-                    self._write_early(number)
+            for number in sorted(self._offsets):
+                self._write_early(number)
         finally:
             with contextlib.suppress(OSError):  # what can't be written is wanted no more
                 self._early.close()
-            if sink is not None:
-                try:
-                    sink.close()
-                except OSError as error:
-                    raise self._failed("write", error) from None
+            if self._sink is not None:
+                with writing(self._path):
+                    self._sink.close()
 
     def _write_early(self, number: int) -> None:
-        try:
+        with writing(self._path):
             self._early.seek(self._offsets.pop(number))
             prompt, line = json.loads(self._early.readline()), self._early.readline()
-        except OSError as error:
-            raise self._failed("read an answer that was kept beside", error) from None
         self._write(prompt, line)
 
     def _write(self, prompt: str | None, line: bytes) -> None:
         assert self._sink is not None, "not begun"
-        try:
+        with writing(self._path):
             self._sink.write(line)
-        except OSError as error:
-            raise self._failed("write", error) from None
         if self._on_line is not None:
             self._on_line(prompt, json.loads(line))
-
-    def _failed(self, what: str, error: OSError) -> FastDecodeError:
-        self._is_failed = True
-        return FastDecodeError(
-            f"can't {what} the output file {self._path}: {explained(error)}", code="output_failed"
-        )
 
 
 def _encoded(answer: dict[str, Any]) -> bytes:

@@ -63,12 +63,8 @@ WHOLE: Final = Shard()
 
 
 class LineSource:
-    """A file of lines, plain or gzip, that can be read several times. Close it.
-
-    Args:
-        path: The file, and its name in messages.
-        copy: An unnamed file with the lines of standard input, read in place of ``path``.
-    """
+    """A file of lines, plain or gzip, that can be read several times. Close it. ``copy``, an
+    unnamed file with the lines of standard input, is read in place of ``path``."""
 
     def __init__(self, path: Path, copy: IO[bytes] | None = None) -> None:
         self._path = path
@@ -80,24 +76,16 @@ class LineSource:
 
     @classmethod
     def of(cls, path: Path, directory: Path) -> LineSource:
-        """Return a path's lines. Those of standard input are copied into the directory.
-
-        Raises:
-            ConfigError: If they can't be copied.
-        """
+        """Return a path's lines. Those of standard input are copied into the directory."""
         if path != STANDARD:
             return cls(path)
-        copy = None
         try:
             copy = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (closed with the source)
             shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)
             copy.flush()
         except OSError as error:
-            if copy is not None:
-                copy.close()
-            raise ConfigError(
-                f"can't copy standard input into {directory}: {explained(error)}"
-            ) from None
+            text = f"can't copy standard input into {directory}: {explained(error)}"
+            raise ConfigError(text) from None
         return cls(path, copy)
 
     @property
@@ -109,12 +97,8 @@ class LineSource:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[LineReader]:
-        """Open the lines from the first on, uncompressed, without a byte order mark.
-
-        Raises:
-            ConfigError: If it can't be read, or isn't UTF-8 or a whole gzip file; when
-                it is opened or while it is read.
-        """
+        """Open the lines from the first on, uncompressed, without a byte order mark. Raises
+        ConfigError: If it isn't UTF-8, or while it is read, not a whole gzip file."""
         # A copy is opened by its descriptor, to have a place of its own.
         path = self._path if self._copy is None else f"/proc/self/fd/{self._copy.fileno()}"
         with open(path, "rb") as raw:
@@ -128,9 +112,8 @@ class LineSource:
                 with gzip.GzipFile(fileobj=raw) as file:
                     yield self._reader(cast("IO[bytes]", file))
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise ConfigError(
-                    f"the input {self} is a damaged gzip file: {error}: compress it again"
-                ) from None
+                text = f"the input {self} is a damaged gzip file: {error}: compress it again"
+                raise ConfigError(text) from None
 
     def _reader(self, file: IO[bytes]) -> LineReader:
         first = file.read(4)
@@ -168,7 +151,6 @@ class LineReader:
 
     @property
     def sha256(self) -> str:
-        """Hash of what has been read, in hex."""
         return self._hash.hexdigest()
 
     def _read(self) -> bytes:
@@ -178,14 +160,8 @@ class LineReader:
 
 
 class LineSink:
-    """An output that is opened and emptied: a file, or standard output.
-
-    Args:
-        packs: True to compress it by gzip. None decides by its suffix.
-
-    Raises:
-        ConfigError: If it can't be opened.
-    """
+    """An output that is opened and emptied: a file, or standard output. ``packs`` compresses it by
+    gzip; None decides by its suffix. Raises ConfigError: If it can't be opened."""
 
     def __init__(self, path: Path, packs: bool | None = None) -> None:
         self._fd = os.dup(1) if path == STANDARD else open_output(path, "output")
@@ -195,18 +171,13 @@ class LineSink:
             self._packed = gzip.GzipFile("", "wb", fileobj=self._file, mtime=0)
 
     def write(self, line: bytes) -> None:
-        """Write a line. Of a plain file, nothing of the line stays if that fails.
-
-        Raises:
-            OSError: If the disk is full, or gone.
-        """
+        """Write a line. Of a plain file, nothing of the line stays if that fails."""
         if self._packed is not None:
             self._packed.write(line)
         else:
             write_whole(self._fd, line)
 
     def close(self) -> None:
-        """Raises: OSError: If the end of a compressed file can't be written."""
         if self._packed is None:
             os.close(self._fd)
             return

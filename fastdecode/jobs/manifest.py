@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
-from fastdecode import __version__
+from msgspec import Meta, MsgspecError, convert
+
 from fastdecode.core.errors import CheckpointError, ConfigError
-from fastdecode.core.json_file import write_whole
+from fastdecode.core.json_file import read_object, write_whole
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.lines import LineId, Shard
@@ -33,36 +33,33 @@ MODEL_FILES = (
 )  # fmt: skip
 _FREE: Final = ("run_id", "created", "num_lines", "last_line")
 """Fields that may differ when a run is resumed."""
-_KINDS: Final = {"str": str, "int": int, "dict[str, Any]": dict}
+_Whole: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Identity of a run. Everything but ``_FREE`` must be equal for a run to be resumed."""
 
-    run_id: str = field(default_factory=lambda: secrets.token_hex(6))
+    run_id: str
     """Stands in the ids of OpenAI answers."""
-    created: str = field(
-        default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds")
-    )
+    created: str
     """Start of the run, ISO 8601. Chat templates get it as the date."""
-    version: str = __version__
+    version: str
     lines: str
     """Format of the input's lines."""
     input_sha256: str
     dtype: str
     kv_dtype: str
-    max_model_len: int
-    run_seed: int = field(default_factory=lambda: secrets.randbits(63))
+    max_model_len: _Whole
+    run_seed: _Whole
     """A line's seed comes from it and the line's id."""
     sampling: dict[str, Any]
     """Defaults that the command gave for lines that don't give them."""
     model: dict[str, Any]
     """Hash of each file, and chosen formats."""
     shard: str
-    num_lines: int
-    """Lines of the shard."""
-    last_line: int
+    num_lines: _Whole
+    last_line: _Whole
     """Number of the input's last line, blank ones left out."""
 
     @classmethod
@@ -72,38 +69,28 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """Raises: ConfigError: If it is missing, or this version can't read it."""
+
+        def refuse(why: object) -> ConfigError:
+            return ConfigError(
+                f"the run manifest {path}: {why}. Without it the output cannot be resumed. Restore "
+                "it, or start again with --overwrite"
+            )
+
+        content = read_object(path, most_bytes=MAX_MANIFEST_BYTES, refuse=refuse)
         try:
-            if path.stat().st_size > MAX_MANIFEST_BYTES:
-                raise ValueError("too large")
-            content = json.loads(path.read_bytes())
-            if content.pop("format") != FORMAT:
+            if content.get("format") != FORMAT:
                 raise ValueError(f"its format isn't {FORMAT}")
-            for each in fields(cls):
-                kind = _KINDS[str(each.type)]
-                if not isinstance(content.get(each.name), kind):
-                    raise ValueError(f"{each.name} is not a {kind.__name__}")
-                if kind is int and not 0 <= content[each.name] < 1 << 63:
-                    raise ValueError(f"{each.name} is out of range")
-            manifest = cls(**content)
+            manifest = convert(content, cls)
             datetime.fromisoformat(manifest.created)
             Shard.of(manifest.shard)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            why = explained(error) if isinstance(error, OSError) else error
-            raise ConfigError(
-                f"can't read the run manifest {path}: {why}. Without it the output cannot be "
-                "resumed. Restore it, or start again with --overwrite"
-            ) from None
+        except (ValueError, MsgspecError, ConfigError) as error:
+            raise refuse(error) from None
         return manifest
 
     def write(self, path: Path) -> None:
-        """Write it whole and durably, or not at all. Raises: ConfigError: If that fails."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-        write_whole(
-            path,
-            text,
-            refuse=lambda why: ConfigError(f"the run manifest {path}: {why}"),
-            durable=True,
-        )
+        what = f"the run manifest {path}"
+        write_whole(path, text, refuse=lambda why: ConfigError(f"{what}: {why}"), durable=True)
 
     def differences(self, other: Manifest) -> list[str]:
         """Return what keeps ``other`` from resuming this run, a line each."""
@@ -115,20 +102,15 @@ class Manifest:
             if name == "input_sha256":
                 found.append("the input file has changed")
             elif name == "model":
-                for file in sorted({**before, **now}):
-                    if file not in now:
-                        found.append(f"the model's {file} is missing")
-                    elif file not in before:
-                        found.append(f"the model has a {file} that it did not have")
-                    elif before[file] != now[file]:
-                        found.append(f"the model's {file} has changed")
+                changed = (each for each in {**before, **now} if before.get(each) != now.get(each))
+                for file in sorted(changed):
+                    how = "has changed" if file in before else "is new"
+                    found.append(f"the model's {file} {how if file in now else 'is missing'}")
             elif isinstance(before, dict):
-                for key in {**before, **now}:
-                    if before.get(key) != now.get(key):
-                        shown = f"{_shown(before.get(key))} then, {_shown(now.get(key))} now"
-                        found.append(f"{name} {key}: {shown}")
+                pairs = ((key, before.get(key), now.get(key)) for key in {**before, **now})
+                found += [_change(f"{name} {key}", a, b) for key, a, b in pairs if a != b]
             else:
-                found.append(f"{name}: {_shown(before)} then, {_shown(now)} now")
+                found.append(_change(name, before, now))
         return found
 
     @property
@@ -149,10 +131,7 @@ def identify_model(
     directory: Path, chat_template: Path | None = None, load_format: str = "safetensors"
 ) -> dict[str, str]:
     """Return hashes of a model's files: small ones whole, of weights the size and 256 samples.
-
-    Raises:
-        CheckpointError: If a file can't be read.
-    """
+    Raises CheckpointError: If a file can't be read."""
     files = {name: directory / name for name in MODEL_FILES}
     if chat_template is not None:
         files["--chat-template"] = chat_template
@@ -177,6 +156,7 @@ def identify_model(
     return found
 
 
-def _shown(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."
+def _change(name: str, *values: object) -> str:
+    texts = ("nothing" if value is None else repr(value) for value in values)
+    then, now = (text if len(text) <= 100 else text[:97] + "..." for text in texts)
+    return f"{name}: {then} then, {now} now"

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import STANDARD, identity
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.formats import identifier
-from fastdecode.jobs.journal import RESTORE, read_answers
+from fastdecode.jobs.journal import RESTORE, read_answers, writing
 from fastdecode.jobs.lines import LineSink, Shard
 from fastdecode.jobs.manifest import Manifest
 from fastdecode.jobs.survey import OnLook, unseen
@@ -30,8 +30,6 @@ _PART: Final = ".part"  # suffix of a file that is not whole yet
 
 @dataclass(frozen=True)
 class Merged:
-    """Counts of the joined file."""
-
     num_answers: int
     num_failed: int
     """Answers that are errors."""
@@ -44,18 +42,10 @@ class Merged:
 def merge(
     outputs: Sequence[Path], merged: Path, on_look: OnLook = unseen, *, partial: bool = False
 ) -> Merged:
-    """Write the answers of all outputs into one file.
-
-    Args:
-        outputs: Outputs of ``fastdecode run-batch``, with their manifests beside them.
-        merged: As ``LineSink`` takes it.
-        partial: True if answers may be missing.
-
-    Raises:
-        ConfigError: If the outputs are not those of one job, answers are missing, a line is
-            answered twice, or the joined file is one of the outputs or manifests.
-        FastDecodeError: If the joined file can't be written (code ``output_failed``).
-    """
+    """Write the answers of all outputs into one file. If ``partial``, some may be missing. Raises
+    ConfigError: If the outputs are not those of one job, answers are missing, a line is answered
+    twice, or the joined file is one of the outputs or manifests. FastDecodeError: If the joined
+    file can't be written (code ``output_failed``)."""
     _check_apart(outputs, merged)
     manifests = [Manifest.read(Manifest.path_for(path.resolve())) for path in outputs]
     missing_shards = _check_one_job(outputs, manifests, partial=partial)
@@ -83,7 +73,7 @@ def merge(
 
 
 def _read(path: Path, manifest: Manifest, numbers: array[int], offsets: array[int]) -> int:
-    """Add the line that each answer is for, and where the answer stands. Return how many failed."""
+    """Add each answer's line, and its place in the file. Return how many are errors."""
     offset, num_failed, num_before = 0, 0, len(numbers)
     identify = identifier(manifest.lines, manifest.run_id)
     shard = Shard.of(manifest.shard)
@@ -106,7 +96,9 @@ def _write(merged: Path, lines: Iterable[bytes], num_lines: int, on_look: OnLook
     target = merged.resolve()
     is_direct = merged == STANDARD or (target.exists() and not target.is_file())
     beside = merged if is_direct else target.with_name(target.name + _PART)
-    try:
+    with writing(merged), contextlib.ExitStack() as undo:
+        if not is_direct:
+            undo.callback(beside.unlink, missing_ok=True)
         with contextlib.closing(LineSink(beside, merged.suffix == ".gz")) as sink:
             for count, line in enumerate(lines, start=1):
                 sink.write(line)
@@ -114,23 +106,11 @@ def _write(merged: Path, lines: Iterable[bytes], num_lines: int, on_look: OnLook
                     on_look(0.5 + count / num_lines / 2, num_lines)
         if not is_direct:
             beside.replace(target)
-    except BaseException as error:
-        if not is_direct:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-        if isinstance(error, OSError):
-            raise FastDecodeError(
-                f"can't write the output file {merged}: {explained(error)}", code="output_failed"
-            ) from None
-        raise
 
 
 def _lines_at(places: Iterable[tuple[int, int]], outputs: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the line at each place: an output's index, and an offset.
-
-    Raises:
-        ConfigError: If an output can't be read, or was cut.
-    """
+    """Yield the line at each place: an output's index, and an offset. Raises ConfigError: If an
+    output can't be read, or was cut."""
     with contextlib.ExitStack() as opened:
         try:
             files = [opened.enter_context((path := each).open("rb")) for each in outputs]

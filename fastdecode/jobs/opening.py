@@ -7,11 +7,12 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from fastdecode import __version__
 from fastdecode.conversations import database
 from fastdecode.conversations.store import ConversationStore, identity_of
 from fastdecode.conversations.turns import no_reuse_warning, why_no_reuse
@@ -32,7 +33,7 @@ from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.session import JobSession, session_path
 from fastdecode.jobs.survey import OnLook, Survey, kind_of_lines, survey, unseen
 from fastdecode.openai.requests import RequestReader
-from fastdecode.text.chat_format import AUTO, ChatFormat
+from fastdecode.text.chat_format import AUTO
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
@@ -44,12 +45,8 @@ def open_job(
     on_look: OnLook = unseen,
 ) -> BatchJob:
     """Check everything that can be checked without a model, find out what is left to do, and hold
-    the output.
-
-    Raises:
-        ConfigError, ModelError: If something is wrong with options, files or the model directory.
-            Nothing was changed.
-    """
+    the output. Raises ConfigError, ModelError: If something is wrong with options, files or the
+    model directory. Nothing was changed."""
     options = replace(options, output=_resumable(options.output))
     output, turns_path = options.output, options.output.with_name(options.output.name + ".turns")
     check_paths(
@@ -61,9 +58,7 @@ def open_job(
     with contextlib.ExitStack() as undo:
         source = LineSource.of(options.input, output.parent)
         undo.callback(source.close)
-        lines, template = _lines(options, config, model, source)
-        if template is not None:
-            undo.callback(template.close)
+        lines, template = _lines(options, config, model, source, undo)
         found = _survey(options, source, model, lines, tell, on_look)
         _check_turns(found, source, config, tell)
         journal = Journal(output, sync_lines=options.sync_lines, sync_s=options.sync_s)
@@ -150,11 +145,7 @@ def open_ordered_job(
     on_look: OnLook = unseen,
 ) -> BatchJob:
     """Open a job of simple lines whose answers stand in the order of the lines. It can't be
-    resumed.
-
-    Raises:
-        ConfigError: If something is wrong with the files. Nothing was changed.
-    """
+    resumed. Raises ConfigError: If something is wrong with the files. Nothing was changed."""
     check_paths(options.input, output=options.output)
     lines = simple_lines(options, numbers=False)
     is_stream = options.output == STANDARD
@@ -183,29 +174,27 @@ def simple_lines(options: JobOptions, *, numbers: bool = True) -> SimpleLines:
 
 
 def _lines(
-    options: JobOptions, config: EngineConfig, model: Path, source: LineSource
+    options: JobOptions,
+    config: EngineConfig,
+    model: Path,
+    source: LineSource,
+    undo: contextlib.ExitStack,
 ) -> tuple[LineFormat, ChatTemplate | None]:
-    """Return the format of a job's lines, without a run's id, and the template of its chats."""
+    """Return the format of a job's lines, without a run's id, and the template of its chats, which
+    ``undo`` closes."""
     if kind_of_lines(source) == "simple":
         return simple_lines(options), None
     template = ChatTemplate.load(model, _template_file(options))
-    try:
-        special = TokenizerFiles.read(model).special_ids() if template else {}
-        names = options.served_model_name or (
-            config.model,
-            Path(os.path.abspath(config.model)).name,
-        )
-        reader = RequestReader(
-            options.sampling, names, template is not None, model_defaults=options.model_defaults,
-            chat_format=ChatFormat.of(
-                template, special, options.tool_parser, options.reasoning_parser,
-                options.chat_template_content_format,
-            ),
-        )  # fmt: skip
-    except BaseException:
-        if template is not None:
-            template.close()
-        raise
+    special: Mapping[str, int] = {}
+    if template is not None:
+        undo.callback(template.close)
+        special = TokenizerFiles.read(model).special_ids()
+    names = options.served_model_name or (config.model, Path(os.path.abspath(config.model)).name)
+    chat_format = options.chat_format(template, special)
+    reader = RequestReader(
+        options.sampling, names, template is not None, model_defaults=options.model_defaults,
+        chat_format=chat_format,
+    )  # fmt: skip
     return OpenAILines(reader, run_id=""), template
 
 
@@ -245,14 +234,8 @@ def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
 def _begin(
     options: JobOptions, config: EngineConfig, journal: Journal, lines: str, found: Survey
 ) -> tuple[Manifest, Recovered]:
-    """Begin or resume a run. Return its manifest, and what is in its output.
-
-    Args:
-        lines: Format of the lines.
-
-    Raises:
-        ConfigError: If there is an output, and this job may not resume it.
-    """
+    """Begin or resume a run. Return its manifest, and what is in its output. Raises ConfigError:
+    If there is an output, and this job may not resume it."""
     path, is_empty = Manifest.path_for(options.output), journal.is_empty
     if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(
@@ -288,7 +271,6 @@ def _begin(
 
 
 def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Survey) -> Manifest:
-    """Return the manifest of a new run."""
     directory = find_model(config.model)
     checkpoint = open_checkpoint(directory, config.s_part.load_format)
     identity = identify(config, checkpoint.spec(max_model_len=config.s_part.max_model_len))
@@ -298,15 +280,20 @@ def _manifest(options: JobOptions, config: EngineConfig, lines: str, found: Surv
         "--reasoning-parser": options.reasoning_parser,
         "--chat-template-content-format": options.chat_template_content_format,
     }
-    manifest = Manifest(
-        lines=lines, input_sha256=found.sha256,
+    return Manifest(
+        run_id=secrets.token_hex(6),
+        created=datetime.now().astimezone().isoformat(timespec="seconds"),
+        version=__version__,
+        lines=lines,
+        input_sha256=found.sha256,
         # As JSON gives it back, so that it can be compared.
         sampling=json.loads(json.dumps({**options.model_defaults, **options.sampling})),
         model={**files, **{name: given for name, given in formats.items() if given != AUTO}},
-        dtype=identity.dtype.value, kv_dtype=identity.kv_dtype.value,
-        max_model_len=identity.max_model_len, shard=str(found.shard),
-        num_lines=found.num_lines, last_line=found.last_line,
-    )  # fmt: skip
-    if options.run_seed is not None:
-        manifest = replace(manifest, run_seed=options.run_seed)
-    return manifest
+        dtype=identity.dtype.value,
+        kv_dtype=identity.kv_dtype.value,
+        max_model_len=identity.max_model_len,
+        run_seed=secrets.randbits(63) if options.run_seed is None else options.run_seed,
+        shard=str(found.shard),
+        num_lines=found.num_lines,
+        last_line=found.last_line,
+    )

@@ -16,19 +16,13 @@ INPUT_HELP = "requests, JSON Lines, also compressed by gzip; -: standard input"
 
 @dataclass(frozen=True, kw_only=True)
 class JobFiles:
-    """Files of a job."""
-
     input: Path = option(REQUIRED, INPUT_HELP, short="-i")
     output: Path = option(REQUIRED, "answers, JSON Lines", short="-o")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(ChatOptions, JobFiles):
-    """A user's choices about a job.
-
-    Raises:
-        ConfigError: If an option has no valid value.
-    """
+    """A user's choices about a job. Raises ConfigError: If an option has no valid value."""
 
     resume: bool = switch("continue the run that began the output, if any", is_alternative=True)
     overwrite: bool = switch("throw an existing output away", is_alternative=True)

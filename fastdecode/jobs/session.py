@@ -34,6 +34,7 @@ _KIND: Final = int.from_bytes(b"FDS3", "big")
 _SCHEMA: Final = "CREATE TABLE records (number INTEGER PRIMARY KEY, content BLOB);"
 """In order of time. Each content is a ``_Record`` in JSON."""
 _MAX_TOKEN: Final = (1 << 31) - 1
+_DAMAGED: Final = "%s is damaged: R-workers' caches can't be resumed"
 Addresses = tuple[str, ...]
 """R-workers that keep one holder."""
 
@@ -77,8 +78,8 @@ class JobSession:
 
     Args:
         addresses: R-workers of each holder, in the order of holders.
-        num_replicas: Replicas of each cache. They decide how much memory a cache has, so a
-            session with another number is not resumed.
+        num_replicas: Replicas of each cache, which decide how much memory it has. A session with
+            another number is not resumed.
         counts: True if a request of this id is unfinished. None to resume no request.
         max_more_bytes: Bytes that may be written before finished sequences are removed, or as
             many as were left after the last time.
@@ -102,7 +103,13 @@ class JobSession:
         self._num_known: dict[int, int] = {}
         """Recorded tokens of the sequences that have started."""
         self._database: database.Database | None = self._open()
-        found, held = self._read(self._database)
+        select = "SELECT content FROM records ORDER BY number"
+        found: _Opened | None = None
+        held: list[HeldSequence] = []
+        try:
+            found, held = _recorded(self._database.execute(select))
+        except (MsgspecError, LookupError, ValueError, TypeError, sqlite3.Error):
+            logger.warning(_DAMAGED, path)
         before = found or _Opened()
         self._session = _Opened(before.number, addresses, num_replicas)
         self.held: list[HeldSequence] = []
@@ -125,31 +132,23 @@ class JobSession:
 
     @property
     def number(self) -> int:
-        """The secret of an output, kept when the output is begun again."""
+        """The secret of an output, also once the output is begun again."""
         return self._session.number
 
     def begin(self) -> None:
-        """Record that this process resumes what was held, under names that it gives.
-
-        Raises:
-            ConfigError: If the file can neither be written nor removed. Its names are stale.
-        """
+        """Record that this process resumes what was held, under names that it gives. Raises
+        ConfigError: If the file can neither be written nor removed. Its names are stale."""
         try:
             self._write(())
             assert self._database is not None
             self._database.checkpoint()
         except sqlite3.Error as error:
-            logger.warning(
-                "%s can't be written (%s): a run that resumes this job will recompute all",
-                self._path, error,
-            )  # fmt: skip
-            self._drop()
+            self._give_up(error, "all")
             try:
                 database.remove(self._path)
             except OSError as left:
-                raise ConfigError(
-                    f"can't write {self._path}: {explained(left)}. Remove it, or make room"
-                ) from None
+                text = f"can't write {self._path}: {explained(left)}. Remove it, or make room"
+                raise ConfigError(text) from None
 
     def place(self, sequence: TokenSequence) -> None:
         held = _held_of(sequence)
@@ -195,33 +194,21 @@ class JobSession:
             except sqlite3.OperationalError:  # a full disk, for example: the file may be whole
                 raise
             except (database.OtherFileError, sqlite3.DatabaseError):
-                logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
+                logger.warning(_DAMAGED, self._path)
                 database.remove(self._path)
                 return database.Database(self._path, _KIND, _SCHEMA)
         except BlockingIOError:
             raise ConfigError(f"another process uses {self._path}: wait for it to end") from None
         except OSError as error:
-            raise ConfigError(
-                f"{self._path} is not a file of this user's ({explained(error)}): remove it"
-            ) from None
+            text = f"{self._path} is not a file of this user's ({explained(error)}): remove it"
+            raise ConfigError(text) from None
         except sqlite3.Error as error:
             raise ConfigError(f"can't write {self._path}: {error}") from None
 
-    def _read(self, opened: database.Database) -> tuple[_Opened | None, list[HeldSequence]]:
-        """Return what the file says: nothing if it is new or damaged."""
-        try:
-            return _recorded(opened.execute("SELECT content FROM records ORDER BY number"))
-        except (MsgspecError, LookupError, ValueError, TypeError, sqlite3.Error):
-            logger.warning("%s is damaged: R-workers' caches can't be resumed", self._path)
-            return None, []
-
     def _write(self, sequences: Iterable[TokenSequence]) -> None:
         """Replace the content: ``sequences``, and held ones that have not been submitted yet.
-        Holders know the KV of those by other names now, so they have no parts.
-
-        Raises:
-            sqlite3.Error: If it can't be written. The content is what it was.
-        """
+        Holders know the KV of those by other names now, so they have no parts. Raises
+        sqlite3.Error: If it can't be written. The content is what it was."""
         assert self._database is not None
         every = list(sequences)
         submitted = {sequence.request.request_id for sequence in every}
@@ -248,12 +235,12 @@ class JobSession:
             if self._database is not None:
                 act()
         except sqlite3.Error as error:
-            logger.warning(
-                "%s can't be written (%s): a run that resumes this job will recompute what follows",
-                self._path,
-                error,
-            )
-            self._drop()
+            self._give_up(error, "what follows")
+
+    def _give_up(self, error: sqlite3.Error, lost: str) -> None:
+        text = "%s can't be written (%s): a run that resumes this job will recompute %s"
+        logger.warning(text, self._path, error, lost)
+        self._drop()
 
     def _drop(self) -> None:
         if self._database is not None:
@@ -265,7 +252,7 @@ class JobSession:
 def _held_of(sequence: TokenSequence) -> HeldSequence:
     """Return where a sequence is. It is nowhere if its KV isn't shared, or has a gap."""
     request, residence = sequence.request, sequence.residence
-    is_apart = request.cache.is_off or sequence.is_checked or bool(sequence.behind_gap)
+    is_apart = request.cache.is_off or bool(sequence.behind_gap)
     return HeldSequence(
         request.request_id, sequence.index, request.params.n, request.cache.salt,
         sequence.num_prompt_tokens, tuple(known_tokens(sequence)),
@@ -274,21 +261,17 @@ def _held_of(sequence: TokenSequence) -> HeldSequence:
 
 
 def _recorded(rows: Iterable[tuple[bytes]]) -> tuple[_Opened | None, list[HeldSequence]]:
-    """Return what records say.
-
-    Raises:
-        MsgspecError, LookupError, ValueError, TypeError: If they form no session.
-    """
+    """Return what records say. Raises MsgspecError and others: If they form no session."""
     session: _Opened | None = None
     held: dict[int, HeldSequence] = {}
     tokens_of: dict[int, list[int]] = {}
     for (content,) in rows:
-        record = _DECODER.decode(content)
-        match record:
-            case _Opened():
-                session = record
+        match _DECODER.decode(content):
+            case _Opened() as opened:
+                session = opened
             case _Started(number, each):
-                _check(each)
+                if not _is_right(each):
+                    raise ValueError("a sequence's start is damaged")
                 held.pop(number, None)  # the latest comes last
                 held[number], tokens_of[number] = each, list(each.token_ids)
             case _Drawn(numbers, places, tokens):
@@ -302,12 +285,12 @@ def _recorded(rows: Iterable[tuple[bytes]]) -> tuple[_Opened | None, list[HeldSe
     return session, list(latest.values())
 
 
-def _check(held: HeldSequence) -> None:
-    """Raises ValueError: If it can't be a sequence of a job."""
-    is_one_of_n = 0 <= held.index < held.num_siblings
-    is_begun = 0 < held.num_prompt_tokens <= len(held.token_ids)
-    if not (is_one_of_n and is_begun and all(0 <= x <= _MAX_TOKEN for x in held.token_ids)):
-        raise ValueError("a sequence's start is damaged")
-    for part in held.parts:
-        if min(part.part_id, part.holder, part.first_token) < 0 or part.num_tokens < 1:
-            raise ValueError("a part is damaged")
+def _is_right(held: HeldSequence) -> bool:
+    """Return True if it can be a sequence of a job."""
+    return (
+        0 <= held.index < held.num_siblings
+        and 0 < held.num_prompt_tokens <= len(held.token_ids)
+        and all(0 <= token <= _MAX_TOKEN for token in held.token_ids)
+        and all(min(part.part_id, part.holder, part.first_token) >= 0 for part in held.parts)
+        and all(part.num_tokens > 0 for part in held.parts)
+    )

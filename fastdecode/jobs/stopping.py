@@ -24,10 +24,8 @@ class StopNow(Exception):  # noqa: N818  (it isn't an error)
 class Stopping:
     """State of a request to stop. A signal handler asks, and the job looks between steps.
 
-    Args:
-        grace_s: Longest time for running requests to finish after the first time. With 0, the
-            first time counts as the second.
-        leave: Ends the process at once.
+    Running requests have ``grace_s`` to finish after the first time. With 0, the first time counts
+    as the second. ``leave`` ends the process at once.
     """
 
     def __init__(
@@ -68,11 +66,8 @@ class Stopping:
 
 @contextlib.contextmanager
 def stop_signals(act: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Inside, let the signals that stop a process call ``act``.
-
-    A signal that the process ignores stays ignored: a script does that with SIGINT for its
-    commands in the background.
-    """
+    """Inside, let the signals that stop a process call ``act``, unless the process ignores them: a
+    script does that with SIGINT for its commands in the background."""
     handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, act) for number in handled}
     try:

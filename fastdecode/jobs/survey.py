@@ -9,23 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.jobs.formats import (
-    OPENAI_FIELDS,
-    LineError,
-    LineFormat,
-    load_object,
-    shape_of,
-    too_long,
-)
-from fastdecode.jobs.lines import (
-    WHOLE,
-    DuplicateFinder,
-    LineId,
-    LineSet,
-    LineSource,
-    Shard,
-)
-from fastdecode.openai.chat import Chat
+from fastdecode.jobs.formats import OPENAI_FIELDS, LineError, LineFormat, load_object, shape_of
+from fastdecode.jobs.lines import WHOLE, DuplicateFinder, LineId, LineSet, LineSource, Shard
+from fastdecode.text.chats import Chat
 
 MAX_COMPLAINTS = 20
 """Kinds of bad lines that a refusal shows, by the first line of each."""
@@ -91,14 +77,13 @@ class Survey:
                 "token ids",
                 code="no_tokenizer",
             )
-        num_bad = num_left = len(self.bad)
-        shown = ""
+        num_left, shown = len(self.bad), ""
         for _, text, count in sorted(self.complaints.values()):
             num_left -= count
             shown += f"\n  {text}" + (f" (and {count - 1} more like it)" if count > 1 else "")
         more = f"\n  and {num_left} more" if num_left else ""
         return ConfigError(
-            f"{num_bad} of the {self.num_in_file} lines of {source} are bad; nothing was "
+            f"{len(self.bad)} of the {self.num_in_file} lines of {source} are bad; nothing was "
             f"run:{shown}{more}\n"
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
@@ -106,15 +91,11 @@ class Survey:
 
 
 def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
-    """Return the format of a file's first readable line. None if it is neither.
-
-    Raises:
-        ConfigError: If the file can't be read.
-    """
+    """Return the format of a file's first readable line. None if it is neither."""
     with source.open() as reader:
         for _, raw in itertools.islice(reader, MAX_PROBED_LINES):
             try:
-                line = load_object(raw or b"", 0)
+                line = load_object(raw, 0)
             except RequestError:
                 continue
             if any(name in line for name in OPENAI_FIELDS):
@@ -131,14 +112,12 @@ def survey(
     shard: Shard = WHOLE,
     on_look: OnLook = unseen,
 ) -> Survey:
-    """Read a file from end to end, as the job will.
-
-    Lines of a shape that was checked before are not checked again (``shape_of``).
+    """Read a file from end to end, as the job will. Lines of a shape that was checked before are
+    not checked again (``shape_of``).
 
     Args:
         takes_text: True if the model has a tokenizer.
         shard: The counts are of its lines. Bad lines are those of the whole file.
-        on_look: Called every ``TICK_LINES`` lines.
     """
     found, finder = Survey(shard), DuplicateFinder()
     checked: dict[str, bool] = {}
@@ -155,7 +134,7 @@ def survey(
                     checked[shape] = is_turn
             if line_id is not None:
                 finder.add(number, line_id)
-            if number % shard.count == shard.index % shard.count:
+            if number in shard:
                 found.num_lines += 1
                 found.num_turns += bool(is_turn)
             if found.num_in_file % TICK_LINES == 0:
@@ -165,7 +144,7 @@ def survey(
         found.duplicates.add(number)
         if number not in found.bad:
             text = f"its {lines.id_field} was used by line {first}: give each line one of its own"
-            found.complain(number, None, f"{lines.duplicate_code}: {text}")
+            found.complain(number, None, f"duplicate_{lines.id_field}: {text}")
     return found
 
 
@@ -174,8 +153,6 @@ def _check(
 ) -> tuple[LineId | None, bool | None]:
     """Parse a line. Return its id, if it has one, and if it is a turn. None if it is bad."""
     try:
-        if raw is None:
-            raise too_long(number)
         request = lines.parse(raw, number)
         if not takes_text and any(isinstance(each, (str, Chat)) for each in request.prompts):
             found.num_untokenizable += 1

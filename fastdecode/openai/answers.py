@@ -8,7 +8,7 @@ from typing import Any
 from fastdecode.core.errors import CHILD_DIED, CapacityError, FastDecodeError
 from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.text.chat_format import ParsedAnswer, PartsParser
+from fastdecode.text.chat_format import ParsedAnswer
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
 
@@ -22,14 +22,8 @@ def answer_body(
     created_s: int,
     model: str,
 ) -> dict[str, Any]:
-    """Return a ``text_completion`` or ``chat.completion`` object.
-
-    Args:
-        outputs: One for each of the request's prompts, none of them an error.
-        answer_id: What follows ``chatcmpl-`` or ``cmpl-``.
-        created_s: Unix time.
-        model: The model's name in the answer.
-    """
+    """Return a ``text_completion`` or ``chat.completion`` object. ``outputs`` are one for each of
+    the request's prompts, none of them an error. ``created_s`` is Unix time."""
     writer = ChoiceWriter(request, codec, answer_id)
     body = {
         **writer.head("chat.completion", created_s, model),
@@ -79,7 +73,6 @@ def status(error: FastDecodeError) -> tuple[int, str]:
 
 
 def finish_reason(reason: str, *, has_calls: bool) -> str:
-    """Return OpenAI's finish reason of an answer to a chat."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
@@ -99,13 +92,6 @@ class ChoiceWriter:
         answer_id = f"{prefix}-{self.answer_id}"
         return {"id": answer_id, "object": kind, "created": created_s, "model": model}
 
-    def parser(self, prompt_token_ids: Sequence[int]) -> PartsParser | None:
-        """Return what divides one answer to this prompt, or None if it is plain text."""
-        answer_format = self.request.answer_format
-        return (
-            None if answer_format is None else answer_format.parser(self._codec, prompt_token_ids)
-        )
-
     def choice_id(self, number: int) -> str:
         """Return a choice's name, for the ids of its calls."""
         return f"{self.answer_id}/{number}"
@@ -117,10 +103,10 @@ class ChoiceWriter:
         choice: dict[str, Any] = {"index": number}
         reason: str = completion.finish_reason
         if is_chat:
-            parsed, parser = ParsedAnswer(completion.text), self.parser(output.prompt_token_ids)
-            if answer_format is not None and parser is not None:
-                name = self.choice_id(number)
-                parsed = ParsedAnswer.of(completion.text, parser, answer_format, name)
+            parsed = ParsedAnswer(completion.text)
+            if answer_format is not None:
+                where = self._codec, output.prompt_token_ids, self.choice_id(number)
+                parsed = answer_format.parsed(completion.text, *where)
             choice["message"] = parsed.to_json()
             reason = finish_reason(reason, has_calls=bool(parsed.calls))
         else:
@@ -153,9 +139,9 @@ class ChoiceWriter:
             return None
         offsets: Sequence[int] = ()
         if not self.request.is_chat:
-            begins = self.tokens.offsets_after(output.prompt_token_ids)
+            offset_of = self.tokens.offsets_after(output.prompt_token_ids)
             length = len(completion.text)
-            offsets = [min(begins.next(token_id), length) for token_id in completion.token_ids]
+            offsets = [min(offset_of(token_id), length) for token_id in completion.token_ids]
         return self.logprobs(completion.logprobs, offsets)
 
     def logprobs(

@@ -1,15 +1,12 @@
-"""A conversation as a body gives it, before it is a prompt."""
+"""Messages of a body, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final
 
-from fastdecode.core.sequence import Prompt
 from fastdecode.openai.body_errors import blaming, refuse
-from fastdecode.text.chat_template import PLAIN
-from fastdecode.text.chats import Message, Rendering, check_content
+from fastdecode.text.chats import Message, check_content
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
@@ -17,17 +14,6 @@ _TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning",
 _KNOWN: Final = ("role", "content", *_TEXT_FIELDS, "tool_calls")
 _EMPTY_FIELDS: Final = ("function_call", "audio", "annotations")
 """A message may have them, as long as they are null or empty."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation, to become a prompt by the model's chat template."""
-
-    messages: Sequence[Message]
-    how: Rendering = PLAIN
-
-
-Turn: TypeAlias = "Prompt | Chat"
 
 
 def read_messages(messages: object) -> list[Message]:

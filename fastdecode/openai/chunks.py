@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastdecode.core.delta import Delta
-from fastdecode.core.sequence import TokenLogprob, ToolCall
+from fastdecode.core.sequence import TokenLogprob
 from fastdecode.openai.answers import ChoiceWriter, finish_reason, usage_of
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.calls import Part, Reasoning
 from fastdecode.text.chat_format import PartsParser
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.detokenizer import TokenOffsets
 
 _NO_TEXT = '""'
 
 
 @dataclass
 class _Choice:
-    """What has been sent of one choice."""
-
-    offsets: TokenOffsets
+    offset_of: Callable[[int], int]
     parser: PartsParser | None
     """None if the text is plain."""
     num_chars: int = 0
@@ -34,14 +31,11 @@ class _Choice:
 
 
 class ChunkWriter:
-    """Writes one request's deltas as chunks, each a JSON object in a text.
+    """Writes one request's deltas as chunks, each a JSON object in a text. ``prompts`` are the
+    tokens of each of the request's prompts.
 
     A choice's first chunk comes with its first token, and only then has the role: clients take
     it for the first token.
-
-    Args:
-        prompts: The tokens of each of the request's prompts.
-        answer_id, created_s, model: As of ``answer_body``.
     """
 
     def __init__(
@@ -56,7 +50,7 @@ class ChunkWriter:
     ) -> None:
         assert request.stream is not None, "the request is not for a stream"
         self._request, self._options = request, request.stream
-        self._writer = ChoiceWriter(request, codec, answer_id)
+        self._writer, self._codec = ChoiceWriter(request, codec, answer_id), codec
         self._prompts = prompts
         self._choices: dict[int, _Choice] = {}
         self._num_cached = [0] * len(prompts)
@@ -109,8 +103,9 @@ class ChunkWriter:
         return f'], "usage": {json.dumps(usage)}}}'
 
     def _new_choice(self, place: int) -> _Choice:
-        prompt = self._prompts[place]
-        return _Choice(self._writer.tokens.offsets_after(prompt), self._writer.parser(prompt))
+        prompt, answer_format = self._prompts[place], self._request.answer_format
+        parser = None if answer_format is None else answer_format.parser(self._codec, prompt)
+        return _Choice(self._writer.tokens.offsets_after(prompt), parser)
 
     def _text_json(self, choice: _Choice, delta: Delta, number: int) -> str:
         """Return what a delta's text adds: fields of a chat's ``delta``, or the text. It is put
@@ -134,8 +129,7 @@ class ChunkWriter:
             elif isinstance(part, Reasoning):
                 fields["reasoning_content"] = fields.get("reasoning_content", "") + part.text
             else:
-                call_id = answer_format.call_id(self._writer.choice_id(number), part.index)
-                call = ToolCall(call_id, part.name, part.arguments).to_json()
+                call = answer_format.call(part, self._writer.choice_id(number)).to_json()
                 fields.setdefault("tool_calls", []).append({"index": part.index, **call})
         return fields
 
@@ -155,7 +149,7 @@ class ChunkWriter:
             return None
         if self._request.is_chat:
             return self._writer.logprobs(delta.logprobs, ()) if delta.logprobs else None
-        choice.held += [(step, choice.offsets.next(step.token_id)) for step in delta.logprobs]
+        choice.held += [(step, choice.offset_of(step.token_id)) for step in delta.logprobs]
         is_free = not self._request.params.detokenize or delta.finish_reason is not None
         free = [held for held in choice.held if is_free or held[1] <= choice.num_chars]
         choice.held = choice.held[len(free) :]

@@ -28,12 +28,12 @@ from fastdecode.openai.body_errors import (
     refuse,
     refuse_unknown,
 )
-from fastdecode.openai.chat import Chat, Turn, read_messages
+from fastdecode.openai.chat import read_messages
 from fastdecode.openai.formats import FORMAT_FIELDS, read_format
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
-from fastdecode.text.chats import Rendering
+from fastdecode.text.chats import Chat, PromptOrChat, Rendering
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
@@ -110,11 +110,10 @@ TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
 class BodyRequest:
     """What a body asks: prompts, all to be continued in the same way."""
 
-    prompts: tuple[Turn, ...]
+    prompts: tuple[PromptOrChat, ...]
     params: SamplingParams
     is_chat: bool
     model: str | None = None
-    """The model's name as the body gave it."""
     want_token_ids: bool = False
     """Answer with the tokens' ids, too."""
     stream: StreamOptions | None = None
@@ -128,6 +127,8 @@ class BodyRequest:
     """What a chat's answer may have besides plain text. None if nothing."""
     echo: Mapping[str, Any] | None = None
     """What a response repeats of its request. None if it isn't for a response."""
+    line_id: str | int = ""
+    """The id of the line that has the body, in a file of lines."""
 
     @property
     def prompt_field(self) -> str:
@@ -139,8 +140,6 @@ class BodyRequest:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What a body says of its stream."""
-
     include_usage: bool = False
     """Send the usage in a chunk of its own at the end."""
     continuous_usage: bool = False
@@ -153,8 +152,6 @@ class RequestReader:
 
     Args:
         given: Sampling parameters for bodies without them, in place of OpenAI's defaults.
-        served_model_names: What a body's ``model`` may be.
-        has_chat_template: True if chats can be answered.
         is_online: The client is connected. Bodies may ask for streams, and what they give a
             template is bounded.
     """
@@ -243,8 +240,7 @@ class RequestReader:
         # null is the same as not given
         said = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
         if is_chat:
-            said.update(_chat_logprobs(body))
-            said.update(_max_completion_tokens(body))
+            said.update(_chat_params(body))
         elif body.get("logprobs") is not None:
             said["logprobs"] = body["logprobs"]
         if structured is not None:
@@ -286,24 +282,17 @@ class RequestReader:
             if self.is_online and (name in TEMPLATE_FIELDS or isinstance(value, (dict, list))):
                 known = "only texts, numbers, true, false and null, and no template"
                 refuse("chat_template_kwargs", f"can't say {name!r}: {known}")
-        messages = read_messages(body.get("messages"))
-        how = _rendering(body, variables or {}, tools)
-        return Chat(messages, replace(how, style=self.chat_format.style))
-
-
-def _rendering(
-    body: dict[str, Any], variables: Mapping[str, Any], tools: Tools | None
-) -> Rendering:
-    begins_turn = _boolean(body, "add_generation_prompt")
-    continues = _boolean(body, "continue_final_message") is True
-    effort = body.get("reasoning_effort")
-    if effort is not None:
-        if not isinstance(effort, str):
+        messages, effort = read_messages(body.get("messages")), body.get("reasoning_effort")
+        begins_turn = _boolean(body, "add_generation_prompt")
+        continues = _boolean(body, "continue_final_message") is True
+        if not isinstance(effort, str | None):
             refuse("reasoning_effort", "must be a string")
-        variables = {"reasoning_effort": effort, **variables}
-    with blaming("continue_final_message"):
-        definitions = () if tools is None else tools.definitions
-        return Rendering.of(begins_turn, continues, variables, definitions)
+        if effort is not None:
+            variables = {"reasoning_effort": effort, **(variables or {})}
+        with blaming("continue_final_message"):
+            definitions = () if tools is None else tools.definitions
+            how = Rendering.of(begins_turn, continues, variables, definitions)
+        return Chat(messages, replace(how, style=self.chat_format.style))
 
 
 def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
@@ -355,7 +344,7 @@ def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> 
     refuse_unknown(body, (*FIELDS[url], *also, *LABELS), NOT_SUPPORTED, "the body")
 
 
-def _prompts(prompt: object) -> tuple[Turn, ...]:
+def _prompts(prompt: object) -> tuple[PromptOrChat, ...]:
     """Return one prompt or several, each text or token ids."""
     kinds = {type(each) for each in prompt} if isinstance(prompt, list) else {type(prompt)}
     if isinstance(prompt, str) or (isinstance(prompt, list) and kinds == {int}):
@@ -369,20 +358,13 @@ def _prompts(prompt: object) -> tuple[Turn, ...]:
     return tuple(prompt)
 
 
-def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
+def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters that a chat gives in another form."""
     wanted = _boolean(body, "logprobs", " in a chat; how many is top_logprobs")
-    top = body.get("top_logprobs")
+    top, most = body.get("top_logprobs"), body.get("max_completion_tokens")
     if top and not wanted:
         refuse("top_logprobs", "needs logprobs: true")
-    if wanted is None:
-        return {}
-    return {"logprobs": (top or 0) if wanted else None}
-
-
-def _max_completion_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    most = body.get("max_completion_tokens")
-    if most is None:
-        return {}
-    if body.get("max_tokens") not in (None, most):
+    if most is not None and body.get("max_tokens") not in (None, most):
         refuse("max_completion_tokens", "and max_tokens, its older name, differ: give one of them")
-    return {"max_tokens": most}
+    said = {} if wanted is None else {"logprobs": (top or 0) if wanted else None}
+    return said if most is None else {**said, "max_tokens": most}

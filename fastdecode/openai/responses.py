@@ -44,8 +44,6 @@ def response_body(
 
 @dataclass
 class _Item:
-    """An item that is being written."""
-
     kind: str
     place: int
     item_id: str
@@ -71,13 +69,8 @@ class _Item:
 
 
 class ResponseWriter:
-    """Writes one answer as a ``response``, and its deltas as events.
-
-    Args:
-        request: What was asked, with an ``echo``.
-        prompts: The tokens of its only prompt.
-        answer_id, created_s, model: As of ``answer_body``.
-    """
+    """Writes one answer as a ``response``, and its deltas as events. ``prompts`` has the tokens of
+    the request's only prompt."""
 
     def __init__(
         self,
@@ -103,7 +96,7 @@ class ResponseWriter:
         self._status = "in_progress"
         tokens = TokenText(codec.vocabulary_of(request.params))
         has_reasoning = self._format.reasoning is not None
-        self._offsets = tokens.offsets_after(self._prompt) if has_reasoning else None
+        self._offset_of = tokens.offsets_after(self._prompt) if has_reasoning else None
         self._begins: list[int] = []
         """Where in the text each token begins, if some may be reasoning."""
         self._num_tokens = self._num_cached = self._num_events = 0
@@ -116,7 +109,6 @@ class ResponseWriter:
         return "".join(map(self._sent, first + self.add(delta)))
 
     def end(self) -> str:
-        """Return what ends the stream."""
         return self._sent(self._whole(f"response.{self._status}"))
 
     def response(self) -> dict[str, Any]:
@@ -134,8 +126,8 @@ class ResponseWriter:
     def add(self, delta: Delta) -> list[Event]:
         """Return a delta's events, but for those that begin and end a stream."""
         self._num_tokens += len(delta.token_ids)
-        if self._offsets is not None:
-            self._begins += map(self._offsets.next, delta.token_ids)
+        if self._offset_of is not None:
+            self._begins += map(self._offset_of, delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
         parts = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
@@ -187,7 +179,6 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str) -> list[Event]:
-        """End the open item, if one is."""
         item, events = self._open, []
         if item is None:
             return []

@@ -34,7 +34,7 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.cache.tiers.prefetch import Prefetch
+from fastdecode.schedule.cache.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
@@ -227,7 +227,7 @@ class ContinuousScheduler:
             lane = (
                 i % num_lanes
                 if self.hybrid is None
-                else self.hybrid.lane_of(run.holders[0], i, num_lanes)
+                else self.hybrid.lane_of(run.holders[0], num_lanes)
             )
             _move(self.lanes[lane], run)
 
@@ -302,8 +302,8 @@ def _running_sibling(
     lanes: Iterable[Lane], parked: Parked, sequence: Sequence
 ) -> RunningSequence | None:
     """A running or parked sequence of the same request: the one that has its room, and
-    most tokens cached. None for one that is looked at: from its first token on."""
-    if sequence.request.params.n == 1 or sequence.is_checked:
+    most tokens cached."""
+    if sequence.request.params.n == 1:
         return None
     running = (run for lane in lanes for run in lane.running.values())
     runs = itertools.chain(running, parked.runs.values())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
@@ -70,63 +69,37 @@ def make_scheduler(
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
+    batching, split = options.batching, options.split_tokens
     if lengths is None:
-        guess = options.batching.expected_output_tokens
-        lengths = LearntLengths(options.batching.length_quantile, first_guess=guess)
-    cache = _cache(options, window, len(blocks), block_size, keeps_blocks, cache_policy, clock)
+        guess = batching.expected_output_tokens
+        lengths = LearntLengths(batching.length_quantile, first_guess=guess)
+    cache = PrefixCache(
+        len(blocks),
+        block_size,
+        keeps_blocks,
+        cache_policy,
+        clock,
+        only_ends=split is not None,
+        window=window if split is None else None,
+    )
     home = None if hybrid is None else hybrid.device
-    ledger = _ledger(options, blocks, block_size, cache, swap_threshold, home)
+    reserve = 0.0 if batching.length_quantile is None else RESERVE
+    rows = options.max_closed_rows
+    ledger = BlockLedger(blocks, block_size, split, rows, cache, reserve, swap_threshold, home)
+    # With a home lane there are no shares: that one may have all.
+    sharing = options if home is None else options.with_lanes(1)
+    capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     return ContinuousScheduler(
         ledger,
-        _lane_maker(options, blocks, block_size, times, places, home=home),
+        partial(_lanes, sharing, capacity, times, places, home=home),
         lengths,
         num_lanes=options.num_lanes,
-        max_num_sequences=options.batching.max_num_sequences,
+        max_num_sequences=batching.max_num_sequences,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
         places=places,
-        hybrid=_control(hybrid, ledger, lengths, times, options.batching),
+        hybrid=_control(hybrid, ledger, lengths, times, batching),
     )
-
-
-def _cache(options: ScheduleOptions, window: int | None, *given: Any) -> PrefixCache:
-    """``given``: what ``PrefixCache`` is given first."""
-    is_split = options.split_tokens is not None
-    return PrefixCache(
-        *given,
-        only_ends=is_split,
-        window=None if is_split else window,
-    )
-
-
-def _lane_maker(
-    options: ScheduleOptions,
-    blocks: tuple[int, ...],
-    block_size: int,
-    times: StepTime | None,
-    places: OwnHolders | None,
-    *,
-    home: HolderId | None,
-) -> Callable[[int], list[Lane]]:
-    """What makes so many lanes. With a home lane, of the holder ``home``, there are no
-    shares: that one may have all."""
-    capacity = tuple(num_blocks * block_size for num_blocks in blocks)
-    sharing = options if home is None else options.with_lanes(1)
-    return partial(_lanes, sharing, capacity, times, places, home=home)
-
-
-def _ledger(
-    options: ScheduleOptions,
-    blocks: tuple[int, ...],
-    block_size: int,
-    cache: PrefixCache,
-    swap_threshold: float,
-    home: HolderId | None,
-) -> BlockLedger:
-    batching, split = options.batching, options.split_tokens
-    reserve = 0.0 if batching.length_quantile is None else RESERVE
-    most_rows = options.max_closed_rows
-    return BlockLedger(blocks, block_size, split, most_rows, cache, reserve, swap_threshold, home)
 
 
 def _lanes(
@@ -151,16 +124,18 @@ def _lanes(
     )
     return [
         Lane(
-            _admission(one, _of_lane(index, capacity, places), times, num_limited, home),
+            _admission(
+                one,
+                capacity if places is None else places.of_lane(index, capacity),
+                times,
+                num_limited,
+                home,
+            ),
             PrefillBudget(*budget),
             index=index,
         )
         for index in range(num_lanes)
     ]
-
-
-def _of_lane(lane: int, capacity: tuple[int, ...], places: OwnHolders | None) -> tuple[int, ...]:
-    return capacity if places is None else places.of_lane(lane, capacity)
 
 
 def _control(

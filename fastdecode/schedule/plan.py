@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastdecode.core.holders import HolderId, KVSource, Part, Residence
+from fastdecode.core.holders import HolderId, KVSource, Residence
 from fastdecode.core.sequence import NOTHING, Sequence
+from fastdecode.wire.blocks import FetchBlocks, ForgetBlocks, KeepBlocks, StoreBlocks
 
 
 @dataclass(frozen=True)
@@ -46,53 +47,11 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Full blocks of a part that is open are kept when it is closed."""
-
-    part: Part
-    first_block: int
-    """Of the part."""
-    keys: tuple[bytes, ...]
-
-    @property
-    def holder(self) -> HolderId:
-        return self.part.holder
-
-
-@dataclass(frozen=True)
-class Forget:
-    """A holder keeps these blocks no more."""
+class Send:
+    """Send a holder a message about cached blocks, which it does not answer."""
 
     holder: HolderId
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class Offload:
-    """A holder's lower tier gets a copy of these kept blocks."""
-
-    holder: HolderId
-    job: int
-    keys: tuple[bytes, ...]
-    num_tokens: tuple[int, ...]
-    """Up to the end of each."""
-
-
-@dataclass(frozen=True)
-class Restore:
-    """A holder keeps these blocks, too, which its lower tier has."""
-
-    holder: HolderId
-    job: int
-    keys: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class DropCopies:
-    """A holder's lower tier gives these blocks up."""
-
-    holder: HolderId
-    keys: tuple[bytes, ...]
+    message: KeepBlocks | ForgetBlocks | StoreBlocks | FetchBlocks
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class PrefillBudget:
             ahead: which step it is; 0 is the present one.
         """
         chunks: list[int] = []
-        taken = self._num_booked(ahead)
+        taken = self._booked[ahead].tokens if ahead < len(self._booked) else 0
         if self.whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
             return ()
         while num_tokens:
@@ -110,10 +110,6 @@ class PrefillBudget:
             num_tokens -= chunk
             first += chunk
         return tuple(chunks)
-
-    def _num_booked(self, step: int) -> int:
-        """Tokens of a step to come."""
-        return self._booked[step].tokens if step < len(self._booked) else 0
 
     def book(
         self,

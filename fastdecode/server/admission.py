@@ -6,28 +6,17 @@ import math
 from collections import deque
 from collections.abc import Hashable
 
+from fastdecode.server.http.errors import HttpRefusal
+
 WINDOW_S = 60.0  # window, in seconds, for measuring how fast the queue drains
 MOST_STARTED = 1 << 16  # more are not counted, only the latest
 MIN_RETRY_S, MAX_RETRY_S = 1, 60
 _UNKNOWN_RETRY_S = 5
 
 
-class QueueFull(Exception):  # noqa: N818  (an answer)
-    """The queue has no room; a client may try again after ``retry_after_s``."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(f"again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
-
-
 class QueueAdmission:
-    """Bounds the requests of which some sequence has no token yet.
-
-    Args:
-        max_requests: Most queued sequences.
-        max_tokens: Most queued tokens, prompts plus expected answers. An empty queue admits any
-            request.
-    """
+    """Bounds the requests of which some sequence has no token yet, by their sequences and by their
+    tokens: prompts plus expected answers. An empty queue admits any request."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
@@ -39,27 +28,24 @@ class QueueAdmission:
         """Times at which requests left the queue with a token, their sequences and tokens."""
 
     def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
-        """Queue a request, or update the size of a queued one.
-
-        Raises:
-            QueueFull: If a limit would be exceeded. The request is then not queued.
-        """
+        """Queue a request, or update the size of a queued one. Raises HttpRefusal: If a limit would
+        be exceeded. The request is then not queued."""
         self.remove(key)
         excess = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self.max_tokens
         if self._queued and (excess > 0 or excess_tokens > 0):
-            raise QueueFull(self._retry_after_s(excess, excess_tokens, now))
+            retry_s = self._retry_after_s(excess, excess_tokens, now)
+            raise HttpRefusal(
+                429, f"too many requests wait: try again in {retry_s} s", "rate_limit_exceeded",
+                kind="rate_limit_error", headers={"retry-after": str(retry_s)},
+            )  # fmt: skip
         self._queued[key] = num_requests, num_tokens
         self.num_requests += num_requests
         self.num_tokens += num_tokens
 
     def remove(self, key: Hashable, started_s: float | None = None) -> None:
-        """Remove a request, if it is queued.
-
-        Args:
-            started_s: When its sequences all had a token, which counts for the drain rate. None if
-                it has failed.
-        """
+        """Remove a request, if it is queued. ``started_s`` is when its sequences all had a token,
+        which counts for the drain rate. None if it has failed."""
         left = self._queued.pop(key, None)
         if left is None:
             return

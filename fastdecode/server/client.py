@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 
 class OpenRequests:
-    """What one HTTP request asks of the engine: a request for each of its prompts.
-
-    Deltas wait here until they are taken. Those of a sequence are merged meanwhile, so that a slow
-    reader holds no more than what it asked for.
-    """
+    """What one HTTP request asks of the engine: a request for each of its prompts. Deltas wait
+    here until they are taken. Those of a sequence are merged, so that a slow reader holds no more
+    than what it asked for."""
 
     def __init__(self, requests: Sequence[Request], metrics: Metrics) -> None:
         self.requests = requests
         self.accepted_s = time.monotonic()
-        self.first_s: float | None = None  # when the first token came
+        self.first_s: float | None = None
+        """When the first token came, and the last one."""
         self.last_s: float | None = None
         self.num_tokens = 0  # generated so far
         self.num_sequences = sum(request.params.n for request in requests)
@@ -77,15 +76,14 @@ class OpenRequests:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The engine's part of a line of the request log."""
-        ttft_s = None if self.first_s is None else self.first_s - self.accepted_s
+        ttft_s = None if self.first_s is None else round(self.first_s - self.accepted_s, 6)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_tokens,
             "max_tokens": self.requests[0].max_tokens,
             "n": self.requests[0].params.n,
             "prompts": len(self.requests),
-            "ttft_s": None if ttft_s is None else round(ttft_s, 6),
+            "ttft_s": ttft_s,
             "tpot_s": None if self.tpot_s is None else round(self.tpot_s, 6),
         }
 
@@ -102,8 +100,7 @@ class OpenRequests:
         return [(place, pile.whole()) for (place, _), pile in taken.items()]
 
     async def _sleep(self, timeout_s: float | None) -> None:
-        """Wait for ``_wake``. ``asyncio.wait_for`` makes a task each time, and costs more than all
-        the rest of a chunk."""
+        # asyncio.wait_for makes a task, which costs more than all the rest of a chunk.
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
         timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)

@@ -12,17 +12,17 @@ from typing import Final
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.order import OpenTurns
-from fastdecode.core.errors import FastDecodeError, RequestError
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import RequestTable
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.link import Opening, StatusReport
 from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
-from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
@@ -43,14 +43,12 @@ class Outlook:
     seen_s: float = 0.0  # when that arrived
 
     def trouble(self, waiting_since_s: float | None, now_s: float, stall_s: float) -> str | None:
-        """Return why no token could come out, or None if one could.
+        """Return why no token could come out, or None if one could: starting, draining, stalled,
+        broken or no_r_worker.
 
         Args:
             waiting_since_s: When the current stretch of work began. None if there is no work.
             stall_s: Work without a step for this long is a stall, unless steps are long.
-
-        Returns:
-            starting, draining, stalled, broken or no_r_worker.
         """
         seen = self.seen
         # A drained engine is closed, too, but has done its work.
@@ -95,20 +93,13 @@ class Front:
     def __post_init__(self) -> None:
         opening = self.opening
         self.names = self.options.names(opening.model)
-        has_template = self.template is not None
         self.reader = RequestReader(
             opening.sampling,
             self.names,
-            has_template,
+            self.template is not None,
             is_online=True,
             model_defaults=opening.model_defaults,
-            chat_format=ChatFormat.of(
-                self.template,
-                self.codec.special_tokens,
-                self.options.tool_parser,
-                self.options.reasoning_parser,
-                self.options.chat_template_content_format,
-            ),
+            chat_format=self.options.chat_format(self.template, self.codec.special_tokens),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
         self.metrics = Metrics(opening.max_model_len, self.names[0])
@@ -119,18 +110,14 @@ class Front:
         """Parse what was asked, put together what is answered."""
         self.template_thread = ThreadPoolExecutor(1, "templates")
         self.tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
-        self._turn_thread = ThreadPoolExecutor(1, "conversations")
-        self.turns = OpenTurns(self.conversations, self._turn_thread)
-        self._numbers = itertools.count(1)
+        self._turns = ThreadPoolExecutor(1, "conversations")
+        self.turns = OpenTurns(self.conversations, self._turns)
+        self.next_number = itertools.count(1).__next__
+        """Returns a number of a generation, unique in this process."""
 
     def trouble(self) -> str | None:
-        """Return why no token could come out now, or None if one could."""
         since_s = self.client.waiting_since_s
         return self.outlook.trouble(since_s, time.monotonic(), self.options.stall_s)
-
-    def next_number(self) -> int:
-        """Return a number of a generation, unique in this process."""
-        return next(self._numbers)
 
     def expected_tokens(self, requests: list[Request]) -> int:
         """Return about how many tokens requests will have in the KV cache."""
@@ -140,22 +127,23 @@ class Front:
             for request in requests
         )
 
+    def enter(self, number: int, num_sequences: int, num_tokens: int) -> None:
+        """Put a request into the queue, or update its size. Raises HttpRefusal: If it is full."""
+        try:
+            self.admission.enter(number, num_sequences, num_tokens, time.monotonic())
+        except HttpRefusal:
+            self.metrics.rejected["queue_full"] += 1
+            raise
+
     def fail_all(self, error: FastDecodeError) -> None:
         self.num_cut += self.client.fail_all(error)
 
     def close(self) -> None:
         """End the processes that encode and render, and the threads."""
-        for pool in (
-            self.body_threads, self.template_thread, self.tokenizer_thread, self._turn_thread,
-        ):  # fmt: skip
+        for pool in (self.body_threads, self.template_thread, self.tokenizer_thread, self._turns):
             pool.shutdown(wait=False, cancel_futures=True)
         self.conversations.close()
         self.codec.close()
         if self.template is not None:
             self.template.close()
         self.log.close()
-
-
-def draining_error() -> FastDecodeError:
-    """Return the error of requests that the end of the server cuts off."""
-    return RequestError("the server is shutting down", code="draining")

@@ -24,31 +24,19 @@ from fastdecode.core.errors import (
     ConfigError,
     FastDecodeError,
     ProtocolError,
+    RequestError,
     WorkerError,
 )
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
+from fastdecode.server import link
 from fastdecode.server.client import RequestTable
-from fastdecode.server.front import Front, draining_error
+from fastdecode.server.front import Front
 from fastdecode.server.http.app import Routes
 from fastdecode.server.http.connection import bounded
 from fastdecode.server.http.guard import Guard
-from fastdecode.server.link import (
-    AsyncChannel,
-    CutOff,
-    Deltas,
-    Drain,
-    Drained,
-    Keys,
-    Listening,
-    Opening,
-    Ready,
-    StatusAck,
-    StatusReport,
-    Unfit,
-)
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.chat_template import ChatTemplate
@@ -66,7 +54,6 @@ SPARE_FILES = 128
 
 
 def main(fd: int) -> None:
-    """Serve until the socket ``fd`` is closed by the other side."""
     # The engine's process says what to do; uvicorn would end upon these.
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -79,9 +66,9 @@ def main(fd: int) -> None:
 
 
 async def _serve(connected: socket.socket) -> None:
-    channel = await AsyncChannel.over(connected)
+    channel = await link.AsyncChannel.over(connected)
     opening = await channel.receive()
-    if not isinstance(opening, Opening):
+    if not isinstance(opening, link.Opening):
         return
     options = ServeOptions(**opening.options)
     try:
@@ -102,10 +89,10 @@ async def _serve(connected: socket.socket) -> None:
         why = str(error)
         if isinstance(error, FastDecodeError):
             why = error.told(lambda given: "--" + given.name.replace("_", "-"))
-        channel.send(Unfit(why))
+        channel.send(link.Unfit(why))
         await channel.close()
         return
-    channel.send(Listening(address))
+    channel.send(link.Listening(address))
     serving = asyncio.create_task(server.serve([listener]))
     await _Frontend(front, guard, channel).run()
     server.should_exit = True
@@ -116,11 +103,8 @@ async def _serve(connected: socket.socket) -> None:
 
 
 def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration, loaded.
-
-    Raises:
-        ConfigError: If TLS's files are of no use, or others may read the key.
-    """
+    """Return uvicorn's configuration, loaded. Raises ConfigError: If TLS's files are of no use, or
+    others may read the key."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -168,12 +152,9 @@ def _room_for_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     most = max(1, soft - SPARE_FILES)
-    logger.warning(
-        "more than %d connections are refused, too few files may be open (--max-connections %d): "
-        "raise ulimit -n",
-        most,
-        wanted,
-    )
+    text = "more than %d connections are refused, too few files may be open (--max-connections %d)"
+    text += ": raise ulimit -n"
+    logger.warning(text, most, wanted)
     return most
 
 
@@ -219,10 +200,8 @@ def _listen_at_file(path: Path) -> socket.socket:
 class _Frontend:
     """Follows the messages of the engine's process until that ends."""
 
-    def __init__(self, front: Front, guard: Guard, channel: AsyncChannel) -> None:
-        self._front = front
-        self._guard = guard
-        self._channel = channel
+    def __init__(self, front: Front, guard: Guard, channel: link.AsyncChannel) -> None:
+        self._front, self._guard, self._channel = front, guard, channel
         self._ending: asyncio.Task[None] | None = None
         self._gives_up_s = math.inf
         """By ``time.monotonic``; then clients without an answer get none."""
@@ -243,27 +222,27 @@ class _Frontend:
     def _obey(self, message: object) -> None:
         front = self._front
         match message:
-            case Deltas(deltas):
+            case link.Deltas(deltas):
                 front.client.deliver(deltas)
-            case StatusReport():
+            case link.StatusReport():
                 self._see(message)
-            case Ready(kv_tokens):
+            case link.Ready(kv_tokens):
                 if front.options.max_queued_tokens is None:
                     front.admission.max_tokens = _QUEUED_CAPACITIES * kv_tokens
                 front.outlook.is_ready = True
-            case Keys(keys):
+            case link.Keys(keys):
                 self._guard.keys = tuple(keys)
-            case Drain() | CutOff():
+            case link.Drain() | link.CutOff():
                 front.outlook.is_draining = True
-                if isinstance(message, CutOff):
-                    self._cut(draining_error())
+                if isinstance(message, link.CutOff):
+                    self._cut(RequestError("the server is shutting down", code="draining"))
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
             case _:
                 raise ProtocolError(f"the engine's process said {type(message).__name__}")
 
-    def _see(self, seen: StatusReport) -> None:
-        self._channel.send(StatusAck())
+    def _see(self, seen: link.StatusReport) -> None:
+        self._channel.send(link.StatusAck())
         front = self._front
         now_s = time.monotonic()
         front.outlook.seen, front.outlook.seen_s = seen, now_s
@@ -273,7 +252,7 @@ class _Frontend:
 
     async def _end(self) -> None:
         await self._until_answered()
-        self._channel.send(Drained(self._front.num_cut))
+        self._channel.send(link.Drained(self._front.num_cut))
 
     def _cut(self, error: FastDecodeError) -> None:
         self._front.fail_all(error)

@@ -143,12 +143,9 @@ class Channel:
             self._connection.send_bytes(self._packing.packed(message))
 
     def receive(self, timeout_s: float | None = None) -> ServerMessage | None:
-        """Return the next message, or None if none came in time or ``wake`` was called.
-
-        Raises:
-            OSError: If the other end is gone, or ``end`` was called.
-            ProtocolError: If it sent anything else.
-        """
+        """Return the next message, or None if none came in time or ``wake`` was called. Raises
+        OSError: If the other end is gone, or ``end`` was called. ProtocolError: If it sent anything
+        else."""
         ready = [fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)]
         if self._connection.closed:
             raise BrokenPipeError("the channel is closed")
@@ -177,8 +174,6 @@ class Channel:
 
 
 class AsyncChannel:
-    """The end of the HTTP process."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
@@ -195,11 +190,8 @@ class AsyncChannel:
             self._writer.write(_LENGTH.pack(len(raw)) + raw)
 
     async def receive(self) -> ServerMessage | None:
-        """Return the next message, or None if the other end is gone.
-
-        Raises:
-            ProtocolError: If it sent anything else.
-        """
+        """Return the next message, or None if the other end is gone. Raises ProtocolError: If it
+        sent anything else."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if not 0 <= length <= MAX_MESSAGE_BYTES:

@@ -12,12 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import core
 from prometheus_client.registry import Collector
 
 from fastdecode.server.client import OpenRequests
@@ -79,8 +74,6 @@ Values: TypeAlias = "float | Mapping[Any, float]"
 
 
 class Histogram:
-    """Counts of observations by size."""
-
     def __init__(self, buckets: Sequence[float]) -> None:
         self._buckets = tuple(buckets)
         self._counts = [0] * (len(buckets) + 1)
@@ -91,7 +84,6 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return how many observations were at most each bound."""
         bounds = [*(str(float(bound)) for bound in self._buckets), "+Inf"]
         return [(bound, sum(self._counts[: i + 1])) for i, bound in enumerate(bounds)]
 
@@ -153,19 +145,12 @@ class SampleHistory:
 
 class Metrics(Collector):
     """All that is counted. A request of several prompts, or of n > 1, counts once.
-
-    Args:
-        max_model_len: Bounds the buckets of lengths.
-        model_name: A label of every metric.
-    """
+    ``max_model_len`` bounds the buckets of lengths."""
 
     def __init__(self, max_model_len: int, model_name: str = "") -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._seen: StatusReport | None = None
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.cached_tokens = 0
-        self.num_succeeded = 0
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = self.num_succeeded = 0
         self.ended = Counter(dict.fromkeys(ENDS, 0))
         self.rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self.aborted = Counter(dict.fromkeys(STAGES, 0))
@@ -193,7 +178,6 @@ class Metrics(Collector):
         self.history = SampleHistory()
 
     def first_token(self, opened: OpenRequests) -> None:
-        """Note that a request has its first token."""
         first_s = opened.first_s or opened.accepted_s
         self._observe("time_to_first_token_seconds", first_s - opened.accepted_s)
         self.lately_ttft.observe(first_s, first_s - opened.accepted_s)
@@ -232,20 +216,23 @@ class Metrics(Collector):
         self._seen = seen
         self.history.note(now_s, self.generation_tokens, seen)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         if self._seen is not None:
             yield from self._of_engine(self._seen)
-        prompt_tokens = "Prompt tokens of requests that were answered."
-        yield self._counter("vllm:prompt_tokens", prompt_tokens, self.prompt_tokens)
-        looked_up = "Prompt tokens that were looked up in the prefix cache."
-        yield self._counter("vllm:prefix_cache_queries", looked_up, self.prompt_tokens)
-        found = "Prompt tokens that were found in the prefix cache."
-        yield self._counter("vllm:prefix_cache_hits", found, self.cached_tokens)
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", self.generation_tokens)
+        tokens = {
+            "prompt_tokens": ("Prompt tokens of requests that were answered.", self.prompt_tokens),
+            "prefix_cache_queries": (
+                "Prompt tokens that were looked up in the prefix cache.", self.prompt_tokens),
+            "prefix_cache_hits": (
+                "Prompt tokens that were found in the prefix cache.", self.cached_tokens),
+            "generation_tokens": ("Tokens generated.", self.generation_tokens),
+        }  # fmt: skip
+        for name, (text, number) in tokens.items():
+            yield self._counter(f"vllm:{name}", text, number)
         ends = "Requests that are over."
         yield self._counter("vllm:request_success", ends, self.ended, "finished_reason")
         for name, (text, histogram) in self._histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=[*self._labels])
+            family = core.HistogramMetricFamily(f"vllm:{name}", text, labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.cumulative(), histogram.sum)
             yield family
         refused = "Requests that were refused."
@@ -253,7 +240,7 @@ class Metrics(Collector):
         gone = "Requests whose client went away."
         yield self._counter("fastdecode:aborted_requests", gone, self.aborted, "stage")
 
-    def _of_engine(self, seen: StatusReport) -> Iterator[Metric]:
+    def _of_engine(self, seen: StatusReport) -> Iterator[core.Metric]:
         """Yield what the latest report says; figures only exist after the first step."""
         figures, live = seen.figures, seen.num_live_r_workers
         yield self._gauge("vllm:num_requests_running", "Sequences that run.", seen.num_running)
@@ -281,19 +268,20 @@ class Metrics(Collector):
         text = "Tokens cached on an R-worker."
         yield self._gauge("fastdecode:r_worker_load_tokens", text, loads, "worker")
 
-    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
-        return self._filled(family, values)
+    def _gauge(self, name: str, text: str, values: Values, *labels: str) -> core.Metric:
+        return self._filled(core.GaugeMetricFamily, name, text, values, labels)
 
-    def _counter(self, name: str, text: str, values: Values, *labels: str) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
-        return self._filled(family, values)
+    def _counter(self, name: str, text: str, values: Values, *labels: str) -> core.Metric:
+        return self._filled(core.CounterMetricFamily, name, text, values, labels)
 
-    def _filled(self, family: Any, values: Values) -> Metric:
+    def _filled(
+        self, kind: Any, name: str, text: str, values: Values, labels: Sequence[str]
+    ) -> core.Metric:
+        family = kind(name, text, labels=[*self._labels, *labels])
         for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
             more = (key,) if isinstance(key, str) else key
             family.add_metric([*self._labels.values(), *more], value)
-        filled: Metric = family
+        filled: core.Metric = family
         return filled
 
 

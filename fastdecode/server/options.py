@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
@@ -25,13 +26,13 @@ _MAX_KEYS_BYTES = 4 << 20
 _FOREVER_S = 1e7
 
 
+def _seconds(default: float | None, text: str, low: float = 0.1) -> Any:
+    return option(default, text, low=low, high=_FOREVER_S, unit="s", metavar="S")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ChatOptions):
-    """Frozen, and valid from construction on.
-
-    Raises:
-        ConfigError: If a value is out of bounds, or options contradict each other.
-    """
+    """Raises ConfigError: If a value is out of bounds, or options contradict each other."""
 
     host: str = option(
         "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST",
@@ -46,19 +47,15 @@ class ServeOptions(ChatOptions):
         "directory)", metavar="NAME", common=True,
     )  # fmt: skip
     api_key_file: str | None = option(
-        None,
-        f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "
-        "again upon SIGHUP",
-        metavar="FILE",
-        common=True,
-    )
+        None, f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is "
+        "read again upon SIGHUP", metavar="FILE", common=True,
+    )  # fmt: skip
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
     allowed_origins: tuple[str, ...] = option(
-        (),
-        "pages of this site (such as https://HOST) may ask from a browser; *: of any; repeatable",
-        metavar="ORIGIN",
-    )
+        (), "pages of this site (such as https://HOST) may ask from a browser; *: of any; "
+        "repeatable", metavar="ORIGIN",
+    )  # fmt: skip
     open_metrics: bool = option(False, "/metrics, /status.json and /history.json need no key")
     request_log: str | None = option(
         None, "append a JSON line there for every request; -: to stdout", metavar="FILE"
@@ -67,42 +64,27 @@ class ServeOptions(ChatOptions):
         1024, "more requests that wait for their first token are refused (429)", high=1 << 24, low=1
     )
     max_queued_tokens: int | None = option(
-        None,
-        "and more tokens of those, prompts and expected answers (default: 4 times what the KV "
-        "caches hold)", low=1, high=1 << 40,
+        None, "and more tokens of those, prompts and expected answers (default: 4 times what the "
+        "KV caches hold)", low=1, high=1 << 40,
     )  # fmt: skip
     max_connections: int = option(4096, "more connections are refused", low=1, high=1 << 20)
     max_body_mb: float = option(
         8.0, "larger bodies are refused (413)", low=0.001, high=1024, unit="MiB", metavar="MIB"
     )
-    header_timeout_s: float = option(
-        10.0, "time for a request's header", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
-    )
-    body_timeout_s: float = option(
-        60.0, "time for a request's body", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
-    )
-    write_timeout_s: float = option(
+    header_timeout_s: float = _seconds(10.0, "time for a request's header")
+    body_timeout_s: float = _seconds(60.0, "time for a request's body")
+    write_timeout_s: float = _seconds(
         60.0,
         "cut off a client that takes nothing for so long; and an HTTP process that was stopped",
-        low=0.1, high=_FOREVER_S, unit="s",
-        metavar="S",
-    )  # fmt: skip
-    queue_timeout_s: float | None = option(
-        None, "end requests (503) whose first token takes longer (default: never)", low=0.001,
-        high=_FOREVER_S, unit="s", metavar="S",
-    )  # fmt: skip
-    request_timeout_s: float | None = option(
-        None, "end requests that take longer (default: never)", low=0.001, high=_FOREVER_S,
-        unit="s", metavar="S",
-    )  # fmt: skip
-    drain_timeout_s: float = option(
-        30.0, "upon SIGTERM, time for running requests to end", low=0, high=_FOREVER_S, unit="s",
-        metavar="S",
-    )  # fmt: skip
-    stall_s: float = option(
-        60.0, "not healthy when there is work, but no step within so long", low=0.1,
-        high=_FOREVER_S, unit="s", metavar="S",
-    )  # fmt: skip
+    )
+    queue_timeout_s: float | None = _seconds(
+        None, "end requests (503) whose first token takes longer (default: never)", 0.001
+    )
+    request_timeout_s: float | None = _seconds(
+        None, "end requests that take longer (default: never)", 0.001
+    )
+    drain_timeout_s: float = _seconds(30.0, "upon SIGTERM, time for running requests to end", 0)
+    stall_s: float = _seconds(60.0, "not healthy when there is work, but no step within so long")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -122,12 +104,7 @@ class ServeOptions(ChatOptions):
 
     @property
     def is_loopback(self) -> bool:
-        """True if no other host can reach the server."""
         return self.unix_socket is not None or is_loopback(self.host)
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mb * (1 << 20))
 
     def names(self, model: str) -> tuple[str, ...]:
         name = hub_name(model)
@@ -148,9 +125,8 @@ def is_loopback(host: str) -> bool:
 def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the SHA-256, in hex, of every key. If there is none, requests need no key.
 
-    Raises:
-        ConfigError: If the file can't be read, or others may read it; a key is too
-            short; or there is none though others can reach the address.
+    Raises ConfigError: If the file can't be read, or others may read it; a key is too short; or
+    there is none though others can reach the address.
     """
     found = set(filter(None, re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))))
     for key in found:

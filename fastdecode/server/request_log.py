@@ -24,15 +24,8 @@ _LAST_LINES_S = 1.0
 
 class RequestLog:
     """Appends lines to a file from a thread, so that a file that takes nothing delays no request.
-    Lines without room are left out. A file that was moved away is reopened.
-
-    Args:
-        path: None: nowhere; "-": stdout.
-        max_waiting_lines: More are left out.
-
-    Raises:
-        ConfigError: If the file can't be opened.
-    """
+    Lines without room are left out. A file that was moved away is reopened. The ``path`` "-" is
+    stdout; None is nowhere. Raises ConfigError: If the file can't be opened."""
 
     def __init__(self, path: str | None, max_waiting_lines: int = MAX_WAITING_LINES) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(max_waiting_lines)
@@ -85,10 +78,8 @@ def _opened(path: str) -> logging.Handler:
     except OSError as error:
         text = f"--request-log {path} can't be written: {explained(error)}"
         raise ConfigError(text) from None
-    try:
-        return WatchedFileHandler(path)
-    finally:
-        os.close(fd)
+    os.close(fd)
+    return WatchedFileHandler(path)
 
 
 def _raise(record: logging.LogRecord) -> None:

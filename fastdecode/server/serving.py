@@ -22,20 +22,7 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, 
 from fastdecode.core.host.processes import python_command
 from fastdecode.engine.instances.engine_server import EngineServer, RequestLimits
 from fastdecode.engine.service import EngineService
-from fastdecode.server.link import (
-    Cancel,
-    Channel,
-    CutOff,
-    Drain,
-    Drained,
-    Listening,
-    Opening,
-    ServerMessage,
-    StatusAck,
-    StatusReport,
-    Submit,
-    Unfit,
-)
+from fastdecode.server import link
 from fastdecode.server.options import KEYS_VARIABLE
 from fastdecode.wire.mpi.ranks import without_launcher
 
@@ -51,17 +38,10 @@ _MOST_BETWEEN_LOOKS_S: Final = 1.0
 
 
 class HttpProcess:
-    """Starts the HTTP process, which refuses requests until the engine is ready. Close it.
+    """Starts the HTTP process, which refuses requests until the engine is ready. Close it. Raises
+    ConfigError: If it can't listen there, or the tokenizer or the template is of no use."""
 
-    Args:
-        opening: What to serve.
-        environ: Its environment, but for what launchers and keys put there.
-
-    Raises:
-        ConfigError: If it can't listen there, or the tokenizer or the template is of no use.
-    """
-
-    def __init__(self, opening: Opening, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, opening: link.Opening, environ: Mapping[str, str] = os.environ) -> None:
         inherited = without_launcher(environ)
         ours, theirs = socket.socketpair()
         main = "from fastdecode.server.frontend import main; main(int(given))"
@@ -74,13 +54,13 @@ class HttpProcess:
                 env={name: inherited[name] for name in inherited if name != KEYS_VARIABLE},
                 start_new_session=True,
             )
-        self.channel = Channel(ours)
+        self.channel = link.Channel(ours)
         try:
             self.channel.send(opening)
             match self.channel.receive():
-                case Listening(address):
+                case link.Listening(address):
                     self.address = address
-                case Unfit(message):
+                case link.Unfit(message):
                     raise ConfigError(message, code="unfit_to_serve")
                 case _:
                     raise OSError
@@ -92,7 +72,6 @@ class HttpProcess:
             raise
 
     def close(self) -> None:
-        """End it. Safe to call twice."""
         self.channel.end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDS_WITHIN_S)
@@ -105,9 +84,6 @@ class Bridge(threading.Thread):
     """Serves an engine to the HTTP process from ``start`` on, until the channel is closed.
 
     Args:
-        service: Runs the requests.
-        channel: To the HTTP process.
-        limits: Of any request.
         figures: Of the engine, for status reports. Its thread calls this between two steps.
         silence_s: The HTTP process answers each status report, twice a second. If an answer takes
             longer than this, nothing is read: the process was stopped, or hangs.
@@ -116,22 +92,21 @@ class Bridge(threading.Thread):
     def __init__(
         self,
         service: EngineService[Any],
-        channel: Channel,
+        channel: link.Channel,
         limits: RequestLimits,
         figures: Callable[[Any], dict[str, Any]] = lambda served: {},
         silence_s: float = math.inf,
     ) -> None:
         super().__init__(name="http", daemon=True)
         self._channel = channel
-        self._server = EngineServer(service, limits, figures, channel.wake)
+        self.server = EngineServer(service, limits, figures, channel.wake)
         self.silence_s = silence_s
         self.is_silent = False
-        self.report = StatusReport()  # the engine's latest
-        self._owes_answer = False
-        self._was_heard = False  # since the last look
+        self.report = link.StatusReport()  # the engine's latest
+        self._owes_answer = self._was_heard = False  # since the last look
         self._waited_s = 0.0
         self._looked_s: float | None = None
-        self._outbox: deque[ServerMessage] = deque()
+        self._outbox: deque[link.ServerMessage] = deque()
         self.is_gone = threading.Event()  # set when the HTTP process has ended
         self.is_open = threading.Event()  # set when it lets requests in, or is gone
         self.drained = threading.Event()
@@ -143,7 +118,7 @@ class Bridge(threading.Thread):
         try:
             while True:
                 self._send_all()
-                message = self._channel.receive(self._server.wait_s)
+                message = self._channel.receive(self.server.wait_s)
                 if message is not None:
                     self._obey(message)
         except OSError:
@@ -156,14 +131,10 @@ class Bridge(threading.Thread):
             self.is_gone.set()
             self.is_open.set()
 
-    def send(self, message: ServerMessage) -> None:
+    def send(self, message: link.ServerMessage) -> None:
         """Send to the HTTP process without waiting: it may have been stopped. Thread-safe."""
         self._outbox.append(message)
         self._channel.wake()
-
-    def cancel_all(self, error: FastDecodeError) -> None:
-        """End all requests of the HTTP process, which gets the error once it reads again."""
-        self._server.cancel_all(error)
 
     def look(self, now_s: float) -> bool:
         """Update ``is_silent``, several times a second. Return True if it has changed."""
@@ -179,19 +150,19 @@ class Bridge(threading.Thread):
     def _send_all(self) -> None:
         while self._outbox:
             self._channel.send(self._outbox.popleft())
-        for message in self._server.messages():
-            if isinstance(message, StatusReport):
+        for message in self.server.messages():
+            if isinstance(message, link.StatusReport):
                 self._owes_answer, self.report = True, message
             self._channel.send(message)
 
-    def _obey(self, message: ServerMessage) -> None:
+    def _obey(self, message: link.ServerMessage) -> None:
         self._owes_answer, self._was_heard = False, True
         match message:
-            case StatusAck():
+            case link.StatusAck():
                 self.is_open.set()
-            case Submit() | Cancel():
-                self._server.obey(message)
-            case Drained(num_cut):
+            case link.Submit() | link.Cancel():
+                self.server.obey(message)
+            case link.Drained(num_cut):
                 self.num_cut = num_cut
                 self.drained.set()
             case _:
@@ -202,12 +173,10 @@ class ActivityLines:
     """Shows a line every ten seconds while the engine works, and once more when it has stopped."""
 
     def __init__(self, tell: Callable[[str], None], clock: Clock = time.monotonic) -> None:
-        self._tell = tell
-        self._clock = clock
-        self._told_s = clock()
-        self._tokens = 0
+        self._tell, self._clock = tell, clock
+        self._told_s, self._tokens = clock(), 0
 
-    def turn(self, now: StatusReport) -> None:
+    def turn(self, now: link.StatusReport) -> None:
         now_s = self._clock()
         elapsed_s = now_s - self._told_s
         if elapsed_s < _ACTIVITY_EVERY_S:
@@ -217,11 +186,8 @@ class ActivityLines:
         if not (now.num_running or now.num_waiting or num_new):
             return
         live, num = now.workers
-        workers = f", R-workers {live}/{num}" if num else ""
-        self._tell(
-            f"{now.num_running} running, {now.num_waiting} waiting, "
-            f"{num_new / elapsed_s:.0f} tok/s{workers}"
-        )
+        rate = f"{num_new / elapsed_s:.0f} tok/s" + (f", R-workers {live}/{num}" if num else "")
+        self._tell(f"{now.num_running} running, {now.num_waiting} waiting, {rate}")
 
 
 class Ending(IntEnum):
@@ -241,14 +207,8 @@ class Signals(Protocol):
 
 
 class Serving:
-    """Waits for what ends a server. Used by the thread that opened the service.
-
-    Args:
-        service: Runs the requests. Where it has no thread of its own, its steps run here.
-        bridge: To the HTTP process.
-        signals: Looked at several times a second.
-        reload: Reads the keys again.
-        tell: Shows a line.
+    """Waits for what ends a server. Used by the thread that opened the service: where that has no
+    thread of its own, its steps run here. ``reload`` reads the keys again, ``tell`` shows a line.
     """
 
     def __init__(
@@ -259,12 +219,9 @@ class Serving:
         reload: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
+        self._service, self._bridge, self._signals = service, bridge, signals
+        self._reload, self._tell = reload, tell
         self._lines = ActivityLines(tell)
-        self._service = service
-        self._bridge = bridge
-        self._signals = signals
-        self._reload = reload
-        self._tell = tell
         self._nothing = DeltaQueue()
         self._num_reloaded = 0
 
@@ -273,16 +230,14 @@ class Serving:
         bridge, signals = self._bridge, self._signals
         self._turn_while(lambda: not signals.num_stops)
         if not self._is_broken:
-            self._tell(
-                f"finishing requests for {drain_timeout_s:g} s at most; a second signal stops "
-                "at once"
-            )
-            bridge.send(Drain(drain_timeout_s))
+            most = f"{drain_timeout_s:g} s at most"
+            self._tell(f"finishing requests for {most}; a second signal stops at once")
+            bridge.send(link.Drain(drain_timeout_s))
             self._turn_while(lambda: signals.num_stops < 2, drain_timeout_s)
         elif not bridge.is_gone.is_set():
             self._tell(f"the engine broke down: {_shown(self._service.snapshot().error)}")
         if not bridge.drained.is_set():
-            bridge.send(CutOff())
+            bridge.send(link.CutOff())
             end_s = time.monotonic() + _CUT_WITHIN_S
             is_answered = bridge.drained.is_set
             while not (is_answered() or bridge.is_gone.is_set() or time.monotonic() >= end_s):
@@ -292,15 +247,15 @@ class Serving:
         if bridge.is_gone.is_set():
             self._tell("the HTTP process has ended; so does the server")
             return Ending.HTTP_LOST
+        ending, said = Ending.SOME_CUT, "the HTTP process didn't say in time how many requests were"
         if not bridge.drained.is_set():
-            said = "the HTTP process didn't say in time how many requests were cut off"
+            said += " cut off"
         elif num := bridge.num_cut:
             said = f"{num} {'request was' if num == 1 else 'requests were'} cut off"
         else:
-            said = "all running requests were answered"
+            ending, said = Ending.ALL_ANSWERED, "all running requests were answered"
         self._tell(f"ended; {said}")
-        is_whole = bridge.drained.is_set() and not bridge.num_cut
-        return Ending.ALL_ANSWERED if is_whole else Ending.SOME_CUT
+        return ending
 
     @property
     def _is_broken(self) -> bool:
@@ -321,7 +276,7 @@ class Serving:
                 self._reload()
 
     def _on_silence(self) -> None:
-        """Cancel the requests of an HTTP process that reads nothing: it answers no client."""
+        """link.Cancel the requests of an HTTP process that reads nothing: it answers no client."""
         if not self._bridge.is_silent:
             self._tell("the HTTP process reads again")
             return
@@ -330,7 +285,7 @@ class Serving:
             "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
         )
         text = "the server's HTTP process read nothing for too long: try again"
-        self._bridge.cancel_all(RequestError(text, code="http_stopped"))
+        self._bridge.server.cancel_all(RequestError(text, code="http_stopped"))
 
 
 def _shown(error: FastDecodeError | None) -> str:

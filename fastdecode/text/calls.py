@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -93,12 +92,14 @@ class Divider:
         self.num_calls += 1
 
 
-class CallReader(Divider, ABC):
+class CallReader(Divider):
     """Divides an answer into text and calls.
 
     A subclass reads one call: ``_text`` begins with the call's mark, and ``_place`` is where to
     read on.
     """
+
+    _in_call: Callable[[bool], bool]
 
     @staticmethod
     def of(family: ToolFormat, schemas: ToolSchemas, most_calls: int) -> CallReader:
@@ -116,10 +117,6 @@ class CallReader(Divider, ABC):
         """The call has no mark; it is the first one after its mark."""
         self._is_after_call = False
         """Drop blanks that follow a call."""
-
-    @abstractmethod
-    def _in_call(self, is_final: bool) -> bool:
-        """Read on in a call."""
 
     def _in_start(self, is_final: bool) -> bool:
         begun = self._text.lstrip()

@@ -14,7 +14,7 @@ from fastdecode.core.config.options import option
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs, refuse
-from fastdecode.text.calls import CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
+from fastdecode.text.calls import Call, CallReader, HarmonyParser, Part, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import CONTENT_FORMATS, MessageStyle
 from fastdecode.text.codec import TextCodec
@@ -41,6 +41,13 @@ class ChatOptions:
     reasoning_parser: str = option(
         AUTO, "marks of reasoning_content; auto: the template's", choices=REASONING_PARSERS
     )
+
+    def chat_format(self, template: ChatTemplate | None, special: Mapping[str, int]) -> ChatFormat:
+        """Return the formats of a model's chats. ``special``: As in ``ChatFormat``."""
+        content_format = self.chat_template_content_format
+        return ChatFormat.of(
+            template, special, self.tool_parser, self.reasoning_parser, content_format
+        )
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,24 @@ class AnswerFormat:
         calls = None if tools is None else CallReader.of(tools, self.schemas, most_calls)
         return AnswerParser(splitter, calls)
 
+    def parsed(
+        self, text: str, codec: TextCodec, prompt_token_ids: Sequence[int], name: str
+    ) -> ParsedAnswer:
+        """Return the parts of an answer. ``name`` is for the ids of its calls."""
+        parser, parsed, content = self.parser(codec, prompt_token_ids), ParsedAnswer(), ""
+        for part in [*parser.feed(text), *parser.finish()]:
+            if isinstance(part, Reasoning):
+                parsed.reasoning = (parsed.reasoning or "") + part.text
+            elif isinstance(part, str):
+                content += part
+            else:
+                parsed.calls.append(self.call(part, name))
+        parsed.content = None if parsed.calls and not content.strip() else content
+        return parsed
+
+    def call(self, call: Call, answer: str) -> ToolCall:
+        return ToolCall(self.call_id(answer, call.index), call.name, call.arguments)
+
     def call_id(self, answer: str, index: int) -> str:
         """Return the id of one call of an answer with this name: the same every time."""
         digest = sha256(f"{answer}/{index}".encode()).hexdigest()
@@ -225,25 +250,7 @@ class ParsedAnswer:
     reasoning: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, text: str, parser: PartsParser, answer_format: AnswerFormat, name: str
-    ) -> ParsedAnswer:
-        """Return the parts of a text. ``name``: the answer's, for the ids of its calls."""
-        parsed, content = cls(), ""
-        for part in [*parser.feed(text), *parser.finish()]:
-            if isinstance(part, Reasoning):
-                parsed.reasoning = (parsed.reasoning or "") + part.text
-            elif isinstance(part, str):
-                content += part
-            else:
-                call_id = answer_format.call_id(name, part.index)
-                parsed.calls.append(ToolCall(call_id, part.name, part.arguments))
-        parsed.content = None if parsed.calls and not content.strip() else content
-        return parsed
-
     def to_json(self) -> dict[str, Any]:
-        """Return OpenAI's message of an assistant."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

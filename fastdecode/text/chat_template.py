@@ -25,12 +25,20 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.json_file import Refuse, read_bytes
 from fastdecode.core.model.files import read_model_json
-from fastdecode.text.chats import MARK, ROLES, USER, Message, Rendering, for_template, with_objects
+from fastdecode.text.chats import (
+    MARK,
+    PLAIN,
+    ROLES,
+    USER,
+    Message,
+    Rendering,
+    for_template,
+    with_objects,
+)
 from fastdecode.text.child import ChildDiedError, ChildFailedError, LimitedChild, Limits
 from fastdecode.text.tokenizer_files import SPECIAL_TOKENS, TokenizerFiles
 
 logger = logging.getLogger(__name__)
-PLAIN: Final = Rendering()
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
 # What a template is given anyway, under these names.
@@ -48,17 +56,10 @@ _PROBED_AT: Final = datetime(2000, 1, 1)
 
 
 class ChatTemplate:
-    """A template, ready to render in a child process.
-
-    Args:
-        origin: Where it comes from, for the log and errors at the start.
-        special_tokens: ``{"bos_token": "<s>", …}``, as far as the model has them.
-        tool_source: The program for conversations with tools. None for the same one.
-
-    Raises:
-        CheckpointError: If the source isn't a Jinja program, or hits a limit on a word.
-        MissingExtraError: If the package jinja2 isn't installed.
-    """
+    """A template, ready to render in a child process. ``origin`` is for the log and for errors at
+    the start. ``tool_source`` is the program for conversations with tools; None for the same one.
+    Raises CheckpointError: If the source isn't a Jinja program, or hits a limit on a word.
+    MissingExtraError: If the package jinja2 isn't installed."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from fastdecode.core.errors import Given, RequestError
+from fastdecode.core.sequence import Prompt
 
 Message: TypeAlias = Mapping[str, Any]
 Probe: TypeAlias = Callable[..., str | None]
@@ -97,8 +98,6 @@ _NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "fil
 
 
 class _Probes:
-    """Renders conversations with marks in them."""
-
     def __init__(self, probe: Probe, content_format: str) -> None:
         self._probe = probe
         self._is_auto = content_format == "auto"
@@ -336,3 +335,17 @@ class Rendering:
 
 def _refusal(why: str) -> RequestError:
     return RequestError(Given("continue_final_message"), why, code="invalid_messages")
+
+
+PLAIN: Final = Rendering()
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, to become a prompt by the model's chat template."""
+
+    messages: Sequence[Message]
+    how: Rendering = PLAIN
+
+
+PromptOrChat: TypeAlias = "Prompt | Chat"

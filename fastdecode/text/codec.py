@@ -117,15 +117,9 @@ def no_tokenizer(why: str, remedy: str = "") -> RequestError:
 
 
 class Encoder:
-    """Encodes with a model's tokenizer, in a child process with limits.
-
-    Args:
-        max_model_len: Tokens that no prompt may reach. None for no limit.
-        limits: Limits of the child. None for those that honest tokenizers never need.
-        added: As in ``TokenizerFiles``.
-
-    Raises CheckpointError: If the file isn't a tokenizer, or hits a limit on an ordinary text.
-    """
+    """Encodes with a model's tokenizer, in a child process. No prompt may reach ``max_model_len``.
+    ``added`` is as in ``TokenizerFiles``. Raises CheckpointError: If the file isn't a tokenizer, or
+    hits a limit on an ordinary text."""
 
     def __init__(
         self,
@@ -187,10 +181,8 @@ class Encoder:
 
 @dataclass(eq=False)
 class SequenceText:
-    """The text that one sequence has generated, and whether it has a stop string.
-
-    A token that ends the sequence by its id (EOS, ``stop_token_ids``) goes to ``append_last``.
-    """
+    """The text that one sequence has generated, and whether it has a stop string. A token that ends
+    the sequence by its id (EOS, ``stop_token_ids``) goes to ``append_last``."""
 
     detokenizer: Detokenizer
     stop: Sequence[str] = ()
@@ -333,10 +325,8 @@ class SequenceText:
 
 
 class BegunStop:
-    """How much of a growing text's end may begin a stop string.
-
-    This is Knuth, Morris and Pratt's automaton for each of the strings, of which none is empty.
-    """
+    """How much of a growing text's end may begin a stop string: Knuth, Morris and Pratt's automaton
+    for each of the strings, of which none is empty."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = [(string, [0]) for string in stop]
@@ -346,10 +336,8 @@ class BegunStop:
         self._matched = [0] * len(self._stop)
 
     def feed(self, text: str) -> int:
-        """Take more text. Return the length of its longest end that begins a stop string.
-
-        An end is shorter than that string: one that is complete has been judged already.
-        """
+        """Take more text. Return the length of its longest end that begins a stop string, but isn't
+        one: a complete one has been judged already."""
         for i, (string, fallbacks) in enumerate(self._stop):
             matched = self._matched[i]
             for char in text:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -212,18 +212,15 @@ class TokenText:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def offsets_after(self, prompt_token_ids: Sequence[int]) -> TokenOffsets:
-        return TokenOffsets(detokenizer_for(self._vocabulary, prompt_token_ids))
+    def offsets_after(self, prompt_token_ids: Sequence[int]) -> Callable[[int], int]:
+        """Return a function from each next token to where its text begins, had nothing been cut
+        off."""
+        detokenizer, end = detokenizer_for(self._vocabulary, prompt_token_ids), 0
 
+        def offset_of(token_id: int) -> int:
+            nonlocal end
+            begin = end
+            end += len(detokenizer.append(token_id))
+            return begin
 
-@dataclass
-class TokenOffsets:
-    """Where the texts of a completion's tokens begin, had nothing been cut off its text."""
-
-    _detokenizer: Detokenizer
-    _end: int = 0
-
-    def next(self, token_id: int) -> int:
-        begin = self._end
-        self._end += len(self._detokenizer.append(token_id))
-        return begin
+        return offset_of

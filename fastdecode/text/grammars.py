@@ -37,7 +37,6 @@ _MARK: Final = "\x02"
 
 
 def llguidance() -> Any:
-    """Return the package. Raises RequestError: If it isn't installed."""
     try:
         import llguidance
     except ModuleNotFoundError:
@@ -143,7 +142,6 @@ class GrammarMasks:
             states.append(state)
 
     def close(self) -> None:
-        """End the threads. Safe to call twice."""
         self._openers.shutdown()
         self._fillers.shutdown()
 
@@ -192,8 +190,6 @@ class GrammarMasks:
 
 
 class GrammarState:
-    """The place of one sequence in its grammar."""
-
     def __init__(self, masks: GrammarMasks) -> None:
         self._masks = masks
         self.matcher: Any = None

@@ -256,11 +256,9 @@ def text_until(name: str, end: str, special: Special) -> str:
 def json_rule(
     schema: Mapping[str, Any], blanks: str | None = None, *, is_compact: bool = False
 ) -> str:
-    """Return the JSON of a schema. Raises ValueError: If it can't be followed exactly.
-
-    ``blanks`` is the regular expression of what may stand between tokens, if not the usual one.
-    If ``is_compact``, nothing may.
-    """
+    """Return the JSON of a schema. ``blanks`` is the regular expression of what may stand between
+    tokens, if not the usual one. If ``is_compact``, nothing may. Raises ValueError: If the schema
+    can't be followed exactly."""
     options = _COMPACT if is_compact else {"whitespace_pattern": blanks or _WHITESPACE}
     return _exact_rule(schema) or _json(followable(schema), options)
 
@@ -409,12 +407,9 @@ def reasoning_grammar(family: ReasoningFormat, special: Special, *, is_inside: b
 def harmony_grammar(
     tools: Functions, special: Special, answer: str | None, *, is_inside: bool = False
 ) -> str:
-    """Return a Lark grammar of an answer of gpt-oss that may reason, and then is a call.
-
-    Args:
-        answer: A rule of the final message's text, which may stand in place of a call.
-        is_inside: The prompt ends inside the reasoning.
-    """
+    """Return a Lark grammar of an answer of gpt-oss that may reason, and then is a call. ``answer``
+    is a rule of the final message's text, which may stand in place of a call. ``is_inside``: The
+    prompt ends inside the reasoning."""
     names = ("<|channel|>", "<|message|>", "<|start|>")
     channel, message, start = (marked(name, special) for name in names)
     head = "" if is_inside else f'{channel} "analysis" {message}'

@@ -65,7 +65,6 @@ class ModelTokenizer:
         return dict(self._tokenizer.get_vocab())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError: If the text can't be encoded."""
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding:
@@ -94,7 +93,6 @@ class ModelTokenizer:
         return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """Return None for an unknown token."""
         id_of = self._tokenizer.token_to_id
         return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
 

@@ -45,10 +45,8 @@ _CONVERTED: Final = {
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a model's files say of its tokens, as transformers reads them.
-
-    ``tokenizer.json`` alone says what begins a text: ``add_bos_token`` is for its makers.
-    """
+    """What a model's files say of its tokens, as transformers reads them. ``tokenizer.json`` alone
+    says what begins a text: ``add_bos_token`` is for its makers."""
 
     path: Path | None = None
     """The ``tokenizer.json``. None if the model serves token ids only."""

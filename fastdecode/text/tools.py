@@ -89,26 +89,18 @@ def _definition(tool: object, where: str) -> Mapping[str, Any]:
             raise _refuse("tools", f"{where} has an unknown field {field!r:.80}: known are {known}")
     name, parameters = function.get("name"), function.get("parameters")
     schema = _object(parameters)
+    is_named = isinstance(name, str) and _NAME.fullmatch(name)
     rules = {
-        "name": f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}",
-        "description": "a string",
-        "strict": "true or false",
-        "parameters": "a JSON schema, which is an object",
-        "parameters.type": '"object"',
-        "parameters.properties": "an object",
-        "parameters.required": "a list",
+        "name": (is_named, f"1 to 64 of a-z A-Z 0-9 _ -, not {name!r:.80}"),
+        "description": (isinstance(function.get("description"), str | None), "a string"),
+        "strict": (isinstance(function.get("strict"), bool | None), "true or false"),
+        "parameters": (isinstance(parameters, Mapping | None), "a JSON schema, which is an object"),
+        "parameters.type": (schema.get("type", "object") in ("object", ["object"]), '"object"'),
+        "parameters.properties": (isinstance(schema.get("properties") or {}, Mapping), "an object"),
+        "parameters.required": (isinstance(schema.get("required") or [], list | tuple), "a list"),
     }
-    is_right = (
-        isinstance(name, str) and _NAME.fullmatch(name),
-        isinstance(function.get("description"), str | None),
-        isinstance(function.get("strict"), bool | None),
-        isinstance(parameters, Mapping | None),
-        schema.get("type", "object") in ("object", ["object"]),
-        isinstance(schema.get("properties") or {}, Mapping),
-        isinstance(schema.get("required") or [], (list, tuple)),
-    )
-    for (field, rule), is_so in zip(rules.items(), is_right, strict=True):
-        if not is_so:
+    for field, (is_right, rule) in rules.items():
+        if not is_right:
             raise _refuse("tools", f"{where}.{field} must be {rule}")
     # ``strict`` asks for what a required call does anyway, and is not for the model.
     said = {k: v for k, v in function.items() if k != "strict" and v is not None}

@@ -3,12 +3,11 @@
 ======================  =========  =============================================================
 message                 direction  meaning, and the answer
 ======================  =========  =============================================================
-``CloseSequence``       S/R → R    free a sequence's blocks; no answer
+``CloseSequence``       S/R → R    free a sequence's blocks, or cache its last one; no answer
 ``TruncateSequence``    S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
 ``KeepBlocks``          S/R → R    cache full blocks of a sequence under keys; no answer
 ``ResumeSequence``      S/R → R    open a sequence with cached blocks → ``Accepted``, ``Refused``
-``EndSequence``         S/R → R    close a sequence, and cache its last block; no answer
-``ForgetBlocks``        S/R → R    evict cached blocks; no answer
+``ForgetBlocks``        S/R → R    evict cached blocks, or copies in the tier; no answer
 ``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
 ``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
 ``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``, or
@@ -27,7 +26,6 @@ message                 direction  meaning, and the answer
 ``StoreBlocks``         S → R      copy cached blocks to the tier → ``Moved``, out of order
 ``FetchBlocks``         S → R      make room for blocks of the tier, and copy them back
                                    → ``Fetching`` now and then, then ``Moved``, out of order
-``DropBlocks``          S → R      the tier evicts blocks, if it has them; no answer
 ``ExportSequence``      S → R      readers with this ticket may read a sequence; no answer
 ``Pull``                S → R      fetch an empty sequence's tokens from other R-workers
                                    → ``Pulled``, out of order
@@ -54,7 +52,7 @@ the fork is arriving, too, and what is missing comes for it alone.
 **Cached blocks.** A key of 128 bits says what tokens a block and all before it hold. The cache
 refers to a block as a sequence that never appends does, so a cached block is never written. A
 sequence that is resumed with a **gap** first appends the tokens that fill it (``BeginStep``). Only
-full blocks of open sequences are cached. ``EndSequence`` caches the last block as it stands.
+full blocks of open sequences are cached. A ``tail`` is the key of the last block as it stands.
 
 **Tier.** A block that moves may not be forgotten before its job ends. A fetched block has its key
 at once: a sequence that resumes with it attends a layer when that has come. If the block fails,
@@ -213,6 +211,8 @@ class Reserving(ForHolder, frozen=True):
 class CloseSequence(ForHolder, frozen=True, tag=4):
     sequence_id: Count
     holder: CacheId = THE_ONLY
+    tail: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    """Key under which to cache its last block, which is not full. Empty to free all blocks."""
 
     in_every_stage = True
 
@@ -257,17 +257,10 @@ class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
         return CloseSequence(self.sequence_id, self.holder)
 
 
-class EndSequence(ForHolder, frozen=True, tag=19, eq=False):
-    sequence_id: Count
-    key: Keys
-    """Key of its last block, which is not full."""
-    holder: CacheId = THE_ONLY
-
-    in_every_stage = True
-
-
 class ForgetBlocks(ForHolder, frozen=True, tag=18, eq=False):
     keys: Keys
+    is_below: bool = False
+    """True for blocks of the lower tier, which may lack them."""
     holder: CacheId = THE_ONLY
 
     in_every_stage = True
@@ -507,14 +500,6 @@ class FetchBlocks(ForHolder, frozen=True, tag=42, eq=False):
     in_every_stage = True
 
 
-class DropBlocks(ForHolder, frozen=True, tag=43, eq=False):
-    keys: Keys
-    holder: CacheId = THE_ONLY
-
-    said_by = S_WORKERS
-    in_every_stage = True
-
-
 class Fetching(Message, frozen=True, tag=102):
     holder: Holder
     job: Count
@@ -638,8 +623,8 @@ class DescribeExport(Asking, frozen=True, tag=58):
     said_by = frozenset({Role.READER})
 
 
-KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | EndSequence | ForgetBlocks
-TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks | DropBlocks
+KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | ForgetBlocks
+TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks
 BlocksToRWorker: TypeAlias = (
     CloseSequence | TruncateSequence | KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
     | FetchChunk | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull

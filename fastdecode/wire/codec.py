@@ -235,7 +235,7 @@ class Codec:
                 f"{body_bytes} were announced"
             )
         self._body, self._at, self._end = body, start, len(body)
-        self._frames, self._take = iter(frames), take
+        self._frames, self._take = iter(frames) if frames else _NO_FRAMES, take
         try:
             message: Message = self._read(view[_PREFIX.size : head_bytes], self._decode)
             if type(message) is Long:

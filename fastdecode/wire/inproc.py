@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeAlias
 
@@ -24,13 +23,6 @@ from fastdecode.wire.transport import (
 )
 
 
-class _End(Enum):
-    """Queued behind a connection's last message."""
-
-    CLOSED_BY_PEER = "closed by peer"
-    CLOSED_HERE = "closed here"
-
-
 class InprocConnection(Generic[SendT, ReceiveT]):
     """One side of a pair that ``connect`` makes."""
 
@@ -40,15 +32,20 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         self.index = -1
         """Its place in the hub's ``connections``."""
         self._remote: InprocConnection[Any, SendT] | None = None
-        self._closed = False
+        self.is_closed = False
+        """True if this side has closed it."""
         self._ended = False  # the end has been taken from the queue
 
     heard_s = None  # a thread ends with its process
     is_reached = True
 
+    @property
+    def is_open(self) -> bool:
+        return not (self.is_closed or self._ended)
+
     def send(self, message: SendT) -> None:
         assert self._remote is not None
-        if self._closed:
+        if self.is_closed:
             raise closed_error(self.peer, by_peer=False)
         if not self._remote.deliver(message):
             raise closed_error(self.peer, by_peer=True)
@@ -60,37 +57,27 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         return self._hub.poll(self)
 
     def close(self) -> None:
-        if self._closed or self._remote is None:  # ``connect`` closes it if its hub is closed
-            return
-        self._closed = True
-        self._remote.deliver(_End.CLOSED_BY_PEER)
-        self._hub.arrive(self, _End.CLOSED_HERE)
+        if not self.is_closed and self._remote is not None:  # ``connect`` may close it again
+            self.is_closed = True
+            self._remote.deliver(closed_error(self._remote.peer, by_peer=True))
+            self._hub.arrive(self, closed_error(self.peer, by_peer=False))
 
-    def deliver(self, message: ReceiveT | _End) -> bool:
-        """Queue a message from the peer. Return False if this side is closed."""
-        if self._closed:
-            return False
-        self._hub.arrive(self, message)
-        return True
+    def deliver(self, message: ReceiveT | WorkerError) -> bool:
+        """Queue a message from the peer, or why none follows. Return False if this side is
+        closed."""
+        if not self.is_closed:
+            self._hub.arrive(self, message)
+        return not self.is_closed
 
-    def take(self, arrival: ReceiveT | _End) -> ReceiveT:
+    def take(self, arrival: ReceiveT | WorkerError) -> ReceiveT:
         """Return what arrived here. Raises WorkerError: If it is the end."""
-        if isinstance(arrival, _End):
+        if isinstance(arrival, WorkerError):
             self._ended = True
-            raise closed_error(self.peer, by_peer=arrival is _End.CLOSED_BY_PEER)
+            raise arrival
         return arrival
 
-    @property
-    def is_open(self) -> bool:
-        return not (self._closed or self._ended)
 
-    @property
-    def is_closed(self) -> bool:
-        """True if this side has closed it."""
-        return self._closed
-
-
-_Arrival: TypeAlias = "tuple[InprocConnection[SendT, ReceiveT], ReceiveT | _End]"
+_Arrival: TypeAlias = "tuple[InprocConnection[SendT, ReceiveT], ReceiveT | WorkerError]"
 
 
 class InprocHub(Generic[SendT, ReceiveT]):
@@ -131,7 +118,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
         return connection
 
     def arrive(
-        self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | _End
+        self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | WorkerError
     ) -> None:
         """Queue a message for a connection. Thread-safe."""
         self._arrivals.put((connection, message))
@@ -158,7 +145,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
                     connection, message = self._next_arrival(deadline)
                 except Empty:
                     raise timeout_error(" or ".join(still_open), timeout_s or 0.0) from None
-            if message is not _End.CLOSED_HERE and connection.is_open:
+            if connection.is_open:
                 try:
                     return connection.index, connection.take(message)
                 except WorkerError as error:

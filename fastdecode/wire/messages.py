@@ -142,7 +142,7 @@ from fastdecode.wire.traits import MAX_LANES as MAX_LANES
 from fastdecode.wire.traits import Activations as Activations
 from fastdecode.wire.traits import Message as Message
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 MAX_STEP_TOKENS = 1 << 23
 """Most tokens that a step of one lane appends on one R-worker, and most that it attends there.
@@ -216,8 +216,9 @@ class Hello(ForHolder, frozen=True, tag=1):
             )
         if self.role not in OWNERS:
             raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
-        if (self.outlives or self.resumes) and not self.session:
-            raise ConfigError("a cache of no session can't be kept for it, nor resumed")
+        is_of_session = self.session and self.role is Role.S_WORKER
+        if (self.outlives or self.resumes) and not is_of_session:
+            raise ConfigError("only an S-worker's cache of a session is kept for it, or resumed")
 
     def check(self, answer: Any) -> None:
         super().check(answer)

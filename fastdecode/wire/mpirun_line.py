@@ -25,19 +25,18 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}(,[A-Za-z0-9][A-Za-z0
 
 @dataclass(frozen=True)
 class JobHost:
-    """A host, and how many R-workers it gets: one for each NUMA node is best. Of
-    a job without R-workers, how many stages."""
+    """A host of a job."""
 
     name: str
     num_r_workers: int = 1
+    """One for each NUMA node is best. In a job without R-workers: how many stages."""
 
 
 def parse_hosts(text: str) -> tuple[JobHost, ...]:
-    """``"a:2,b:2"`` → two hosts with two R-workers each; a count of 0 is a host
-    without.
+    """Return the hosts of a list like "a:2,b:0".
 
     Raises:
-        ConfigError: it is no such list, names a host twice, or has no R-worker.
+        ConfigError: If it is no such list, names a host twice, or has no R-worker.
     """
     hosts: list[JobHost] = []
     for part in text.split(","):
@@ -58,10 +57,10 @@ def parse_hosts(text: str) -> tuple[JobHost, ...]:
 
 
 def vendor_of(version: str) -> Vendor:
-    """Whose launcher it is, from what ``mpirun --version`` prints.
+    """Return whose launcher prints this for ``mpirun --version``.
 
     Raises:
-        ConfigError: neither Open MPI's nor MPICH's.
+        ConfigError: If it is neither Open MPI's nor MPICH's.
     """
     if "Open MPI" in version or "OpenRTE" in version or "prte" in version.lower():
         return "Open MPI"
@@ -75,44 +74,33 @@ def vendor_of(version: str) -> Vendor:
 
 @dataclass(frozen=True)
 class JobLine:
-    """What an mpirun line is made from.
-
-    Args:
-        s_command: the S-worker's, such as fastdecode generate …
-        r_command: every R-worker's, such as fastdecode r-worker --numa-node
-            auto
-        hosts: where R-workers run; the first runs the S-worker too, unless
-            ``s_host`` is given.
-        vendor: whose mpirun it is.
-        interface: the network that MPI uses: an interface's name, or
-            10.0.0.0/24 with Open MPI.
-        extra: further options of mpirun.
-        as_root: have Open MPI run as root, which it refuses otherwise.
-        num_s_ranks: ranks of each stage that run the S-worker's command: those
-            of ``--tp``.
-        num_stages: pipeline stages (``--pp``). Each runs beside the first of
-            its R-workers, unless ``s_host`` is given.
-        has_r_workers: ranks are R-workers. Else K and V are on the stages'
-            devices, or with R-workers at addresses, and hosts say how many
-            stages each has.
-        instances: they take the R-workers of ``hosts`` in order. The S-workers of a
-            stage are beside the first of its R-workers, and the controller beside
-            the first instance, unless ``s_host`` is given.
-    """
+    """What an mpirun line is made from."""
 
     s_command: tuple[str, ...]
+    """The S-worker's command."""
     r_command: tuple[str, ...]
+    """Every R-worker's command."""
     hosts: tuple[JobHost, ...]
+    """Where R-workers run. The first runs the S-worker too, unless ``s_host`` is given."""
     vendor: Vendor = "Open MPI"
     mpirun: str = "mpirun"
     s_host: str | None = None
     interface: str | None = None
+    """Network that MPI uses: an interface's name, or 10.0.0.0/24 with Open MPI."""
     extra: tuple[str, ...] = ()
+    """More options of mpirun."""
     as_root: bool = False
+    """Run as root, which Open MPI refuses otherwise."""
     num_s_ranks: int = 1
+    """S-workers of each stage that act as one (``--tp``)."""
     num_stages: int = 1
+    """Pipeline stages (``--pp``). Each runs beside the first of its R-workers, unless ``s_host``
+    is given."""
     has_r_workers: bool = True
+    """If False, hosts say how many stages each has."""
     instances: tuple[PlacedInstance, ...] = ()
+    """They take the R-workers of ``hosts`` in order. The S-workers of a stage are beside the first
+    of its R-workers, and the controller beside the first instance, unless ``s_host`` is given."""
 
     def __post_init__(self) -> None:
         if not self.has_r_workers:
@@ -145,7 +133,7 @@ class JobLine:
         return sum(host.num_r_workers for host in self.hosts)
 
     def _check_stages(self) -> None:
-        """Of a job without R-workers."""
+        """Check a job without R-workers."""
         if self.s_host is not None:
             raise ConfigError(
                 f"--s-host={self.s_host} contradicts --hosts, which places the stages of a command "
@@ -159,11 +147,10 @@ class JobLine:
             )
 
     def words(self) -> list[str]:
-        """The command line."""
         return [word for part in self._parts() for word in part]
 
     def shown(self) -> str:
-        """The command line for a shell, a part a line."""
+        """Return the command line for a shell, each part on a line of its own."""
         return " \\\n    ".join(shlex.join(part) for part in self._parts())
 
     def _parts(self) -> list[list[str]]:
@@ -205,20 +192,8 @@ class JobLine:
     def _options(self) -> list[str]:
         if self.vendor == "MPICH":
             return ["-iface", self.interface] if self.interface else []
-        # Ranks that die are told of (ulfm needs the pml ob1); R-workers bind
-        # themselves; waiting ranks yield.
-        options = [
-            "--with-ft",
-            "ulfm",
-            "--bind-to",
-            "none",
-            "--mca",
-            "pml",
-            "ob1",
-            "--mca",
-            "btl",
-            "self,sm,tcp",
-        ]
+        # ulfm, which needs the pml ob1, tells of ranks that die. R-workers bind themselves.
+        options = shlex.split("--with-ft ulfm --bind-to none --mca pml ob1 --mca btl self,sm,tcp")
         if self.interface:
             options += ["--mca", "btl_tcp_if_include", self.interface]
             options += ["--prtemca", "prte_if_include", self.interface]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.wire.waiting import look_until_found
@@ -155,21 +155,14 @@ def timeout_error(peer: str, timeout_s: float) -> WorkerError:
     )
 
 
-class PeerHere(Connection[SendT_contra, ReceiveT_co], Protocol):
-    """A connection to a peer that works in this thread, when it is polled."""
-
-    @property
-    def is_busy(self) -> bool:
-        """True if it moves KV behind its answers, and may report on that at any time."""
-
-
 class HubBehind(Generic[SendT, ReceiveT]):
-    """Connections whose peers work in this thread, and behind them those of ``hub``. It does not
-    wait for others while one of the first has work, nor for long while one moves KV."""
+    """Connections whose peers work in this thread when they are polled, and behind them those of
+    ``hub``. It does not wait for others while one of the first has work, nor for long while one
+    moves KV (``is_busy``) and may report on that at any time."""
 
     def __init__(
         self,
-        firsts: Sequence[PeerHere[SendT, ReceiveT]],
+        firsts: Sequence[Any],
         hub: Hub[SendT, ReceiveT] | None = None,
     ) -> None:
         self._firsts = tuple(firsts)

@@ -42,44 +42,6 @@ def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T
             os.sched_yield()
 
 
-class Watchdog(threading.Thread):
-    """Calls ``bark`` when a count that should grow has stood still for ``num_ticks`` ticks.
-
-    Args:
-        looks: Returns the count. None while it need not grow.
-        bark: Gets the number of ticks. If it returns False it is called again a tick later.
-        tick_s: Seconds of a tick. Ticks are counted, not time: a process that was stopped has
-            missed both.
-    """
-
-    def __init__(
-        self,
-        looks: Callable[[], int | None],
-        bark: Callable[[int], bool],
-        *,
-        tick_s: float,
-        num_ticks: int,
-    ) -> None:
-        super().__init__(name="watchdog", daemon=True)
-        self._looks = looks
-        self._bark = bark
-        self._tick_s = tick_s
-        self._num_ticks = num_ticks
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def run(self) -> None:
-        before, num_same = None, 0
-        while not self._stopped.wait(self._tick_s):
-            looks = self._looks()
-            num_same = num_same + 1 if looks is not None and looks == before else 0
-            before = looks
-            if num_same >= self._num_ticks and self._bark(num_same):
-                return
-
-
 class Pump(threading.Thread):
     """Calls ``work`` every ``interval_s`` until it returns False, then rests until ``wake``."""
 
@@ -92,6 +54,7 @@ class Pump(threading.Thread):
         """True if it was woken, and has not begun to work since."""
         self._stopped = False
         self._has_failed = False
+        self.start()
 
     def wake(self) -> None:
         self.is_wanted = True

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.wire.blocks import MOST_MOVED, DropBlocks, FetchBlocks, StoreBlocks
+from fastdecode.wire.blocks import MOST_MOVED, FetchBlocks, StoreBlocks
 from rworker.blocks.kv_store import KVStore
 from rworker.checks import checked_keys
 from rworker.tiers.lower_tier import MoveJob
@@ -70,8 +70,3 @@ class Moving:
         """All jobs are over; what was to come hasn't."""
         for number, move in list(self.moves.items()):
             self.end(number, set(range(len(move.keys))))
-
-
-def keys_to_drop(message: DropBlocks) -> list[bytes]:
-    """Raises ProtocolError: they aren't keys."""
-    return checked_keys(message.keys)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from fastdecode.wire.blocks import (
-    EndSequence,
     ForgetBlocks,
     KeepBlocks,
     ResumeSequence,
@@ -21,7 +20,6 @@ Change: TypeAlias = (
     | CloseSequence
     | KeepBlocks
     | ResumeSequence
-    | EndSequence
     | ForgetBlocks
 )
 """Of a cache's sequences and kept blocks, that a replica has to make, too."""

@@ -18,7 +18,6 @@ from fastdecode.wire.blocks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,
-    EndSequence,
     ExpectTokens,
     ForgetBlocks,
     KeepBlocks,
@@ -101,11 +100,10 @@ class ReplicaLog:
                 yield change
             case ResumeSequence():
                 yield from self._resume(change)
-            case EndSequence():
-                yield from self._close(change.sequence_id)
-                self._kept.keep_tail(change.key.tobytes())
             case CloseSequence():
                 yield from self._close(change.sequence_id)
+                if change.tail:
+                    self._kept.keep_tail(bytes.fromhex(change.tail))
             case ForkSequence(parent):
                 if parent in self._sent:
                     yield from self._fork(change)

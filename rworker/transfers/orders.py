@@ -13,12 +13,12 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.blocks import (
     DescribeExport,
-    DropBlocks,
     ExportDescription,
     ExportExpired,
     ExportSequence,
     FetchBlocks,
     FetchChunk,
+    ForgetBlocks,
     Pull,
     Replicate,
     Restore,
@@ -27,9 +27,9 @@ from fastdecode.wire.blocks import (
     UseTier,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION
-from rworker.blocks.moving import keys_to_drop
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
+from rworker.checks import checked_keys
 from rworker.instructions import (
     BeginPull,
     DropStored,
@@ -128,7 +128,9 @@ def _offer(books: CacheState, message: ExportSequence) -> None:
     books.offers.give(message.ticket, sequence, num_tokens)
 
 
-def about_tier(number: int, cache: HolderCache, message: TierToRWorker) -> tuple[Instruction, ...]:
+def about_tier(
+    number: int, cache: HolderCache, message: TierToRWorker | ForgetBlocks
+) -> tuple[Instruction, ...]:
     """What a peer's message about a cache's lower tier comes to.
 
     Args:
@@ -145,8 +147,8 @@ def about_tier(number: int, cache: HolderCache, message: TierToRWorker) -> tuple
             return (OpenTier(number, cache.holder, message.identity),)
         case StoreBlocks() | FetchBlocks():
             return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
-        case DropBlocks():
-            return (DropStored(cache.holder, tuple(keys_to_drop(message))),)
+        case ForgetBlocks():
+            return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
 
 
 def to_restore(

@@ -13,7 +13,6 @@ Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton  # type: ignore[import-not-found]  # not there on a CPU
@@ -355,16 +354,6 @@ def _shared_memory(device: torch.device) -> int:
         return LARGE_SHARED_MEMORY
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 99 << 10))
-
-
-class WithTiling:
-    """These kernels, decoded tokens attended with another tiling: for measurements. In place of
-    ``PagedKV.kernels``."""
-
-    def __init__(self, tiling: Tiling) -> None:
-        self.paged_store, self.chunk_tokens = paged_store, chunk_tokens
-        self.paged_decode = partial(paged_decode, tiling=tiling)
-        self.paged_chunks = paged_chunks
 
 
 def paged_decode(

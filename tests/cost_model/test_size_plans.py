@@ -209,9 +209,8 @@ def test_both_sides_have_the_best_number_on_the_gpu(
     both = best_hybrid(system, alone, 4, step_limit_s, part=1.0)
     assert both.away
     load, layout = system.attended_tokens, Layout(both.layout)
-    lane_batch = -(-both.away // max(1, layout.num_away_lanes))
     costs = costs_of(
-        system, lambda num: system.costs.num_layers * system.s_s(num), lane_batch, both.sockets
+        system, lambda num: system.costs.num_layers * system.s_s(num), both.away, both.sockets
     )
     rates = []
     for home in range(1, alone.batch + 1):
@@ -230,8 +229,7 @@ def test_both_sides_end_at_the_largest_batch_that_was_measured() -> None:
         assert alone is not None
         both = best_hybrid(known, alone, 8, math.inf, part=1.0)
         layout = Layout(both.layout)
-        in_a_lane = -(-both.away // max(1, layout.num_away_lanes))
-        steps = [both.batch] if layout is Layout.MIXED else [both.home, in_a_lane]
+        steps = [both.batch] if layout is Layout.MIXED else [both.home, both.away]
         assert both.away and max(steps) <= most
         assert known is measured or max(steps) > 64
 

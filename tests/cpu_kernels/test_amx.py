@@ -116,8 +116,8 @@ def test_permission_is_only_given_where_the_cpu_has_tiles():
 class BrokenTiles(SoftTiles):
     """A CPU that takes a product's first matrix for its second."""
 
-    def multiply(self, context, builder, file, total, a, b):
-        self._call(context, builder, soft_multiply, file, total, a, a)
+    def multiply(self, builder, file, total, a, b):
+        self._call(builder, soft_multiply, file, total, a, a)
 
 
 @pytest.fixture

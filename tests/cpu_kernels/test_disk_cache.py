@@ -69,7 +69,7 @@ def _compiled(tree: Path, cache: Path) -> set[tuple[str, int]]:
     command = [
         sys.executable,
         "-c",
-        "from cpu_kernels.dispatch import copy_entry; copy_entry()",
+        "from cpu_kernels.kernels import append_unit, unit_entry; unit_entry(append_unit)",
     ]
     subprocess.run(command, env=environment, cwd=tree, check=True, timeout=120)
     return {(path.name, path.stat().st_mtime_ns) for path in cache.rglob("*.nbc")}

@@ -20,7 +20,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.conversations import Conversations, Keeping
 from fastdecode.conversations.order import ReaderTurns
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn, TurnPrompt
+from fastdecode.conversations.turns import History, HistoryStep, Turn, TurnPrompt, TurnPrompter
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
@@ -140,7 +140,7 @@ def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> Non
     some = Conversations(None, store)
     names = ["full", "other", "full", "other", "full"]
     turns = [
-        Turn(str(i), whose, PromptTurn([5 + i] * 3, llm.codec), GREEDY)
+        Turn(str(i), whose, TurnPrompter([5 + i] * 3, llm.codec), GREEDY)
         for i, whose in enumerate(names)
     ]
     outputs = {int(each.request_id): each for each in llm.stream(turns, conversations=some)}

@@ -26,7 +26,7 @@ from values import replace
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.local import DeviceWorker
+from fastdecode.engine.step.device import DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.blocks import ExportSequence, KVSource, Pull, Pulled

@@ -20,8 +20,8 @@ from fastdecode.core.holders import HolderId, Part, PartId, Residence
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.core.sequence import SamplingParams as Params
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.batch import StepBatch
+from fastdecode.engine.step.prompts import DevicePrefill
 from fastdecode.schedule.plan import Chunk
 from sworker.feed import Feed
 from sworker.paged import PagedKV

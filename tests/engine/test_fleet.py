@@ -126,12 +126,6 @@ def test_arrays_that_nobody_asked_for_are_one_members_alone(
     assert_lost(fleet, f"r1 {reason}")
 
 
-def test_members_that_answered_for_bad_heads_are_given_up() -> None:
-    fleet, _ = group_of(3)
-    fleet.lose_heads(GROUP, np.array([False, False, True, False, False, False]), "answered NaN")
-    assert_lost(fleet, "r1 answered NaN")
-
-
 class Hub:
     """Time passes only while somebody waits here. ``signs`` and ``answers``: (when, worker)."""
 

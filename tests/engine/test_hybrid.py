@@ -48,7 +48,7 @@ def always(layout: Layout, *, home_is_open: bool = True) -> Rule:
 
 
 def restless() -> Rule:
-    courses = [Course(layout, 2) for layout in (Layout.SPLIT_2, Layout.MIXED, Layout.SPLIT_1)]
+    courses = [Course(layout, 2) for layout in (Layout.MIXED, Layout.SPLIT)]
 
     def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
         courses.append(courses.pop(0))
@@ -133,7 +133,7 @@ def test_kept_blocks_are_found_on_either_side(
     """What the device had no room for is found on R-workers when the device has room."""
     options = {"prefix_cache": "on", **more, **({"cache_disk": str(tmp_path)} if more else {})}
     asked = prompts([40] * 8, seed=7)
-    with hybrid(llama, always(Layout.SPLIT_1), **options) as llm:
+    with hybrid(llama, always(Layout.SPLIT), **options) as llm:
         first = llm.generate(asked, GREEDY)
         away = [i for i, prompt in enumerate(asked) if _is_kept_away_alone(llm, prompt)]
         assert away and steps_of(llm)["split-1"] > 0
@@ -160,7 +160,7 @@ def _is_kept_away_alone(llm: LLM, prompt: list[int]) -> bool:
 
 
 def test_r_workers_may_have_all(expected: Callable[[str], Tokens], llama: str) -> None:
-    with hybrid(llama, always(Layout.SPLIT_1, home_is_open=False)) as llm:
+    with hybrid(llama, always(Layout.SPLIT, home_is_open=False)) as llm:
         for _ in range(2):
             assert tokens(llm) == expected("llama")
         assert steps_of(llm)["R-only"] > 0
@@ -170,7 +170,7 @@ def test_what_fits_on_the_device_sends_no_r_worker_a_step(
     monkeypatch: pytest.MonkeyPatch, expected: Callable[[str], Tokens], llama: str
 ) -> None:
     crash_after(monkeypatch, {"r0": 0, "r1": 0})  # at the first layer that they attend
-    with hybrid(llama, always(Layout.SPLIT_1), device_kv_gb=0.01) as llm:
+    with hybrid(llama, always(Layout.SPLIT), device_kv_gb=0.01) as llm:
         assert tokens(llm) == expected("llama")
         assert set(steps_of(llm)) == {"gpu-only"}
         engine = llm.snapshot().engine
@@ -180,8 +180,8 @@ def test_what_fits_on_the_device_sends_no_r_worker_a_step(
 @pytest.mark.parametrize(
     ("layout", "crashes"),
     [
-        (Layout.SPLIT_1, {"r0": 9}),
-        (Layout.SPLIT_2, {"r0": 9, "r1": 30}),
+        (Layout.SPLIT, {"r0": 9}),
+        (Layout.SPLIT, {"r0": 9, "r1": 30}),
         (Layout.MIXED, {"r0": 9, "r1": 30}),
     ],
 )
@@ -212,7 +212,7 @@ def test_quantised_everybody_has_the_tokens_of_its_side(
         options = {**SHARED, "kv_placement": placement, "kv_dtype": kv_dtype, "kv_memory_gb": 0.01}
         with LLM(llama, **options) as llm:
             of_side.append(tokens(llm))
-    with hybrid(llama, always(Layout.SPLIT_1), kv_dtype=kv_dtype, device_kv_gb=room_gb) as llm:
+    with hybrid(llama, always(Layout.SPLIT), kv_dtype=kv_dtype, device_kv_gb=room_gb) as llm:
         found = tokens(llm)
         assert steps_of(llm)["split-1"] > 0
     for at_r_workers, at_home, mine in zip(*of_side, found, strict=True):
@@ -232,7 +232,7 @@ def test_what_the_device_could_never_hold_goes_to_r_workers(
         assert set(steps_of(llm)) - {"gpu-only"}
 
 
-@pytest.mark.parametrize("layout", [Layout.SPLIT_2, Layout.MIXED])
+@pytest.mark.parametrize("layout", [Layout.SPLIT, Layout.MIXED])
 def test_a_sequence_in_parts_goes_to_r_workers(
     layout: Layout, expected: Callable[[str], Tokens], llama: str
 ) -> None:

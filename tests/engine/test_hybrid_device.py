@@ -20,9 +20,9 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, 
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step import mixed_step
+from fastdecode.engine.step.batch import StepBatch
+from fastdecode.engine.step.device import DeviceWorker
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.local import DeviceWorker
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention, StepMode
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.plan import Chunk
@@ -147,7 +147,7 @@ def test_beside_away_lanes_it_runs_in_slices(lanes: int, looks: int) -> None:
 def test_attention_at_home_is_written_where_the_next_unit_reads_it() -> None:
     """Before, o was copied there, once a layer."""
     run, found = HybridRun(1, num_steps=3), []
-    run.run(on_step=lambda step: found.append(step.remote.take() is step.forward.place))
+    run.run(on_step=lambda step: found.append(step.begun.parts[0].take(None) is step.forward.place))
     assert found == [False, True, True]  # prompts have no fixed memory
 
 

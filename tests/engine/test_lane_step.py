@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,8 +12,9 @@ from device_runs import NUM_LAYERS, Run
 
 from fastdecode.core.holders import Holder, HolderKind, Part, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.step.attention import Begun, StepRecord
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
 
@@ -46,10 +48,11 @@ def test_what_a_chunk_attends_of_its_past_is_load(prompts_on_r: bool) -> None:
     batch = StepBatch.build(
         chunks, (Holder(HolderKind.R_WORKER, prompts_on_r, False, 1),) * 2, step=0
     )
-    remote = SimpleNamespace(batch=batch, r_compute_s={0: 0.25, 1: 0.5}, in_s_part_s=0.0, lost=())
-    forward = SimpleNamespace(device_s=lambda: 0.0, layer=0)
+    record = StepRecord(batch.spans)
+    record.r_s.update({0: 0.25, 1: 0.5})  # type: ignore[dict-item]
+    forward: Any = SimpleNamespace(device_s=lambda: 0.0, layer=0)
     times = Told()
-    LaneStep(0, batch, np.zeros(0, np.int64), remote, forward).tell(times, None, 0.0)  # type: ignore[arg-type]
+    LaneStep(0, batch, np.zeros(0, np.int64), record, Begun(), forward).tell(times, None, 0.0)
     parts = {0: RPartTime(51 + 30 + 8, 7 + 9 + 4, 0.25), 1: RPartTime(32, 4, 0.5)}
     assert times.told == (1, 20, parts)
 
@@ -67,4 +70,4 @@ def test_messages_are_the_hosts_time_and_not_the_way_out_and_back() -> None:
     with mock.patch("time.perf_counter", side_effect=lambda: now[0]):
         run.run(on_step=steps.append)
     assert steps[0].s_compute_s >= 100.0 * NUM_LAYERS
-    assert steps[0].round_trip_s == 0.0
+    assert steps[0].record.round_trip_s == 0.0

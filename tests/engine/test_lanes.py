@@ -80,6 +80,6 @@ def test_the_engine_does_what_its_lane_control_wants(llama: str) -> None:
         timing = StepTiming(MeasuredTimes(), Restless(MeasuredTimes(), 2))
         engine._extensions = (timing,)
         seen = set()
-        found = tokens_of(llm, lambda: seen.add(len(engine._pipeline.lanes)))
+        found = tokens_of(llm, lambda: seen.add(engine._pipeline.num_lanes))
     assert found == expected
     assert len(seen) > 1

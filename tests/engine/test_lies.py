@@ -3,6 +3,7 @@ nowhere, and the others go on."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
 from fastdecode.engine.step import remote
+from fastdecode.engine.step.attention import StepRecord
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -61,8 +63,9 @@ def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
     ``LENT_LAYERS`` later: the first one must have been stored by then, not only as many."""
     begin = SimpleNamespace(step=7, lane=0, want_lse=False)
     span: Any = SimpleNamespace(
-        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0)
-    )
+        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0),
+        num_queries=0,
+    )  # fmt: skip
     sent: list[Any] = []
     plan: Any = SimpleNamespace(
         staging=lambda lane: Staging(),
@@ -71,18 +74,18 @@ def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
         specs=(None,) * 9,
     )
     batch: Any = SimpleNamespace(spans=(span,), local=())
-    step = remote.MergingStep(plan, batch)
+    step = remote.RemotePart(plan, batch, StepRecord(batch.spans))
     for layer in range(LENT_LAYERS):
-        step.scatter(layer, *torch.zeros(3, 4, 1, 8))
-        assert step.ready == (layer < LENT_LAYERS - 1)
+        step.scatter(layer, *torch.zeros(3, 4, 1, 8), None)
+        assert step.ready() == (layer < LENT_LAYERS - 1)
         if layer == 2:  # a later stage's member is quicker than the first one's
-            step.deliver(HolderId(0), stored(2))
-            step.deliver(HolderId(0), stored(1))
-    step.deliver(HolderId(0), stored(3))
-    assert not step.ready and not step.settled
-    step.deliver(HolderId(0), stored(0))
-    assert step.ready and not step.settled
-    step.deliver(HolderId(0), stored(4))
+            step.answered(HolderId(0), stored(2))
+            step.answered(HolderId(0), stored(1))
+    step.answered(HolderId(0), stored(3))
+    assert not step.ready() and not step.settled
+    step.answered(HolderId(0), stored(0))
+    assert step.ready() and not step.settled
+    step.answered(HolderId(0), stored(4))
     assert step.settled
 
 
@@ -208,32 +211,22 @@ def undisturbed(tiny_checkpoint: Callable[..., Path]) -> tuple[Path, list[Any]]:
         ({"prompt_attention": "r"}, np.nan),
     ],
 )
-def test_o_that_is_not_finite_is_not_believed(
+def test_o_that_is_not_finite_fails_its_request_alone(
     options: dict[str, Any],
     what: float,
     undisturbed: tuple[Path, list[Any]],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The same tokens come from those that are left; the request that met it is not to blame."""
+    """Its error names the R-workers that attended the step."""
     model, expected = undisturbed
     give(monkeypatch, {"r1": lambda: NotFinite(what=what)})
     found, num_live = answers(model, **HERE, **options)
-    assert (found, num_live) == (expected, 1)
-
-
-def test_in_16_bits_too(
-    llama: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class In16Bits(NotFinite):
-        def compute(self, compute: Compute) -> AttendResult:
-            result = super().compute(compute)
-            nan = np.full_like(result.o, 0x7FC0 if result.o.dtype == np.uint16 else np.nan)
-            return replace(result, o=nan if self._left < 0 else result.o)
-
-    give(monkeypatch, {"r0": lambda: In16Bits(what=0)})
-    found, num_live = answers(llama, **HERE, dtype="bfloat16")
-    assert num_live == 1 and all(isinstance(one, list) for one in found)
-    assert "R-worker r0 is lost: it answered NaN or Inf in layer" in caplog.text
+    failed = [x for x in found if isinstance(x, str)]
+    assert failed and set(failed) == {"non_finite_logits"} and num_live == 2
+    tokens = [(x, y) for x, y in zip(found, expected, strict=True) if not isinstance(x, str)]
+    assert all(x == y for x, y in tokens)
+    assert re.search("Its step was attended by .*R-worker r1", caplog.text)
 
 
 def with_weights(model: Path | str, to: Path, name: str, change: Callable[[Any], None]) -> Path:

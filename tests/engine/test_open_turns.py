@@ -14,7 +14,7 @@ import pytest
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.order import OpenTurn, OpenTurns
 from fastdecode.conversations.store import ConversationStore
-from fastdecode.conversations.turns import History, HistoryStep, PromptTurn, Turn
+from fastdecode.conversations.turns import History, HistoryStep, Turn, TurnPrompter
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import SamplingParams
@@ -46,7 +46,7 @@ def run(
 
 
 def arrive(turns: OpenTurns, *new: int, whose: str = "c") -> OpenTurn:
-    prompter = PromptTurn(new, TextCodec(None))
+    prompter = TurnPrompter(new, TextCodec(None))
     return turns.arrive(Turn("r", whose, prompter, SamplingParams()))
 
 

@@ -95,7 +95,7 @@ def make_holes(llm: LLM) -> None:
     for holder in stock.holders:
         index = stock[holder]
         gone = [block for block in index if block.num_tokens in (2 * BLOCK, 3 * BLOCK)]
-        stock.orders.forget(holder, index.forget(gone))
+        stock.forget(holder, index.forget(gone))
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,12 @@ from tokenizers import Tokenizer, models
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
-from fastdecode.conversations.turns import (
-    ChatTurn,
-    PromptTurn,
-    Turn,
-)
+from fastdecode.conversations.turns import Turn, TurnPrompter
 from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.errors import CapacityError, ConfigError, ModelError, RequestError
 from fastdecode.core.sequence import PromptRequest
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import Chat
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from sworker.worker import SWorker
@@ -300,12 +297,12 @@ def test_stop_strings_need_text() -> None:
 def test_a_chat_turn_needs_the_text_of_its_answer() -> None:
     codec = TextCodec(None)
     with closing(ChatTemplate("{{ messages }}", "here", {})) as template:
-        chat = ChatTurn((), codec, template)
+        chat = TurnPrompter(Chat(()), codec, template)
         with pytest.raises(RequestError, match="next turn needs the text") as refused:
             Turn("0", "a", chat, SamplingParams(detokenize=False))
         assert Turn("0", "a", chat, SamplingParams())
     assert refused.value.code == "invalid_conversation"
-    assert Turn("0", "a", PromptTurn("Hello", codec), SamplingParams(detokenize=False))
+    assert Turn("0", "a", TurnPrompter("Hello", codec), SamplingParams(detokenize=False))
 
 
 def test_lines_and_the_option_say_it(tmp_path: Path) -> None:

@@ -68,15 +68,6 @@ def test_prompts_of_a_line_have_seeds_of_their_own_unless_the_line_says_one(
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
 
 
-def test_two_runs_dont_write_one_output(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.run()
-    with job.open("resume"):
-        for begin in ("resume", "overwrite"):
-            with pytest.raises(ConfigError, match="another run is writing"):
-                job.open(begin)
-
-
 def test_lines_that_workers_were_lost_with_are_left_for_later(make_job: Callable[..., Job]) -> None:
     job, whole = make_job("job"), make_job("whole")
     whole.run(run_seed=7)

@@ -168,7 +168,9 @@ def test_of_two_jobs_that_start_at_once_one_runs_and_the_manifest_is_its_own(
         for thread in threads:
             thread.join(60)
         (winner,) = opened
-        assert len(refused) == 3
+        assert len(refused) == 3 and {*map(type, refused)} == {ConfigError}
+        with pytest.raises(ConfigError, match="another run is writing"):
+            job.open("overwrite")
         manifest = json.loads(job.output.with_name("out.jsonl.manifest.json").read_text())
         assert winner._rules.run_seed == manifest["run_seed"]
         winner.__exit__(None, None, None)

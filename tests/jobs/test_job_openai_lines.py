@@ -13,32 +13,33 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from fastdecode.core.delta import Delta
 from fastdecode.core.errors import CapacityError, RequestError
 from fastdecode.core.sequence import (
     CacheUse,
     Completion,
-    Request,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
 )  # fmt: skip
 from fastdecode.jobs.formats import (
     LineError,
-    LineRequest,
     OpenAILines,
     SimpleLines,
     identifier,
     output_fields,
 )  # fmt: skip
-from fastdecode.openai.answers import usage
+from fastdecode.openai.answers import usage, usage_of
 from fastdecode.openai.body_errors import BodyError
-from fastdecode.openai.chat import Chat
-from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
+from fastdecode.openai.requests import (
+    CHAT_URL,
+    COMPLETIONS_URL,
+    NOT_SUPPORTED,
+    BodyRequest,
+    RequestReader,
+)
 from fastdecode.openai.response_bodies import RESPONSES_URL
-from fastdecode.server.link import Deltas, Packing, Submit
 from fastdecode.text.chat_format import ChatFormat
-from fastdecode.text.chats import MessageStyle, Rendering
+from fastdecode.text.chats import Chat, MessageStyle, Rendering
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
 from fastdecode.text.tools import TOOL_FORMATS
@@ -61,11 +62,11 @@ def line(body: object, url: str = COMPLETIONS_URL, **rest: object) -> bytes:
     ).encode()
 
 
-def completion(**body: object) -> LineRequest:
+def completion(**body: object) -> BodyRequest:
     return lines().parse(line({"prompt": "p", **body}), 1)
 
 
-def chat(**body: object) -> LineRequest:
+def chat(**body: object) -> BodyRequest:
     return lines().parse(line({"messages": USER, **body}, CHAT_URL), 1)
 
 
@@ -98,14 +99,10 @@ def test_openais_defaults_and_the_commands() -> None:
     assert completion().params.max_tokens == 16
     assert chat().params == SamplingParams(max_tokens=None)
     given = lines(temperature=0.5, max_tokens=7, logprobs=2)
-    assert given.parse(line({"prompt": "p", "temperature": 0}), 1).params == SamplingParams(
-        temperature=0, max_tokens=7, logprobs=2
-    )
-    assert given.parse(line({"messages": USER}, CHAT_URL), 1).params.max_tokens == 7
-    assert (
-        given.parse(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params.logprobs
-        is None
-    )
+    greedy = SamplingParams(temperature=0, max_tokens=7, logprobs=2)
+    assert given.parse(line({"prompt": "p", "temperature": 0}), 1).params == greedy
+    asked = given.parse(line({"messages": USER, "logprobs": False}, CHAT_URL), 1).params
+    assert (asked.max_tokens, asked.logprobs) == (7, None)
 
 
 def test_fields_reach_the_sampling_params() -> None:
@@ -114,16 +111,9 @@ def test_fields_reach_the_sampling_params() -> None:
         "frequency_penalty": 0.2, "max_tokens": 9, "top_k": 5, "min_p": 0.01,
         "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
     }  # fmt: skip
-    params = completion(
-        **said, stop=["a", "b"], stop_token_ids=[3], logit_bias={"5": -1.5}, logprobs=2
-    ).params
-    assert params == SamplingParams(
-        **said,
-        stop=("a", "b"),
-        stop_token_ids=(3,),
-        logit_bias={5: -1.5},
-        logprobs=2,  # type: ignore[arg-type]
-    )
+    more = {"stop": ["a", "b"], "stop_token_ids": [3], "logit_bias": {"5": -1.5}, "logprobs": 2}
+    made: Any = {"stop": ("a", "b"), "stop_token_ids": (3,), "logit_bias": {5: -1.5}, "logprobs": 2}
+    assert completion(**said, **more).params == SamplingParams(**said, **made)
     assert chat(stop="x").params.stop == ("x",)
     assert chat(max_completion_tokens=5).params.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).params.max_tokens == 5
@@ -152,6 +142,14 @@ def test_best_of_may_be_n() -> None:
             completion(**body)
 
 
+BOTH_LIMITS = {"max_tokens": 4, "max_completion_tokens": 5}
+BOTH_ENDS = {"continue_final_message": True, "add_generation_prompt": True}
+
+
+def one(**fields: object) -> dict[str, Any]:
+    return {"messages": [{**USER[0], **fields}]}
+
+
 @pytest.mark.parametrize(
     ("ask", "body", "param", "code"),
     [
@@ -167,54 +165,25 @@ def test_best_of_may_be_n() -> None:
         (chat, {"logprobs": 2}, "logprobs", "invalid_value"),
         (chat, {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         (chat, {"logprobs": True, "top_logprobs": 1000}, "logprobs", "invalid_sampling_params"),
-        (
-            chat,
-            {"max_tokens": 4, "max_completion_tokens": 5},
-            "max_completion_tokens",
-            "invalid_value",
-        ),
+        (chat, BOTH_LIMITS, "max_completion_tokens", "invalid_value"),
         (chat, {"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
         (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
         (chat, {"add_generation_prompt": 0}, "add_generation_prompt", "invalid_value"),
         (chat, {"continue_final_message": 1}, "continue_final_message", "invalid_value"),
-        (
-            chat,
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message",
-            "invalid_messages",
-        ),
+        (chat, BOTH_ENDS, "continue_final_message", "invalid_messages"),
         (chat, {"add_special_tokens": True}, "add_special_tokens", "unsupported_field"),
         (completion, {"add_special_tokens": False}, "add_special_tokens", "unsupported_field"),
         (chat, {"reasoning_effort": 3}, "reasoning_effort", "invalid_value"),
         (chat, {"messages": []}, "messages", "invalid_messages"),
         (chat, {"messages": "hi"}, "messages", "invalid_messages"),
         (chat, {"messages": ["hi"]}, "messages[0]", "invalid_messages"),
-        (chat, {"messages": [{"content": "hi"}]}, "messages[0].role", "invalid_messages"),
-        (chat, {"messages": [{"role": "user"}]}, "messages[0].content", "invalid_messages"),
-        (chat, {"messages": [{**USER[0], "name": 5}]}, "messages[0].name", "invalid_messages"),
-        (chat, {"messages": [{**USER[0], "mood": "glad"}]}, "messages[0].mood", "unknown_field"),
-        (
-            chat,
-            {"messages": [{**USER[0], "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            "invalid_messages",
-        ),
-        (
-            chat,
-            {"messages": [*USER, {"role": "tool", "content": "4"}]},
-            "messages[1].tool_call_id",
-            "invalid_messages",
-        ),
-        (
-            chat,
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-                ]
-            },
-            "messages[0].content",
-            "unsupported_field",
-        ),
+        (chat, one(role=None), "messages[0].role", "invalid_messages"),
+        (chat, one(content=None), "messages[0].content", "invalid_messages"),
+        (chat, one(name=5), "messages[0].name", "invalid_messages"),
+        (chat, one(mood="glad"), "messages[0].mood", "unknown_field"),
+        (chat, one(tool_calls=[{}]), "messages[0].tool_calls", "invalid_messages"),
+        (chat, one(role="tool"), "messages[0].tool_call_id", "invalid_messages"),
+        (chat, one(content=[{"type": "image_url"}]), "messages[0].content", "unsupported_field"),
     ],
 )
 def test_bad_bodies_name_the_field(ask: Any, body: dict[str, Any], param: str, code: str) -> None:
@@ -288,7 +257,7 @@ def test_a_chat_may_continue_its_last_message_and_say_its_effort() -> None:
     completion(add_special_tokens=True, length_penalty=1.0, priority=0)
 
 
-def simple(**body: object) -> LineRequest:
+def simple(**body: object) -> BodyRequest:
     raw = json.dumps({"id": "x", "prompt": "p", **body}).encode()
     return SimpleLines(SamplingParams()).parse(raw, 1)
 
@@ -312,15 +281,8 @@ def test_lines_say_with_whom_they_share(ask: Any) -> None:
 
 
 def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
-    labels = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-    }
-    body = completion(model="dir/llama", **labels).body
-    assert body is not None
-    assert body.model == "dir/llama"
+    labels = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s"}
+    assert completion(model="dir/llama", prompt_cache_key="k", **labels).model == "dir/llama"
 
 
 # --- answers
@@ -368,12 +330,7 @@ def test_a_completions_answer(codec: TextCodec) -> None:
                     {"index": 0, "text": " a", **ENDED},
                     {"index": 1, "text": "bcbc", **ENDED},
                 ],
-                "usage": {
-                    "prompt_tokens": 6,
-                    "completion_tokens": 3,
-                    "total_tokens": 9,
-                    "prompt_tokens_details": {"cached_tokens": 0},
-                },
+                "usage": usage_of(6, 3, 0),
             },
         },
         "error": None,
@@ -414,11 +371,8 @@ def test_a_chats_answer_with_logprobs(codec: TextCodec) -> None:
     body = LINES.answer(
         7, chat(logprobs=True), [output("é", (128 + 0, 257), logprobs=True)], codec
     )["response"]["body"]
-    assert (body["id"], body["object"], body["model"]) == (
-        "chatcmpl-r1-7",
-        "chat.completion",
-        "llama",
-    )
+    names = [body[name] for name in ("id", "object", "model")]
+    assert names == ["chatcmpl-r1-7", "chat.completion", "llama"]
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
     assert set(choice) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
@@ -473,11 +427,8 @@ def test_a_line_for_a_response(codec: TextCodec) -> None:
     assert request.params.max_tokens == 5
     answer = LINES.answer(7, request, [output("It is", (1, 2))], codec)
     shown = answer["response"]["body"]
-    assert (shown["object"], shown["id"], shown["created_at"]) == (
-        "response",
-        "resp_r1-7",
-        1700000000,
-    )
+    names = [shown[name] for name in ("object", "id", "created_at")]
+    assert names == ["response", "resp_r1-7", 1700000000]
     assert shown["output"][0]["content"][0]["text"] == "It is"
     assert shown["usage"]["output_tokens"] == 2 and shown["status"] == "incomplete"
     for bad, param in (({"stream": True}, "stream"), ({"previous_response_id": "r"}, None)):
@@ -542,12 +493,3 @@ def test_usage_counts_reused_tokens_also_when_there_are_none() -> None:
         assert usage(outputs(*reused)) == {**counts, **details}
     assert "cached_tokens" not in output_fields(*outputs(0))["usage"]
     assert output_fields(*outputs(2))["usage"]["cached_tokens"] == 2
-
-
-def test_a_servers_engine_is_told_and_tells_the_same() -> None:
-    use = CacheUse(is_off=True, salt="tenant")
-    asked = Submit((Request("x", (1, 2), SamplingParams(), 4, 7, use),))
-    told = Deltas((Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3),))
-    packing = Packing()
-    for message in (asked, told):
-        assert packing.parsed(bytes(packing.packed(message))) == message

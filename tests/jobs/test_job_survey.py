@@ -57,12 +57,8 @@ def test_refusal_names_each_kind_of_bad_line_once(tmp_path: Path) -> None:
     good = [_openai_line(str(i)) for i in range(50)]
     path.write_text("\n".join([*good, *good[:30], _openai_line("3", stream=True), "{"]))
     found = survey(LineSource(path), OpenAILines(RequestReader({}, ("m",), False), ""))
-    assert (found.num_lines, found.last_line, len(found.bad), len(found.duplicates)) == (
-        82,
-        82,
-        32,
-        31,
-    )
+    found_lines = found.num_lines, found.last_line, len(found.bad), len(found.duplicates)
+    assert found_lines == (82, 82, 32, 31)
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     text = str(found.refusal(LineSource(path)))
     assert text.count("duplicate_custom_id") == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastdecode.measure.summary import render
-from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
+from fastdecode.schedule.cache.rates import TierCounts
 from sworker.swap.figures import SwapFigures
 
 NUMBERS = """requests failed prompt_tokens output_tokens steps output_tokens_per_s load_s prefill_s

@@ -61,16 +61,8 @@ def test_singletons_are_told_from_a_job() -> None:
 
 @needs_mpi
 def test_an_error_of_the_s_worker_ends_a_job_without_fault_tolerance() -> None:
-    generate = [
-        "generate",
-        "--model",
-        "/nonexistent",
-        "--input",
-        "/nonexistent",
-        "--output",
-        "/a/b",
-    ]
-    command = [*mpirun(1, with_ft=False), *FASTDECODE, *generate]
+    command = [*mpirun(1, with_ft=False), *FASTDECODE, "generate", "--model", "/nonexistent"]
+    command += ["--input", "/nonexistent", "--output", "/a/b"]
     command += [":", "-n", "2", *FASTDECODE, "r-worker"]
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code == 2 and not outcome.orphans, outcome

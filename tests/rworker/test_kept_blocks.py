@@ -15,7 +15,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.blocks import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.blocks import ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -68,9 +68,8 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
         (ResumeSequence(1, 20, 8, keys(9), 4, 8), "which isn't whole blocks"),
         (ResumeSequence(1, 20, 8, keys(9), -4, 4), "gap_start"),
         (ResumeSequence(1, 20, 12, keys(9), 0, 4), "would resume 12 tokens"),
-        (EndSequence(1, keys(1)), "sequence 1 is not open"),
-        (EndSequence(0, keys(1)), "no last block that isn't full"),
-        (EndSequence(0, keys(1, 2)), "one key"),
+        (CloseSequence(1, tail=keys(1).tobytes().hex()), "sequence 1 is not open"),
+        (CloseSequence(0, tail=keys(1).tobytes().hex()), "no last block that isn't full"),
         (ForgetBlocks(keys(1)), "no block is kept"),
         (ForgetBlocks(keys(9, 9)), "twice"),
     ],
@@ -161,7 +160,7 @@ def test_a_token_that_another_row_of_its_step_sees_is_written_before_attention()
         (step_of((1, 11, 0), queries=[1], num_beyond=counts(1)), "must equal the 4 tokens"),
         (ForkSequence(1, 2, 4, 20), "has a gap"),
         (KeepBlocks(1, 1, keys(9)), "has 4 tokens in every layer"),
-        (EndSequence(1, keys(9)), "has a gap"),
+        (CloseSequence(1, tail=keys(9).tobytes().hex()), "has a gap"),
     ],
     ids=str,
 )
@@ -178,7 +177,7 @@ def test_a_sequence_ends_with_its_last_block_only_when_that_is_there_in_every_la
     worker.tell(HELLO)
     worker.answer(OpenSequence(0, 20))
     worker.tell(step_of((0, 0, BLOCK_SIZE - 1)))
-    worker.fails(EndSequence(0, keys(1)), "is in an open step")
+    worker.fails(CloseSequence(0, tail=keys(1).tobytes().hex()), "is in an open step")
 
 
 def test_rows_and_tables_grow_and_are_used_again() -> None:

@@ -17,7 +17,6 @@ from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.blocks import (
     SESSION_RESUMED,
-    EndSequence,
     FetchBlocks,
     KeepBlocks,
     Replicate,
@@ -27,6 +26,7 @@ from fastdecode.wire.blocks import (
 )
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
+    CloseSequence,
     Failed,
     FromRWorker,
     Hello,
@@ -91,7 +91,7 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
 def test_what_is_not_named_is_closed_and_what_was_kept_is_forgotten() -> None:
     peers = Peers()
     peers.say(FIRST, KeepBlocks(9, 0, KEY))
-    peers.say(FIRST, EndSequence(4, KEY + 7))
+    peers.say(FIRST, CloseSequence(4, tail=(KEY + 7).tobytes().hex()))
     peers.lose(FIRST)
     peers.say(SECOND, RESUMING)
     assert peers.hold(SECOND) == []

@@ -116,16 +116,6 @@ def test_what_conversations_share_is_worth_what_all_of_them_would_pay() -> None:
     assert again == alone and kept.give_up(1, 30) == ["shared0"]
 
 
-def test_a_conversation_whose_end_is_given_up_shares_nothing_any_more() -> None:
-    kept = Kept("retention")
-    first = kept.use("first", 2, 0, ("system", 2))
-    second = kept.use("second", 2, 0, ("system", 2))
-    for chain in (first, second):
-        kept.index.lease(chain[-1])
-    assert kept.give_up(3, 9) == ["first0", "second0", "first1"]
-    assert kept.give_up(3, 9) == ["system0", "system1", "second1"], "it is one's alone now"
-
-
 def test_least_recently_used_ends_go_first() -> None:
     kept = Kept("lru")
     kept.use("a", 2, 0)

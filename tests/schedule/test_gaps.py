@@ -16,10 +16,10 @@ from traffic import Harness
 from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
-from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.retention import IdleColumns, Policy, Values
 from fastdecode.schedule.cache.reuse import reuses
+from fastdecode.schedule.cache.stock import Stock
 
 A = HolderId(0)
 
@@ -169,9 +169,9 @@ def test_who_is_suspended_goes_on_with_what_was_kept_of_it(
     chat.run_out()
 
 
-def stock_of(there: str, window: int | None = None) -> tuple[BlockCache, list[bytes]]:
+def stock_of(there: str, window: int | None = None) -> tuple[Stock, list[bytes]]:
     """A holder that keeps those of a chain's blocks that are marked."""
-    stock = BlockCache(1, BLOCK_SIZE, Anything(0), lambda: 1.0, window=window)
+    stock = Stock(1, BLOCK_SIZE, Anything(0), lambda: 1.0, window=window)
     keys = [bytes([number]) * 16 for number in range(len(there))]
     for number, mark in enumerate(there):
         if mark == "x":

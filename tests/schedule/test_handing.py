@@ -9,15 +9,21 @@ from lifecycles import lifecycle, step, tell
 from remembering_store import BLOCK_SIZE
 from schedule_choices import options
 
-from fastdecode.core.holders import HolderId, KVSource, num_offered
+from fastdecode.core.holders import HolderId, KVSource, Part, num_offered
 from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.plan import Send
 from fastdecode.schedule.prefill import PrefillBudget
+from fastdecode.wire.blocks import Pulled
 
 SOURCES = (KVSource("p-r0", "ab" * 16, 0, 5, 0, 2),)
+
+
+def pulled(part: Part, reason: str = "") -> Pulled:
+    return Pulled(part.holder, part.part_id, 0, 0.0, reason)
 
 
 def request(name: str, n: int = 1, num_tokens: int = 5) -> Request:
@@ -100,7 +106,7 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
                 for then in tell(life, events.Opened(one.part.part_id)):
                     pulls += isinstance(then, events.Pull)
                     assert isinstance(then, events.Pull)
-                    told += tell(life, events.Pulled(then.part.part_id, ""))
+                    told += tell(life, pulled(then.part))
             told.append(one)
         if any(run.is_open for run in life.scheduler.lanes[0].running.values()):
             told += step(life)
@@ -116,7 +122,7 @@ def test_who_cannot_be_fetched_is_recomputed() -> None:
     (asked,) = tell(life, events.LaneIdle(0))
     assert isinstance(asked, events.Open)
     tell(life, events.Opened(asked.part.part_id))
-    close, fetched = tell(life, events.Pulled(asked.part.part_id, "gone"))
+    close, fetched = tell(life, pulled(asked.part, "gone"))
     assert close == events.Close(asked.part) and isinstance(fetched, events.HasFetched)
     open_all(life)
     (run,) = tell(life, events.LaneReady(0))
@@ -140,11 +146,11 @@ def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
     assert isinstance(*tell(life, events.Opened(one.part.part_id)), events.Pull)
     if is_open:
         assert isinstance(*tell(life, events.Opened(other.part.part_id)), events.Pull)
-    told = tell(life, events.Pulled(one.part.part_id, "gone"))
+    told = tell(life, pulled(one.part, "gone"))
     assert not [each for each in told if isinstance(each, events.HasFetched)]
     if not is_open:
         assert isinstance(*tell(life, events.Opened(other.part.part_id)), events.Pull)
-    told = tell(life, events.Pulled(other.part.part_id, second))
+    told = tell(life, pulled(other.part, second))
     assert [each.failed for each in told if isinstance(each, events.HasFetched)] == [True]
     assert life.sequences.counts.num_recomputed == 1 + bool(second)
 
@@ -159,9 +165,9 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     (again,) = tell(life, events.LaneIdle(0))
     assert isinstance(again, events.Open) and again.part.holder != asked.part.holder
     assert tell(life, events.Opened(again.part.part_id)) == [events.Pull(again.part, 5, SOURCES)]
-    assert tell(life, events.Pulled(asked.part.part_id, "it is lost")) == []
+    assert tell(life, pulled(asked.part, "it is lost")) == []
     assert tell(life, events.Cancelled("a")) == [events.Close(again.part)]
-    assert tell(life, events.Pulled(again.part.part_id, "it was closed")) == []
+    assert tell(life, pulled(again.part, "it was closed")) == []
     assert not life.sequences.by_sequence and not life.handing.is_importing
 
 
@@ -206,11 +212,9 @@ def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -
     if when == "fetching":
         told += tell(life, events.Cancelled("a"))
     elif when == "failing":
-        told += tell(life, events.Pulled(opened.part.part_id, "gone"))
+        told += tell(life, pulled(opened.part, "gone"))
     assert any(isinstance(one, events.Close) for one in told)
-    assert not any(isinstance(one, events.Keep) for one in told), (
-        "unwritten blocks would be others'"
-    )
+    assert not any(isinstance(one, Send) for one in told), "unwritten blocks would be others'"
     if when == "failing":
         assert any(isinstance(one, events.Open) for one in tell(life, events.LaneIdle(0))), (
             "from its beginning"

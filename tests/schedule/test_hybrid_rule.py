@@ -31,7 +31,7 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
-NOW = Course(Layout.SPLIT_1)
+NOW = Course(Layout.SPLIT)
 
 
 def costs(*, r_s: float = 1e-7, round_trip_s: float = 1e-3) -> Costs:
@@ -120,15 +120,15 @@ def test_coarse_forecasts_are_near() -> None:
 
 def test_paces() -> None:
     c = costs(r_s=1e-6, round_trip_s=0.001)
-    assert paces(c, Layout.SPLIT_1, (10, 1000), (0, 0)).home_s == c.home_s(10, 1000)
-    split = paces(c, Layout.SPLIT_1, (10, 1000), (10, 1000))
+    assert paces(c, Layout.SPLIT, (10, 1000), (0, 0)).home_s == c.home_s(10, 1000)
+    split = paces(c, Layout.SPLIT, (10, 1000), (10, 1000))
     # What away steps take of the device, the others don't have.
     assert split.home_s == pytest.approx(
         c.home_s(10, 1000) / (1 - c.s_part(10) / split.away_s), rel=1e-9
     )
     mixed = paces(c, Layout.MIXED, (10, 1000), (10, 1000))
     assert mixed.home_s == mixed.away_s == pytest.approx(c.s_part(20) + 0.002)
-    assert paces(c, Layout.SPLIT_2, (0, 0), (10, 1000)).home_s == math.inf
+    assert paces(c, Layout.SPLIT, (0, 0), (10, 1000)).home_s == math.inf
 
 
 def test_never_slower_than_the_device_alone() -> None:
@@ -145,7 +145,7 @@ def test_never_slower_than_the_device_alone() -> None:
     assert min(ratios) >= 1 - 1e-9
     assert max(ratios) > 1.5
     assert {"gpu-only", "mixed", "R-only"} <= set(modes)
-    assert modes["split-1"] + modes["split-2"] > 0
+    assert modes["split-1"] > 0
 
 
 def test_never_much_slower_when_costs_are_misjudged() -> None:

@@ -171,27 +171,6 @@ def test_who_never_fits_leaves_nothing_behind() -> None:
     assert not life.sequences.by_request and not life.sequences.of_request("long")
 
 
-def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling() -> None:
-    life = lifecycle()
-    submit(life, "a", num_prompt_tokens=4, n=2)
-    tell(life, events.Opened(opening(life, 0).part.part_id))
-    step(life, 0)
-    (fork,) = tell(life, events.LaneIdle(1))
-    assert isinstance(fork, events.Fork)
-    tell(life, events.Opened(fork.part.part_id))
-    (run,) = tell(life, events.LaneReady(1))
-    assert isinstance(run, events.Run)
-    (second,) = (chunk.sequence for chunk in run.chunks)
-    assert tell(life, events.StepDone(1, (events.Drawn(second, is_doubted=True),))) == [
-        events.Close(fork.part)
-    ]
-    assert (second.is_checked, second.num_cached) == (True, 0)
-    assert life.sequences.state(second.sequence_id) is SequenceState.REQUEUED
-    assert life.sequences.counts.num_recomputed == 1
-    (again,) = tell(life, events.LaneIdle(1))
-    assert isinstance(again, events.Open)
-
-
 def running(life: Lifecycle, name: str = "a", **more: int) -> tuple[Sequence, events.Open]:
     """A sequence that has its room, and what was opened for it."""
     submit(life, name, **more)
@@ -244,19 +223,13 @@ def test_a_token_that_was_the_last_after_all_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9], ids=["its last", "not its last"])
-@pytest.mark.parametrize("is_doubted", [True, False], ids=["doubted", "cancelled"])
-def test_what_is_coming_may_never_come(max_tokens: int, is_doubted: bool) -> None:
+def test_what_is_coming_may_never_come(max_tokens: int) -> None:
     life = lifecycle()
     sequence, asked = running(life, max_tokens=max_tokens)
     closed = go_ahead(life, sequence)
-    if is_doubted:
-        closed += tell(life, events.Came((events.Drawn(sequence, is_doubted=True),)))
-        assert life.sequences.state(sequence.sequence_id) is SequenceState.REQUEUED
-        assert sequence.token_ids == [5, 5, 5] and list(life.scheduler.waiting) == [sequence]
-    else:
-        closed += tell(life, events.Cancelled("a"))
-        assert tell(life, events.Came((events.Drawn(sequence, 8),))) == []
-        assert not life.sequences.by_sequence and not life.scheduler.waiting
+    closed += tell(life, events.Cancelled("a"))
+    assert tell(life, events.Came((events.Drawn(sequence, 8),))) == []
+    assert not life.sequences.by_sequence and not life.scheduler.waiting
     assert closed == [events.Close(asked.part)]
 
 

@@ -15,11 +15,11 @@ from traffic import Harness
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
-from fastdecode.schedule.cache.tiers.offload_jobs import Rates, TierCounts
-from fastdecode.schedule.life.events import Fetching
+from fastdecode.schedule.cache.rates import Rates, TierCounts
 from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.blocks import Fetching
 
 EARLY = {"swap_threshold": 0.5}
 
@@ -48,7 +48,7 @@ def test_sequences_join_before_their_blocks_have_come_and_start_again_without_th
     busy.moves.tell = lambda: chance.random() < 0.7
     busy.moves.fail = lambda: chance.random() < 0.25
     turns(busy, 4, 6)
-    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.counts
     assert counts.num_joined > 4 and counts.num_failed > 0 and counts.num_fetched > 0
     assert busy.num_stepped_early > 4 and busy.num_disbelieved > 0
 
@@ -59,7 +59,7 @@ def test_a_fetch_that_is_slower_than_the_step_is_waited_for() -> None:
     told = itertools.cycle((True, False))
     busy.moves.tell = lambda: next(told)
     turns(busy, 3)
-    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.counts
     assert counts.num_fetched > 0 and not counts.num_joined and not busy.num_stepped_early
 
 
@@ -67,7 +67,7 @@ def test_a_fetch_that_is_slower_than_the_step_is_waited_for() -> None:
 def test_conversations_find_on_disk_what_memory_has_no_room_for(policy: str) -> None:
     busy = keeping((10,), policy=policy, slots=40, made=EARLY)
     turns(busy, 3)
-    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.counts
     assert busy.moves.num_fetched > 0 and counts.num_fetched == busy.moves.num_fetched
     assert counts.num_failed == 0 and busy.num_resumed_tokens > 20
 
@@ -75,7 +75,7 @@ def test_conversations_find_on_disk_what_memory_has_no_room_for(policy: str) -> 
 def test_a_full_disk_drops_and_keeps_its_quota() -> None:
     busy = keeping((10,), slots=5, made=EARLY)
     turns(busy, 3)
-    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.counts
     assert counts.num_dropped > 0 and busy.stores[0].num_on_disk <= 5
 
 
@@ -84,7 +84,7 @@ def test_nothing_goes_down_that_nobody_has_hit() -> None:
     for number in range(6):
         busy.arrive(0, (2,), 2, prompt=tuple(range(100 * number, 100 * number + 9)))
         busy.run_out()
-    assert busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts.num_stored == 0
+    assert busy.lifecycle.scheduler.ledger.cache.stock.counts.num_stored == 0
 
 
 def test_when_a_fetch_comes_in_time() -> None:
@@ -142,7 +142,7 @@ class Fetched:
         self.restores.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:
-        return bool(self.restores.hear(Fetching(HolderId(0), 7, 1 / 6, 0.25)).ready)
+        return bool(self.restores.hear(Fetching(0, 7, 1, 6, 0.25)).ready)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.model.block_keys import block_keys, root_key
 from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.cache.chains import Chains
-from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
+from fastdecode.schedule.life.events import Drawn, StepDone
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 
@@ -240,9 +240,9 @@ def test_what_came_to_no_finite_logits_is_used_by_nobody_again() -> None:
     assert run is not None and chat.num_resumed_tokens == 8
     (chunk,) = run.chunks
     chat.in_flight.clear()
-    chat._tell(StepDone(0, (Drawn(chunk.sequence, is_doubted=True),)))
-    opened = [x for x in chat._tell(LaneIdle(0), 0) if isinstance(x, Resume)]
-    assert not opened, "it is recomputed from its first token on"
+    chunk.sequence.is_spoilt = True
+    error = RequestError("not finite", code="non_finite_logits")
+    chat._tell(StepDone(0, (Drawn(chunk.sequence, error=error),)))
     chat.run_out()
     assert turn(chat, prompt)[1] == 0
 

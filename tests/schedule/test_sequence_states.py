@@ -24,6 +24,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceTable,
 )
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.wire.blocks import Pulled
 
 SOURCES = (KVSource("p-r0", "ab" * 16, 0, 5, 0, 2),)
 NUM_HOLDERS = 2
@@ -85,7 +86,7 @@ class Walk:
         if lane in self.runs:
             chunks = self.runs.pop(lane).chunks
             drawn = [
-                events.Drawn(chunk.sequence, 7, is_doubted=len(chunk.sequence.token_ids) % 11 == 10)
+                events.Drawn(chunk.sequence, 7)
                 for chunk in self.life.sequences.wanted(chunks)
                 if chunk.num_tokens == chunk.sequence.num_uncached
             ]
@@ -147,7 +148,8 @@ class Walk:
             case "take_over":
                 self.take_over(is_whole=data.draw(st.booleans()))
             case "pulled":
-                self.tell(events.Pulled(self.pulls.pop(0), data.draw(st.sampled_from(["", "no"]))))
+                reason = data.draw(st.sampled_from(["", "no"]))
+                self.tell(Pulled(0, self.pulls.pop(0), 0, 0.0, reason))
             case "cancel" if data.draw(st.integers(0, 2)) == 0:
                 self.tell(events.Cancelled(data.draw(st.sampled_from(records))))
             case "lose" if data.draw(st.integers(0, 7)) == 0:

@@ -8,18 +8,19 @@ from values import replace
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.server.admission import QueueAdmission, QueueFull
+from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Outlook
-from fastdecode.server.http.errors import refused
+from fastdecode.server.http.errors import HttpRefusal, refused
 from fastdecode.server.link import StatusReport
 from fastdecode.server.metrics import Metrics
 
 
 def refusal(admission: QueueAdmission, requests: int, tokens: int, now: float) -> int:
-    with pytest.raises(QueueFull) as caught:
+    with pytest.raises(HttpRefusal) as caught:
         admission.enter(object(), requests, tokens, now)
-    return caught.value.retry_after_s
+    assert (caught.value.status, caught.value.code) == (429, "rate_limit_exceeded")
+    return int(caught.value.headers["retry-after"])
 
 
 def test_requests_and_tokens_are_bounded_but_an_empty_queue_takes_any() -> None:
@@ -94,7 +95,7 @@ def test_who_is_being_prepared_enters_with_his_size_later() -> None:
     refusal(admission, 1, 0, 0.0)
     admission.enter("a", 1, 90, 0.0)
     assert (admission.num_requests, admission.num_tokens) == (2, 90)
-    with pytest.raises(QueueFull):
+    with pytest.raises(HttpRefusal):
         admission.enter("b", 1, 11, 0.0)
     assert (admission.num_requests, admission.num_tokens) == (1, 90), "who is refused is out"
     admission.enter("a", 5, 500, 0.0)

@@ -98,6 +98,7 @@ def test_bodies_that_are_refused(server: Server, body: bytes, status: int, code:
     got, headers, raw = server.ask("POST", "/v1/completions", body)
     error = json.loads(raw)["error"]
     assert (got, error["code"]) == (status, code), error
+    assert "int_max_str_digits" not in error["message"], "clients don't have Python's settings"
     assert set(error) == {"message", "type", "param", "code"}
     assert headers["x-request-id"].startswith("req_")
 
@@ -133,23 +134,10 @@ def test_refusals_name_the_field_and_the_mend(
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_tokens_of_another_model_are_not_told(server: Server, path: str) -> None:
-    status, said = server.post(
-        path,
-        {"model": "other", "prompt": "x"}
-        if path == "/tokenize"
-        else {"model": "other", "tokens": [1]},
-    )
-    assert (status, said["error"]["code"], said["error"]["param"]) == (
-        404,
-        "model_not_found",
-        "model",
-    )
-
-
-def test_a_number_of_too_many_digits_is_refused_in_words_of_our_own(server: Server) -> None:
-    body = b'{"prompt": [1], "seed": ' + b"9" * 5000 + b"}"
-    status, _, raw = server.ask("POST", "/v1/completions", body)
-    assert status == 400 and b"not valid JSON: a number has too many digits" in raw
+    asked = {"prompt": "x"} if path == "/tokenize" else {"tokens": [1]}
+    status, said = server.post(path, {"model": "other", **asked})
+    error = said["error"]
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
 
 
 def test_a_stream_that_is_not_obfuscated_may_be_asked_for(server: Server) -> None:
@@ -219,14 +207,9 @@ def test_two_hosts_are_none(server: Server) -> None:
 
 
 def test_request_ids(server: Server) -> None:
-    for given, is_kept in (
-        ("a.B:c-9_", True),
-        ("x" * 128, True),
-        ("x" * 129, False),
-        ("a b", False),
-    ):
+    for given, is_kept in (("a.B:c-9_", 1), ("x" * 128, 1), ("x" * 129, 0), ("a b", 0)):
         _, headers, _ = server.ask("GET", "/live", x_request_id=given)
-        assert (headers["x-request-id"] == given) is is_kept
+        assert (headers["x-request-id"] == given) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -311,9 +294,8 @@ def count_statuses(server: Server, num: int, seed: int) -> dict[int, int]:
         if random_.random() < 0.3:
             at = random_.randrange(len(raw))
             raw = raw[:at] + random_.randbytes(random_.randrange(3)) + raw[at + 1 :]
-        path = random_.choice(
-            ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-        )
+        paths = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+        path = random_.choice(paths)
         status, _, said = server.ask("POST", path, raw, timeout_s=20)
         counts[status] = counts.get(status, 0) + 1
         assert status in (200, 400, 404), (status, raw, said)

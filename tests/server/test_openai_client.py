@@ -78,10 +78,14 @@ def test_completions(client: Any) -> None:
 def test_without_text_there_are_token_ids(client: Any, streams: bool) -> None:
     asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
     ids = client.completions.create(**asked, extra_body={"return_token_ids": True})
+    asked["logprobs"] = 0
     said = client.completions.create(**asked, stream=streams, extra_body={"detokenize": False})
     choices = [chunk.choices[0] for chunk in said] if streams else said.choices
     assert "".join(choice.text for choice in choices) == ""
     assert [token for choice in choices for token in choice.token_ids] == ids.choices[0].token_ids
+    assert [len(choice.token_ids) for choice in choices] == [
+        len(choice.logprobs.tokens) for choice in choices
+    ], "no log-probability waits for text"
 
 
 def test_chats(client: Any) -> None:
@@ -275,6 +279,7 @@ def test_metrics_add_up(server: Server) -> None:
         usages.append(server.complete(**body)[1]["usage"])
         more = {"stream": True, "stream_options": {"include_usage": True}}
         said = events(server.ask("POST", "/v1/completions", {**body, **more})[2])
+        assert all(chunk["usage"] is None for chunk in said[:-2]), "as OpenAI's API has it"
         usages.append(said[-2]["usage"])
         assert usages[-1] == usages[-2]
     server.wait_until_idle()  # KV blocks are as of the last report

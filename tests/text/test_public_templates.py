@@ -17,7 +17,7 @@ from small_tokenizers import byte_level
 
 from fastdecode.core.errors import RequestError
 from fastdecode.text.calls import Call, Reasoning
-from fastdecode.text.chat_format import ChatFormat, ParsedAnswer
+from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Rendering
 from fastdecode.text.codec import TextCodec
@@ -202,5 +202,5 @@ def test_answers_are_divided_whole_and_streamed(name: str, continues: bool, mode
         pieces = [answer[at : at + cut] for at in range(0, len(answer), cut)]
         parts = [*itertools.chain.from_iterable(map(parser.feed, pieces)), *parser.finish()]
         assert said(parts) == (reasoning, content, calls)
-    whole = ParsedAnswer.of(answer, answer_format.parser(CODEC, prompt), answer_format, "a")
+    whole = answer_format.parsed(answer, CODEC, prompt, "a")
     assert [json.loads(call.arguments) for call in whole.calls] == [{"a": "b"} for _ in calls]

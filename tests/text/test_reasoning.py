@@ -14,7 +14,7 @@ from small_tokenizers import TOKENIZERS, byte_level
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.chat_format import ChatFormat, ParsedAnswer
+from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
 from fastdecode.text.tools import TOOL_FORMATS, Tools
@@ -141,8 +141,7 @@ def test_answers_that_continue_a_prefill(
     answer_format = ChatFormat(reasoning=family).continuing(prefill).answer(None)
     assert answer_format is not None
     prompt = TOKENIZERS["byte-level"].encode(prefill).ids
-    parser = answer_format.parser(CODEC, prompt)
-    parsed = ParsedAnswer.of(answer, parser, answer_format, "a")
+    parsed = answer_format.parsed(answer, CODEC, prompt, "a")
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
 
 
@@ -173,7 +172,7 @@ def test_a_call_within_reasoning_that_never_ends_is_a_call(
         parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
         made = _gathered(parts)
         assert made == (reasoning, content or "", num_calls), pieces
-    whole = ParsedAnswer.of(answer, answer_format.parser(CODEC, ()), answer_format, "a")
+    whole = answer_format.parsed(answer, CODEC, (), "a")
     assert (whole.reasoning, whole.content, len(whole.calls)) == (reasoning, content, num_calls)
     assert all(json.loads(call.arguments) == {} for call in whole.calls)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from small_tokenizers import TOKENIZERS, byte_level
+from small_tokenizers import byte_level
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
@@ -21,7 +21,6 @@ from fastdecode.text.chat_format import (
     AnswerFormat,
     AnswerParser,
     ChatFormat,
-    ParsedAnswer,
     PartsParser,
 )
 from fastdecode.text.codec import TextCodec
@@ -407,11 +406,11 @@ def test_reasoning_of_channels_is_apart_and_counted() -> None:
     called = (
         answer + "<|end|><|start|>assistant to=functions.stop<|channel|>commentary<|message|>{}"
     )
-    parsed = ParsedAnswer.of(called, family.parser(TextCodec(None), ()), family, "a")
+    parsed = family.parsed(called, TextCodec(None), (), "a")
     assert parsed.content == "A\n{}" and not parsed.calls, "no tools, no calls"
     plain = AnswerFormat(None, TOOL_FORMATS[CHANNELS], SCHEMAS, most_one=True)
     twice = called + "<|call|><|start|>assistant" + called
-    parsed = ParsedAnswer.of(twice, plain.parser(TextCodec(None), ()), plain, "a")
+    parsed = plain.parsed(twice, TextCodec(None), (), "a")
     assert [call.arguments for call in parsed.calls] == ["{}"] and parsed.reasoning is None
 
 
@@ -653,8 +652,7 @@ def test_who_may_be_called() -> None:
 
 def test_only_one_call_is_kept_where_only_one_is_wanted() -> None:
     family = AnswerFormat(None, TOOL_FORMATS["hermes"], SCHEMAS, most_one=True)
-    parser = family.parser(TextCodec(TOKENIZERS["byte-level"]), ())
-    answer = ParsedAnswer.of(HERMES + HERMES, parser, family, "a/0")
+    answer = family.parsed(HERMES + HERMES, TextCodec(None), (), "a/0")
     assert answer.content is None and [call.name for call in answer.calls] == ["weather"]
     assert answer.calls[0].id == family.call_id("a/0", 0) != family.call_id("a/0", 1)
 

@@ -36,10 +36,7 @@ from fastdecode.wire.messages import (
     Message,
     ToRWorker,
 )
-from fastdecode.wire.stages import (
-    FromStage,
-    StageMessage,
-)
+from fastdecode.wire.stages import FromStage, StageMessage
 from fastdecode.wire.traits import MAX_TEXT_CHARS
 
 CODEC = Codec()

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages_for_tests import in_one_piece, same, small_attend
+from messages_for_tests import in_one_piece, same, small_attend, to_r_worker
+from values import replace
 
 from examples import examples
-from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ProtocolError
-from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.wire.codec import MAX_BODY_BYTES, Codec
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -30,6 +29,7 @@ from fastdecode.wire.messages import (
     Shutdown,
 )
 from fastdecode.wire.stages import StagePass
+from fastdecode.wire.traits import Role
 
 CODEC = Codec()
 PREFIX = struct.Struct("<4sIQ")
@@ -154,6 +154,15 @@ def test_values_in_messages_are_held_to_their_own_rules(
     refuse(forged([*good[:3], {**kv, **changes}, *good[4:]]), f"Hello: .*{match}")
 
 
+@pytest.mark.parametrize(("session", "role"), [(0, Role.S_WORKER), (7, Role.NEIGHBOUR)])
+def test_only_an_s_workers_cache_of_a_session_outlives_it(session: int, role: Role) -> None:
+    """Refuse what would keep a neighbour's cache for ever."""
+    hello = to_r_worker()[0]
+    for field in ("outlives", "resumes"):
+        with pytest.raises(ConfigError, match="only an S-worker's cache of a session"):
+            replace(hello, session=session, role=role, **{field: True})
+
+
 def test_a_lie_about_sizes_costs_no_memory() -> None:
     big = words(0, 1 << 13, 1 << 8, 8)
     data = forged([6, 1, 0, 2, big, big, big, -1], bytes(64))
@@ -178,13 +187,7 @@ SAMPLES: list[Message] = [
     AttendResult(1, 0, 2, np.ones((2, 4, 8), np.float32), np.ones((2, 4), np.float32), 0.25),
     AttendResult(1, 0, 2, np.ones((0, 4, 8), np.float32), None, 0.25),
     BeginStep(1, 0, np.arange(3), *[np.arange(3, dtype=np.int32)] * 4, want_lse=True),
-    Hello(
-        1,
-        "abc",
-        KVSpec(2, 2, 64, DType.FLOAT32),
-        (AttentionSpec(4, 2, 64, 0.1),) * 2,
-        DType.FLOAT32,
-    ),
+    to_r_worker()[0],
     Failed("rank 3", "internal_error", "the kernel failed"),
     Shutdown(),
 ]

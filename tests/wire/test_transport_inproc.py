@@ -1,20 +1,34 @@
-"""The in-process transport: order, deadlines, closing from either side, waiting
-for any of several."""
+"""The transport between threads: the suite, and what it does beside."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from puppet import LocalPuppet
+from transport_suite import MakeStar, TransportSuite, code_of
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.transport import CLOSED, TIMEOUT, Connection, Hub, PeerLostError
+from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
 
 
-def pair() -> tuple[Connection[str, int], Connection[int, str]]:
-    return connect(InprocHub[str, int](), "the S side", InprocHub[int, str](), "the R side")
+class TestInproc(TransportSuite):
+    @pytest.fixture
+    def star(self) -> MakeStar:
+        def make(num_peers: int) -> SimpleNamespace:
+            hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+            names = [f"worker {i}" for i in range(num_peers)]
+            ends = [
+                connect(hub, "the S-worker", InprocHub[FromRWorker, ToRWorker](), name)[1]
+                for name in names
+            ]
+            return SimpleNamespace(hub=hub, peers=[LocalPuppet(end) for end in ends], names=names)
+
+        return make
 
 
 def star(num_peers: int) -> tuple[Hub[str, int], list[InprocConnection[int, str]]]:
@@ -26,29 +40,10 @@ def star(num_peers: int) -> tuple[Hub[str, int], list[InprocConnection[int, str]
     return hub, peers
 
 
-def code_of(act: Callable[[], object], *names: str) -> str:
-    with pytest.raises(WorkerError) as caught:
-        act()
-    for name in names:
-        assert name in caught.value.message
-    return caught.value.code
-
-
 def in_thread(act: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     return thread
-
-
-def test_messages_come_in_order_both_ways() -> None:
-    s, r = pair()
-    assert (s.peer, r.peer) == ("the R side", "the S side")
-    for word in ("a", "b", "c"):
-        s.send(word)
-    r.send(1)
-    assert [r.receive(0.0), r.poll(), r.receive(None)] == ["a", "b", "c"]
-    assert r.poll() is None
-    assert s.receive(5.0) == 1
 
 
 def test_a_message_is_handed_over_as_it_is() -> None:
@@ -57,13 +52,6 @@ def test_a_message_is_handed_over_as_it_is() -> None:
     message = [1]
     here.send(message)
     assert there.receive(0.0) is message
-
-
-def test_deadline_names_the_peer_and_leaves_the_connection_usable() -> None:
-    s, r = pair()
-    assert code_of(lambda: s.receive(0.0), "the R side") == TIMEOUT
-    r.send(7)
-    assert s.receive(0.0) == 7
 
 
 def test_a_poll_leaves_a_call_to_look_up_to_the_next_wait_for_any() -> None:
@@ -78,47 +66,6 @@ def test_a_poll_leaves_a_call_to_look_up_to_the_next_wait_for_any() -> None:
     assert hub.receive_any(60.0) == (0, 4)
 
 
-def test_receive_sleeps_until_a_message_comes() -> None:
-    s, r = pair()
-    thread = in_thread(lambda: r.send(len(r.receive(60.0))))
-    s.send("four")
-    assert s.receive(60.0) == 4
-    thread.join(60.0)
-
-
-def test_what_was_sent_before_closing_is_received_first() -> None:
-    s, r = pair()
-    r.send(1)
-    r.send(2)
-    r.close()
-    r.close()
-    assert s.receive(None) == 1
-    assert s.poll() == 2
-    for _ in range(2):
-        assert code_of(lambda: s.receive(None), "the R side has closed") == CLOSED
-        assert code_of(s.poll, "the R side has closed") == CLOSED
-        assert code_of(lambda: s.send("x"), "the R side has closed") == CLOSED
-
-
-def test_own_closing_ends_everything_at_once() -> None:
-    s, r = pair()
-    r.send(1)
-    s.close()
-    assert code_of(lambda: s.receive(None), "closed on this side") == CLOSED
-    assert code_of(s.poll, "closed on this side") == CLOSED
-    assert code_of(lambda: s.send("x"), "closed on this side") == CLOSED
-
-
-@pytest.mark.parametrize("who", ["peer", "another thread of this side"])
-def test_closing_wakes_the_one_who_waits(who: str) -> None:
-    s, r = pair()
-    codes: list[str] = []
-    waiting = in_thread(lambda: codes.append(code_of(lambda: s.receive(None))))
-    (r if who == "peer" else s).close()
-    waiting.join(60.0)
-    assert codes == [CLOSED]
-
-
 def test_hub_receives_in_order_of_arrival() -> None:
     hub, (a, b, c) = star(3)
     c.send(30)
@@ -127,50 +74,6 @@ def test_hub_receives_in_order_of_arrival() -> None:
     b.send(20)
     assert [hub.receive_any(0.0) for _ in range(4)] == [(2, 30), (0, 10), (2, 31), (1, 20)]
     assert code_of(lambda: hub.receive_any(0.0), "worker 0", "worker 1", "worker 2") == TIMEOUT
-
-
-def test_asking_one_keeps_what_came_from_the_others() -> None:
-    hub, (a, b) = star(2)
-    a.send(10)
-    b.send(20)
-    a.send(11)
-    assert hub.connections[1].receive(0.0) == 20
-    assert code_of(lambda: hub.connections[1].receive(0.0), "worker 1") == TIMEOUT
-    assert hub.connections[0].poll() == 10
-    b.send(21)
-    assert [hub.receive_any(0.0) for _ in range(2)] == [(0, 11), (1, 21)]
-
-
-def test_hub_sleeps_until_any_peer_sends() -> None:
-    hub, peers = star(3)
-    thread = in_thread(lambda: peers[1].send(len(peers[1].receive(60.0))))
-    hub.connections[1].send("four")
-    assert hub.receive_any(60.0) == (1, 4)
-    thread.join(60.0)
-
-
-def test_hub_tells_each_closed_peer_once_and_serves_the_others() -> None:
-    hub, (a, b) = star(2)
-    a.send(10)
-    a.close()
-    b.send(20)
-    assert hub.receive_any(0.0) == (0, 10)
-    assert code_of(lambda: hub.receive_any(0.0), "worker 0") == CLOSED
-    assert hub.receive_any(0.0) == (1, 20)
-    assert code_of(lambda: hub.receive_any(0.0), "worker 1") == TIMEOUT
-    b.close()
-    assert code_of(lambda: hub.receive_any(0.0), "worker 1") == CLOSED
-    assert code_of(lambda: hub.receive_any(None), "worker 0", "worker 1") == CLOSED
-
-
-def test_hub_forgets_what_came_over_a_connection_that_it_closed() -> None:
-    hub, (a, b) = star(2)
-    a.send(10)
-    b.send(20)
-    hub.connections[0].close()
-    assert hub.receive_any(0.0) == (1, 20)
-    assert code_of(lambda: hub.receive_any(0.0), "worker 1") == TIMEOUT
-    assert code_of(lambda: a.send(11), "the S side has closed") == CLOSED
 
 
 def test_where_others_come_and_go_the_place_of_one_that_is_over_is_anothers() -> None:

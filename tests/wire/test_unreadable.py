@@ -93,7 +93,6 @@ def test_background_work_goes_on_after_a_mistake() -> None:
         return False
 
     pump = Pump(work, 1e-4)
-    pump.start()
     pump.wake()
     assert worked.acquire(timeout=WAIT_S) and worked.acquire(timeout=WAIT_S)
     pump.stop()

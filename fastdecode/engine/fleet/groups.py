@@ -19,9 +19,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
@@ -29,8 +26,8 @@ from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
-    DropBlocks,
     Fetching,
+    ForgetBlocks,
     MoveNews,
     StoreBlocks,
     UseTier,
@@ -165,14 +162,7 @@ class CacheGroup:
             return  # other stages don't report it: nobody begins before all is there
         for each, keys in self.moves.take(member, news).items():
             if keys:
-                self._pool.send(each, DropBlocks(words_of(sorted(keys))))
-
-    def lose_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
-        """Give up the members that answered for any of these query heads [Hq]."""
-        for member in self._here:
-            shard = self.shards[member]
-            if shard.heads is None or heads[shard.heads.q].any():
-                self._lied(member, reason)
+                self._pool.send(each, ForgetBlocks(words_of(sorted(keys)), is_below=True))
 
     def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
         """Whether the arrays of an answer are the ones that were asked for. Once they
@@ -185,12 +175,10 @@ class CacheGroup:
         try:
             answer.check_arrays(shape, asked.q.dtype, want_lse=self._want_lse[asked.lane])
         except ProtocolError as lie:
-            self._lied(member, lie.message)
+            peer = self._pool.peer(member)
+            self._pool.lose(member, ProtocolError(f"{peer} {lie.message}"))
             return False
         return True
-
-    def _lied(self, member: HolderId, reason: str) -> None:
-        self._pool.lose(member, ProtocolError(f"{self._pool.peer(member)} {reason}"))
 
     def _joined(self, asked: _Asked) -> Answer:
         """All answers as one."""
@@ -393,10 +381,6 @@ class GroupPool:
         group = self.groups[holder]
         if group.broken is None and group.shards:
             self.members.lose(next(iter(group.shards)), error)
-
-    def lose_heads(self, holder: HolderId, heads: NDArray[np.bool_], reason: str) -> None:
-        """See ``WorkerPool``."""
-        self.groups[holder].lose_heads(heads, reason)
 
     def give_up(self, holder: HolderId, error: WorkerError | None = None) -> bool:
         """A group is lost until it is revived. Whether it wasn't before. ``error``:

@@ -18,9 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -384,10 +381,6 @@ class WorkerPool:
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up the worker that keeps a holder."""
         self._lose(self.placement[holder], error)
-
-    def lose_heads(self, holder: HolderId, heads: NDArray[np.bool_], reason: str) -> None:
-        """Give up the worker that answered for these query heads [Hq] of a holder."""
-        self._lied(self.placement[holder], reason)
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
         """A replacement has connected in the holder's own place, and answered

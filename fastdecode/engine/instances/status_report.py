@@ -12,7 +12,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.stats import EngineStats
-from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
+from fastdecode.schedule.cache.rates import TierCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 
 _MOST: Final = 1 << 53

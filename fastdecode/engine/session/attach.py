@@ -15,12 +15,11 @@ import numpy as np
 from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.resuming import HeldSequence, Session
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.reservations import holder_of, message_for
 from fastdecode.engine.stats import AttachedCounts
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.cache.resumed import keep_held
-from fastdecode.schedule.life.events import Close
 from fastdecode.wire.blocks import TakenOver, TakeOver
+from fastdecode.wire.messages import CloseSequence
 
 Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 """Tokens of parts, by holder."""
@@ -103,7 +102,9 @@ def _keep(
         num_held += any(there.values())
         num_held_tokens += sum(there.values())
         tails = keep_held(cache, one, there)
-        orders = [*cache.stock.orders.take(), *(Close(x, tails.get(x.part_id)) for x in there)]
-        for order in orders:
-            fleet.send(holder_of(order), message_for(order))
+        for order in cache.stock.take_orders():
+            fleet.send(order.holder, order.message)
+        for part in there:
+            tail = tails.get(part.part_id, b"").hex()
+            fleet.send(part.holder, CloseSequence(part.part_id, tail=tail))
     return AttachedCounts(num_sequences, num_tokens, num_held, num_held_tokens)

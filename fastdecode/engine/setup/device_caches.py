@@ -13,10 +13,9 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.setup.workers import Reached
-from fastdecode.engine.step.local import DeviceWorker, LocalAttention
-from fastdecode.engine.step.protected import DeviceAttention
+from fastdecode.engine.step.device import DeviceAttention, DeviceWorker
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.step.swapped import LaneExecutor, SwappedAttention, SwappedLanes
+from fastdecode.engine.step.swapped import LaneExecutor, SwappedLanes
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
@@ -57,7 +56,8 @@ def reach_device(
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
     neighbours = _neighbours(beside, is_reached=keeper is not None)
     worker = device_worker(executor, kv_bytes, beside, stage, neighbours=neighbours)
-    return _reached([worker], partial(LocalAttention, worker), keeper, _prefix(beside, stage))
+    attention = partial(DeviceAttention, [worker])
+    return _reached([worker], attention, keeper, _prefix(beside, stage))
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def reach_swapped(
         device_worker(executor, kv_bytes // NUM_SLOTS, beside, stage, lane, neighbours=neighbours)
         for lane, executor in enumerate(executors)
     ]
-    attention = partial(SwappedAttention, swap, workers)
+    attention = partial(DeviceAttention, workers, swap=swap)
     reached = _reached(workers, attention, keeper, _prefix(beside, stage))
 
     def close(lost: Collection[int], timeout_s: float) -> None:

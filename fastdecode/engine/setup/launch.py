@@ -65,9 +65,9 @@ from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
 from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.engine.stages.stage_forward import FirstStage
 from fastdecode.engine.stats import AttachedCounts
+from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.step.swapped import swap_figures
 from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.life.lifecycle import Lifecycle
@@ -414,7 +414,8 @@ class RunningEngine:
         self._opened.callback(masks.close)
         requests = Requests(self.codec, eos, self.spec.vocab_size, masks)
         state = EngineState(fleet, lifecycle, requests)
-        state.stats.swap = swap_figures(attention)
+        if isinstance(attention, DeviceAttention) and attention.swap is not None:
+            state.stats.swap = attention.swap.kv.figures
         state.stats.attached = self._attach(scheduler.ledger.cache)
         if replicas is not None:
             replicas.begin()  # of what is attached, too

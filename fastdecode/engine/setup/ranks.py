@@ -185,7 +185,7 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
     leader, others = members[0], members[1:]
     several_hosts = _SEVERAL_HOSTS.format(tp=len(members), first=leader, last=members[-1])
     if job.rank != leader:
-        mpi_job.send_text(job, leader, job.host)
+        job.exchange.send_text(leader, job.host)
         place = mpi_job.receive_text(job, leader, JOINING_TIMEOUT_S)
         if not place:
             raise ConfigError(several_hosts)
@@ -194,12 +194,12 @@ def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
     hosts = [mpi_job.receive_text(job, rank, JOINING_TIMEOUT_S) for rank in others]
     if any(host != job.host for host in hosts):
         for rank in others:
-            mpi_job.send_text(job, rank, "")
+            job.exchange.send_text(rank, "")
         raise ConfigError(several_hosts)
     directory = tempfile.mkdtemp(prefix="fastdecode-")
     try:
         for rank in others:
-            mpi_job.send_text(job, rank, f"{directory}/ranks")
+            job.exchange.send_text(rank, f"{directory}/ranks")
         yield Path(directory, "ranks")
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -42,11 +42,11 @@ from fastdecode.engine.setup.workers import (
     reach_threads,
     with_spares,
 )
-from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import DeviceWorker, whole_steps
+from fastdecode.engine.step.attention import Attention
+from fastdecode.engine.step.device import DeviceWorker, whole_steps
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
-from fastdecode.engine.step.protected import ProtectedAttention
-from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.prompts import DevicePrefill
+from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
@@ -85,10 +85,9 @@ def make_attention(
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
         local = workers.attention(fleet, holder, s_worker)
-        if not workers.keepers:
-            return local
-        plan = _plan(fleet, spec, resolved, s_worker, local.holders)
-        return ProtectedAttention(local, plan)
+        if workers.keepers:
+            local.plan = _plan(fleet, spec, resolved, s_worker, local.holders)
+        return local
     holders = (holder,) * len(fleet)
     if device is not None:
         on_device = replace(

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
@@ -21,14 +21,14 @@ from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
-from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, PeerHere, SoleHub
+from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
 from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
-    from fastdecode.engine.step.protected import DeviceAttention
+    from fastdecode.engine.step.device import DeviceAttention
     from fastdecode.wire.mpi.connection import MpiConnection
     from fastdecode.wire.mpi.ranks import StageRanks
     from sworker.worker import SWorker
@@ -235,7 +235,7 @@ def beside_stages(
 
     joined: RHub = JoinedHub(workers.hub, hub)
     if workers.answers_at_once and not workers.keepers:
-        joined = HubBehind(cast(Sequence[PeerHere[Any, Any]], workers.hub.connections), hub)
+        joined = HubBehind(workers.hub.connections, hub)
     # A column answers when all stages have.
     return replace(
         workers,

@@ -18,10 +18,10 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
+from fastdecode.engine.step.attention import Attention
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
-from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
-from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
 from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass
 from sworker.buffers import as_tensor
@@ -83,7 +83,7 @@ class LaterStage:
             self._launch()
             if self._is_over or self._links.has_heard:
                 continue
-            if self._pipeline.lanes.in_flight:
+            if self._pipeline.in_flight:
                 self._pipeline.run()
             else:
                 awaits = self._relay.awaits_replacements
@@ -133,7 +133,7 @@ class LaterStage:
 
     def _tell_news(self) -> None:
         """What R-workers have answered, and which of them are lost."""
-        self._relay.pass_on(self._pipeline.arrivals.take_news())
+        self._relay.pass_on(self._pipeline.take_news())
 
     def _take_orders(self) -> None:
         for stage, message in self._links.take_heard():
@@ -158,13 +158,13 @@ class LaterStage:
     def _forget(self, column: HolderId) -> None:
         """A column is greeted again: no step in flight gets an answer of it any more."""
         if self._relay.forgets_answers:
-            self._pipeline.lanes.lose(column)
+            self._pipeline.lose(column)
 
     def _launch(self) -> None:
         """Start the steps whose lanes are idle."""
         later: deque[StagePass] = deque()
         for passed in self._waiting:
-            if passed.lane in self._pipeline.lanes.idle:
+            if passed.lane in self._pipeline.idle:
                 self._start(passed)
             else:  # its last layer isn't stored yet
                 later.append(passed)
@@ -176,7 +176,7 @@ class LaterStage:
         self._passed[passed.lane] = passed
         self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
         for column in self._fleet.lost:
-            self._pipeline.lanes.lose(column)
+            self._pipeline.lose(column)
 
     def _check(self, passed: StagePass) -> None:
         """

@@ -19,7 +19,7 @@ from fastdecode.engine.fleet.replacements import Replacements, limited
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool
-from fastdecode.engine.step.arrivals import News
+from fastdecode.engine.step.pipeline import News
 from fastdecode.wire.blocks import (
     Accepted,
     DropCache,

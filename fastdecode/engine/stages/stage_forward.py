@@ -16,7 +16,7 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.pool import ColumnPool
-from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.batch import StepBatch
 from fastdecode.wire.messages import Activations
 from fastdecode.wire.stages import ASKS, DRAWS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
@@ -195,7 +195,7 @@ def report(stage: int, step: LaneStep, num_columns: int, lost: Collection[int]) 
     """What a later stage has to say of a step: with seconds [C], of each of the
     ``num_columns``, and the columns [L] that are lost."""
     r_compute_s = np.zeros(num_columns, np.float32)
-    for column, seconds in step.remote.r_compute_s.items():
+    for column, seconds in step.record.r_compute_s.items():
         r_compute_s[column] = seconds
     round_trips_s = step.round_trips_s
     return StageDone(

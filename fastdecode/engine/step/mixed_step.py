@@ -1,7 +1,7 @@
 """KV on both sides (``--kv-placement hybrid``): a step whose rows are partly the
 device's and partly R-workers'.
 
-A step of which all rows are on one side is that side's own (``local``,
+A step of which all rows are on one side is that side's own (``device``,
 ``remote``); the device's runs as one graph while no sequence is away, and in
 slices of some layers while one is. Of a step that has both, what R-workers
 attend is sent first, and the device attends its rows while that is on its way.
@@ -11,31 +11,34 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
-from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.step.layout import HolderSpan, StepBatch
-from fastdecode.engine.step.local import DeviceWorker, LocalStep
-from fastdecode.engine.step.remote import AttentionPlan, LaneAttention, RemoteStep
-from fastdecode.wire.messages import AttendResult
+from fastdecode.engine.step.attention import Begun, StepRecord
+from fastdecode.engine.step.batch import HolderSpan, StepBatch
+from fastdecode.engine.step.device import DeviceStep, DeviceWorker
+from fastdecode.engine.step.remote import AttentionPlan, RemotePart
 from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps
-from sworker.worker import TIMED_LAYERS, DeviceTimer, Pass, SWorker
+from sworker.worker import TIMED_LAYERS, DeviceTimer, SWorker
 
 DEVICE_LANE = 0
 _MOST_AHEAD, _SLICES_AHEAD = 2, 1
 """Layers, or slices, of a step that may be queued on a GPU while it computes
 another: other lanes' come behind them."""
 _TIMED_FIRST, _TIMED_EVERY = 4, 32
-"""Of the home lane's steps these run layer by layer, to time attention."""
+"""Which of the home lane's steps run layer by layer, to time attention."""
 _KEPT = 0.8
-"""Of what was known of that, at the next time."""
+"""Weight of earlier times when attention is timed again."""
 
 
 class DeviceLane:
@@ -44,28 +47,28 @@ class DeviceLane:
     While no sequence is away they run as with all KV on the device, as one graph.
     While some are, slice by slice, so that lanes that are away come between. Now
     and then one runs layer by layer, which times its attention: within a graph
-    nobody can.
+    it cannot be timed.
 
     Args:
-        whole: runs them in fixed memory; None: there are no kernels for it, or
+        whole: Runs them in fixed memory. None if there are no kernels for it, or
             no graphs, and all steps run layer by layer.
     """
 
     def __init__(self, whole: WholeSteps | None = None) -> None:
         self.whole = whole
-        self._away: weakref.WeakSet[RemoteStep] = weakref.WeakSet()  # in flight
+        self._away: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # in flight
         self._begun_away = self._was_away = False
         self._num_steps = 0
         self._timed: tuple[DeviceTimer, int] | None = None
         self._token_s = 0.0
 
-    def goes_away(self, step: RemoteStep) -> None:
-        """A step that R-workers attend has begun."""
+    def goes_away(self, step: RemotePart) -> None:
+        """Note that a step has begun that R-workers attend."""
         self._away.add(step)
         self._begun_away = True
 
     def next_way(self) -> StepMode:
-        """That of the step that begins."""
+        """Choose the mode of the step that begins."""
         # Between two steps of an away lane none is in flight: one step's length
         # more, and it would wait for all layers of this one.
         is_away = self._begun_away or bool(self._away)
@@ -78,12 +81,12 @@ class DeviceLane:
         return StepMode.LAYERED if is_timed else StepMode.WHOLE if is_alone else StepMode.SLICED
 
     def time(self, timer: DeviceTimer, num_tokens: int) -> None:
-        """A step begins whose attention to so many cached tokens is timed."""
+        """Note that a step begins whose attention to ``num_tokens`` cached tokens is timed."""
         self._timed = timer, num_tokens
 
     def attention_s(self, num_tokens: int) -> float:
-        """Seconds that the device takes to attend so many cached tokens in all
-        layers, by what was timed."""
+        """Return the seconds that the device takes to attend ``num_tokens`` cached tokens in
+        all layers, by what was timed."""
         if self._timed is not None:
             timer, timed_tokens = self._timed
             if seconds := timer.seconds():
@@ -103,13 +106,13 @@ class StepMode(Enum):
 
 @dataclass(frozen=True)
 class MixedAttention:
-    """Makes ``LaneAttention`` of rows on either side.
+    """Begins steps of rows on either side.
 
     Args:
-        plan: on R-workers. Its holders are all holders.
-        connection: to the cache on the device.
-        gpu: the device's driver, in place of the one that torch has.
-        home: how the home lane's steps run.
+        plan: On R-workers. Its holders are all holders.
+        connection: To the cache on the device.
+        gpu: The device's driver, in place of the one that torch has.
+        home: How the home lane's steps run.
     """
 
     plan: AttentionPlan
@@ -126,191 +129,130 @@ class MixedAttention:
         return self.plan.holders
 
     def prepare(self, num_lanes: int) -> None:
-        """See ``AttentionPlan``."""
+        """Take the memory of ``num_lanes`` lanes. See ``AttentionPlan``."""
         self.plan.prepare(num_lanes)
 
-    def begin(self, batch: StepBatch) -> LaneAttention:
-        """See ``fastdecode.engine.step.remote.Attention``."""
-        on_device = [span for span in batch.spans if self._is_device(span)]
+    def begin(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
+        """Begin a step. See ``Attention``."""
+        kinds = [self.holders[span.holder].kind for span in batch.spans]
+        own = [x for x, kind in zip(batch.spans, kinds, strict=True) if kind is HolderKind.DEVICE]
+        away = [x for x in batch.spans if x not in own]
+        if not away:
+            return self._begin_at_home(batch, s_worker)
+        record, begun = self.plan.begin(_only(batch, away) if own else batch, s_worker)
+        assert begun.remote is not None
+        self.home.goes_away(begun.remote)
+        if not own:
+            return record, begun
+        both = StepRecord((*record.spans, *own))
+        begun.remote.record = both
+        part = self._part(_only(batch, own), both, StepMode.LAYERED, own[0].rows)
+        return both, begun._replace(parts=(*begun.parts, part))
+
+    def _begin_at_home(self, batch: StepBatch, s_worker: SWorker) -> tuple[StepRecord, Begun]:
+        record, mode = StepRecord(batch.spans), self.home.next_way()
+        part = self._part(batch, record, mode)
+        step, whole, mode = part.step, self.home.whole, part.mode
+        if whole is None or mode is StepMode.LAYERED:
+            return record, Begun((part,))
+        if mode is StepMode.WHOLE:
+            forward = step.run(s_worker, whole)
+            begun = Begun(forward=forward)
+        else:
+            step.note_attended(None)
+            lane = step.span.begin.lane
+            forward = SlicedPass(
+                s_worker, whole, lane, batch.rows, step.paged, batch.feed, batch.hidden
+            )
+            begun = Begun((part,), forward)
+        forward.attended_s = part.attention_s
+        return record, begun
+
+    def _part(
+        self, batch: StepBatch, record: StepRecord, mode: StepMode, rows: slice | None = None
+    ) -> DevicePart:
+        step = DeviceStep(self.connection, batch, record, _raise)
         gpu = self.gpu or gpu_of(self.plan.device)
-        if len(on_device) == len(batch.spans):
-            return DeviceStep(self.connection, batch, gpu, self.home, self.home.next_way())
-        away = tuple(span for span in batch.spans if not self._is_device(span))
-        remote = self.plan.begin(_only(batch, away) if on_device else batch)
-        self.home.goes_away(remote)
-        if not on_device:
-            return remote
-        home = DeviceStep(self.connection, _only(batch, tuple(on_device)), gpu, self.home)
-        return MixedStep(home, remote, on_device[0].rows)
-
-    def _is_device(self, span: HolderSpan) -> bool:
-        return self.holders[span.holder].kind is HolderKind.DEVICE
+        return DevicePart(step, record, self.home, mode, gpu, rows)
 
 
-class DeviceStep(LocalStep):
-    """A step on the device beside lanes that are elsewhere. A GPU isn't given
-    more of its layers at a time than it needs to be busy."""
+class DevicePart:
+    """The device's rows of a step beside lanes that are elsewhere. A GPU isn't given more of
+    its layers at a time than it needs to be busy. See ``AttentionPart``.
+
+    Args:
+        mode: How the step runs; layer by layer if it has prompts.
+        rows: The device's, among all. None if it has all.
+    """
 
     def __init__(
         self,
-        connection: DeviceWorker,
-        batch: StepBatch,
-        gpu: Gpu | None,
+        step: DeviceStep,
+        record: StepRecord,
         home: DeviceLane,
-        way: StepMode = StepMode.LAYERED,
+        mode: StepMode,
+        gpu: Gpu | None,
+        rows: slice | None,
     ) -> None:
-        super().__init__(connection, batch, home.whole)
-        self._gpu = gpu
-        self._home = home
-        self._way = (
-            way if home.whole is not None and home.whole.takes(self._paged) else StepMode.LAYERED
-        )
-        (span,) = batch.spans
-        self._load_tokens = span.counts.load_tokens
+        whole, paged = home.whole, step.paged
+        self.step, self._gpu, self._rows = step, gpu, rows
+        self.mode = mode if whole is not None and whole.takes(paged) else StepMode.LAYERED
+        load_tokens = step.span.counts.load_tokens
         self._queued: deque[Event] = deque()
         self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
-        decodes = self._paged.only_decodes and self._load_tokens
-        if self._way is StepMode.LAYERED and decodes and home.whole is not None:
-            home.time(self._timer, self._load_tokens)
-
-    def run_through(self, s_worker: SWorker) -> Pass | None:
-        """See ``LaneAttention``. The whole step, or the first slice of it."""
-        whole, lane = self._whole, self._begin.lane
-        if whole is None or self._way is StepMode.LAYERED:
-            return None
-        if self._way is StepMode.WHOLE:
-            forward = super().run_through(s_worker)
-            assert forward is not None
-            forward.attended_s = self._attention_s
-            return forward
-        self._books.steps.finish(lane, self._begin.step)
-        batch = self.batch
-        sliced = SlicedPass(
-            s_worker, whole, lane, self._inputs().rows, self._paged, batch.feed, batch.hidden
+        self._o = torch.empty(0)
+        self._place: Tensor | None = None
+        decodes = paged.only_decodes and load_tokens
+        if self.mode is StepMode.LAYERED and decodes and whole is not None:
+            home.time(self._timer, load_tokens)
+        is_layered = self.mode is StepMode.LAYERED
+        # As timed or, within graphs, as foreseen. It must not keep this part, which has the record.
+        self.attention_s: Callable[[], float] = (
+            self._timer.seconds if is_layered else partial(home.attention_s, load_tokens)
         )
-        sliced.attended_s = self._attention_s
-        return sliced
+        record.gpu_s[step.span.holder] = self.attention_s
 
-    def scatter(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> bool:
-        """See ``LaneAttention``."""
-        if self._way is StepMode.SLICED:
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None) -> None:
+        """Attend a layer, unless its slice has done so."""
+        if self.mode is StepMode.SLICED:
             assert place is not None
-            self._o = place  # attended with the slice
+            self._o = place
         else:
+            self._place = place
+            if (rows := self._rows) is not None:
+                q, k, v = q[rows], k[rows], v[rows]
+                place = None if place is None else place[rows]
+            self.step.note_attended(layer)
             with self._timer:
-                super().scatter(layer, q, k, v, place)
+                self._o = self.step.attend(layer, q, k, v, place)
         if self._gpu is not None:
             self._queued.append(self._gpu.current_stream().record_event())
-        return True
 
-    @property
     def ready(self) -> bool:
-        """See ``LaneAttention``."""
+        """Return True if the GPU has little left to do."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
-        return len(self._queued) <= (_SLICES_AHEAD if self._way is StepMode.SLICED else _MOST_AHEAD)
+        most = _SLICES_AHEAD if self.mode is StepMode.SLICED else _MOST_AHEAD
+        return len(self._queued) <= most
 
-    @property
-    def r_compute_s(self) -> dict[HolderId, float]:
-        """See ``LaneAttention``; the device's attention, on a GPU as well."""
-        on_gpu_s = self._attention_s()
-        return {holder: seconds + on_gpu_s for holder, seconds in self.computed_s.items()}
-
-    def _attention_s(self) -> float:
-        """Seconds of the GPU, as timed or, within graphs, as foreseen."""
-        if self._way is StepMode.LAYERED:
-            return self._timer.seconds()
-        return self._home.attention_s(self._load_tokens)
-
-
-class MixedStep:
-    """A step with rows on both sides; see ``LaneAttention``.
-
-    Args:
-        home: the device's rows, of a batch that has no others.
-        remote: R-workers'.
-        rows: the device's, among all.
-    """
-
-    def __init__(self, home: DeviceStep, remote: RemoteStep, rows: slice) -> None:
-        self._home = home
-        self._remote = remote
-        self._rows = rows
-        self._place: Tensor | None = None
-
-    def run_through(self, s_worker: SWorker) -> Pass | None:
-        return None
-
-    @property
-    def batch(self) -> StepBatch:
-        """Of both sides."""
-        remote = self._remote.batch
-        return replace(remote, spans=(*remote.spans, *self._home.batch.spans))
-
-    @property
-    def sent_s(self) -> Seq[float]:
-        return self._remote.sent_s
-
-    @property
-    def r_compute_s(self) -> dict[HolderId, float]:
-        return {**self._remote.r_compute_s, **self._home.r_compute_s}
-
-    @property
-    def in_s_part_s(self) -> float:
-        return self._home.in_s_part_s
-
-    @property
-    def lost(self) -> Collection[HolderId]:
-        return self._remote.lost
-
-    def scatter(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> bool:
-        is_sent = self._remote.scatter(layer, q, k, v, place)
-        rows, self._place = self._rows, place
-        mine = None if place is None else place[rows]
-        self._home.scatter(layer, q[rows], k[rows], v[rows], mine)
-        return is_sent
-
-    def dispatch(self) -> bool:
-        return self._remote.dispatch()
-
-    def wait_for_copy(self) -> None:
-        self._remote.wait_for_copy()
-
-    def deliver(self, holder: HolderId, result: AttendResult) -> None:
-        self._remote.deliver(holder, result)
-
-    def lose(self, holder: HolderId) -> None:
-        self._remote.lose(holder)
-
-    @property
-    def ready(self) -> bool:
-        return self._remote.ready and self._home.ready
-
-    @property
-    def num_awaited(self) -> int:
-        return self._remote.num_awaited
-
-    @property
-    def settled(self) -> bool:
-        return self._remote.settled
-
-    def take(self) -> Tensor:
-        """The layer's o [T, Hq, D], the device's rows put in their place."""
-        o, mine = self._remote.take(), self._home.take()
+    def take(self, o: Tensor | None) -> Tensor:
+        """Put the device's rows in their place in o [T, Hq, D]."""
+        if o is None:
+            return self._o
         if o is not self._place:  # else they were written there
-            o[self._rows] = mine
+            o[self._rows] = self._o
         return o
 
 
-def _only(batch: StepBatch, spans: tuple[HolderSpan, ...]) -> StepBatch:
-    """The batch, as those see it that attend these spans: rows stay where they are."""
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _only(batch: StepBatch, spans: Seq[HolderSpan]) -> StepBatch:
+    """Return the batch as those see it that attend these spans: rows stay where they are."""
     local = tuple(
         span
         for span in batch.local
         if any(one.rows.start <= span.rows.start < one.rows.stop for one in spans)
     )
-    return replace(batch, spans=spans, local=local)
+    return replace(batch, spans=tuple(spans), local=local)

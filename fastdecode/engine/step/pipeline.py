@@ -17,33 +17,53 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fastdecode.core.holders import Holder
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.step.arrivals import Arrival, Arrivals, LaneWait
-from fastdecode.engine.step.lane_step import HostCopy, LaneStep, NextStage
-from fastdecode.engine.step.lanes import Lanes
-from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.remote import Attention
+from fastdecode.engine.step.attention import Attention, Outgoing
+from fastdecode.engine.step.batch import StepBatch
+from fastdecode.engine.step.lane_step import HostCopy, LaneStep, StageForward
+from fastdecode.wire.blocks import TakenOver
+from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
+from fastdecode.wire.stages import StageDone
+from fastdecode.wire.waiting import look_until_found
 from sworker.worker import SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], HostCopy | None]"
 TakeIn: TypeAlias = "Callable[[int], object]"
+Arrival: TypeAlias = "tuple[HolderId, Answer]"
+News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | WorkerError]"
+"""A holder's answer about parts, or why it was lost."""
+
+
+class NextStage(Protocol):
+    """What a stage of several does with its steps."""
+
+    def leave(self, step: LaneStep) -> StageForward | None:
+        """Take over a step whose own layers are done. None if no layers are left."""
+
+    def take_done(self) -> Seq[StageDone]:
+        """Return the reports of later stages about steps. Each is returned once."""
+
+    @property
+    def has_orders(self) -> bool:
+        """True if it was sent anything that does not belong to a step in flight."""
 
 
 class Pipeline:
     """Runs lanes' steps side by side. One thread drives it.
 
     Args:
-        onward: where steps go behind this stage's layers; None: it has all.
+        onward: Where steps go behind this stage's layers. None if it has all layers.
     """
 
     def __init__(
@@ -56,20 +76,44 @@ class Pipeline:
     ) -> None:
         self._trace = None if isinstance(trace, NoTrace) else trace
         self._onward = onward
-        self._s_worker = s_worker
-        self._attention = attention
+        self._s_worker, self._attention = s_worker, attention
+        self._fleet = attention.fleet
         self.holders: Final[Seq[Holder]] = attention.holders
         """What they are, by their ids."""
-        self.lanes: Final = Lanes(num_lanes)
-        self.arrivals: Final = Arrivals(attention.fleet, self.lanes, trace or NoTrace(), onward)
+        self.num_lanes = num_lanes
+        self._steps: dict[int, LaneStep] = {}  # by lane
+        self._ready: deque[LaneStep] = deque()
+        """Steps that can continue, in the order in which they became able to."""
+        self._unsent: deque[tuple[LaneStep, Outgoing]] = deque()
+        """Layers that are scattered, and not on the host yet, as they were computed."""
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
         self._fed: list[LaneStep] = []  # the host doesn't know yet what they embed
-        self._waiting = LaneWait(attention.fleet, self.lanes, is_hybrid=self._is_hybrid)
-        # Else lanes wait for answers alone.
-        self._copies = s_worker.gpu is not None or onward is not None or self._is_hybrid
+        self._news: list[News] = []
+        self._num_awaited = 0
+        """Answers that the step of the last one still awaits."""
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
+
+    @property
+    def in_flight(self) -> list[LaneStep]:
+        """The steps in flight, in the order in which they began."""
+        return list(self._steps.values())
+
+    @property
+    def idle(self) -> list[int]:
+        """The lanes without a step."""
+        return [lane for lane in range(self.num_lanes) if lane not in self._steps]
+
+    def resize(self, num_lanes: int) -> None:
+        """Continue with this many lanes. No step is in flight."""
+        assert not self._steps
+        self.num_lanes = num_lanes
+
+    def lose(self, holder: HolderId) -> None:
+        """Expect no answer of a holder to the steps in flight any more."""
+        for step in self._steps.values():
+            step.lose(holder)
 
     def launch(
         self,
@@ -79,68 +123,104 @@ class Pipeline:
         planned_s: float = 0.0,
         fed_by: HostCopy | None = None,
     ) -> None:
-        """Start an idle lane's step: embed, the first layer's S-step, and off
-        to the R-workers; or all layers, where they aren't needed.
-        ``planned_s``: seconds that it has taken so far; ``fed_by``: the lane's
-        tokens before, if they are still on their way to the host."""
+        """Start an idle lane's step: embed, the first layer's S-step, and off to the
+        R-workers; or all layers, where they aren't needed.
+
+        Args:
+            planned_s: Seconds that it has taken so far.
+            fed_by: The lane's tokens before, if they are still on their way to the host.
+        """
         started = time.perf_counter()
-        remote = self._attention.begin(batch)
-        whole = remote.run_through(self._s_worker)
-        forward = whole or self._s_worker.begin(batch.rows, lane, batch.feed, batch.hidden)
-        step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
-        step.is_whole, step.fed_by = forward.is_over, fed_by
-        if batch.asks is not None:
-            step.asked_rows = batch.asked_rows
-        self.lanes.enter(step)
+        assert lane not in self._steps
+        record, begun = self._attention.begin(batch, self._s_worker)
+        forward = begun.forward
+        if forward is None:
+            forward = self._s_worker.begin(batch.rows, lane, batch.feed, batch.hidden)
+        step = LaneStep(lane, batch, logit_rows, record, begun, forward, fed_by=fed_by)
+        step.s_compute_s = planned_s
+        self._steps[lane] = step
         if fed_by is not None:
             self._fed.append(step)
-        if not step.is_whole:
-            self._scatter(step)
+        self._unsent.extend((step, leaving) for leaving in step.scatter())
         step.count_s_part(0, started, self._trace)
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
-        """Go on until some lane has finished its step, or there is news (``arrivals``)
-        or an order (``NextStage``); then None.
+        """Run until some lane has finished its step, or there is news (``take_news``) or an
+        order (``NextStage``); then None.
 
         Args:
-            draw: called with a step as soon as it has logits. It starts to
-                draw, and other lanes go on while tokens come to the host.
-            take_in: called with a lane as soon as the tokens that its step was
-                fed are on the host; before it draws others.
+            draw: Called with a step as soon as it has logits. It starts to draw, and other
+                lanes run while tokens come to the host.
+            take_in: Called with a lane as soon as the tokens that its step was fed are on the
+                host; before it draws others.
         """
-        lanes, arrivals = self.lanes, self.arrivals
+        fleet, ready = self._fleet, self._ready
         while True:
-            if lanes.unsent:
-                lanes.dispatch()
+            if self._unsent:
+                self._dispatch()
             if self._fed:
                 self._take_in_fed(take_in)
-            arrivals.note_losses()
+            if fleet.gone:
+                self._note_losses()
             if self._onward is not None:
-                arrivals.note_done()
-            lanes.collect_ready()
-            if self._is_hybrid and lanes.ready:
-                # Who is on the device can always go on; R-workers answer all the same.
-                arrivals.take_in_all()
-                lanes.collect_ready()
-            if arrivals.has_news:
+                self._note_done(self._onward)
+            are_looked_at = False
+            for step in self._steps.values():
+                if step.is_looked_at:
+                    are_looked_at = True
+                    if step not in ready and step.can_go_on:
+                        ready.append(step)
+            if self._is_hybrid and ready:
+                # The lane on the device can always run; R-workers answer all the same.
+                while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
+                    self._take_in(*received, time.perf_counter())
+            if self._news or fleet.moves.has_moves:
                 return None
-            if not lanes.ready:
-                copies = self._copies or lanes.unsent
-                self._wait(self._waiting.first_to_come if copies else self._attention.fleet.receive)
-                if not lanes.ready:
+            if self._onward is not None and self._onward.has_orders:
+                return None
+            if not ready:
+                has_copies = are_looked_at or self._unsent or self._fed or self._is_hybrid
+                self._wait(self._first_to_come if has_copies else fleet.receive)
+                if not ready:
                     continue
-            step = lanes.take_ready()
+            step = ready.popleft()
             if step.logits is None:
                 self._advance(step)
-            if step.logits is not None and step.fed_by is None and not step.is_drawn:
-                self._draw(step, draw)
-            if step.logits is not None and step.can_go_on:
-                lanes.leave(step)
-                return step
+            if step.logits is not None:
+                if step.fed_by is None and not step.is_drawn:
+                    self._draw(step, draw)
+                if step.can_go_on:
+                    self._leave(step)
+                    return step
 
     def receive(self, most_s: float = math.inf) -> None:
-        """Wait for a message, so many seconds at most, and take it in. One is owed."""
-        self._wait(partial(self._attention.fleet.receive, most_s=most_s))
+        """Wait for a message, at most ``most_s`` seconds, and take it in. One is owed."""
+        self._wait(partial(self._fleet.receive, most_s=most_s))
+
+    def take_news(self) -> list[News]:
+        """Return what has come that belongs to no step, in its order. Each is returned once."""
+        if self._fleet.gone:
+            self._note_losses()
+        news, self._news = self._news, []
+        return news
+
+    def _leave(self, step: LaneStep) -> None:
+        """End a step. What isn't sent by now was for lost holders, which may be replaced soon."""
+        del self._steps[step.lane]
+        if self._unsent:
+            self._unsent = deque(each for each in self._unsent if each[0] is not step)
+
+    def _dispatch(self) -> bool:
+        """Send what has come to the host, in the order in which it was computed. Return True
+        if anything was sent."""
+        sent = False
+        while self._unsent and self._unsent[0][1].done:
+            step, leaving = self._unsent.popleft()
+            started = time.perf_counter()
+            leaving.send()
+            step.s_compute_s += time.perf_counter() - started
+            sent = True
+        return sent
 
     def _take_in_fed(self, take_in: TakeIn | None) -> None:
         for step in self._fed.copy():
@@ -151,16 +231,20 @@ class Pipeline:
                 take_in(step.lane)
 
     def _advance(self, step: LaneStep) -> None:
-        started = time.perf_counter()
-        is_layered = step.passage is None and not step.is_whole
-        goes_on = is_layered and step.forward.advance(step.remote.take())
-        if goes_on:
-            self._scatter(step)
-        elif self._onward is None:
-            step.logits = step.forward.logits(step.logit_rows)
+        started, layer = time.perf_counter(), None
+        passage, forward = step.passage, step.forward
+        if passage is not None:
+            step.logits = passage.go_on()
+        elif step.advance():
+            layer = forward.layer
+            if leaving := step.scatter():
+                self._unsent.extend((step, each) for each in leaving)
         else:
-            step.logits = _pass_on(step, self._onward)
-        step.count_s_part(step.forward.layer if goes_on else None, started, self._trace)
+            step.is_looked_at = True
+            step.passage = None if self._onward is None else self._onward.leave(step)
+            if step.passage is None:
+                step.logits = forward.logits(step.logit_rows)
+        step.count_s_part(layer, started, self._trace)
 
     def _draw(self, step: LaneStep, draw: Draw | None) -> None:
         step.is_drawn = True
@@ -169,10 +253,23 @@ class Pipeline:
             step.draws = draw(step)
             step.s_compute_s += time.perf_counter() - started
 
-    def _scatter(self, step: LaneStep) -> None:
-        forward = step.forward
-        if not step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place):
-            self.lanes.scattered(step)
+    def _note_losses(self) -> None:
+        """Tell the steps in flight which holders were lost."""
+        self._news += self._fleet.take_losses()
+        for holder in self._fleet.lost:
+            self.lose(holder)
+
+    def _note_done(self, onward: NextStage) -> None:
+        """Tell the steps in flight what later stages have done of them."""
+        for done in onward.take_done():
+            step = self._steps.get(done.lane)
+            if step is None or step.passage is None or step.step != done.step:
+                raise WorkerError(
+                    f"stage {done.stage} reports on step {done.step} in lane {done.lane}, which "
+                    "isn't under way: are all stages of the same version?",
+                    code="stage_lost",
+                )
+            step.passage.deliver(done)
 
     def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()
@@ -181,14 +278,88 @@ class Pipeline:
         self.wait_s += now - started
         if self._trace is not None:
             self._trace.waited(started, now)
+        # A look that finds nothing takes longer than the turn of the loop that is saved by one
+        # that finds something. So look only while the lane of the last answer awaits several.
+        fleet = self._fleet
+        while received is not None:
+            self._take_in(*received, now)
+            if self._num_awaited <= 1 or self._ready or self._news or not fleet.is_owed:
+                return
+            received, now = fleet.receive(most_s=0.0), time.perf_counter()
+
+    def _take_in(self, holder: HolderId, message: Answer, now: float) -> None:
+        """Take in a message that came now. A holder that sends what isn't due is lost."""
+        try:
+            if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
+                self._take_attended(holder, message, now)
+            elif isinstance(message, Accepted | Refused | TakenOver | Welcome):
+                self._news.append((holder, message))
+            else:
+                name = type(message).__name__
+                raise ProtocolError(
+                    f"{self._fleet.peer(holder)} sent {name}, which nobody asked for"
+                )
+        except ProtocolError as error:
+            self._fleet.lose(holder, error)
+
+    def _take_attended(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
+        step = self._steps.get(result.lane)
+        remote = None if step is None else step.begun.remote
+        if step is None or remote is None:
+            raise ProtocolError(
+                f"{self._fleet.peer(holder)} answered for lane {result.lane}, which is idle"
+            )
+        is_last, record = remote.answered(holder, result), step.record
+        sent_s = record.sent_s[result.layer]
+        round_trip_s = arrived_s - sent_s - result.compute_s
+        if round_trip_s < record.round_trip_s:
+            record.round_trip_s = max(0.0, round_trip_s)
+        if self._trace is not None:
+            self._trace.attended(
+                holder, step.lane, result.step, result.layer, sent_s, arrived_s, result.compute_s
+            )
+        step.s_compute_s += time.perf_counter() - arrived_s
+        self._num_awaited = len(remote.awaited)
+        if is_last:
+            self._note_ready(step)
+
+    def _note_ready(self, step: LaneStep) -> None:
+        """Queue a step in flight if it can continue."""
+        if step not in self._ready and step.can_go_on:
+            self._ready.append(step)
+
+    def _first_to_come(self) -> Arrival | None:
+        """Wait for an answer or for a copy to the host, whichever is first, while no lane can
+        run. Return an answer; send what is copied."""
+        fleet, unsent = self._fleet, self._unsent[0][1] if self._unsent else None
+        # The others await answers alone, and weren't ready when the pipeline looked.
+        looked_at = [x for x in self._steps.values() if x.is_looked_at or x.fed_by is not None]
+        copies = [copy for step in looked_at for copy in step.coming]
+        if any(step.can_go_on or step.has_come for step in looked_at):
+            return None  # by now
+        if unsent is None and not copies and not self._is_hybrid:
+            return fleet.receive()
+        if not fleet.is_owed and not copies and unsent is not None:
+            unsent.wait()
+            return None
+        if not fleet.is_owed and copies and unsent is None and not self._is_hybrid:
+            copies[0].wait()
+            return None
+        found = look_until_found(partial(self._look, copies, fleet.lost.keys()), None)
+        return found[0] if found else None
+
+    def _look(self, copies: Seq[HostCopy], lost: Collection[HolderId]) -> list[Arrival] | None:
+        """Return an answer, if one is here. None if nothing has happened, and nothing if
+        something was sent or drawn, a lane can run, a transfer is reported, or an R-worker
+        was lost."""
+        fleet = self._fleet
+        received = fleet.receive(most_s=0.0) if fleet.is_owed else None
         if received is not None:
-            self.arrivals.take_in(*received, now)
-            self.arrivals.take_in_until_ready()
-
-
-def _pass_on(step: LaneStep, onward: NextStage) -> Tensor | None:
-    """This stage's layers are done. The step's logits [R, vocab], once there are any."""
-    if step.passage is not None:
-        return step.passage.go_on()
-    step.passage = onward.leave(step)
-    return step.forward.logits(step.logit_rows) if step.passage is None else None
+            return [received]
+        has_come = self._dispatch() or any(copy.done for copy in copies)
+        # A lane on the device says so only when it is asked.
+        can_go_on = self._is_hybrid and any(
+            step.can_go_on or step.has_come for step in self._steps.values()
+        )
+        has_changed = has_come or can_go_on or fleet.moves.has_moves or fleet.lost.keys() != lost
+        return [] if has_changed else None

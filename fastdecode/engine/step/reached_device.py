@@ -2,7 +2,7 @@
 prompts, fetches what other engines' R-workers export, and takes K and V of prompts that
 other stages run.
 
-The S-worker still works in its own thread (``fastdecode.engine.step.local``). A second
+The S-worker still works in its own thread (``fastdecode.engine.step.device``). A second
 thread does what happens behind compute: it answers readers and writes what is fetched.
 Both hold one lock while they touch the R-worker's state; attention needs none, since
 readers and fetches never touch slots of sequences that a step has.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.step.local import BegunStep, DeviceWorker
+from fastdecode.engine.step.device import BegunStep, DeviceWorker
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, ToRWorker

@@ -11,19 +11,13 @@ that have anything to bring.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.step.device_memory import Bytes, DeviceMemory
-from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.local import DeviceWorker, LocalStep
-from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
 from fastdecode.wire.blocks import ChunkForm
 from fastdecode.wire.messages import AttendResult, BeginStep
@@ -34,10 +28,9 @@ from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels, PagedKV, StoredKV
-from sworker.swap.figures import SwapFigures
 from sworker.swap.host import HostKV
 from sworker.swap.swapped import Blocks, LaneMover, SwappedKV
-from sworker.worker import Pass, SWorker
+from sworker.worker import SWorker
 
 
 class SwappedLanes:
@@ -218,58 +211,6 @@ class LaneMemory(DeviceMemory):
 
     def _stored(self) -> StoredKV:
         return self._lanes.settle(self._lane)
-
-
-class SwappedAttention:
-    """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
-
-    def __init__(
-        self,
-        swap: SwappedLanes,
-        workers: Seq[DeviceWorker],
-        fleet: HolderPool,
-        device: Holder,
-        s_worker: SWorker,
-    ) -> None:
-        self.fleet = fleet
-        self.holders: Seq[Holder] = (device,) * len(workers)
-        self.swap, self.connections = swap, workers
-        swap.share(s_worker)
-
-    def begin(self, batch: StepBatch) -> SwappedStep:
-        (span,) = batch.spans
-        return SwappedStep(self.swap, self.connections[span.holder], batch)
-
-
-def swap_figures(attention: object) -> SwapFigures | None:
-    """What was copied so far, kept up to date; None: nothing is swapped."""
-    local = attention.local if isinstance(attention, ProtectedAttention) else attention
-    return local.swap.kv.figures if isinstance(local, SwappedAttention) else None
-
-
-class SwappedStep(LocalStep):
-    """A lane's step, layer by layer: each waits for its own copies."""
-
-    def __init__(self, swap: SwappedLanes, worker: DeviceWorker, batch: StepBatch) -> None:
-        super().__init__(worker, batch)
-        self._swap = swap
-
-    @torch.inference_mode()
-    def run_through(self, s_worker: SWorker) -> Pass:
-        """See ``LaneAttention``."""
-        with s_worker.together():
-            forward = s_worker.begin_here(self._inputs(), self.batch.feed).run(self.attend)
-        forward.is_over = True
-        if not self.lost:
-            self._swap.end_step(self._holder)
-            self._end()
-        return forward
-
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> Tensor:
-        self._swap.kv.wait(layer)
-        return super()._attend(layer, q, k, v, place)
 
 
 def stored_blocks(store: KVStore) -> Blocks:

@@ -1,13 +1,13 @@
 """Carries out an R-worker's instructions on a device: KV caches as torch tensors.
 
 ``rworker.state`` decides, as for any R-worker. What differs: no message carries q,
-k and v. The S-worker attends in the cache by itself (``fastdecode.engine.step.local``),
+k and v. The S-worker attends in the cache by itself (``fastdecode.engine.step.device``),
 once the executor has prepared its step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,6 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step.device_memory import DeviceMemory
-from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.blocks import Stocked
 from fastdecode.wire.codec import Array
 from fastdecode.wire.messages import AttendResult, BeginStep
@@ -36,6 +35,7 @@ from rworker.instructions import (
     ReadChunk,
 )
 from rworker.tiers.disk import Disk
+from rworker.tiers.lower_tier import LowerTier, MoveJob
 from rworker.tiers.tiers import Tiers
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -50,8 +50,8 @@ class TorchExecutor:
         device: where K and V are kept.
         gpu: the device's driver, in place of torch's.
         kernels: see ``PagedKV``.
-        host_bytes: of the host's memory, for kept blocks; 0: none.
-        disk: where kept blocks go else; None: nowhere.
+        host_bytes: Memory of the host for cached blocks. 0 if there is none.
+        disk: Where cached blocks go else. None if they are not offloaded to disk.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TorchExecutor:
         """See ``RWorkerExecutor``.
 
         Raises:
-            CapacityError: the device lacks the memory, or the host.
+            CapacityError: If the device lacks the memory, or the host.
         """
         holder = prepare.holder
         self._forget(holder)
@@ -153,6 +153,52 @@ class TorchExecutor:
         self._memory.pop(holder, None)
 
 
+class HostTier(LowerTier):
+    """The lower tier in the host's memory. Nothing waits for a copy: a job is over as soon as
+    its copies are queued (``sworker.host_blocks``).
+
+    Args:
+        cache: on the device.
+        memory: gives the host's memory, which S-workers that act as one replace.
+    """
+
+    def __init__(self, cache: PagedKV, memory: Callable[[], BlockMemory]) -> None:
+        self._memory = memory
+        self.num_layers = cache.kv.num_layers
+        self.stored_bytes = cache.kv.block_bytes
+        self.num_slots = memory().num_slots
+        self._slot_of: dict[bytes, int] = {}
+        self._free = list(reversed(range(self.num_slots)))
+
+    def begin(self, job: MoveJob) -> None:
+        """Begin a job. Blocks without room, or that are not here, have failed."""
+        slots, blocks = [], []
+        for place, (key, block) in enumerate(zip(job.keys, job.blocks, strict=True)):
+            slot = self._slot_of.get(key) if job.is_fetch else self._take(key)
+            if slot is None:
+                job.failed.add(place)
+                continue
+            slots.append(slot)
+            blocks.append(block)
+        if slots:
+            self._memory().copy(slots, blocks, is_fetch=job.is_fetch)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Free the slots of blocks."""
+        for key in keys:
+            slot = self._slot_of.pop(key, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def _take(self, key: bytes) -> int | None:
+        """Take a slot for a block. Return None if all are taken."""
+        if not self._free:
+            return None
+        self.drop((key,))
+        slot = self._slot_of[key] = self._free.pop()
+        return slot
+
+
 def kv_spec_of(prepare: Prepare) -> KVSpec:
     """What a cache is to hold."""
     layout = prepare.layout
@@ -166,7 +212,7 @@ def kv_spec_of(prepare: Prepare) -> KVSpec:
 
 
 def _identity_of_tensors(identity: str) -> str:
-    """Of blocks that lie as tensors: R-workers cannot read them."""
+    """Return the identity of blocks that lie as tensors: R-workers cannot read them."""
     return tier_identity(f"{identity}/tensors")
 
 

@@ -26,7 +26,7 @@ class Chains:
 
     def is_shared(self, sequence: Sequence) -> bool:
         """Return True if a sequence starts with others' blocks, and leaves its own to them."""
-        return self.are_on and not sequence.request.cache.is_off and not sequence.is_checked
+        return self.are_on and not sequence.request.cache.is_off
 
     def keys(self, sequence: Sequence, num_blocks: int | None = None) -> list[bytes]:
         """Return the keys of a sequence's first blocks, or of all that its tokens fill."""

@@ -2,7 +2,7 @@
 with the same tokens start with them.
 
 Which holder keeps what is known here, on the S-worker, to the block, since
-starts count on it: holders learn by ``Keep`` and ``Forget`` (``BlockCache``) and
+starts count on it: holders learn by messages (``Stock``) and
 decide nothing. What running sequences use is never given up. Of the rest a
 policy says what goes first.
 
@@ -17,16 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence, shifted
-from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.chains import Chains
-from fastdecode.schedule.cache.in_progress_blocks import InProgressBlocks
 from fastdecode.schedule.cache.parts import KeptPart, Sharing
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.reuse import Reuse, reuses
+from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.cache.turn_blocks import TurnBlocks
 
 
@@ -59,7 +59,7 @@ class PrefixCache:
         self.block_size = block_size
         self.chains = Chains(block_size, are_on=keeps_blocks)
         policy = policy or Retention(block_size)
-        self.stock = BlockCache(
+        self.stock = Stock(
             num_holders, block_size, policy, clock, only_ends=only_ends, window=window
         )
         """What is kept where."""
@@ -69,8 +69,10 @@ class PrefixCache:
         # Of the blocks in the tables of running sequences, summed over these,
         # those that are kept.
         self._num_shared = [0] * num_holders
-        self.coming = InProgressBlocks()
-        """What is being computed."""
+        # Blocks that running sequences compute before they draw, and how many compute each.
+        self._coming: Counter[bytes] = Counter()
+        self.computing: Final[set[SequenceId]] = set()
+        """Sequences that have not computed all of theirs yet."""
 
     def num_beside(self, holder: HolderId) -> int:
         """Kept blocks, less those that running sequences have reserved room
@@ -113,14 +115,14 @@ class PrefixCache:
         Args:
             found: what it could start with now.
         """
-        if not self.coming or not self.chains.is_shared(sequence):
+        if not self._coming or not self.chains.is_shared(sequence):
             return False
         keys = self.chains.keys(sequence)
         missing = [0]
         if found:
             gap, num_there = found[0].gap, found[0].num_blocks
             missing = [gap.start // self.block_size, num_there] if gap else [num_there]
-        return any(place < len(keys) and keys[place] in self.coming for place in missing)
+        return any(place < len(keys) and keys[place] in self._coming for place in missing)
 
     def begin(self, sequence: Sequence, residence: Residence, reuse: Reuse | None) -> None:
         """The sequence starts, with kept blocks or none."""
@@ -131,7 +133,10 @@ class PrefixCache:
         missing = keys if reuse is None else self._start_with(sharing, reuse, keys)
         for part in sharing.parts:
             self._num_shared[part.holder] += part.num_shared
-        self.coming.expect(sequence.sequence_id, sharing, missing)
+        if missing:
+            sharing.coming.update(missing)
+            self._coming.update(sharing.coming)
+            self.computing.add(sequence.sequence_id)
         num_hit = 0 if reuse is None else reuse.num_tokens
         self.stock.fresh.started(missing, len(sequence.token_ids), num_hit)
 
@@ -147,7 +152,7 @@ class PrefixCache:
             before = [keys[first - 1] if first else None, *used[:-1]]
             if gap:
                 before[own_gap.start] = keys[gap.stop - 1]
-            self.stock.traffic.fetch(part.holder, used, before)
+            self.stock.fetch(part.holder, used, before)
             self.stock[part.holder].use(used, as_hit=True)
             part.start_with(used, own_gap, has_copy=has_copy and part is last)
         last.is_turns_tail = reuse.has_tail
@@ -179,7 +184,7 @@ class PrefixCache:
     def keep(self, sequence: Sequence) -> None:
         """Keep the full blocks of a running sequence, which isn't stepping."""
         sharing = self._sharing.get(sequence.sequence_id)
-        if sharing is None or sequence.is_checked:
+        if sharing is None or sequence.is_spoilt:
             return
         for part in sharing.parts:
             num_full = part.num_full(sequence.num_cached, self.block_size)
@@ -191,13 +196,23 @@ class PrefixCache:
                 names = self.stock.keep(part.part, blocks.start, keys, before)
                 part.names += names
                 self._num_shared[part.holder] += sum(name is not None for name in names)
-                self.coming.arrived(sequence.sequence_id, sharing, keys)
+                self._arrived(sequence.sequence_id, sharing, keys)
+
+    def _arrived(self, sequence_id: SequenceId, sharing: Sharing, keys: Seq[bytes]) -> None:
+        """Note that a sequence has computed blocks, or will not."""
+        for key in sharing.coming.intersection(keys):
+            sharing.coming.remove(key)
+            self._coming[key] -= 1
+            if not self._coming[key]:
+                del self._coming[key]
+        if not sharing.coming:
+            self.computing.discard(sequence_id)
 
     def answered(self, sequence: Sequence) -> None:
         """A running sequence has come to its end."""
         sharing = self._sharing.get(sequence.sequence_id)
         if sharing is not None and sequence.request.cache.turn is not None:
-            sharing.is_answered = not sequence.is_checked
+            sharing.is_answered = not sequence.is_spoilt
 
     def end(self, sequence: Sequence) -> None:
         """The sequence runs no more. If it came to logits that aren't finite,
@@ -205,12 +220,12 @@ class PrefixCache:
         sharing = self._sharing.pop(sequence.sequence_id, None)
         if sharing is None:
             return
-        self.coming.arrived(sequence.sequence_id, sharing, list(sharing.coming))
+        self._arrived(sequence.sequence_id, sharing, [*sharing.coming])
         if sharing.is_answered:
             self.turns.end(sequence, sharing)
         for part in sharing.parts:
             self._num_shared[part.holder] -= part.num_shared
-            self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
+            self.stock.release(part.holder, part.keys, for_good=sequence.is_spoilt)
             self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
 
     def is_awaited(self, holder: HolderId) -> bool:
@@ -235,13 +250,13 @@ class PrefixCache:
             for part in sharing.parts:
                 if part.holder == holder and not lost.isdisjoint(part.keys):
                     self._use_less(part, lost)
-        self.stock.lose_blocks(holder, lost)
+        self.stock[holder].lose(lost)
 
     def _use_less(self, part: KeptPart, lost: set[bytes]) -> None:
         """A part of a running sequence uses these kept blocks no more."""
         self._num_shared[part.holder] -= part.num_shared
         gone = [key for key in part.keys if key in lost]
-        self.stock.release_lost(part.holder, gone)
+        self.stock[part.holder].release(gone, self.stock.now_s())
         part.names = [None if name in lost else name for name in part.names]
         while part.names and part.names[-1] is None:
             part.names.pop()  # it may be kept when the sequence has run it again
@@ -278,5 +293,8 @@ class PrefixCache:
                 num_shared[part.holder] += part.num_shared
                 users[part.holder].update(part.keys)
         assert num_shared == self._num_shared, "blocks are miscounted"
-        self.coming.check_invariants(self._sharing.items())
+        every = self._sharing.values()
+        coming = Counter(key for sharing in every for key in sharing.coming)
+        assert coming == self._coming, "blocks that come are miscounted"
+        assert self.computing == {i for i, sharing in self._sharing.items() if sharing.coming}
         self.stock.check_invariants(users)

@@ -41,15 +41,11 @@ def _keep_part(cache: PrefixCache, held: HeldSequence, part: Part, count: int) -
     names = [x for x in stock.keep(part, 0, keys[first:num_full], None) if x is not None]
     stock[part.holder].want(names)  # somebody will start with them
     stock.release(part.holder, names, for_good=False)
-    if end % size == 0 or _shares_its_tail(held, end):
+    # A sibling copies the last block when it appends its first own token.
+    is_shared = held.num_siblings > 1 and end <= held.num_prompt_tokens
+    if end % size == 0 or is_shared:
         return None
     before = keys[num_full - 1] if num_full else None
     stock.keep_tail(part, keys[-1], before if num_full > first else None, end)
     cache.turns.ends.setdefault(before, set()).add(end)
     return stock.take_tail(part.part_id)
-
-
-def _shares_its_tail(held: HeldSequence, end: int) -> bool:
-    """Whether the block that isn't full may be a sibling's, too, which copies it
-    when it appends its first own token."""
-    return held.num_siblings > 1 and end <= held.num_prompt_tokens

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import NOTHING
-from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.blocks import Index
+from fastdecode.schedule.cache.stock import Stock
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Found:
     """Blocks of the chain before all of these."""
 
     def reuse(
-        self, stock: BlockCache, most_tokens: int, block_size: int, *, has_tail: bool
+        self, stock: Stock, most_tokens: int, block_size: int, *, has_tail: bool
     ) -> Reuse | None:
         """None: of what is behind the gap, nothing would be spared.
 
@@ -84,7 +84,7 @@ class _Found:
 
 
 def reuses(
-    stock: BlockCache,
+    stock: Stock,
     keys: Seq[bytes],
     sizes: Seq[int],
     most_tokens: int,
@@ -113,7 +113,7 @@ def reuses(
 
 
 def _wholes(
-    stock: BlockCache,
+    stock: Stock,
     keys: Seq[bytes],
     most_tokens: int,
     block_size: int,
@@ -192,7 +192,7 @@ def _num_idle(index: Index, keys: Seq[bytes]) -> int:
 
 
 def _parts(
-    stock: BlockCache, keys: Seq[bytes], sizes: Seq[int], block_size: int
+    stock: Stock, keys: Seq[bytes], sizes: Seq[int], block_size: int
 ) -> list[tuple[HolderId, Seq[bytes]]]:
     """Of a split sequence: each part is on the holder that has most of it, as
     long as that has all."""

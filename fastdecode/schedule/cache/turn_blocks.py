@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from typing import Final
 
 from fastdecode.core.sequence import Sequence
-from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.parts import Sharing
+from fastdecode.schedule.cache.stock import Stock
 
 
 class TurnBlocks:
@@ -22,7 +22,7 @@ class TurnBlocks:
         block_size: tokens in a block.
     """
 
-    def __init__(self, chains: Chains, stock: BlockCache, block_size: int) -> None:
+    def __init__(self, chains: Chains, stock: Stock, block_size: int) -> None:
         self._chains = chains
         self._stock = stock
         self._block_size = block_size

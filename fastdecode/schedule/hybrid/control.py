@@ -4,7 +4,7 @@ it says, and whether it was right.
 Where one holder is the device and the others are R-workers, the scheduler has a
 ``HybridControl``. It says which holders a sequence that starts may go to, and
 how many lanes there are. The first is the **home lane**, of sequences whose KV
-is on the device; the others are **away lanes**. A single lane has both.
+is on the device; the second is the **away lane**. A single lane has both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane
 
-MAX_LANES = 3
+MAX_LANES = 2
 """That there may ever be."""
 EVERY = 64
 """Steps of the home lane between two looks at the whole."""
@@ -66,7 +66,7 @@ class HybridOptions:
 class HybridCounts:
     steps: Counter[str] = field(default_factory=Counter)
     """Of the home lane, and of others while nobody is at home, by mode:
-    gpu-only, mixed, split-1, split-2, R-only."""
+    gpu-only, mixed, split-1, R-only."""
     num_closed: int = 0
     """How often R-workers were found not to pay, and left alone for a while."""
 
@@ -87,7 +87,7 @@ class HybridControl:
         self._inputs = inputs
         self._clock = options.clock
         self._view: Callable[[], View] = lambda: ((), ())
-        self._course = Course(Layout.SPLIT_1)
+        self._course = Course(Layout.SPLIT)
         self._leaving: set[SequenceId] = set()  # who may go to R-workers by now
         self._num_lanes = 1
         self._num_home_steps = self._num_away_steps = 0
@@ -127,7 +127,7 @@ class HybridControl:
         follows = bool(away) and self._follows_its_blocks(sequence)
         if fits_home and has_room and self._home_is_open(sequence) and not follows:
             return [[self._device]] if is_home else []
-        if not away or (is_home and not is_alone) or self._has_share(lane):
+        if not away or (is_home and not is_alone):
             return []
         is_mixed = self._course.layout is Layout.MIXED
         has_leave = sequence.sequence_id in self._leaving or not self._course.home_is_open
@@ -149,12 +149,9 @@ class HybridControl:
             self._asked_for = (-1, -1)
         self._leaving.discard(sequence.sequence_id)
 
-    def lane_of(self, holder: HolderId, number: int, num_lanes: int) -> int:
-        """Where a sequence on this holder goes on when there are so many lanes:
-        the ``number``-th of all."""
-        if holder == self._device or num_lanes == 1:
-            return 0
-        return 1 + number % (num_lanes - 1)
+    def lane_of(self, holder: HolderId, num_lanes: int) -> int:
+        """Return the lane of a sequence on this holder when there are ``num_lanes``."""
+        return 0 if holder == self._device else num_lanes - 1
 
     def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
         """A lane's step was run; see ``LaneControl.observe``."""
@@ -188,7 +185,7 @@ class HybridControl:
             self._ask()
         if has_away or self._leaving or not self._course.home_is_open:
             self._parted_at = self._num_home_steps
-            return 1 + self._course.layout.num_away_lanes
+            return 1 if self._course.layout is Layout.MIXED else 2
         # Who has come home stays for a while: others may go soon.
         is_long_ago = self._num_home_steps - self._parted_at >= EVERY
         return 1 if is_long_ago else self._num_lanes
@@ -215,14 +212,6 @@ class HybridControl:
         self._leaving = {one.sequence_id for one in waiting[:num_leaving]}
         now_s = self._clock()
         self._ask_at_s = now_s + _SHARE * (now_s - started_s)
-
-    def _has_share(self, lane: int) -> bool:
-        """Whether an away lane has its share of those who are away or leave."""
-        if not lane:
-            return False
-        away = self._view()[0][1:]
-        num_away = sum(len(one.running) for one in away) + max(1, len(self._leaving))
-        return len(away[lane - 1].running) >= -(-num_away // len(away))
 
     def _is_kept_away(self, sequence: Sequence) -> bool:
         """Whether R-workers have kept more of it than the device has."""
@@ -261,4 +250,4 @@ class HybridControl:
             return "gpu-only"
         if not any(lane.reserved_tokens[self._device] for lane in lanes):
             return "R-only"
-        return ("mixed", "split-1", "split-2")[len(lanes) - 1]
+        return "mixed" if len(lanes) == 1 else "split-1"

@@ -34,15 +34,9 @@ class Layout(Enum):
     """In which lanes sequences step whose KV is on R-workers."""
 
     MIXED = "mixed"
-    """In that of those at home: the weights are read once for all."""
-    SPLIT_1 = "split-1"
+    """In the home lane: the weights are read once for all."""
+    SPLIT = "split-1"
     """In a lane of their own."""
-    SPLIT_2 = "split-2"
-    """In two, which take turns on the R-workers."""
-
-    @property
-    def num_away_lanes(self) -> int:
-        return 2 if self is Layout.SPLIT_2 else 1 if self is Layout.SPLIT_1 else 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +153,6 @@ def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int
     num_away, load_away = away
     if not num_away:
         return Paces(costs.home_s(num_home, load_home) if num_home else math.inf, math.inf)
-    lanes = min(max(1, layout.num_away_lanes), num_away)
     r_part_s = costs.r_part(num_away, load_away)
     if layout is Layout.MIXED:
         attention_s = max(costs.device(load_home), r_part_s + costs.round_trip_s)
@@ -167,17 +160,13 @@ def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int
         added_s = costs.s_part(num_home + num_away) - alone_s
         step_s = alone_s + costs.away_weight * added_s + attention_s
         return Paces(step_s if num_home else math.inf, step_s)
-    num_lane = -(-num_away // lanes)
-    lane_s = costs.away_weight * costs.s_part(num_lane)
-    lane_r_s = r_part_s if lanes == 1 else costs.r_part(num_lane, load_away * num_lane / num_away)
-    # Before each of its layers a lane waits for a layer of those at home, at most.
+    lane_s = costs.away_weight * costs.s_part(num_away)
+    # Before each of its layers the away lane waits for at most one layer of the home lane.
     home_s = costs.home_s(num_home, load_home) if num_home else 0.0
-    period_s = max(
-        r_part_s, lane_s + lane_r_s + costs.round_trip_s + home_s, lanes * lane_s + home_s
-    )
+    period_s = lane_s + r_part_s + costs.round_trip_s + home_s
     if not num_home:
         return Paces(math.inf, period_s)
-    share = max(1e-6, 1 - lanes * lane_s / period_s)  # away lanes may take all the time
+    share = max(1e-6, 1 - lane_s / period_s)  # the away lane may take all the time
     return Paces(home_s / share, period_s)
 
 
@@ -322,15 +311,12 @@ def _prompts_s(costs: Costs, layout: Layout, home: _Side, away: _Side) -> float:
     beyond a step of theirs. Nobody gets on meanwhile."""
     at_home, at_away = home.take_prompts(), away.take_prompts()
     s_part, num_home, num_away = costs.s_part, len(home.ends), len(away.ends)
-    lanes = min(max(1, layout.num_away_lanes), max(1, num_away))
-    num_before = num_home if layout is Layout.MIXED else 0
+    num_lane = num_away + (num_home if layout is Layout.MIXED else 0)
     seconds = 0.0
     if at_home:
         seconds += s_part(num_home + at_home) - s_part(num_home)
     if at_away:
-        num_lane = num_before - (-num_away // lanes)
-        added_s = s_part(num_lane - (-at_away // lanes)) - s_part(num_lane)
-        seconds += costs.away_weight * lanes * added_s
+        seconds += costs.away_weight * (s_part(num_lane + at_away) - s_part(num_lane))
     return seconds
 
 

@@ -97,7 +97,7 @@ class Adoptions:
         """A holder is lost, and its replica is to be taken over: nothing new is
         placed there, and its sequences wait for what the replica has."""
         self._holders.move(holder, HolderState.INTERRUPTED)
-        self._cache.stock.traffic.interrupt(holder)
+        self._cache.stock.interrupt(holder)
         self.give_up(holder)
         table = self._table.by_sequence  # some may have ended meanwhile
         self._resuming = {i: one for i, one in self._resuming.items() if i in table}

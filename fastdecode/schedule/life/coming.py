@@ -76,10 +76,7 @@ class ComingTokens:
 
     def _take(self, life: SequenceRecord, drawn: Drawn) -> None:
         sequence = life.sequence
-        if drawn.is_doubted:
-            sequence.is_checked = True
-            self._endings.recompute(life)
-        elif drawn.error is not None:
+        if drawn.error is not None:
             self._endings.drop(sequence.request.request_id, drawn.error)
         else:
             sequence.token_ids.append(drawn.token_id)

@@ -99,7 +99,7 @@ class Endings:
 
     def set_aside(self, life: SequenceRecord) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
-        self._out += self._cache.stock.orders.take()  # of blocks that are still open
+        self._out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self._grants.close(life):
             self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
             self.was_refused = False

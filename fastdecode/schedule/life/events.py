@@ -3,14 +3,14 @@ takes the events of this module and gives its instructions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId
 from fastdecode.core.sequence import NOTHING, FinishReason, Request, Sequence
-from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Offload, Restore
+from fastdecode.schedule.plan import Chunk, Send
+from fastdecode.wire.blocks import MoveNews
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Submitted:
 @dataclass(frozen=True)
 class LaneIdle:
     """No step of the lane is in flight: what comes before its next one? →
-    ``Keep``, ``Forget``, ``Offload``, ``DropCopies``, ``Close``, ``Extend``,
-    ``Restore``, ``Open``, ``Fork``, ``Resume``"""
+    ``Send``, ``Close``, ``Extend``, ``Open``, ``Fork``, ``Resume``"""
 
     lane: int
 
@@ -63,8 +62,6 @@ class Drawn(NamedTuple):
     finish_reason: FinishReason | None = None
     """Why it is over, if its text says so; a sequence of its greatest length is over anyway."""
     error: FastDecodeError | None = None
-    is_doubted: bool = False
-    """Nothing was: it is to be recomputed, and whoever attends it to be looked at."""
 
 
 @dataclass(frozen=True)
@@ -133,52 +130,6 @@ class Reopened:
 
 
 @dataclass(frozen=True)
-class Fetching:
-    """A job that fetches kept blocks has come further, and isn't over."""
-
-    holder: HolderId
-    job: int
-    share: float
-    """Of the layers, the first ones: they are there of all of its blocks."""
-    seconds: float
-    """That this took."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A job that moved kept blocks between a holder's tiers is over."""
-
-    holder: HolderId
-    job: int
-    failed: tuple[bytes, ...]
-    """Keys of the blocks that aren't where they were to be."""
-    num_bytes: int
-    seconds: float
-    faults: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Of the tier, since the last such event: see ``TierCounts.count_faults``."""
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """What was to be fetched of a part is there, or can't be had."""
-
-    part_id: PartId
-    reason: str
-    """Why not; empty: it is there."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stocked:
-    """A holder has a lower tier."""
-
-    holder: HolderId
-    num_slots: int
-    """Blocks that it can have."""
-    blocks: Mapping[bytes, int]
-    """That it has: key → tokens up to its end."""
-
-
-@dataclass(frozen=True)
 class Joined:
     """There is an empty holder in the place of a lost one, of which nothing remembers anything."""
 
@@ -211,7 +162,7 @@ class Regrouped:
 
 BetweenSteps: TypeAlias = (
     "Submitted | Opened | Refused | Lost | Interrupted | Leaving | TakenOver | Reopened | Joined | "
-    "Cancelled | Ended | Regrouped | Fetching | Moved | Pulled | Stocked"
+    "Cancelled | Ended | Regrouped | MoveNews"
 )
 """Events that are no part of a lane's step."""
 Event: TypeAlias = "LaneIdle | LaneReady | StepDone | Came | BetweenSteps"
@@ -337,6 +288,6 @@ class Fail:
 
 
 Instruction: TypeAlias = (
-    "Open | Fork | Resume | Extend | Truncate | Close | Keep | Forget | Offload | Restore | "
-    "DropCopies | TakeOver | Pull | HandOver | HasFetched | Run | Finish | Fail"
+    "Open | Fork | Resume | Extend | Truncate | Close | Send | TakeOver | Pull | HandOver | "
+    "HasFetched | Run | Finish | Fail"
 )

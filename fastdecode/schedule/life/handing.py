@@ -15,7 +15,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import HandOver, HasFetched, Instruction, Pull, Pulled
+from fastdecode.schedule.life.events import HandOver, HasFetched, Instruction, Pull
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.sequences import (
     PendingAction,
@@ -23,6 +23,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceState,
     SequenceTable,
 )
+from fastdecode.wire.blocks import Pulled
 
 HANDED_OVER_LOST: Final = "handed_over_lost"
 """Code of what a request ends with whose prompt can't be fetched any more."""
@@ -86,10 +87,10 @@ class Handing:
     def pulled(self, event: Pulled) -> None:
         """What was to be fetched of a part is there, or can't be had. The part
         may be closed by now."""
-        life = self._pulling.pop(event.part_id, None)
-        if life is None or event.part_id not in life.importing:
+        life = self._pulling.pop(PartId(event.sequence_id), None)
+        if life is None or event.sequence_id not in life.importing:
             return
-        life.importing.discard(event.part_id)
+        life.importing.discard(PartId(event.sequence_id))
         if event.reason:
             self._table.tell(life, f"can't fetch its prompt: {event.reason}")
             self._failed.add(life.sequence.request.request_id)

@@ -14,7 +14,7 @@ import logging
 from typing import Final
 
 from fastdecode.core.errors import CapacityError, WorkerError, assert_never
-from fastdecode.core.holders import PartId
+from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
@@ -28,7 +28,6 @@ from fastdecode.schedule.life.events import (
     Ended,
     Event,
     Extend,
-    Fetching,
     Instruction,
     Interrupted,
     Joined,
@@ -36,15 +35,12 @@ from fastdecode.schedule.life.events import (
     LaneReady,
     Leaving,
     Lost,
-    Moved,
     Opened,
-    Pulled,
     Refused,
     Regrouped,
     Reopened,
     Run,
     StepDone,
-    Stocked,
     Submitted,
     TakenOver,
 )
@@ -54,6 +50,7 @@ from fastdecode.schedule.life.restores import Restores
 from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.blocks import Fetching, Moved, Pulled, Stocked, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +83,7 @@ class Lifecycle:
         """Sequences that go on elsewhere, or come from there."""
         self._coming = ComingTokens(scheduler, self.sequences, self.endings, self.handing)
         self.starting = Starting(
-            Restores(scheduler.ledger.cache.stock.traffic, joins_early=joins_early),
+            Restores(scheduler.ledger.cache.stock, joins_early=joins_early),
             *(self.sequences, self.grants, self.endings, self.handing, self._out),
         )
         """What sequences begin with."""
@@ -119,8 +116,8 @@ class Lifecycle:
         if self._fails_over and self.adoptions and not self._flying:
             self._ask_adopters()
         if self.keeps_blocks:
-            self._out += self._cache.stock.orders.take()
-            self._out += self._cache.stock.orders.take_fetches()
+            self._out += self._cache.stock.take_orders()
+            self._out += self._cache.stock.take_fetches()
         instructions = self._out.copy()
         self._out.clear()
         return instructions
@@ -149,7 +146,8 @@ class Lifecycle:
             case Pulled():
                 self.handing.pulled(event)
             case Stocked():
-                self._cache.stock.traffic.stocked(event.holder, event.num_slots, event.blocks)
+                blocks = dict(zip(keys_of(event.keys), event.num_tokens.tolist(), strict=True))
+                self._cache.stock.stocked(HolderId(event.holder), event.num_slots, blocks)
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)
@@ -208,7 +206,7 @@ class Lifecycle:
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
         if self.keeps_blocks:
-            self._out += self._cache.stock.orders.take()
+            self._out += self._cache.stock.take_orders()
         for suspend in plan.suspends:
             life = self.sequences.by_sequence[suspend.sequence.sequence_id]
             self.sequences.counts.num_suspended += 1
@@ -221,7 +219,7 @@ class Lifecycle:
             self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
         if self.keeps_blocks:
-            self._out += self._cache.stock.orders.take_fetches()
+            self._out += self._cache.stock.take_fetches()
         for start in plan.starts:
             life = self.sequences.by_sequence[start.sequence.sequence_id]
             life.lane = lane
@@ -301,7 +299,7 @@ class Lifecycle:
             if sequence.behind_gap:
                 sequence.pass_gap()
             lives.num_cached_tokens += chunk.num_tokens
-            if sequence.sequence_id in cache.coming.computing:
+            if sequence.sequence_id in cache.computing:
                 cache.keep(sequence)
         if lives.num_pending:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
@@ -333,13 +331,13 @@ class Lifecycle:
         Args:
             idle_s: of that, nobody computed.
         """
-        traffic = self._cache.stock.traffic
-        if not traffic.has_lower:
+        stock = self._cache.stock
+        if not stock.has_lower:
             return
         if self.starting.restores.was_beside:
-            traffic.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
+            stock.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
         else:
-            traffic.rates.stepped(num_prompt_tokens, seconds)
+            stock.rates.stepped(num_prompt_tokens, seconds)
 
     @property
     def is_owed(self) -> bool:
@@ -350,7 +348,7 @@ class Lifecycle:
     @property
     def is_moving(self) -> bool:
         """Whether somebody may have to wait for what is moved between tiers."""
-        return bool(self._cache.stock.traffic.jobs) and bool(self.sequences.by_sequence)
+        return bool(self._cache.stock.jobs) and bool(self.sequences.by_sequence)
 
     def check_invariants(self) -> None:
         """Recount everything."""

@@ -18,10 +18,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fastdecode.schedule.cache.tiers.offload_manager import OffloadManager
-from fastdecode.schedule.life.events import Fetching, Moved
+from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.life.sequences import SequenceRecord, SequenceState
 from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
+from fastdecode.wire.blocks import Fetching, Moved, keys_of
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Restores:
     """See the module.
 
     Args:
-        traffic: whose jobs they are.
+        stock: the blocks, and the jobs that fetch them.
         joins_early: sequences join before all of their blocks are there.
     """
 
-    def __init__(self, traffic: OffloadManager, *, joins_early: bool = True) -> None:
-        self._traffic = traffic
+    def __init__(self, stock: Stock, *, joins_early: bool = True) -> None:
+        self._stock = stock
         self._joins_early = joins_early
         self._awaiting: dict[int, list[SequenceRecord]] = {}  # by job
         self._fetching: dict[int, Progress] = {}  # by job
@@ -95,9 +95,9 @@ class Restores:
         """A lane's step begins; it is foreseen when it is over."""
         if self:
             self._beside.add(lane)
-        if self._traffic.has_lower:
-            took_s = self._traffic.rates.under_way_s(num_in_prompts(chunks))
-            self._ends_s[lane] = self._traffic.now_s() + took_s
+        if self._stock.has_lower:
+            took_s = self._stock.rates.under_way_s(num_in_prompts(chunks))
+            self._ends_s[lane] = self._stock.now_s() + took_s
 
     def end_step(self, lane: int) -> None:
         """It is over."""
@@ -113,34 +113,36 @@ class Restores:
 
     def hear(self, event: Fetching | Moved) -> Outcome:
         """News of a job; nothing comes of that of a holder that was lost meanwhile."""
-        if event.job not in self._traffic.jobs:
+        if event.job not in self._stock.jobs:
             return Outcome()
         if isinstance(event, Fetching):
             return self._come_further(event)
-        self._traffic.moved(event.job, event.failed, event.num_bytes, event.seconds)
-        self._traffic.counts.count_faults(*event.faults)
-        return self._over(event)
+        failed = keys_of(event.failed)
+        self._stock.end_job(event.job, failed, event.num_bytes, event.seconds)
+        self._stock.counts.count_faults(*event.faults)
+        return self._over(event.job, failed)
 
     def _come_further(self, event: Fetching) -> Outcome:
         """More of a job's layers are there."""
         before = self._fetching.get(event.job)
-        a_group = event.share if before is None else before.a_group
-        self._fetching[event.job] = Progress(event.share, a_group, event.seconds)
+        share = event.num_there / event.num_layers
+        a_group = share if before is None else before.a_group
+        self._fetching[event.job] = Progress(share, a_group, event.seconds)
         lives = self._awaiting.get(event.job, ())
         awaiting = [(life, life.fetching) for life in lives if life.fetching is not None]
         return Outcome(tuple([one for one in awaiting if self._joins(*one)]))
 
-    def _over(self, event: Moved) -> Outcome:
-        """A job is over."""
-        self._fetching.pop(event.job, None)
+    def _over(self, job: int, bad: Seq[bytes]) -> Outcome:
+        """Return what comes of a job that is over. ``bad``: keys of what it did not fetch."""
+        self._fetching.pop(job, None)
         ready: list[Awaiting] = []
         failed: list[Awaiting] = []
-        for life in self._awaiting.pop(event.job, ()):
+        for life in self._awaiting.pop(job, ()):
             start = life.fetching
-            if start is None or event.job not in life.awaits:
+            if start is None or job not in life.awaits:
                 continue
-            life.awaits.discard(event.job)
-            has_all = all(set(event.failed).isdisjoint(keys) for keys in start.kept)
+            life.awaits.discard(job)
+            has_all = all(set(bad).isdisjoint(keys) for keys in start.kept)
             if not has_all:
                 life.stop_awaiting()
                 failed += [(life, start)] if life.pending is None else []
@@ -153,7 +155,7 @@ class Restores:
 
     def forget_lost(self) -> None:
         """Jobs may be gone, with a holder; sequences that were on it are dealt with."""
-        jobs = self._traffic.jobs
+        jobs = self._stock.jobs
         self._awaiting = {job: lives for job, lives in self._awaiting.items() if job in jobs}
         self._fetching = {job: told for job, told in self._fetching.items() if job in jobs}
 
@@ -164,13 +166,13 @@ class Restores:
         )
         if not may_join or not self._is_due(life, start):
             return False
-        self._traffic.counts.num_joined += 1
+        self._stock.counts.num_joined += 1
         return True
 
     def _is_due(self, life: SequenceRecord, start: Start) -> bool:
         """Whether all that it waits for comes in time."""
-        step_s = self._traffic.rates.step_s(start.num_first_tokens)
-        now_s = self._traffic.now_s()
+        step_s = self._stock.rates.step_s(start.num_first_tokens)
+        now_s = self._stock.now_s()
         until_step_s = max(0.0, self._ends_s.get(life.lane, now_s) - now_s)
         told = [self._fetching.get(job) for job in life.awaits]
         return step_s is not None and all(

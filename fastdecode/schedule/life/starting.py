@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fastdecode.core.sequence import shifted
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Fetching, Fork, Instruction, Moved, Open, Resume
+from fastdecode.schedule.life.events import Fork, Instruction, Open, Resume
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.restores import Restores
@@ -16,6 +16,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceTable,
 )
 from fastdecode.schedule.plan import Start
+from fastdecode.wire.blocks import Fetching, Moved
 
 
 class Starting:

@@ -177,15 +177,15 @@ class BlockLedger:
         """While fewer blocks are free, or copied, than there should be, have
         lower tiers get more copies."""
         stock = self.cache.stock
-        if not stock.traffic.has_lower:
+        if not stock.has_lower:
             return
-        stock.traffic.look_whether_fetching_pays()
+        stock.look_whether_fetching_pays()
         for holder in self.holders.open:
             index, num_blocks = stock[holder], self.capacity.blocks(holder)
             num_available = self.free_blocks(holder) + index.idle.num_stored
             if index.num_slots and is_short(num_available, num_blocks, self._swap_threshold):
                 lacking = math.ceil(self._swap_threshold * num_blocks) - num_available
-                stock.traffic.copy_down(holder, lacking, num_blocks)
+                stock.copy_down(holder, lacking, num_blocks)
 
     def release(self, residence: Residence, sequence: Sequence | None = None) -> None:
         """Free what a sequence's parts have, but for what is kept of it."""

@@ -32,27 +32,23 @@ PAGE: Mapping[str, tuple[str, str]] = {
 _NOT_KEPT = {"cache-control": "no-store"}
 _MODEL, _CONVERSATION = "/v1/models/", "/v1/conversations/"
 
-Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
-
-
-async def _generate(front: Front, request: Request) -> ASGIApp:
-    return Completion(front, request)
+Handler = Callable[[Front, Request], ASGIApp | Awaitable[ASGIApp]]
 
 
 async def _forget(front: Front, request: Request) -> Response:
-    """End a conversation, and keep nothing of it."""
     name = check_id(request.path_params["name"])
-    if not await front.turns.forget(name):
+    # A turn under way is answered, but not kept.
+    if not await asyncio.wrap_future(front.turns.act(front.conversations.forget, name)):
         text = "there is no such conversation, or it is over"
         raise HttpRefusal(404, text, "conversation_not_found", param="conversation_id")
     return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
-async def _models(front: Front, request: Request) -> Response:
+def _models(front: Front, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [_entry(front, name) for name in front.names]})
 
 
-async def _model(front: Front, request: Request) -> Response:
+def _model(front: Front, request: Request) -> Response:
     name = request.path_params["name"]
     if name not in front.names:
         raise HttpRefusal(404, f"the model {name[:256]!r} isn't served here", "model_not_found")
@@ -71,16 +67,7 @@ def _entry(front: Front, name: str) -> dict[str, Any]:
     }
 
 
-async def _version(front: Front, request: Request) -> Response:
-    return JSONResponse({"version": __version__})
-
-
-async def _live(front: Front, request: Request) -> Response:
-    """This process answers; that says nothing of the engine."""
-    return JSONResponse({"status": "ok"})
-
-
-async def _health(front: Front, request: Request) -> Response:
+def _health(front: Front, request: Request) -> Response:
     """Answer 200 only if a token could come out."""
     trouble, seen = front.trouble(), front.outlook.seen
     body: dict[str, Any] = {"status": "ok" if trouble is None else "unavailable"}
@@ -91,17 +78,17 @@ async def _health(front: Front, request: Request) -> Response:
     return JSONResponse(body, 200 if trouble is None else 503, _NOT_KEPT)
 
 
-async def _metrics(front: Front, request: Request) -> Response:
+def _metrics(front: Front, request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(front.metrics)
     return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def _history(front: Front, request: Request) -> Response:
+def _history(front: Front, request: Request) -> Response:
     return JSONResponse(front.metrics.history.columns(time.monotonic()), headers=_NOT_KEPT)
 
 
-async def _status(front: Front, request: Request) -> Response:
+def _status(front: Front, request: Request) -> Response:
     seen, observed, now_s = front.outlook.seen, front.metrics, time.monotonic()
     body = {
         "model": front.names[0],
@@ -126,7 +113,7 @@ async def _status(front: Front, request: Request) -> Response:
     return JSONResponse(body, headers=_NOT_KEPT)
 
 
-async def _page(front: Front, request: Request) -> Response:
+def _page(front: Front, request: Request) -> Response:
     name, kind = PAGE[request.url.path]
     content = resources.files(f"{__package__}.page").joinpath(name).read_bytes()
     return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
@@ -134,14 +121,14 @@ async def _page(front: Front, request: Request) -> Response:
 
 _GET, _POST = ("GET", "HEAD"), ("POST",)
 ROUTES: Final[Mapping[str, tuple[tuple[str, ...], Handler]]] = {
-    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), (_POST, _generate)),
+    **dict.fromkeys((COMPLETIONS_URL, CHAT_URL, RESPONSES_URL), (_POST, Completion)),
     "/tokenize": (_POST, tokens.tokenize),
     "/detokenize": (_POST, tokens.detokenize),
     "/v1/models": (_GET, _models),
     _MODEL: (_GET, _model),
     _CONVERSATION: (("DELETE",), _forget),
-    "/version": (_GET, _version),
-    "/live": (_GET, _live),
+    "/version": (_GET, lambda front, request: JSONResponse({"version": __version__})),
+    "/live": (_GET, lambda front, request: JSONResponse({"status": "ok"})),
     "/health": (_GET, _health),
     "/metrics": (_GET, _metrics),
     "/status.json": (_GET, _status),
@@ -195,7 +182,9 @@ class Routes:
             methods = ", ".join(allowed)
             text = f"this method isn't for this path, which takes {methods}"
             raise HttpRefusal(405, text, "bad_method", headers={"allow": methods})
-        response = await handler(self._front, Request(scope, receive, send))
+        response = handler(self._front, Request(scope, receive, send))
+        if isinstance(response, Awaitable):
+            response = await response
         await response(scope, receive, send)
 
 

@@ -29,12 +29,8 @@ _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=:)", re.IGNORECASE)
 def bounded(
     kind: Callable[..., asyncio.Protocol], most: int, header_timeout_s: float
 ) -> Callable[..., Connection]:
-    """Return what makes connections, of which it refuses more than ``most`` at a time.
-
-    Args:
-        kind: Makes what speaks HTTP.
-        header_timeout_s: Longest time for a request's header.
-    """
+    """Return what makes connections, of which it refuses more than ``most`` at a time. ``kind``
+    makes what speaks HTTP. A request's header has ``header_timeout_s``."""
     opened: set[Connection] = set()
     return lambda **given: Connection(kind(**given), opened, most, header_timeout_s)
 
@@ -64,24 +60,17 @@ class _WithoutChunks:
 
 class Connection(asyncio.Protocol):
     """A connection: its headers are bounded in time and size, and so are bytes ahead of an answer.
-
-    Args:
-        inner: Speaks HTTP. It is asked nothing if there are too many connections.
-        opened: All open connections of the server.
-        most: As of ``bounded``, and so is ``header_timeout_s``.
-    """
+    ``inner`` speaks HTTP. It is asked nothing if there are more than ``most`` in ``opened``."""
 
     def __init__(
         self, inner: asyncio.Protocol, opened: set[Connection], most: int, header_timeout_s: float
     ) -> None:
-        self._inner = inner
-        self._opened, self._most = opened, most
+        self._inner, self._opened, self._most = inner, opened, most
         self._header_timeout_s = header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
-        self._awaits_header = True
-        self._has_whole_body = True
+        self._awaits_header = self._has_whole_body = self._is_new = True
+        self._is_answering = False
         self._unread_bytes = 0
-        self._is_answering, self._is_new = False, True
         self._num_bytes = 0  # bytes that came since ``_most_bytes`` was set
         self._most_bytes: float = MAX_HEADER_BYTES
 
@@ -130,11 +119,8 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def begin(self, body_bytes: int | None) -> None:
-        """Note that a request's header is whole, and its answer under way.
-
-        Args:
-            body_bytes: Length of the body. None if it was not announced.
-        """
+        """Note that a request's header is whole, and its answer under way. ``body_bytes`` is None
+        if the body's length was not announced."""
         self._disarm()
         self._is_answering, self._awaits_header = True, False
         self._has_whole_body = body_bytes == 0
@@ -183,15 +169,12 @@ class Connection(asyncio.Protocol):
 
 
 def header_too_large() -> HttpRefusal:
-    """Return the refusal of a header of more than ``MAX_HEADER_BYTES``."""
     text = f"the header has more than {MAX_HEADER_BYTES} bytes"
     return HttpRefusal(431, text, "header_too_large")
 
 
 def _without_upgrade(data: bytes) -> bytes:
     """Rename the header that asks for another protocol: the parser would read no body after it.
-
-    Java's and curl's clients ask for HTTP/2, and can do without.
-    """
+    Java's and curl's clients ask for HTTP/2, and can do without."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"ignored", head) + end + rest if b"pgrade" in head else data

@@ -23,16 +23,8 @@ NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class HttpRefusal(Exception):  # noqa: N818  (an answer)
-    """A request isn't answered.
-
-    Args:
-        status: Of HTTP, 400 and above.
-        message: For a person.
-        code: Stable, for machines.
-        kind: OpenAI's ``type``.
-        param: The field to blame.
-        headers: That the answer has beside the usual ones.
-    """
+    """A request isn't answered. ``kind`` is OpenAI's ``type``, ``param`` the field to blame, and
+    ``headers`` are those beside the usual ones."""
 
     def __init__(
         self,
@@ -45,10 +37,7 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.code = code
-        self.kind = kind
-        self.param = param
+        self.status, self.code, self.kind, self.param = status, code, kind, param
         self.headers = dict(headers or {})
 
     @property
@@ -58,7 +47,6 @@ class HttpRefusal(Exception):  # noqa: N818  (an answer)
 
 
 def new_request_id() -> str:
-    """Return an id for a request that brings none."""
     return "req_" + secrets.token_hex(12)
 
 

@@ -25,14 +25,8 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front
-from fastdecode.server.http.errors import (
-    NOT_AGAIN,
-    SERVER,
-    HttpRefusal,
-    refused,
-    unavailable,
-)
-from fastdecode.server.http.preparing import Preparation, enter, read_body
+from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal, refused, unavailable
+from fastdecode.server.http.preparing import Preparation, read_body
 
 QUEUE_TIMEOUT: Final = "queue_timeout"
 REQUEST_TIMEOUT: Final = "request_timeout"
@@ -45,26 +39,15 @@ T = TypeVar("T")
 
 
 class Completion:
-    """One request for completions, answered as an ASGI application.
-
-    Args:
-        front: What all requests share.
-        request: The request.
-        ping_s: See ``PING_S``.
-    """
-
     def __init__(self, front: Front, request: Request, ping_s: float = PING_S) -> None:
-        self._front = front
-        self._request = request
-        self._ping_s = ping_s
+        self._front, self._request, self._ping_s = front, request, ping_s
         self._number = front.next_number()
         self.answer_id = f"{front.run_id}-{self._number}"
         self._preparation = Preparation(front, self._number)
         self._opened: OpenRequests | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """``QUEUE_TIMEOUT`` ends with the first token, ``REQUEST_TIMEOUT`` with the last."""
-        self._is_read = False
-        self._is_streaming = False
+        self._is_read = self._is_streaming = False
         self._finish = "error"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +61,8 @@ class Completion:
                 asked, requests = await self._preparation.requests(self._request.url.path, raw)
                 self._check_engine()
                 opened = OpenRequests(requests, front.metrics)
-                enter(front, self._number, opened.num_sequences, front.expected_tokens(requests))
+                expected = front.expected_tokens(requests)
+                front.enter(self._number, opened.num_sequences, expected)
                 self._opened = opened
                 front.client.submit(opened)
                 if asked.stream is None:
@@ -106,12 +90,8 @@ class Completion:
 
     @contextlib.contextmanager
     def _interruptible(self, receive: Receive) -> Iterator[None]:
-        """Inside, interrupt the task once its client disconnects, or it takes too long.
-
-        Raises:
-            ClientDisconnect: If the client has disconnected.
-            HttpRefusal: If a time-out of the options is over.
-        """
+        """Inside, interrupt the task once its client disconnects, or it takes too long. Raises
+        ClientDisconnect: If the client has disconnected. HttpRefusal: If a time-out is over."""
         front, task, loop = self._front, asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
         reasons: list[Exception] = []
@@ -215,12 +195,8 @@ class Completion:
     async def _take(
         self, opened: OpenRequests, silence_s: float | None = None
     ) -> list[tuple[int, Delta]]:
-        """Return new output, or nothing after ``silence_s`` without any.
-
-        Raises:
-            FastDecodeError: If the turn of a conversation can't be kept.
-            HttpRefusal: If the request has failed.
-        """
+        """Return new output, or nothing after ``silence_s`` without any. Raises HttpRefusal: If the
+        request has failed. FastDecodeError: If the turn of a conversation can't be kept."""
         had_begun = opened.all_begun
         deltas = await opened.take(silence_s)
         for _, delta in deltas:

@@ -35,6 +35,8 @@ _WRONG_KEY = (
     "the API key is wrong: this server has no such key. Send one of those in its --api-key-file "
     "or its FASTDECODE_API_KEYS"
 )
+_NOT_HOST = "the Host isn't this server's: use localhost, or a key"
+_NOT_ORIGIN = "requests from pages of other sites aren't answered: see --allowed-origins"
 _ALWAYS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -45,18 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """An ASGI application around the routes.
-
-    Args:
-        routes: Answer requests that are admitted.
-        front: What all requests share.
-        keys: SHA-256, in hex, of the keys that are admitted. Without keys, any client that reaches
-            a loopback address is.
-    """
+    """An ASGI application around the routes. ``keys`` are the SHA-256, in hex, of the keys that are
+    admitted. Without keys, any client that reaches a loopback address is."""
 
     def __init__(self, routes: ASGIApp, front: Front, keys: Sequence[str]) -> None:
-        self._routes = routes
-        self._front = front
+        self._routes, self._front = routes, front
         self.keys = tuple(keys)
         options = front.options
         self._open_paths = OPEN_PATHS | (METRICS_PATHS if options.open_metrics else frozenset())
@@ -72,7 +67,9 @@ class Guard:
         if scope["type"] != "http":
             return
         began_s = time.monotonic()
-        request_id = _request_id(scope["headers"])
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        is_kept = len(given) == 1 and _REQUEST_ID.fullmatch(given[0])
+        request_id = given[0].decode() if is_kept else new_request_id()
         path = scope["path"]
         line: dict[str, Any] = {
             "time": round(time.time(), 6), "id": request_id, "route": path[:_SHOWN],
@@ -91,7 +88,10 @@ class Guard:
 
         connection = CONNECTION.get(None)
         if connection is not None:
-            connection.begin(_body_bytes(scope["headers"]))
+            found = dict(scope["headers"])
+            length = found.get(b"content-length", b"0").strip()
+            is_known = length.isdigit() and b"transfer-encoding" not in found
+            connection.begin(int(length) if is_known else None)
         try:
             await self._app(scope, receive, answer)
         except Exception as error:
@@ -154,13 +154,11 @@ class Guard:
         found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if found is None or not is_loopback(found[1].strip("[]").lower()):
             # A page of another site whose name was made to mean this host.
-            raise _forbidden("the Host isn't this server's: use localhost, or a key")
+            raise HttpRefusal(403, _NOT_HOST, "forbidden", kind="permission_error")
         known = {f"http://{hosts[0]}", f"https://{hosts[0]}", *self._origins}
         for name, value in headers:
             if name == b"origin" and not {value.decode("latin-1"), "*"} & known:
-                raise _forbidden(
-                    "requests from pages of other sites aren't answered: see --allowed-origins"
-                )
+                raise HttpRefusal(403, _NOT_ORIGIN, "forbidden", kind="permission_error")
 
     def _check_key(self, headers: list[tuple[bytes, bytes]]) -> str:
         """Return the hash of the key that was given, shortened."""
@@ -176,24 +174,3 @@ class Guard:
                 kind="authentication_error", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         return hashed[:12]
-
-
-def _body_bytes(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """Return the length of a request's body. None if it was not announced."""
-    found = dict(headers)
-    if b"transfer-encoding" in found:
-        return None
-    length = found.get(b"content-length", b"0").strip()
-    return int(length) if length.isdigit() else None
-
-
-def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """Return the client's id, if it is well-formed, or a new one."""
-    given = [value for name, value in headers if name == b"x-request-id"]
-    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
-        return given[0].decode()
-    return new_request_id()
-
-
-def _forbidden(text: str) -> HttpRefusal:
-    return HttpRefusal(403, text, "forbidden", kind="permission_error")

@@ -15,24 +15,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from fastdecode.conversations.order import OpenTurn
-from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, as_turn_error
+from fastdecode.conversations.turns import Turn, TurnPrompt, TurnPrompter, as_turn_error
 from fastdecode.core.errors import CHILD_DIED, FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.openai.body_errors import BodyError, blamed
-from fastdecode.openai.chat import Chat
-from fastdecode.openai.chat import Turn as PromptOrChat
 from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
-from fastdecode.server.admission import QueueFull
 from fastdecode.server.front import Front
 from fastdecode.server.http.connection import CONNECTION
 from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal, unavailable
 from fastdecode.server.options import ServeOptions
+from fastdecode.text.chats import Chat, PromptOrChat
 
 MOST_SEQUENCES: Final = 2048  # most sequences that one HTTP request may ask for
 ORDINARY_BYTES_PER_TOKEN: Final = 16
@@ -43,46 +41,31 @@ SMALL_BYTES: Final = 16 << 10
 _OF_CONVERSATIONS = (
     "conversation_expired", "conversation_too_long", "invalid_conversation", "previous_turn_failed",
 )  # fmt: skip
-"""Codes of errors that are the field's ``conversation_id``."""
-
 _OF_FORMATS = ("invalid_structured_outputs", "missing_extra")
-"""Codes of errors that are the field's that says what the answer must look like."""
+"""Codes of errors that ``conversation_id`` is to blame for, or the field of the format."""
 
 T = TypeVar("T")
 
 
 class Preparation:
-    """One body on its way. Belongs to the event loop.
-
-    Args:
-        front: Its queue has a place for this body from the first thing that takes a while.
-        number: Of the request, by which the queue knows it.
-    """
+    """One body on its way. Belongs to the event loop. From the first thing that takes a while the
+    queue has a place for it, by the request's ``number``."""
 
     def __init__(self, front: Front, number: int) -> None:
-        self._front = front
-        self._number = number
+        self._front, self._number = front, number
         self._num_bytes = 0
         self._has_place = False
         self.turn: OpenTurn | None = None
         """Set if the body is a turn of a conversation; to be left at the end."""
 
     async def requests(self, url: str, raw: bytes) -> tuple[BodyRequest, list[Request]]:
-        """Return what a body that was posted to ``url`` asks for.
-
-        Raises:
-            RequestError: If it can't be answered.
-            HttpRefusal: If the queue is full.
-        """
+        """Return what a body that was posted to ``url`` asks for. Raises RequestError: If it can't
+        be answered. HttpRefusal: If the queue is full."""
         asked = await self.read(raw, partial(self._front.reader.read, url))
         num_sequences = len(asked.prompts) * asked.params.n
         if num_sequences > MOST_SEQUENCES:
-            raise HttpRefusal(
-                400,
-                f"the body asks for {num_sequences} sequences, n of each prompt: ask for "
-                f"{MOST_SEQUENCES} at most",
-                "too_many_sequences",
-            )
+            text = f"the body asks for {num_sequences} sequences, n of each prompt: ask for"
+            raise HttpRefusal(400, f"{text} {MOST_SEQUENCES} at most", "too_many_sequences")
         if asked.conversation_id is not None:
             return asked, [await self._turn_of(asked, asked.conversation_id)]
         requests = []
@@ -101,15 +84,11 @@ class Preparation:
     async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
         """Return the request of a turn of a conversation, once the turns before it are over."""
         (prompt,) = asked.prompts
-        front, threads = self._front, self._front.tokenizer_thread
+        front = self._front
+        is_chat = isinstance(prompt, Chat)
+        threads = front.template_thread if is_chat else front.tokenizer_thread
         with _blaming_the_prompt(asked):
-            new: ChatTurn | PromptTurn
-            if isinstance(prompt, Chat):
-                assert front.template is not None, "the reader refuses chats without a template"
-                threads = front.template_thread
-                new = ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
-            else:
-                new = PromptTurn(prompt, front.codec)
+            new = TurnPrompter(prompt, front.codec, front.template)
             turn = Turn(f"{self._number}.0", conversation_id, new, asked.params, asked.cache)
             self._take_place()
             opened = self.turn = front.turns.arrive(turn)
@@ -150,12 +129,8 @@ class Preparation:
     async def encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """Return a text's token ids. Raises as ``tokens_of``."""
         front = self._front
-
-        def encode() -> tuple[int, ...]:
-            ids = front.codec.encode(text, add_special_tokens=add_special_tokens)
-            return front.checker.tokenise(ids)
-
-        return await self.queued(front.tokenizer_thread, encode)
+        encode = partial(front.codec.encode, text, add_special_tokens=add_special_tokens)
+        return await self.queued(front.tokenizer_thread, lambda: front.checker.tokenise(encode()))
 
     async def queued(self, threads: Executor, act: Callable[[], T]) -> T:
         """Return what ``act`` returns in one of these threads. The body gets a place in the queue
@@ -166,27 +141,12 @@ class Preparation:
     def _take_place(self) -> None:
         if not self._has_place:
             self._has_place = True
-            enter(self._front, self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
+            self._front.enter(self._number, 1, self._num_bytes // ORDINARY_BYTES_PER_TOKEN)
 
     async def _maybe_beside(self, act: Callable[[], T]) -> T:
         if self._num_bytes <= SMALL_BYTES:
             return act()
         return await self.queued(self._front.body_threads, act)
-
-
-def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> None:
-    """Put a request into the queue, or update its size. Raises: HttpRefusal: If it is full."""
-    try:
-        front.admission.enter(number, num_sequences, num_tokens, time.monotonic())
-    except QueueFull as full:
-        front.metrics.rejected["queue_full"] += 1
-        raise HttpRefusal(
-            429,
-            f"too many requests wait: try again in {full.retry_after_s} s",
-            "rate_limit_exceeded",
-            kind="rate_limit_error",
-            headers={"retry-after": str(full.retry_after_s)},
-        ) from None
 
 
 @contextlib.contextmanager
@@ -195,16 +155,14 @@ def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        param: str | None = asked.prompt_field
-        if error.code == CHILD_DIED:
-            param = None
-        elif error.code in _OF_CONVERSATIONS:
+        param: str | None = None
+        if error.code in _OF_CONVERSATIONS:
             param = "conversation_id"
         elif error.code == "invalid_sampling_params":
             param = blamed(error, SAMPLING_FIELDS)
         elif error.code in _OF_FORMATS:
             param = asked.format_field
-        else:
+        elif error.code != CHILD_DIED:
             param = blamed(error, ("tools",)) or asked.prompt_field
         said = str(error)
         if error.code in _OF_FORMATS and param not in (None, "structured_outputs"):
@@ -213,12 +171,8 @@ def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
 
 
 async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
-    """Return what a request carries.
-
-    Raises:
-        HttpRefusal: If it isn't JSON by its header, comes too late, or is too large.
-        ClientDisconnect: If the client has disconnected.
-    """
+    """Return what a request carries. Raises HttpRefusal: If it isn't JSON by its header, comes too
+    late, or is too large. ClientDisconnect: If the client has disconnected."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         text = "the body must be JSON, with content-type: application/json"
@@ -227,7 +181,7 @@ async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
     if any(coding and coding.lower() not in ("identity", "chunked") for coding in codings):
         text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
         raise HttpRefusal(415, text, "unsupported_media_type")
-    most_bytes = options.max_body_bytes
+    most_bytes = int(options.max_body_mb * (1 << 20))
     too_large = HttpRefusal(413, f"the body is larger than {most_bytes} bytes", "body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
@@ -253,53 +207,33 @@ async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object, of finite numbers and bounded depth.
-
-    Raises:
-        HttpRefusal: If the bytes are anything else.
-    """
+    """Return a JSON object, of finite numbers and bounded depth. Raises HttpRefusal: If the bytes
+    are anything else."""
     try:
-        said = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        said = json.loads(raw.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise HttpRefusal(
-            400, f"the body is not valid JSON: {_why(error)}", "invalid_json"
-        ) from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if "int_max_str_digits" in why:  # a setting that clients don't have
+            why = "a number has too many digits"
+        raise HttpRefusal(400, f"the body is not valid JSON: {why}", "invalid_json") from None
     if not isinstance(said, dict):
         raise HttpRefusal(400, "the body must be a JSON object", "invalid_body")
-    if _depth_exceeds(said, MAX_DEPTH):
+    if _is_deeper(said, MAX_DEPTH):
         text = f"the body is nested more than {MAX_DEPTH} deep"
         raise HttpRefusal(400, text, "invalid_json")
     return said
 
 
-def _why(error: ValueError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    # Python's message names a setting that clients don't have.
-    return "a number has too many digits" if "int_max_str_digits" in str(error) else str(error)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError("a number is too great")
+        why = "a number is too great" if text[-1].isdigit() else f"{text} is not a number in JSON"
+        raise ValueError(why)
     return number
 
 
-def _depth_exceeds(said: object, most: int) -> bool:
-    level = [said]
-    for _ in range(most):
-        inner: list[object] = []
-        for each in level:
-            values = each.values() if isinstance(each, dict) else each
-            if isinstance(values, str):
-                continue
-            inner += [one for one in values if isinstance(one, (dict, list))]  # type: ignore[attr-defined]
-        if not inner:
-            return False
-        level = inner
-    return True
+def _is_deeper(said: dict[str, Any] | list[Any], most: int) -> bool:
+    if not most:
+        return True
+    values = said.values() if isinstance(said, dict) else said
+    return any(_is_deeper(each, most - 1) for each in values if isinstance(each, (dict, list)))

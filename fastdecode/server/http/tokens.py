@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from fastdecode.core.errors import RequestError
-from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
+from fastdecode.openai.body_errors import blaming, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL
 from fastdecode.server.front import Front
 from fastdecode.server.http.preparing import Preparation, read_body
@@ -24,7 +23,6 @@ _TOKENS_FIELDS = ("model", "tokens")
 
 
 async def tokenize(front: Front, request: Request) -> Response:
-    """Answer with the token ids of a text or a chat."""
     raw = await read_body(request, front.options)
     with _prepared(front) as preparation:
         body = await preparation.read(raw, _checked)
@@ -38,11 +36,15 @@ async def tokenize(front: Front, request: Request) -> Response:
             tokens = await preparation.encoded(body["prompt"], add_special_tokens=special)
 
         def write() -> bytes:
+            vocabulary, strings = front.codec.vocabulary, None
+            if body.get("return_token_strs"):
+                named: Any = str if vocabulary is None else vocabulary.tokenizer.id_to_token
+                strings = [named(token) for token in tokens]
             answer = {
                 "count": len(tokens),
                 "max_model_len": front.opening.max_model_len,
                 "tokens": tokens,
-                "token_strs": _strings(front, tokens) if body.get("return_token_strs") else None,
+                "token_strs": strings,
             }
             return json.dumps(answer).encode()
 
@@ -53,14 +55,15 @@ async def tokenize(front: Front, request: Request) -> Response:
 async def detokenize(front: Front, request: Request) -> Response:
     raw = await read_body(request, front.options)
     with _prepared(front) as preparation:
-        body = await preparation.read(raw, _checked_tokens)
+        body = await preparation.read(raw, lambda body: body)
+        refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
+        if not isinstance(body.get("tokens"), list):
+            refuse("tokens", "must be a list of token ids")
         front.reader.model_of(body)
 
         def text() -> str:
-            try:
+            with blaming(otherwise="tokens"):
                 return front.codec.decode(front.checker.tokenise(body["tokens"]))
-            except RequestError as error:
-                raise BodyError(str(error), code=error.code, param="tokens") from None
 
         decoded = await preparation.queued(front.body_threads, text)
     return JSONResponse({"prompt": decoded})
@@ -86,18 +89,3 @@ def _checked(body: dict[str, Any]) -> dict[str, Any]:
     if not is_chat and not isinstance(body.get("prompt"), str):
         refuse("prompt", "must be a string", "invalid_prompt")
     return body
-
-
-def _checked_tokens(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of ``/detokenize``. Raises: RequestError: If it is invalid."""
-    refuse_unknown(body, _TOKENS_FIELDS, (), "the body")
-    if not isinstance(body.get("tokens"), list):
-        refuse("tokens", "must be a list of token ids")
-    return body
-
-
-def _strings(front: Front, tokens: Sequence[int]) -> list[str | None]:
-    vocabulary = front.codec.vocabulary
-    if vocabulary is None:
-        return [str(token) for token in tokens]
-    return [vocabulary.tokenizer.id_to_token(token) for token in tokens]

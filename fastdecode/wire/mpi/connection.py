@@ -18,6 +18,7 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import defaultdict, deque
@@ -30,10 +31,9 @@ from fastdecode.wire.codec import (
     MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
     Array,
-    piece_bytes,
     read_prefix,
 )
-from fastdecode.wire.messages import Message
+from fastdecode.wire.messages import Failed, Message
 from fastdecode.wire.mpi.job import MpiJob, load_mpi
 from fastdecode.wire.transport import (
     CLOSED,
@@ -64,28 +64,29 @@ _FIRST_SIGN_S: Final = 120.0
 
 
 class MpiConnection(Generic[SendT, ReceiveT]):
-    """A connection to another rank; see ``fastdecode.wire.transport.Connection``. The job's lock is
-    held around what has no lock of its own."""
+    """A connection to another rank; see ``fastdecode.wire.transport.Connection``."""
 
     hub: MpiHub[SendT, ReceiveT]  # set once a hub has claimed the connection
-    peer: str
 
     def __init__(self, exchange: Exchange, rank: int, line: int) -> None:
         self.rank: Final = rank
         self.line: Final = line
+        self.peer = f"rank {rank}"
         self.inbox: Final[deque[InFlight]] = deque()
+        self.leaving: Final[deque[InFlight]] = deque()
+        self.pool: Final = BufferPool()
         self.index: int | None = None
         """Its place in the hub. None if the hub doesn't receive from it."""
+        self.greeting: type[Message] | None = None  # the peer's first, if that made the connection
         self.is_open = True  # false once this side has closed it, or its end was received
         self.is_closed = False
+        self.is_gone = False  # true if the rank has closed the connection, left or died
         self.is_ready = False  # true while the hub is about to look at it
         self.gives_signs = False  # true if the peer gives signs of life
         self.end: WorkerError | None = None  # why nothing follows what is in the inbox
-        self.leaving: Final[deque[InFlight]] = deque()
         self._exchange = exchange
         self._began_s = time.monotonic()
         self._head: Array | None = None
-        self.pool = BufferPool()
 
     @property
     def heard_s(self) -> float | None:
@@ -96,34 +97,34 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def is_reached(self) -> bool:
         return not self.gives_signs or self._exchange.heard_s[self.rank] > self._began_s
 
-    @property
-    def is_gone(self) -> bool:
-        """True if the rank has closed the connection, left or died."""
-        return self.end is not None and self.end.code == CLOSED
-
-    def send(self, message: SendT) -> None:
+    def send(self, message: SendT | Failed) -> None:
         with self._exchange.lock:
-            self._send(message)
+            frame = self.hub.codec.encode(message)  # type: ignore[arg-type]
+            if self.leaving:
+                self.let_go()
+            if self.is_closed or self.is_gone:
+                raise closed_error(self.peer, by_peer=not self.is_closed)
+            if frame.num_bytes <= _INLINE_BYTES:
+                whole = self.pool.take(frame.num_bytes)
+                frame.write(whole.data)
+                self.isend(whole)
+            else:
+                self.isend(frame.head)
+                lends = message.lends  # type: ignore[union-attr]
+                body = in_one_array(frame.arrays, ALIGNMENT) if lends else None
+                if body is None:
+                    body = self.pool.take(frame.body_bytes)
+                    frame.write_body(body.data)
+                self.isend(body)
         self.hub.on_left()
 
-    def _send(self, message: Any) -> None:
-        frame = self.hub.codec.encode(message)
-        if self.is_closed or self.is_gone:
-            raise closed_error(self.peer, by_peer=not self.is_closed)
-        self.let_go()
-        if frame.num_bytes <= _INLINE_BYTES:
-            whole = self.pool.take(frame.num_bytes)
-            frame.write(whole.data)
-            self._isend(whole)
-        else:
-            self._isend(frame.head)
-            body = in_one_array(frame.arrays, ALIGNMENT) if message.lends else None
-            if body is None:
-                body = self.pool.take(frame.body_bytes)
-                frame.write_body(body.data)
-            self._isend(body)
-        if self.is_gone:
-            raise closed_error(self.peer, by_peer=True)
+    def isend(self, data: Any) -> None:
+        try:
+            request = self._exchange.comm.Isend([data, MPI.BYTE], self.rank, self.line)
+            self.leaving.append((request, data))
+        except MPI.Exception as error:
+            self._exchange.on_error(self, error)
+            raise closed_error(self.peer, by_peer=True) from None
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
         return self.hub.wait(self._poll, timeout_s, lambda: self.peer)
@@ -138,7 +139,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         with self._exchange.lock:
             if self.is_closed:
                 raise closed_error(self.peer, by_peer=False)
-            self.let_go()
+            if self.leaving:
+                self.let_go()
             while (message := self.take()) is None and self._exchange.take_in():
                 pass
             return message
@@ -147,19 +149,14 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         """See ``Connection``. What was sent before still leaves; the hub's ``close`` waits for
         that."""
         with self._exchange.lock:
-            self._close()
-
-    def _close(self) -> None:
-        if not self.is_closed:
-            self.is_closed, self.is_open = True, False
-            if not self._exchange.left_for_s(self.rank):
-                self._isend(b"")
-            self._exchange.on_close(self)
-
-    def say_last(self, message: Message) -> None:
-        """Send a message and close it; the job's lock is held."""
-        self._send(message)
-        self._close()
+            if not self.is_closed:
+                self.is_closed, self.is_open = True, False
+                if self.rank not in self._exchange.left_s:
+                    with contextlib.suppress(WorkerError):
+                        self.isend(b"")
+                self._exchange.abandoned.extend(self.inbox)
+                self.inbox.clear()
+                self.let_go()
 
     def give_up(self) -> None:
         """Close it, and have the launcher end the peer when this rank leaves, unless it is gone:
@@ -167,12 +164,6 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         if not self.is_gone:
             self._exchange.job.hanging.add(self.rank)
         self.close()
-
-    def first_piece(self) -> Array | None:
-        """Return the first message, or its head, if it is here."""
-        if self.inbox and self.inbox[0][0].Test():
-            return self.inbox[0][1]
-        return None
 
     def take(self) -> ReceiveT | None:
         """Return the next message if all of it is here.
@@ -186,9 +177,10 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                 if self._head is not None:
                     head, self._head = self._head, None
                     return self.hub.codec.decode(head, piece)  # type: ignore[return-value]
-                if len(piece) == piece_bytes(*read_prefix(piece.data)):
+                head_bytes, body_bytes = read_prefix(piece.data)
+                if not body_bytes or len(piece) != head_bytes:
                     return self.hub.codec.decode(piece)  # type: ignore[return-value]
-                self._head = piece
+                self._head = piece  # its body follows
         except MPI.Exception as error:
             self._exchange.on_error(self, error)
         except ProtocolError as error:
@@ -196,18 +188,29 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         except Exception as error:
             self.fail(unreadable(self.peer, error))
         if not self.inbox:
-            self.check_silence()
+            if self.gives_signs:
+                self.check_silence()
             if self.end is not None:
                 self.is_open = False
                 raise self.end
         return None
 
+    def check_silence(self) -> None:
+        """Lose a peer that has given no sign of life for too long: it hangs."""
+        heard_s, silence_s = self.heard_s, self.hub.silence_s
+        if self.end is None and heard_s is not None and silence_s and self.is_open:
+            silent_s = time.monotonic() - heard_s
+            if silent_s > (silence_s if self.is_reached else max(silence_s, _FIRST_SIGN_S)):
+                self._exchange.job.hanging.add(self.rank)
+                why = f"{self.peer} has given no sign of life for {silent_s:.3g} s: it hangs"
+                self.fail(WorkerError(why, code=TIMEOUT))
+
     def lose(self, why: str | None = None) -> None:
         """Note that the peer is gone. ``why``: None if it has closed or left."""
+        self.is_gone = True
         if self.end is None:
-            peer = getattr(self, "peer", f"rank {self.rank}")
-            lost = WorkerError(f"{peer} is lost: {why}", code=CLOSED)
-            self.fail(lost if why else closed_error(peer, by_peer=True))
+            lost = WorkerError(f"{self.peer} is lost: {why}", code=CLOSED)
+            self.fail(lost if why else closed_error(self.peer, by_peer=True))
 
     def fail(self, error: WorkerError) -> None:
         """Receive nothing more; what came before the peer has closed is received first."""
@@ -218,8 +221,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.note_ready()
 
     def note_ready(self) -> None:
-        """Have the hub look at it."""
-        if self.index is not None and self.is_open and not self.is_ready:
+        """Have the hub look at it if there is something to receive."""
+        is_due = self.inbox or self.end is not None
+        if is_due and self.index is not None and self.is_open and not self.is_ready:
             self.is_ready = True
             self.hub.ready.append(self)
 
@@ -238,22 +242,6 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self.inbox.clear()
         self.pool.release()
 
-    def _isend(self, data: Any) -> None:
-        try:
-            self.leaving.append((self._exchange.isend(data, self.rank, self.line), data))
-        except MPI.Exception as error:
-            self._exchange.on_error(self, error)
-
-    def check_silence(self) -> None:
-        """Lose a peer that has given no sign of life for too long: it hangs."""
-        heard_s, silence_s = self.heard_s, self.hub.silence_s
-        if self.end is None and heard_s is not None and silence_s and self.is_open:
-            silent_s = time.monotonic() - heard_s
-            if silent_s > (silence_s if self.is_reached else max(silence_s, _FIRST_SIGN_S)):
-                self._exchange.job.hanging.add(self.rank)
-                why = f"{self.peer} has given no sign of life for {silent_s:.3g} s: it hangs"
-                self.fail(WorkerError(why, code=TIMEOUT))
-
 
 def _is_done(sent: InFlight) -> bool:
     """Return True if MPI needs this memory no longer."""
@@ -265,7 +253,7 @@ def _is_done(sent: InFlight) -> bool:
 
 class Exchange:
     """Where the messages of all ranks of a job arrive, whichever thread looks. The job's lock is
-    held around every call but ``look_for_text`` and ``has_left``."""
+    held around every call but ``send_text``, ``look_for_text`` and ``has_left``."""
 
     def __init__(self, job: MpiJob) -> None:
         self.job: Final = job
@@ -273,16 +261,16 @@ class Exchange:
         self.num_looks = 0
         self.heard_s: Final[defaultdict[int, float]] = defaultdict(float)
         """When each rank last gave a sign of life."""
+        self.left_s: Final[dict[int, float]] = {}
+        """When each rank that isn't there any more has left or died."""
         self.hubs: Final[list[MpiHub[Any, Any]]] = []
         self.abandoned: Final[list[InFlight]] = []
-        self._comm = job.comm.Dup()
+        self.comm = job.comm.Dup()
         self._status = MPI.Status()
         self._connections: dict[tuple[int, int], MpiConnection[Any, Any]] = {}
         self._unclaimed: list[MpiConnection[Any, Any]] = []
-        self._closing: list[MpiConnection[Any, Any]] = []
         self._numbers = itertools.count()
-        self._left_s: dict[int, float] = {}
-        self._signs: dict[int, MPI.Request] = {}
+        self._signs: dict[int, InFlight] = {}
         self._texts: defaultdict[int, deque[str]] = defaultdict(deque)
 
     def open(self, rank: int, line: int | None) -> MpiConnection[Any, Any]:
@@ -302,7 +290,7 @@ class Exchange:
         status = self._status
         self.num_looks += 1
         try:
-            found = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+            found = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
             if found is None:
                 return False
             self._take(found, status.source, status.tag, status.Get_count(MPI.BYTE))
@@ -337,41 +325,29 @@ class Exchange:
         elif line == _TEXT:
             self._texts[rank].append(data.decode(errors="replace"))
         elif line == _GOODBYE:
-            self._left_s.setdefault(rank, time.monotonic())
             self._lose_rank(rank)
         elif connection is not None:
             connection.lose()
-            if connection.is_closed:
-                del self._connections[rank, line]
 
     def claim(self) -> None:
         """Give connections that others have opened to the hubs that they greet."""
         for connection in list(self._unclaimed):
-            piece = connection.first_piece()
-            if piece is not None and any(hub.accept(connection, piece) for hub in self.hubs):
+            request, piece = connection.inbox[0] if connection.inbox else (None, None)
+            is_here = request is not None and request.Test()
+            if is_here and any(hub.accept(connection, piece) for hub in self.hubs):
                 self._unclaimed.remove(connection)
 
     def advance(self) -> None:
-        """Take in all that is here, and let go of what has left."""
+        """Take in all that is here. Let go of what has left, and of connections that are over."""
         while self.take_in():
             pass
-        if self._unclaimed:
-            self.claim()
-        for connection in (*self._connections.values(), *self._closing):
+        self.claim()
+        for key, connection in list(self._connections.items()):
             connection.let_go()
-        self._closing = [each for each in self._closing if each.leaving]
+            if connection.is_closed and connection.is_gone and not connection.leaving:
+                del self._connections[key]
         if self.abandoned:
             self.abandoned[:] = [each for each in self.abandoned if not _is_done(each)]
-
-    def on_close(self, connection: MpiConnection[Any, Any]) -> None:
-        """Forget a connection once its peer has closed it, too, and what was sent has left."""
-        if connection.is_gone:
-            self._connections.pop((connection.rank, connection.line), None)
-        self.abandoned.extend(connection.inbox)
-        connection.inbox.clear()
-        connection.let_go()
-        if connection.leaving:
-            self._closing.append(connection)
 
     def on_error(self, connection: MpiConnection[Any, Any], error: MPI.Exception) -> None:
         """Note why MPI can't reach a connection's peer."""
@@ -379,21 +355,25 @@ class Exchange:
         connection.lose(error.Get_error_string())
         connection.abandon()
 
-    def isend(self, data: Any, rank: int, tag: int) -> MPI.Request:
-        return self._comm.Isend([data, MPI.BYTE], rank, tag)
+    def _post(self, rank: int, tag: int, data: bytes = b"") -> InFlight | None:
+        """Send a rank what belongs to no connection. Return None if it has died."""
+        try:
+            self.abandoned.append((self.comm.Isend([data, MPI.BYTE], rank, tag), data))
+        except MPI.Exception as error:
+            self._note_deaths(error)
+            return None
+        return self.abandoned[-1]
 
     def give_sign(self, rank: int) -> None:
         """Tell a rank that this one lives, unless the sign before is still under way."""
         sign = self._signs.get(rank)
-        try:
-            if sign is None or sign.Test():
-                self._signs[rank] = self.isend(b"", rank, _SIGN)
-        except MPI.Exception as error:
-            self._note_deaths(error)
+        if (sign is None or _is_done(sign)) and (sign := self._post(rank, _SIGN)) is not None:
+            self._signs[rank] = sign
 
     def send_text(self, rank: int, text: str) -> None:
-        data = text.encode()
-        self.abandoned.append((self.isend(data, rank, _TEXT), data))
+        """Send a short text to another S-worker's rank, when the job begins."""
+        with self.lock:
+            self._post(rank, _TEXT, text.encode())
 
     def look_for_text(self, rank: int) -> str | None:
         """Return the next text of a rank, if it is here.
@@ -414,55 +394,43 @@ class Exchange:
         """Return True if a rank has left or died."""
         with self.lock:
             self.advance()
-            return rank in self._left_s
-
-    def left_for_s(self, rank: int) -> float:
-        """Return how long ago a rank has left or died. 0 if it hasn't."""
-        left_s = self._left_s.get(rank)
-        return 0.0 if left_s is None else time.monotonic() - left_s
+            return rank in self.left_s
 
     def say_goodbye(self, timeout_s: float) -> None:
         """Tell the ranks that may wait for this one, and wait until that has left."""
         others = range(self.job.size) if not self.job.rank else {0, *self.job.peers}
-        requests = []
-        for rank in sorted({*others} - {self.job.rank, *self._left_s}):
-            try:
-                requests.append(self.isend(b"", rank, _GOODBYE))
-            except MPI.Exception as error:
-                self._note_deaths(error)
+        ranks = sorted({*others} - {self.job.rank, *self.left_s})
+        sent = [each for rank in ranks if (each := self._post(rank, _GOODBYE)) is not None]
 
         def all_left() -> bool | None:
             self.take_in()  # which moves what is under way
-            return MPI.Request.Testall(requests) or None
+            return all(map(_is_done, sent)) or None
 
         look_until_found(all_left, timeout_s)
 
     def _add(self, rank: int, line: int) -> MpiConnection[Any, Any]:
         connection = MpiConnection[Any, Any](self, rank, line)
         self._connections[rank, line] = connection
-        if rank in self._left_s:
+        if rank in self.left_s:
             connection.lose("its process has died" if rank in self.job.dead else None)
         return connection
 
     def _lose_rank(self, rank: int, why: str | None = None) -> None:
-        for key, connection in list(self._connections.items()):
-            if key[0] == rank:
+        self.left_s.setdefault(rank, time.monotonic())
+        for connection in self._connections.values():
+            if connection.rank == rank:
                 connection.lose(why)
-                if connection.is_closed:
-                    del self._connections[key]
 
     def _note_deaths(self, error: MPI.Exception) -> None:
         """Find out which ranks have died. Without a library that says so, all are lost."""
         ranks, why = list(range(self.job.size)), error.Get_error_string()
         try:
-            failed = self._comm.Get_failed()
-            group = self._comm.Get_group()
-            ranks = failed.Translate_ranks(list(range(failed.size)), group)
-            self._comm.Ack_failed(failed.size)
+            failed = self.comm.Get_failed()
+            ranks = failed.Translate_ranks(list(range(failed.size)), self.comm.Get_group())
+            self.comm.Ack_failed(failed.size)
             why = "its process has died"
         except (MPI.Exception, NotImplementedError):
             pass
-        for rank in {*ranks} - {*self._left_s}:
-            self._left_s[rank] = time.monotonic()
+        for rank in {*ranks} - {*self.left_s}:
             self.job.dead.add(rank)
             self._lose_rank(rank, why)

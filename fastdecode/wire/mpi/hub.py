@@ -7,6 +7,7 @@ look a few times, then yield the core between looks, then sleep.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -94,24 +95,21 @@ class MpiHub(Generic[SendT, ReceiveT]):
         self.connections: Sequence[MpiConnection[SendT, ReceiveT]] = ()
         self._opened: list[MpiConnection[SendT, ReceiveT]] = []
         self._greetings = greetings or {}
-        self._kinds: dict[MpiConnection[SendT, ReceiveT], type[Message]] = {}
         self._takes_signs = takes_signs and job.threads_may_take_turns
         self._is_hurried = is_hurried
         self._woken = threading.Event()
         self._waits_since: float | None = None
         self._left_s = 0.0
-        with job.lock:
-            self._exchange.hubs.append(self)
-            self._exchange.claim()
         self._pump: Pump | None = None
         self._pulse: Pump | None = None
         if is_hurried and job.threads_may_take_turns:
             self._pump = Pump(self._keep_going, _PUMP_INTERVAL_S)
-            self._pump.start()
         if gives_signs and job.threads_may_take_turns:
             self._pulse = Pump(self._give_signs, _PULSE_S)
-            self._pulse.start()
             self._pulse.wake()
+        with job.lock:
+            self._exchange.hubs.append(self)
+            self._exchange.claim()
 
     def connect(
         self, rank: int, peer: str, *, line: int | None = None, gives_signs: bool | None = None
@@ -155,14 +153,14 @@ class MpiHub(Generic[SendT, ReceiveT]):
         if kind is None or kind not in self._greetings:
             return False
         rank = connection.rank
+        num_alike = sum(each.greeting is kind for each in self.connections if each.is_open)
+        connection.greeting = kind
         self._add(connection, f"rank {rank}" if rank else f"the S-worker (rank {rank})")
-        self._kinds = {each: kind for each, kind in self._kinds.items() if each.is_open}
-        num_alike = list(self._kinds.values()).count(kind)
-        if num_alike < self._greetings[kind]:
-            self._kinds[connection] = kind
-        else:
+        if num_alike >= self._greetings[kind]:
             name, why = f"rank {self._job.rank}", f"{num_alike} peers have sent {kind.__name__}"
-            connection.say_last(Failed(name, "busy", why))
+            with contextlib.suppress(WorkerError):  # it has left
+                connection.send(Failed(name, "busy", why))
+            connection.close()
         return True
 
     def _add(self, connection: MpiConnection[SendT, ReceiveT], peer: str) -> None:
@@ -174,8 +172,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
             index = next(places, index)
         connection.index = index
         self.connections = *self.connections[:index], connection, *self.connections[index + 1 :]
-        if connection.inbox or connection.end is not None:
-            connection.note_ready()
+        connection.note_ready()
 
     def wake(self) -> None:
         """Have the thread that waits in ``receive_any``, or does so next, look up, as if its time
@@ -240,8 +237,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
     def _look(self) -> tuple[int, ReceiveT] | None:
         """Take what has come, in order of arrival."""
         with self._job.lock:
-            for connection in self.connections if self.silence_s else ():
-                connection.check_silence()
+            if self.silence_s:
+                for connection in self.connections:
+                    connection.check_silence()
             while True:
                 for _ in range(len(self.ready)):
                     connection = self.ready.popleft()
@@ -258,22 +256,19 @@ class MpiHub(Generic[SendT, ReceiveT]):
                         return connection.index, message
                 if not self._exchange.take_in():
                     break
-            self._check_peers()
+            for connection in self.connections:
+                if connection.is_open:
+                    is_over = False
+                    break
+            else:
+                is_over = True
+            if self._greetings:  # then others may come until rank 0 has left
+                left_s = self._exchange.left_s.get(S_RANK, math.inf)
+                is_over = time.monotonic() - left_s > (0.0 if is_over else _LEAVING_S)
+            if is_over:
+                peers = ", ".join(x.peer for x in self.connections)
+                raise closed_error(peers or link_address(S_RANK), by_peer=True)
         return None
-
-    def _check_peers(self) -> None:
-        """
-        Raises:
-            WorkerError: (``CLOSED``) If no peer is left, and none may come.
-        """
-        is_any_open = any(each.is_open for each in self.connections)
-        patience_s = _LEAVING_S if is_any_open else 0.0
-        may_come = bool(self._greetings) and self._exchange.left_for_s(S_RANK) <= patience_s
-        if may_come or (is_any_open and not self._greetings):
-            return
-        raise closed_error(
-            ", ".join(x.peer for x in self.connections) or link_address(S_RANK), by_peer=True
-        )
 
     def _give_signs(self) -> bool:
         with self._job.lock:

@@ -37,8 +37,8 @@ from fastdecode.core.errors import (
     WorkerError,
     imports_for,
 )
-from fastdecode.wire.mpi.ranks import RANK_VARIABLES, S_RANK, launched_size, local_size
-from fastdecode.wire.waiting import Watchdog, look_until_found
+from fastdecode.wire.mpi.ranks import S_RANK, launched_rank, launched_size, local_size
+from fastdecode.wire.waiting import look_until_found
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,6 +60,7 @@ _MISSING_S: Final = 5.0
 """The launcher starts all ranks of a host at once: one that hasn't been seen by then has ended."""
 _STOPPED_S: Final = 10.0
 """A rank that has been stopped for this long is not waited for."""
+_STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _LAUNCHERS: Final = ("mpirun", "mpiexec", "orterun", "prterun", "prted", "prte")
 """Open MPI's processes that start ranks."""
 _HAS_ULFM: Final = "OMPI_MCA_mpi_ft_enable"
@@ -82,7 +83,7 @@ class MpiJob:
     threads_may_take_turns: bool  # if False, only the thread that joined may call MPI
     exchange: Exchange = field(init=False)
     """Where the messages of all ranks arrive."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     """Held around every MPI call: MPI was asked for calls by several threads, one at a time."""
     hanging: set[int] = field(default_factory=set)
     """Ranks that were given up though MPI has not reported them dead."""
@@ -92,11 +93,6 @@ class MpiJob:
     """Ranks that wait for this one's goodbye, beside rank 0."""
     is_over: bool = False
     """Set under the lock when this process leaves: no thread calls MPI any more."""
-
-    def looks(self) -> int | None:
-        """Return how often messages were taken in, for the watchdog. None while no thread
-        calls MPI."""
-        return self.exchange.num_looks if self.lock.locked() else None
 
 
 joined: Final[list[MpiJob]] = []
@@ -151,14 +147,12 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
                 "waits",
                 library,
             )
-        host = mpi.Get_processor_name()
-        job = MpiJob(comm, comm.rank, comm.size, library, host, granted)
+        job = MpiJob(comm, comm.rank, comm.size, library, mpi.Get_processor_name(), granted)
         from fastdecode.wire.mpi.connection import Exchange
 
         job.exchange = Exchange(job)
     joined.append(job)
-    tick_s = STUCK_AFTER_S / _STUCK_TICKS
-    Watchdog(job.looks, _end_stuck, tick_s=tick_s, num_ticks=_STUCK_TICKS).start()
+    threading.Thread(target=_watch, args=(job,), name="mpi-watch", daemon=True).start()
     return job
 
 
@@ -187,9 +181,7 @@ def load_mpi() -> Any:
 def _initialize(mpi: Any) -> None:
     """Call MPI_Init, which returns once every rank has called it. mpi4py's would keep Python's
     lock to itself."""
-    # Any thread, one at a time: full multi-threading has been seen to hang over
-    # TCP when a rank is killed.
-    level = mpi.THREAD_SERIALIZED
+    level = mpi.THREAD_SERIALIZED  # jobs of more have hung over TCP when a rank was killed
     try:
         init_thread = ctypes.CDLL(mpi.__file__).MPI_Init_thread
     except (OSError, AttributeError):
@@ -207,16 +199,15 @@ def check_size(size: int, launched: int, library: str) -> None:
     Raises:
         ConfigError: If the library doesn't see as many ranks as were launched.
     """
-    if size == launched:
-        return
-    beside = Path(sys.executable).with_name("mpirun")
-    found = beside if beside.exists() else shutil.which("mpirun")
-    raise ConfigError(
-        f"the launcher started {launched} ranks, but {library} sees {size}: the launcher belongs "
-        "to another MPI than the library that mpi4py loaded. Use "
-        f"{found or 'the mpirun of that library'}, or install mpi4py for your launcher's MPI",
-        code="mpi_launcher_mismatch",
-    )
+    if size != launched:
+        beside = Path(sys.executable).with_name("mpirun")
+        found = beside if beside.exists() else shutil.which("mpirun")
+        raise ConfigError(
+            f"the launcher started {launched} ranks, but {library} sees {size}: the launcher "
+            "belongs to another MPI than the library that mpi4py loaded. Use "
+            f"{found or 'the mpirun of that library'}, or install mpi4py for your launcher's MPI",
+            code="mpi_launcher_mismatch",
+        )
 
 
 def joined_at_last(*, wanted: bool) -> bool:
@@ -236,31 +227,19 @@ def _launcher() -> psutil.Process | None:
     return None
 
 
-def _ranks_here() -> dict[psutil.Process, int]:
-    """Return the processes of ranks that this one's launcher has started on this host, and their
-    ranks. Empty if the launcher isn't Open MPI's."""
-    found: dict[psutil.Process, int] = {}
+def ranks_here(*, only_stopped: bool = False) -> dict[int, str]:
+    """Return names, like "rank 2 (process 81)", of the ranks that this one's launcher has started
+    on this host. Empty if the launcher isn't Open MPI's."""
+    found: dict[int, str] = {}
     with contextlib.suppress(psutil.Error):
         launcher = _launcher()
         for process in launcher.children() if launcher is not None else ():
-            with contextlib.suppress(psutil.Error, ValueError):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    environ = process.environ()
-                    names = [name for name in RANK_VARIABLES if name in environ]
-                    found.update((process, int(environ[name])) for name in names[:1])
+            with contextlib.suppress(psutil.Error):
+                status, rank = process.status(), launched_rank(process.environ())
+                is_meant = status in _STOPPED if only_stopped else status != psutil.STATUS_ZOMBIE
+                if rank is not None and is_meant:
+                    found[rank] = f"rank {rank} (process {process.pid})"
     return found
-
-
-def _is_stopped(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
-
-
-def stopped_ranks() -> list[str]:
-    """Return the ranks on this host that have been stopped, like "rank 2 (process 81)"."""
-    found = _ranks_here().items()
-    return [f"rank {rank} (process {each.pid})" for each, rank in found if _is_stopped(each)]
 
 
 class JoinWatch(threading.Thread):
@@ -277,8 +256,8 @@ class JoinWatch(threading.Thread):
         self._ranks = ranks
         self._num_here = num_here
         self._joined = threading.Event()
-        self._seen: dict[psutil.Process, int] = {}
-        self._stopped_s: dict[psutil.Process, float] = {}
+        self._seen: dict[int, str] = {}
+        self._stopped_s: dict[str, float] = {}
 
     def __enter__(self) -> None:
         self.start()
@@ -295,26 +274,21 @@ class JoinWatch(threading.Thread):
                 _end_job(f"the MPI job can't begin: {why}")
 
     def _why_in_vain(self, waited_s: float) -> str:
-        present = {each: rank for each, rank in _ranks_here().items() if rank in self._ranks}
-        self._stopped_s = {
-            each: self._stopped_s.get(each, 0.0) + _LOOK_S for each in present if _is_stopped(each)
-        }
-        for each, stopped_s in self._stopped_s.items():
+        stopped = [x for rank, x in ranks_here(only_stopped=True).items() if rank in self._ranks]
+        self._stopped_s = {name: self._stopped_s.get(name, 0.0) + _LOOK_S for name in stopped}
+        for name, stopped_s in self._stopped_s.items():
             if stopped_s >= _STOPPED_S:
-                name = f"rank {present[each]} (process {each.pid})"
                 return f"{name} has been stopped before it joined"
         if not self._num_here:
             return ""
+        present = ranks_here()
         self._seen |= present
-        gone = [
-            f"rank {self._seen[each]} (process {each.pid})" for each in {*self._seen} - {*present}
-        ]
+        gone = [name for rank, name in self._seen.items() if rank not in present]
         missing = self._num_here - len(self._seen)
         if missing and present and waited_s >= _MISSING_S:
             gone = [f"{missing} of {self._num_here} ranks on this host"]
             if self._num_here == len(self._ranks):
-                unseen = sorted({*self._ranks} - {*self._seen.values()})
-                gone = [f"rank {', '.join(map(str, unseen))}"]
+                gone = [f"rank {', '.join(str(x) for x in self._ranks if x not in self._seen)}"]
         if gone:
             return f"{' and '.join(gone)} has ended before it joined, as its own output then says"
         if waited_s >= _JOINING_TIMEOUT_S:
@@ -325,14 +299,8 @@ class JoinWatch(threading.Thread):
         return ""
 
 
-def send_text(job: MpiJob, rank: int, text: str) -> None:
-    """Send a short text to another S-worker's rank, when the job begins."""
-    with job.lock:
-        job.exchange.send_text(rank, text)
-
-
 def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
-    """Wait for the text that a rank sends by ``send_text``.
+    """Wait for the text that a rank sends by ``Exchange.send_text``.
 
     Raises:
         WorkerError: If the rank has ended without sending it, or it doesn't come in time.
@@ -349,8 +317,12 @@ def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
 
 def wait_for_end(job: MpiJob) -> bool:
     """Wait until rank 0 has left or died. Return True if it has left: it decides the exit code."""
-    look_until_found(lambda: job.exchange.has_left(S_RANK) or None, None)
+    _wait_for_rank_0(job, None)
     return S_RANK not in job.dead
+
+
+def _wait_for_rank_0(job: MpiJob, timeout_s: float | None) -> None:
+    look_until_found(lambda: job.exchange.has_left(S_RANK) or None, timeout_s)
 
 
 def before_ending(act: Callable[[int], object]) -> None:
@@ -369,26 +341,34 @@ def leave(code: int, *, hung: bool = False) -> NoReturn:
     signal.alarm(_LEAVING_S)  # the kernel ends this process if MPI doesn't let it go
     _flush()
     _say_goodbye()
-    job = joined[0] if joined else None
-    is_leading = job is not None and job.rank == S_RANK
-    if job is not None and code and not is_leading:
-        # Open MPI's launcher ends with the first rank that fails, and may leave rank 0 behind.
-        look_until_found(lambda: job.exchange.has_left(S_RANK) or None, _FIRST_TO_LEAVE_S)
-    if hung or (job is not None and job.hanging) or (is_leading and stopped_ranks()):
-        _end_ranks(code or WorkerError.exit_code)
-    elif joined and os.environ.get(_HAS_ULFM) != "1":
-        load_mpi().Finalize()
+    for job in joined:
+        is_leading = job.rank == S_RANK
+        if code and not is_leading:
+            # Open MPI's launcher ends with the first rank that fails, and may leave rank 0 behind.
+            _wait_for_rank_0(job, _FIRST_TO_LEAVE_S)
+        if hung or job.hanging or (is_leading and ranks_here(only_stopped=True)):
+            _end_ranks(code or WorkerError.exit_code)
+        elif os.environ.get(_HAS_ULFM) != "1":
+            load_mpi().Finalize()
     _exit(code)
 
 
-def _end_stuck(num_ticks: int) -> bool:
-    """End the job: MPI has kept one of this process's threads for too long."""
-    stopped = stopped_ranks()
+def _watch(job: MpiJob) -> None:
+    """End the job when MPI has kept one of this process's threads for too long."""
+    before, num_same = -1, 0  # ticks, not seconds: a process that was stopped has missed both
+    while num_same < _STUCK_TICKS:
+        time.sleep(STUCK_AFTER_S / _STUCK_TICKS)
+        num_looks = job.exchange.num_looks
+        num_same = num_same + 1 if num_looks == before else 0
+        before = num_looks
+        if job.lock.acquire(blocking=False):  # no thread is in MPI
+            job.lock.release()
+            num_same = 0
+    stopped = ranks_here(only_stopped=True).values()
     whom = "some rank on this host hangs"
     if stopped:
         whom = f"{' and '.join(stopped)} {'has' if len(stopped) == 1 else 'have'} been stopped"
-    waited_s = num_ticks * STUCK_AFTER_S / _STUCK_TICKS
-    _end_job(f"MPI hasn't returned for {waited_s:.3g} s: {whom}, in the middle of a message")
+    _end_job(f"MPI hasn't returned for {STUCK_AFTER_S:g} s: {whom}, in the middle of a message")
 
 
 def _end_job(why: str) -> NoReturn:
@@ -424,13 +404,13 @@ def _say_goodbye() -> None:
                 job.exchange.say_goodbye(_GOODBYE_S)
 
 
-def _exit(code: int) -> NoReturn:
-    logging.shutdown()
-    _flush()
-    os._exit(code)
-
-
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader is gone
             stream.flush()
+
+
+def _exit(code: int) -> NoReturn:
+    logging.shutdown()
+    _flush()
+    os._exit(code)

@@ -9,7 +9,7 @@ from fastdecode.wire.blocks import DescribeExport, ExportExpired
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.hub import MpiNeighbours, RWorkerHub
-from fastdecode.wire.mpi.job import join, leave, send_text, wait_for_end
+from fastdecode.wire.mpi.job import join, leave, wait_for_end
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
 from fastdecode.wire.waiting import look_until_found
@@ -87,11 +87,11 @@ if job.rank == 1:
     assert all(isinstance(answer_of(line), ExportExpired) for line in lines)
     refused = answer_of(ask(MOST))
     assert isinstance(refused, Failed) and refused.code == "busy", refused
-    send_text(job, other, "enough")
+    job.exchange.send_text(other, "enough")
 else:
     assert look_until_found(lambda: serve() or text_of(1), 2 * WAIT_S)
 print(f"rank {job.rank} has read and been read", flush=True)
-send_text(job, 0, "done")
+job.exchange.send_text(0, "done")
 neighbours.close()
 hub.close()
 wait_for_end(job)

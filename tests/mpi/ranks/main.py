@@ -39,17 +39,9 @@ def main(file: str, socket: str, *options: str) -> tuple[int, bool]:
     if job.rank == 0:
         puppets = Puppets(Path(socket), [*range(1, job.size)])
         job.comm.Barrier()
-        args = [
-            file,
-            "-q",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
-            "--import-mode=importlib",
-            *options,
-        ]
+        args = [file, "-q", "--color=no", "-p", "no:cacheprovider", "--import-mode=importlib"]
         plugin = Job(job, puppets)
-        code = int(pytest.main(args, plugins=[plugin]))
+        code = int(pytest.main([*args, *options], plugins=[plugin]))
         puppets.close()
         return code, plugin.hung
 

@@ -4,7 +4,7 @@ late, and then leaves for good."""
 from __future__ import annotations
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.mpi.job import MpiJob, join, leave, receive_text, send_text
+from fastdecode.wire.mpi.job import MpiJob, join, leave, receive_text
 
 WAIT_S = 60.0
 
@@ -20,9 +20,9 @@ if __name__ == "__main__":
     job = join()
     if job.rank == 0:
         print("late:", refusal(job, 1, 0.1), flush=True)
-        send_text(job, 1, "/a/meeting place")
+        job.exchange.send_text(1, "/a/meeting place")
         print("met:", receive_text(job, 1, WAIT_S), flush=True)
     else:
-        send_text(job, 0, receive_text(job, 0, WAIT_S))
+        job.exchange.send_text(0, receive_text(job, 0, WAIT_S))
         print("gone:", refusal(job, 0, WAIT_S), flush=True)
     leave(0)

@@ -22,7 +22,7 @@ a first chunk    nothing (it stores k, v)  the chunk, causally   the S-worker's
 Rows of a holder that attends prompts are all of the first kind: it attends past
 and chunk, causally, and the S-worker nothing.
 
-Of a sequence that fills a gap in this step, and goes on behind it, there are two
+A sequence that fills a gap in this step, and continues behind it, has two
 chunks. Where they stand among the rows doesn't matter: holders append all of a
 layer's K and V before they attend, and the S-worker attends each chunk to itself.
 
@@ -77,7 +77,7 @@ class HolderCounts:
     load_tokens: int
     """Cached tokens that it attends to; of a prompt's chunk, the tokens of its past."""
     num_prompt_tokens: int
-    """That it stores, or that its closed parts attend."""
+    """Prompt tokens that it stores, or that its closed parts attend."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,12 @@ class HolderSpan:
     counts: HolderCounts
     closed: tuple[ClosedRows, ...] = ()
     """Their q comes behind ``query_rows``: rows of sequences with closed parts here."""
+
+    @property
+    def num_queries(self) -> int:
+        """Rows whose q the holder gets, those of closed parts included."""
+        num_own: int = self.query_rows.stop - self.query_rows.start
+        return num_own + sum([len(part.rows) for part in self.closed]) if self.closed else num_own
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class Columns(NamedTuple):
     kinds: NDArray[np.int64]
     part_ids: NDArray[np.int64]
     first_tokens: NDArray[np.int32]
-    """Of the parts that the chunks go to."""
+    """First tokens of the parts that the chunks go to."""
     past: NDArray[np.int32]
     """Tokens in the parts that the chunks go to."""
     lengths: NDArray[np.int32]
@@ -160,7 +166,7 @@ class Columns(NamedTuple):
 
     @property
     def last_rows(self) -> NDArray[np.int64]:
-        """Of each chunk."""
+        """The last row of each chunk."""
         rows: NDArray[np.int64] = self.starts + self.lengths - 1
         return rows
 
@@ -277,10 +283,10 @@ class StepBatch:
     feed: Feed | None = None
     """Token ids that only the device knows, ``COMING`` above."""
     asks: NDArray[np.bool_] | None = None
-    """[N] chunks of which the logits of all rows are wanted; None: of none."""
+    """[N] chunks of which the logits of all rows are wanted. None if there are no such chunks."""
     hidden: Tensor | None = None
-    """[T, hidden], on the host: what the stages before have come to. Nobody but
-    the first stage knows chunks and token ids."""
+    """[T, hidden], on the host: the output of the stages before. Only the first stage
+    knows chunks and token ids."""
     closed: tuple[ClosedPart, ...] = ()
     """Closed parts that rows attend, by holder and part."""
 
@@ -344,7 +350,7 @@ class StepBatch:
         """As the stage before has laid it out.
 
         Raises:
-            ProtocolError: no stage lays it out like that.
+            ProtocolError: If no stage lays it out like that.
         """
         columns = Columns.of_pass(passed, holders)
         closed = _closed_of_pass(passed, columns.num_rows, len(holders))
@@ -488,7 +494,7 @@ def _with_closed(span: HolderSpan, closed: list[ClosedPart]) -> HolderSpan:
 
 
 def _empty_span(holder: HolderId, step: int, lane: int) -> HolderSpan:
-    """Of a holder that stores nothing in this step."""
+    """Return the span of a holder that stores nothing in this step."""
     none = np.zeros(0, np.int32)
     begin = BeginStep(step, lane, np.zeros(0, np.int64), none, none, none, none)
     return HolderSpan(holder, begin, slice(0, 0), slice(0, 0), HolderCounts(0, 0))

@@ -11,8 +11,9 @@ the other way, and so does one that begins with blocks that R-workers keep.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -20,10 +21,17 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.sequence import Sequence
-from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
+from fastdecode.core.spec import AttentionSpec
+from fastdecode.engine.step.batch import HolderSpan, LocalSpan, StepBatch
+from fastdecode.engine.step.merge import Merge
 from fastdecode.schedule.plan import Chunk
 from sworker.paged import ChunkWork, PagedKV, Prompt, Window
+from sworker.prefill import as_cached, local_causal_attention
+
+if TYPE_CHECKING:
+    from fastdecode.engine.step.remote import RemotePart
 
 
 @dataclass(eq=False)
@@ -32,7 +40,7 @@ class _DevicePrompt:
     under way, and the steps that use it."""
 
     room: range
-    """Of slots."""
+    """Its slots."""
     slots: Tensor  # int64 [len(room)], on the device
     num_before: int = 0
     """Tokens that are there when its last step begins."""
@@ -40,18 +48,18 @@ class _DevicePrompt:
     """And when that ends."""
 
     def next_slots(self, num_tokens: int) -> Tensor:
-        """Those of the next tokens, which are there from then on."""
+        """Take the slots of the next tokens."""
         self.num_before = self.num_tokens
         self.num_tokens += num_tokens
         return self.slots[self.num_before : self.num_tokens]
 
 
 @dataclass(frozen=True)
-class DevicePrefillChunks:
+class HeldChunks:
     """A step's chunks of prompts that are held.
 
     Args:
-        batch: the step, as R-workers and whoever attends the other rows see it.
+        batch: The step without the rows that are attended here.
     """
 
     batch: StepBatch
@@ -63,7 +71,7 @@ class DevicePrefillChunks:
     _kept: tuple[object, ...]
     """Their places, as long as the step needs them."""
     _work: dict[int, dict[Window, ChunkWork]] = field(default_factory=dict)
-    """Of each stretch, how its attention is divided; made by the first layer."""
+    """How the attention of each stretch is divided, as the first layer has found."""
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         """Keep a layer's k and v [T, Hkv, D] of these rows, and attend q [T, Hq,
@@ -75,11 +83,54 @@ class DevicePrefillChunks:
             self._cache.attend_later(layer, q, chunks, o, work)
 
 
-class DevicePrompts(Protocol):
-    """What keeps K and V of prompts on the device until they are done."""
+class PromptPart:
+    """Prompt chunks of one step that the S-worker attends. See ``AttentionPart``.
 
-    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
-        """A step begins. None: it has no such prompts."""
+    Args:
+        local: Rows that it attends as they are.
+        remote: Gathers o.
+        merge: Merges these rows with what R-workers say of them, and with sinks.
+        held: Rows that the device attends in a cache of its own.
+    """
+
+    def __init__(
+        self,
+        specs: Seq[AttentionSpec],
+        kv_dtype: DType,
+        local: Seq[LocalSpan],
+        remote: RemotePart,
+        merge: Merge | None = None,
+        held: HeldChunks | None = None,
+    ) -> None:
+        self._specs, self._kv_dtype, self._local = specs, kv_dtype, local
+        self._remote, self._merge, self._held = remote, merge, held
+
+    def scatter(self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None) -> None:
+        """Attend a layer's chunks."""
+        o, merge = self._remote.o, self._merge
+        if self._held is not None:
+            self._held.run(layer, q, k, v, o)
+        has_sinks = merge is not None and merge.has_sinks
+        for local in self._local:
+            rows = local.rows
+            # Attend to K and V as the cache will hold them, so that where a prompt
+            # is cut leaves no trace.
+            k_seen, v_seen = (as_cached(x[rows], self._kv_dtype) for x in (k, v))
+            want_lse = local.merge or has_sinks
+            o[rows], lse = local_causal_attention(
+                q[rows], k_seen, v_seen, local.starts, self._specs[layer], want_lse=want_lse
+            )
+            if merge is not None and lse is not None:
+                merge.attended(local, lse)
+
+    def ready(self) -> bool:
+        """Return True: what is queued on a device is not waited for."""
+        return True
+
+    def take(self, o: Tensor | None) -> Tensor:
+        """Leave o as it is: it has the chunks' rows."""
+        assert o is not None
+        return o
 
 
 class DevicePrefill:
@@ -99,8 +150,8 @@ class DevicePrefill:
         """Slots that are taken."""
         return sum(len(held.room) for held in self._rooms)
 
-    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
-        """A step begins. None: it has no such prompts."""
+    def begin(self, batch: StepBatch) -> HeldChunks | None:
+        """Begin a step. Return None if it has no such prompts."""
         if not batch.local:
             return None
         stored: list[tuple[slice, Tensor]] = []
@@ -132,7 +183,7 @@ class DevicePrefill:
         if not stored:
             return None
         seen = replace(batch, spans=tuple(spans), local=tuple(local))
-        return DevicePrefillChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
+        return HeldChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
 
     def _take(self, chunk: Chunk) -> _DevicePrompt | None:
         """A place for a prompt that begins, if it runs in several chunks and
@@ -151,25 +202,25 @@ class DevicePrefill:
         return held
 
     def _go_on(self, chunk: Chunk) -> _DevicePrompt | None:
-        """The place of a prompt, if all that came before this chunk is there."""
+        """Return the place of a prompt. None if it lacks tokens before this chunk."""
         held = self._prompts.get(chunk.sequence)
         if held is None or held.num_tokens != chunk.first:
             return None
         return held
 
     def _end(self, chunk: Chunk) -> None:
-        """After its last chunk, nobody needs a prompt here any more."""
+        """Forget a prompt after its last chunk."""
         if chunk.num_tokens == chunk.sequence.num_uncached:
             del self._prompts[chunk.sequence]
 
     def _forget_others(self) -> None:
-        """Of those that don't go on where they were: they were lost or cancelled."""
+        """Forget prompts that do not continue where they were: they were lost or cancelled."""
         for sequence, held in list(self._prompts.items()):
             if sequence.num_cached not in (held.num_before, held.num_tokens):
                 del self._prompts[sequence]
 
     def _free(self, num_slots: int) -> range | None:
-        """So many slots in a row that nobody has; the first ones."""
+        """Return the first ``num_slots`` free slots in a row. None if there are none."""
         first = 0
         for room in sorted((held.room for held in self._rooms), key=lambda room: room.start):
             if room.start - first >= num_slots:

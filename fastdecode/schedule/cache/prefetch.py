@@ -1,4 +1,4 @@
-"""What requests that wait will start with is fetched while they wait."""
+"""Fetches the blocks of waiting requests ahead of their start."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ of a holder that fetch for some."""
 
 
 class Prefetch:
-    """Only where there is room that nobody needs: blocks that are free, or
-    are in the lower tier, too. Each request is looked at once.
+    """Fetches into free blocks, and into idle ones that the lower tier has, too. Looks at each
+    request once.
 
     Args:
         ledger: knows what is kept where, and what is free.
@@ -29,8 +29,8 @@ class Prefetch:
         self._seen: set[SequenceId] = set()
 
     def look(self, waiting: Iterable[Sequence]) -> None:
-        """At those that wait, in the order of the queue."""
-        if not self._ledger.cache.stock.traffic.has_lower:
+        """Fetch for the requests at the head of the queue."""
+        if not self._ledger.cache.stock.has_lower:
             return
         head = list(islice(waiting, MOST))
         new = [sequence for sequence in head if sequence.sequence_id not in self._seen]
@@ -62,10 +62,10 @@ class Prefetch:
             # Unless some of these had to go for it.
             if sum(key not in stock[best] for key in chain) == num_missing:
                 before = keys[first - 1] if first else None
-                stock.traffic.fetch(best, chain, [before, *chain[:-1]])
+                stock.fetch(best, chain, [before, *chain[:-1]])
 
     def _has_room(self, holder: HolderId, num_blocks: int) -> bool:
-        jobs = self._ledger.cache.stock.traffic.jobs.values()
+        jobs = self._ledger.cache.stock.jobs.values()
         if sum(job.is_fetch and job.holder == holder for job in jobs) >= MOST:
             return False
         copied = self._ledger.cache.stock[holder].idle.num_stored

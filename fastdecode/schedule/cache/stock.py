@@ -1,0 +1,311 @@
+"""The cached blocks of all holders, the jobs that move them between a holder's memory and its
+lower tier, and the messages that follow."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.holders import HolderId, Part, PartId
+from fastdecode.schedule.cache.blocks import Index, Memory
+from fastdecode.schedule.cache.fresh import FreshMemory
+from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
+from fastdecode.schedule.cache.retention import Policy
+from fastdecode.schedule.cache.window import Window, drop_unseen
+from fastdecode.schedule.plan import Send
+from fastdecode.wire.blocks import FetchBlocks, ForgetBlocks, KeepBlocks, StoreBlocks, words_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """Blocks of a holder that move between its tiers."""
+
+    holder: HolderId
+    keys: tuple[bytes, ...]
+    is_fetch: bool
+
+
+class Stock:
+    """The cached blocks of all holders. One job at a time moves a block, and one job of a holder
+    at a time copies down.
+
+    Args:
+        num_holders: holders, each of which has an index of blocks.
+        block_size: tokens in a block.
+        policy: what idle blocks are worth.
+        clock: seconds; never goes back.
+        only_ends: see ``Index``.
+        window: tokens that the layer attends to that attends to most. None if it attends to all.
+    """
+
+    def __init__(
+        self,
+        num_holders: int,
+        block_size: int,
+        policy: Policy,
+        clock: Clock,
+        *,
+        only_ends: bool = False,
+        window: int | None = None,
+    ) -> None:
+        self._block_size = block_size
+        self.window: Final = Window(window, block_size)
+        self.policy: Final = policy
+        self.now_s: Final = clock
+        self._only_ends = only_ends
+        self._indices = [self._empty() for _ in range(num_holders)]
+        self._orders: list[Send] = []
+        self._fetches: list[Send] = []
+        self._tails: dict[PartId, bytes] = {}
+        self._job_numbers = itertools.count()
+        self.jobs: dict[int, Job] = {}
+        """Jobs under way, by number."""
+        self.rates = Rates(block_size)
+        self.counts = TierCounts()
+        self.fresh = FreshMemory(block_size)
+
+    @property
+    def holders(self) -> list[HolderId]:
+        return [HolderId(holder) for holder in range(len(self._indices))]
+
+    def __getitem__(self, holder: HolderId) -> Index:
+        """Return a holder's blocks, to be read. Changes that the holder is sent go through
+        ``Stock``."""
+        return self._indices[holder]
+
+    def take_orders(self) -> list[Send]:
+        """Return the messages that follow from all changes, but fetches."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take_fetches(self) -> list[Send]:
+        """Return the orders to fetch. Whatever makes room for them is sent before."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
+
+    def keep(
+        self, part: Part, first_block: int, keys: Seq[bytes], before: bytes | None
+    ) -> list[bytes | None]:
+        """Cache the blocks of a part that are full now, from ``first_block`` on.
+
+        Args:
+            before: key of the part's block before that one, if there is one.
+
+        Returns:
+            The key of each block. None for a block whose key another block has.
+        """
+        index = self._indices[part.holder]
+        names = [None if key in index else key for key in keys]
+        for place, (key, name) in enumerate(zip(keys, names, strict=True), first_block):
+            if name is not None:
+                index.name(name, before, part.first_token + (place + 1) * self._block_size)
+            before = key
+        first = first_block
+        for is_new, run in itertools.groupby(names, lambda name: name is not None):
+            some = list(run)
+            if is_new:
+                message = KeepBlocks(part.part_id, first, words_of([x for x in some if x]))
+                self._orders.append(Send(part.holder, message))
+            first += len(some)
+        return names
+
+    def keep_tail(self, part: Part, key: bytes, before: bytes | None, num_tokens: int) -> None:
+        """Cache the last block of a part that is closed now, though it is not full.
+
+        Args:
+            before: key of the part's block before it, if there is one.
+            num_tokens: tokens up to its end.
+        """
+        index = self._indices[part.holder]
+        if key not in index:
+            index.name(key, before, num_tokens, is_tail=True)
+            index.want([key])
+            index.release([key], self.now_s())
+            self._tails[part.part_id] = key
+
+    def take_tail(self, part_id: PartId) -> bytes | None:
+        """Return the key for the last block of a part that is closed now, if it is cached."""
+        return self._tails.pop(part_id, None)
+
+    def release(self, holder: HolderId, keys: Seq[bytes], *, for_good: bool) -> None:
+        """End a sequence's use of blocks, which are in the order of its tokens.
+
+        Args:
+            for_good: no sequence may use them again.
+        """
+        index = self._indices[holder]
+        if for_good:
+            index.make_void(keys)
+            self._drop_below(holder, filter(index.is_stored, keys))
+        self.forget(holder, index.release(keys, self.now_s()))
+
+    def give_up(self, holder: HolderId, count: int) -> None:
+        """Evict up to ``count`` idle blocks of a holder."""
+        self.forget(holder, self._indices[holder].evict(count, self.now_s()))
+
+    def drop(self, holder: HolderId, keys: Seq[bytes]) -> None:
+        """Drop what only one chain has, from memory and from the lower tier."""
+        self._drop(holder, self._indices[holder].drop(keys))
+
+    def drop_unseen(self, holder: HolderId, keys: Seq[bytes], num_past: int) -> None:
+        """Drop a chain's blocks that no token behind ``num_past`` attends to."""
+        self._drop(holder, drop_unseen(self._indices[holder], keys, num_past, self.window))
+
+    def trim(self, num_cached_tokens: int, num_running: int) -> None:
+        """Evict blocks that take memory that was never touched before (``FreshMemory``).
+
+        Args:
+            num_cached_tokens: tokens of running sequences.
+            num_running: running sequences.
+        """
+        most = self.fresh.most_unhit(num_cached_tokens, num_running)
+        if most is None:
+            return
+        excess = sum(index.idle.num_unhit for index in self._indices) - most
+        while excess > 0:
+            holder = max(self.holders, key=lambda h: self._indices[h].idle.num_unhit)
+            count = min(excess, self._indices[holder].idle.num_unhit)
+            gone = self._indices[holder].evict(count, self.now_s(), only_unhit=True)
+            if not gone:
+                return
+            self.forget(holder, gone)
+            self.fresh.gave_up(gone)
+            excess -= len(gone)
+
+    def forget(self, holder: HolderId, keys: Seq[bytes]) -> None:
+        """Let a holder forget blocks that its index has forgotten."""
+        if keys:
+            self._orders.append(Send(holder, ForgetBlocks(words_of(keys))))
+
+    # Lower tiers.
+
+    @property
+    def has_lower(self) -> bool:
+        """True if any holder has a lower tier."""
+        return any(index.num_slots for index in self._indices)
+
+    def stocked(self, holder: HolderId, num_slots: int, blocks: Mapping[bytes, int]) -> None:
+        """Note a holder's lower tier, and what it has: key → tokens up to the block's end."""
+        index = self._indices[holder]
+        self.counts.num_slots += num_slots - index.num_slots
+        index.stock(num_slots, blocks, self.now_s())
+        self.counts.num_found += len(blocks)
+
+    def fetch(self, holder: HolderId, keys: Seq[bytes], before: Seq[bytes | None]) -> None:
+        """Fetch those usable blocks that are not in memory. There is room.
+
+        Args:
+            before: key of the block before each.
+        """
+        number = next(self._job_numbers)
+        missing = tuple(self._indices[holder].begin_fetch(keys, before, number))
+        if missing:
+            self.jobs[number] = Job(holder, missing, is_fetch=True)
+            self._fetches.append(Send(holder, FetchBlocks(number, words_of(missing))))
+
+    def copy_down(self, holder: HolderId, lacking: int, num_blocks: int) -> None:
+        """Copy blocks down that are evicted next.
+
+        Args:
+            lacking: blocks that should be free, or be copied, too.
+            num_blocks: blocks of the holder.
+        """
+        if any(job.holder == holder and not job.is_fetch for job in self.jobs.values()):
+            return
+        number = next(self._job_numbers)
+        count = min(lacking, most_stored(num_blocks))
+        blocks, dropped = self._indices[holder].begin_store(count, number, self.now_s())
+        self.counts.num_dropped += len(dropped)
+        self._drop_below(holder, dropped)
+        if blocks:
+            keys = tuple([block.key for block in blocks])
+            self.jobs[number] = Job(holder, keys, is_fetch=False)
+            num_tokens = np.array([block.num_tokens for block in blocks], np.int32)
+            self._orders.append(Send(holder, StoreBlocks(number, words_of(keys), num_tokens)))
+
+    def end_job(self, number: int, failed: Seq[bytes], num_bytes: int, seconds: float) -> None:
+        """End a job. ``failed``: keys of blocks that could not be moved."""
+        job = self.jobs.pop(number)
+        index, counts = self._indices[job.holder], self.counts
+        bad = set(failed).intersection(job.keys)
+        num_done = len(job.keys) - len(bad)
+        counts.num_failed += len(bad)
+        kept = (index.get(key) for key in job.keys)
+        void = {x.key for x in kept if x is not None and x.memory is Memory.VOID}
+        self._drop_below(job.holder, bad | void)
+        self.forget(job.holder, index.end_job(number, job.keys, bad, self.now_s()))
+        if job.is_fetch:
+            counts.num_fetched += num_done
+            counts.fetched_bytes += num_bytes
+            counts.fetch_s += seconds
+            self.rates.fetched(job.holder, num_done, seconds)
+        else:
+            counts.num_stored += num_done
+            counts.stored_bytes += num_bytes
+
+    def look_whether_fetching_pays(self) -> None:
+        """Update ``Index.pays`` from what fetching and computing took lately."""
+        for holder, index in enumerate(self._indices):
+            if index.num_slots:
+                index.pays = self.rates.pays(HolderId(holder))
+
+    # Lost holders.
+
+    def named(self, holder: HolderId) -> tuple[bytes, ...]:
+        """Return the keys that a holder is to keep that continues from a copy. It gets no message
+        of earlier changes."""
+        self._forget_orders(holder)
+        return tuple([block.key for block in self._indices[holder]])
+
+    def interrupt(self, holder: HolderId) -> None:
+        """Lose a holder's lower tier, and what is moved."""
+        index = self._indices[holder]
+        jobs = {number: job for number, job in self.jobs.items() if job.holder == holder}
+        self._forget_jobs(holder)
+        index.lose_below()
+        for number, job in jobs.items():
+            index.end_job(number, job.keys, set(job.keys), self.now_s())
+
+    def lose(self, holder: HolderId) -> None:
+        """Lose all that a holder has."""
+        self._forget_jobs(holder)
+        self._indices[holder] = self._empty()
+        self._forget_orders(holder)
+
+    def check_invariants(self, users: Seq[Counter[bytes]]) -> None:
+        """Recount. ``users``: how many running sequences use each block, for each holder."""
+        jobs = self.jobs.items()
+        moving = {(job.holder, key, number) for number, job in jobs for key in job.keys}
+        for holder, (index, used) in enumerate(zip(self._indices, users, strict=True)):
+            index.check_invariants(used)
+            found = {(holder, block.key, block.job) for block in index if block.job is not None}
+            assert found <= moving, "no job moves a block that is moved"
+
+    def _empty(self) -> Index:
+        return Index(self.policy, only_ends=self._only_ends, window=self.window.num_tokens)
+
+    def _drop(self, holder: HolderId, gone: list[bytes]) -> None:
+        self.forget(holder, gone)
+        self._drop_below(holder, filter(self._indices[holder].is_stored, gone))
+
+    def _drop_below(self, holder: HolderId, keys: Iterable[bytes]) -> None:
+        """Drop blocks from the lower tier, whether or not it has them."""
+        gone = sorted(keys)
+        if gone:
+            self._indices[holder].drop_below(gone)
+            self._orders.append(Send(holder, ForgetBlocks(words_of(gone), is_below=True)))
+
+    def _forget_jobs(self, holder: HolderId) -> None:
+        self.counts.num_slots -= self._indices[holder].num_slots
+        self.jobs = {number: job for number, job in self.jobs.items() if job.holder != holder}
+
+    def _forget_orders(self, holder: HolderId) -> None:
+        self._orders = [order for order in self._orders if order.holder != holder]
+        self._fetches = [fetch for fetch in self._fetches if fetch.holder != holder]

@@ -1,1 +1,0 @@
-"""Blocks that a lower tier has, and what is moved between tiers."""
