@@ -17,7 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fastdecode.conversations.conversations import Keeping
 from fastdecode.core import errors
 from fastdecode.core.config.engine import GROUPS
-from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, refused_pairs
+from fastdecode.core.config.features import (
+    CONTRADICTIONS,
+    FEATURES,
+    NOT_YET,
+    TRIPLES,
+    refused_pairs,
+)
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.families import ROWS
@@ -122,16 +128,16 @@ def _cell(text: str) -> str:
 
 def features_page() -> Iterator[str]:
     """The matrix of features, and a reason for each refused pair."""
-    built = [found for found in REFUSALS.values() if not found.is_contradiction]
     num_pairs = len(FEATURES) * (len(FEATURES) - 1) // 2
+    num_accepted = num_pairs - len(NOT_YET) - len(CONTRADICTIONS)
     yield from (
         "# Which features work together",
         "",
         MADE,
         "",
         f"{len(FEATURES)} features make {num_pairs} pairs:",
-        f"{num_pairs - len(REFUSALS)} are accepted, {len(built)} are not built yet, and",
-        f"{len(REFUSALS) - len(built)} contradict each other.",
+        f"{num_accepted} are accepted, {len(NOT_YET)} are not built yet, and",
+        f"{len(CONTRADICTIONS)} contradict each other.",
         "`fastdecode doctor --features` prints the same. An engine refuses them at its start,",
         "before anything is loaded.",
         "",
@@ -144,20 +150,19 @@ def features_page() -> Iterator[str]:
     for number, one in zip(numbers, FEATURES, strict=True):
         cells = ("" if one == other else _mark(one, other) for other in FEATURES)
         yield f"| {number} | {one} | {' | '.join(cells)} |"
-    for title, is_contradiction in (("Not built yet", False), ("Contradictions", True)):
+    for title, refused in (("Not built yet", NOT_YET), ("Contradictions", CONTRADICTIONS)):
         yield from ("", f"## {title}", "", "| features | why |", "|---|---|")
         by_reason: dict[str, list[str]] = {}
-        for one, other, reason in refused_pairs(is_contradiction=is_contradiction):
+        for one, other, reason in refused_pairs(refused):
             by_reason.setdefault(reason, []).append(f"{one} with {other}")
         yield from (f"| {'; '.join(pairs)} | {why} |" for why, pairs in by_reason.items())
     yield from ("", "## Not all three yet", "", "| features | why |", "|---|---|")
-    for each in TRIPLES:
-        yield f"| {', '.join(each.names)} | {each.reason} |"
+    yield from (f"| {', '.join(names)} | {reason} |" for names, reason in TRIPLES)
 
 
 def _mark(one: str, other: str) -> str:
-    found = REFUSALS.get(frozenset((one, other)))
-    return "✓" if found is None else "✗" if found.is_contradiction else "–"
+    pair = frozenset((one, other))
+    return "✗" if pair in CONTRADICTIONS else "–" if pair in NOT_YET else "✓"
 
 
 EXITS = {

@@ -172,7 +172,7 @@ def _running(
         options, blocks, BLOCK_SIZE, times if device_blocks else None,
         opening_steps=0 if is_local else 1,
         hybrid=_sent_away(HolderId(workers), layout) if device_blocks else None,
-        places=OwnHolders(lanes) if swap else None,
+        places=OwnHolders() if swap else None,
     )  # fmt: skip
     requests = Requests(
         TextCodec(None), (spec.vocab_size,), spec.vocab_size, GrammarMasks(TextCodec(None), 1, ())

@@ -9,10 +9,7 @@ threads that listen there.
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
-import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -26,14 +23,11 @@ from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.setup import reach, stage_threads
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.wire.messages import AttendResult, FromRWorker
-from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
-from rworker.state import RWorkerState
-from rworker.worker import serve
 from sworker.paged import PagedKV
 
 if TYPE_CHECKING:
-    from fastdecode.wire.zmq.hub import ZmqListener
+    pass
 
 KV_BYTES = 4_000_000
 """Of an R-worker at an address."""
@@ -136,69 +130,6 @@ def _close(network: Network, lost: Collection[int], timeout_s: float) -> None:
     for process in network.processes:
         process.state.check_invariants()
         assert not (process.is_up and list(process.state._caches)), process.state
-
-
-class ListeningLosses(Losses):
-    """R-workers at addresses are threads that listen at ports of their own. The one of
-    this number crashes after so many layers, and another one listens there then.
-
-    Args:
-        monkeypatch: has the set-up reach them.
-        number: of the one that crashes, among all addresses.
-        after: so many layers that it computes.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, after: int) -> None:
-        self._number = number
-        self._after = after
-        self._listening: dict[str, str] = {}  # by the address that was configured
-        self._reach = reach.reach_addresses
-        monkeypatch.setattr(reach, "reach_addresses", self._reach_addresses)
-
-    def _reach_addresses(self, addresses: Sequence[str], **others: Any) -> Reached:
-        for address in addresses:
-            if address not in self._listening:
-                self._listening[address] = self._start(len(self._listening))
-        return self._reach([self._listening[address] for address in addresses], **others)
-
-    def _start(self, number: int) -> str:
-        """The address of an R-worker that is started."""
-        from fastdecode.wire.zmq.hub import ZmqListener
-
-        listener = ZmqListener(f"tcp://127.0.0.1:{_kept_port()}", f"r{number}")
-        executors = [AttentionExecutor(num_threads=1)]
-        if number == self._number:
-            executors.insert(0, Trouble(self._after, self._crash))
-        args = listener, executors
-        threading.Thread(target=_listen, args=args, name=f"r{number}", daemon=True).start()
-        return listener.address
-
-    def _crash(self) -> None:
-        self.num_lost = 1  # a peer may ask it for more before it ends
-        crash()
-
-
-def _kept_port() -> int:
-    """A free port that systems don't hand out by themselves: nothing takes it between one
-    R-worker there and the next."""
-    for port in random.SystemRandom().sample(range(10_000, 30_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
-def _listen(listener: ZmqListener, executors: Sequence[AttentionExecutor]) -> None:
-    """R-workers at one address, one after the other."""
-    from fastdecode.wire.zmq.hub import ZmqHub
-
-    address, name = listener.address, threading.current_thread().name
-    for executor in executors:
-        with contextlib.closing(listener), contextlib.closing(ZmqHub(None)) as others:
-            state = RWorkerState(name, kv_bytes=KV_BYTES)
-            serve(listener, state, executor, neighbours=others)
-        if executor is not executors[-1]:
-            listener = type(listener)(address, name)
 
 
 class DeviceLosses(Losses):

@@ -116,9 +116,6 @@ class Shard:
     layers: range | None = None
     """As the group's S-worker counts them; None: all."""
 
-    def has_layer(self, layer: int) -> bool:
-        return self.layers is None or layer in self.layers
-
 
 def longest_window(layers: Iterable[AttentionSpec]) -> int | None:
     """The tokens that the layer which sees most of them does; None: a layer sees all."""

@@ -49,7 +49,7 @@ from fastdecode.wire.instances import EngineNumbers, StatusReport
 logger = logging.getLogger(__name__)
 
 LEAVING_S = 10.0
-"""How long a process that ends waits for the thread of an engine that nobody closed."""
+"""How long a process that ends waits for the thread of an engine that was not closed."""
 _LOOK_EVERY_S = 0.2
 """How long an interrupt may wait where the waiting thread also runs the steps,
 and there are none to run."""
@@ -112,7 +112,7 @@ class _Steps:
         self._latest_s: deque[float] = deque([0.0] * NUM_LATEST_STEPS)
 
     def count(self, began_s: float) -> None:
-        """One is over."""
+        """Count a step that is over."""
         self.num += 1
         self.ended_s = time.monotonic()
         took_s = self.ended_s - began_s
@@ -317,7 +317,7 @@ class EngineService(Generic[T]):
         return True
 
     def ask_to_close(self) -> None:
-        """Have the engine closed as soon as the step in flight is over; doesn't wait."""
+        """Close the engine as soon as the step in flight is over; doesn't wait."""
         if not self._is_over:  # or it would stay in the inbox, and keep this object
             self._inbox.put(partial(setattr, self, "_is_closing", True))
 
@@ -359,13 +359,13 @@ class EngineService(Generic[T]):
             )
 
     def _leave(self) -> None:
-        """The process ends, and nobody has closed the engine."""
+        """Close the engine at the end of the process."""
         if os.getpid() == self._pid and self._thread is not None:
             self.ask_to_close()
             self._thread.join(LEAVING_S)
 
     def _put(self, act: Callable[[], None]) -> None:
-        """Have something done between two steps; any thread."""
+        """Queue a call to run between two steps; any thread."""
         self._inbox.put(act)
         if self._is_finished.is_set():
             self._see_off()
@@ -455,7 +455,7 @@ class EngineService(Generic[T]):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Return True if a step would do anything."""
         return self._broken is None and self.served.engine.has_work
 
     def _note(self) -> None:

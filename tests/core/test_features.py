@@ -8,29 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from feature_examples import EXAMPLES, pairs
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, Triple, features_on
+from fastdecode.core.config.features import (
+    CONTRADICTIONS,
+    FEATURES,
+    NOT_YET,
+    TRIPLES,
+    features_on,
+)
 from fastdecode.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_NOT_BUILT = 5  # lower it with every pair that is built; it never grows
 
 
-def can_be_given_together(one: str, other: str) -> bool:
-    """Not two values of one option."""
-    first, second = FEATURES[one].example, FEATURES[other].example
-    return all(first[option] == second[option] for option in (first.keys() & second) - {"pp"})
-
-
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if can_be_given_together(*pair)]
-
-
 def options_of(*names: str) -> dict[str, Any]:
     """The fewest options that turn all of these on."""
     options: dict[str, Any] = {}
     for name in names:
-        for option, value in FEATURES[name].example.items():
+        for option, value in EXAMPLES[name].items():
             options[option] = max(options.get(option, value), value) if option == "pp" else value
     if options.get("kv_placement") == "gpu" and "instance ranks" in names:
         options["instances"] = ("both:0", "both:0")  # no R-workers
@@ -40,14 +38,13 @@ def options_of(*names: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FEATURES)
 def test_an_example_turns_its_feature_on(name: str) -> None:
     config = EngineConfig.of("dir", **options_of(name))
-    assert FEATURES[name] in features_on(config.options)
-    assert FEATURES[name] not in features_on(EngineConfig("dir").options)
+    assert name in features_on(config.options)
+    assert name not in features_on(EngineConfig("dir").options)
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(("one", "other"), list(pairs()))
 def test_an_engine_refuses_what_the_table_refuses(one: str, other: str) -> None:
-    found = REFUSALS.get(frozenset((one, other)))
-    if found is None:
+    if not {frozenset((one, other))} & {*CONTRADICTIONS, *NOT_YET}:
         EngineConfig.of("dir", **options_of(one, other))
     else:
         with pytest.raises(ConfigError, match="Remove "):
@@ -76,18 +73,20 @@ def test_an_unknown_dtype_is_answered_with_all_that_an_option_takes(option: str)
         EngineConfig.of("dir", **{option: "float31"})
 
 
-@pytest.mark.parametrize("triple", TRIPLES, ids=lambda triple: ", ".join(triple.names))
-def test_three_features_are_refused_of_which_any_two_work(triple: Triple) -> None:
-    with pytest.raises(ConfigError, match=f" yet: {triple.reason}. Remove one of them"):
-        EngineConfig.of("dir", **options_of(*triple.names))
-    for pair in itertools.combinations(triple.names, 2):
+@pytest.mark.parametrize(("names", "reason"), TRIPLES, ids=str)
+def test_three_features_are_refused_of_which_any_two_work(
+    names: tuple[str, str, str], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f" yet: {reason}. Remove one of them"):
+        EngineConfig.of("dir", **options_of(*names))
+    for pair in itertools.combinations(names, 2):
         EngineConfig.of("dir", **options_of(*pair))
 
 
 def test_pairs_that_are_not_built_do_not_grow_in_number() -> None:
-    not_built = [pair for pair, found in REFUSALS.items() if not found.is_contradiction]
-    assert len(not_built) <= MOST_NOT_BUILT
-    assert all(found.reason for found in REFUSALS.values())
+    assert len(NOT_YET) <= MOST_NOT_BUILT
+    assert not NOT_YET.keys() & CONTRADICTIONS.keys()
+    assert all((*NOT_YET.values(), *CONTRADICTIONS.values()))
 
 
 def test_reference_pages_are_what_the_declarations_say() -> None:

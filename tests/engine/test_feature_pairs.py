@@ -3,13 +3,13 @@ which is lost, and its tokens are those of a plain run that nothing disturbs."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import prompts
+from feature_examples import EXAMPLES, pairs
 from simulated_engines import (
     THREADED,
     DeviceLosses,
@@ -23,7 +23,7 @@ pytest.importorskip("zmq")
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
-from fastdecode.core.config.features import FEATURES, REFUSALS
+from fastdecode.core.config.features import CONTRADICTIONS, FEATURES, NOT_YET
 
 NOT_RUN = {
     "tensor parallelism": "its S-workers are processes of an MPI job",
@@ -61,15 +61,7 @@ OPTIONS: dict[str, Any] = {
 Tokens = list[list[tuple[int, ...]]]
 
 
-def _allowed() -> Iterator[tuple[str, str]]:
-    for one, other in itertools.combinations(FEATURES, 2):
-        first, second = FEATURES[one].example, FEATURES[other].example
-        clash = {x for x in first.keys() & second if first[x] != second[x]} - {"pp"}
-        if not clash and frozenset((one, other)) not in REFUSALS:
-            yield one, other
-
-
-ALLOWED = list(_allowed())
+ALLOWED = [x for x in pairs() if not {frozenset(x)} & {*CONTRADICTIONS, *NOT_YET}]
 PAIRS = [x for x in ALLOWED if not NOT_RUN.keys() & set(x) and set(x) != OF_A_SIDE]
 
 
@@ -96,7 +88,7 @@ def _options_of(pair: tuple[str, ...], directory: Path) -> dict[str, Any]:
     """The fewest options that turn all on, as small as the model."""
     options = dict(OPTIONS)
     for name in pair:
-        example = {**FEATURES[name].example, **SMALL.get(name, {})}
+        example = {**EXAMPLES[name], **SMALL.get(name, {})}
         pp = max(options.get("pp", 1), example.get("pp", 1))
         options |= example | ({"pp": pp} if pp > 1 else {})
     if "cache_disk" in options:

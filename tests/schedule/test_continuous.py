@@ -100,7 +100,7 @@ def test_a_lane_with_a_holder_of_its_own_has_all_of_its_load_there(
 ) -> None:
     chosen, blocks = options("stabilized", num_lanes, load_limit=load_limit), (80,) * num_lanes
     scheduler = make_scheduler(
-        chosen, blocks, BLOCK_SIZE, lengths=LongestLengths(), places=OwnHolders(num_lanes)
+        chosen, blocks, BLOCK_SIZE, lengths=LongestLengths(), places=OwnHolders()
     )
     limits = [load_limit // num_lanes] * num_lanes
     for lane in scheduler.lanes:

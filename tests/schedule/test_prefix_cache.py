@@ -85,7 +85,7 @@ def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
 
 def test_a_busy_holder_is_compared_with_those_that_are_for_the_same_lane() -> None:
     """The idle one is another lane's: nothing is spared by leaving blocks for it."""
-    busy = keeping((60, 60), made={"places": OwnHolders(1)})
+    busy = keeping((60, 60), made={"places": OwnHolders()})
     prompt = tuple(range(9))
     for _ in range(3):  # prompts come again, so blocks are worth memory
         turn(busy, prompt)

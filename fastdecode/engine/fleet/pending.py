@@ -285,10 +285,6 @@ class PendingReplies:
         """A peer owes no answer about a holder any more."""
         self._due[index] = deque(one for one in self._due[index] if one.holder != holder)
 
-    def is_owed_by(self, index: int) -> bool:
-        """Whether a peer owes anything."""
-        return self.owes_answer(index) or self.transfers.since_s(index) is not None
-
     def owes_answer(self, index: int) -> bool:
         """Whether a peer owes an answer, besides reports on transfers."""
         return bool(self._due[index])

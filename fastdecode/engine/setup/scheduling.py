@@ -51,7 +51,7 @@ def schedule_for(
         window=_window(resolved, spec, is_instance=is_instance),
         swap_threshold=resolved.config.cache.swap_threshold,
         first_part_id=first_part_id,
-        places=OwnHolders(resolved.schedule.num_lanes) if resolved.config.r_part.swaps else None,
+        places=OwnHolders() if resolved.config.r_part.swaps else None,
     )
 
 

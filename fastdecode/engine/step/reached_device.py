@@ -82,8 +82,6 @@ class ReachedDevice(DeviceWorker):
         peers = _Peers(self._answers, self._hub)
         self._worker = self._at_work = RWorker(peers, self._state, executor, self._transfers)
         self._pause_s: float | None = None  # of the thread, until it looks after transfers
-        self.door: Final = self._hub
-        """Where others are connected to it."""
         self.neighbours: Final = neighbours
         self.address: Final = neighbours.address_of(name)
         """What others reach it by."""

@@ -7,7 +7,6 @@ once the executor has prepared its step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,6 @@ from rworker.instructions import (
 from rworker.tiers.disk import Disk
 from rworker.tiers.lower_tier import LowerTier, MoveJob
 from rworker.tiers.tiers import Tiers
-from sworker.buffers import as_tensor, to_device
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.host_blocks import BlockMemory, HostBlocks
@@ -103,24 +101,8 @@ class TorchExecutor:
         self._stored(copy.holder).copy_blocks(copy.source_ids, copy.target_ids)
 
     def compute(self, compute: Compute) -> AttendResult:
-        """Store a layer's K and V of prompts that other stages run. The S-worker stores and
-        attends by itself what it runs.
-
-        Raises:
-            ProtocolError: If there are queries.
-        """
-        plan, cache = compute.plan, self._stored(compute.holder)
-        if plan.num_queries:
-            raise _not_here(compute)
-        started, device = time.perf_counter(), cache.pool.device
-        k, v = (
-            to_device(as_tensor(x, cache.dtype), device, self.gpu) for x in (compute.k, compute.v)
-        )
-        cache.store(compute.layer, k, v, to_device(torch.from_numpy(plan.slots), device, self.gpu))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # others' streams read it next
-        seconds = time.perf_counter() - started
-        return AttendResult(plan.step, plan.lane, compute.layer, compute.q, None, seconds)
+        """Refuse it: the S-worker stores and attends by itself."""
+        raise _not_here(compute)
 
     def place(self, place: PlaceChunk) -> None:
         """See ``RWorkerExecutor``."""

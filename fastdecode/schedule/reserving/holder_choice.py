@@ -26,31 +26,17 @@ class HolderChoice(Protocol):
 
 
 class OwnHolders:
-    """Each lane that decodes has a holder of its own, of the lane's number.
-
-    Args:
-        num_lanes: that do. Lanes behind them run prompts, for any of these.
-    """
-
-    def __init__(self, num_lanes: int) -> None:
-        self._num_lanes = num_lanes
-
-    def is_for(self, lane: int, holder: HolderId) -> bool:
-        """Whether sequences on a holder run in a lane."""
-        return holder == lane or lane >= self._num_lanes
+    """Each lane has a holder of its own, of the lane's number."""
 
     def of_lane(self, lane: int, capacity: tuple[int, ...]) -> tuple[int, ...]:
         """Tokens that each holder has room for, of this lane's sequences."""
-        return tuple(
-            tokens if self.is_for(lane, HolderId(holder)) else 0
-            for holder, tokens in enumerate(capacity)
-        )
+        return tuple(tokens if holder == lane else 0 for holder, tokens in enumerate(capacity))
 
     def among(
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
     ) -> list[list[HolderId]]:
         """See ``HolderChoice``."""
-        return [[holder for holder in tier if self.is_for(lane, holder)] for tier in tiers]
+        return [[holder for holder in tier if holder == lane] for tier in tiers]
 
     def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
         """See ``HolderChoice``."""
