@@ -17,8 +17,7 @@ from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState, blocks_within
 from rworker.instructions import StepPlan
 
-NOBODY: Final = -1
-"""As owner of a cache: the peer that used it is gone, and it may be taken over."""
+NOBODY: Final = -1  # as owner of a cache: the peer that used it is gone, and it may be taken over
 
 
 @dataclass(eq=False)

@@ -25,8 +25,7 @@ from fastdecode.core.spec import AttentionSpec
 from rworker.instructions import Prepare
 
 _BOOT: Final = "from rworker.compiling import main; main(given)"
-ROW_LOOPS: Final = "sworker.kernels.row_loops"
-"""What an S-worker on a CPU needs."""
+ROW_LOOPS: Final = "sworker.kernels.row_loops"  # what an S-worker on a CPU needs
 
 
 @contextlib.contextmanager

@@ -23,8 +23,7 @@ from rworker.worker import Peer, RWorker, RWorkerExecutor, last_words
 
 logger = logging.getLogger(__name__)
 
-WORKER: Final = 0
-"""The one connection's index."""
+WORKER: Final = 0  # the one connection's index
 
 
 class InlineConnection:

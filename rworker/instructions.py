@@ -24,8 +24,7 @@ from rworker.tiers.lower_tier import MoveJob
 if TYPE_CHECKING:
     from rworker.cache_state import CacheState
 
-RESTORER: Final = -2
-"""The peer that speaks what a replica's file says."""
+RESTORER: Final = -2  # the peer that speaks what a replica's file says
 
 
 @dataclass(frozen=True)

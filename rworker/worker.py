@@ -328,15 +328,8 @@ def serve_next(
     waits_s = [each for each in (behind_s, away_s) if each is not None]
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
-    except PeerLostError as error:
-        return worker.lose(error)
     except WorkerError as error:
-        if error.code == TIMEOUT and waits_s:
-            if behind_s is not None:
-                behind.work()
-            return True
-        logger.info("R-worker %s stops: %s", state.name, error)
-        return False
+        return _go_on(worker, error, is_waiting=bool(waits_s))
     if grace_period is not None:
         grace_period.look(state)
     try:
@@ -346,8 +339,20 @@ def serve_next(
         return worker.obey((HangUp(peer, is_torn=True),))
 
 
+def _go_on(worker: RWorker, error: WorkerError, *, is_waiting: bool) -> bool:
+    """Return whether the loop continues without a message."""
+    if isinstance(error, PeerLostError):
+        return worker.lose(error)
+    if error.code == TIMEOUT and is_waiting:
+        if worker.behind.is_used:
+            worker.behind.work()
+        return True
+    logger.info("R-worker %s stops: %s", worker.state.name, error)
+    return False
+
+
 def last_words(name: str, error: Exception) -> Failed:
-    """Log why an R-worker can't go on, and what to tell its peer."""
+    """Log why an R-worker can't continue, and return what to tell its peer."""
     if isinstance(error, FastDecodeError):
         logger.error("R-worker %s gives up: %s", name, error)
         return Failed(name, error.code, error.message)

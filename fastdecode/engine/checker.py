@@ -23,8 +23,7 @@ from fastdecode.text.codec import TextCodec, no_tokenizer
 from fastdecode.text.grammars import check_structured
 from fastdecode.text.reasoning import REASONING_FORMATS
 
-MOST_SOUND: Final = 1024
-"""Structured outputs that are known to be sound."""
+MOST_SOUND: Final = 1024  # structured outputs that are known to be sound
 
 MOST_PROMPT_LOGPROBS: Final = 2_000_000
 """Of a request: its answer is one message between processes."""

@@ -309,24 +309,22 @@ class Engine:
             WorkerError: another S-worker goes on with this session.
         """
         for holder, news in self._pipeline.take_news():
-            if isinstance(news, WorkerError):
-                if news.code == SESSION_RESUMED:
-                    raise copy(news)
-                self._apply(self._recovery.lose(holder))
-            elif (taker := self._takers.get(type(news))) is not None:
-                self._apply_all(taker.take(holder, news))
-            else:
-                self._take_room(holder, news)
+            self._take(holder, news)
         for extension in self._reporting:
             self._apply_all(extension.news())
 
-    def _take_room(self, holder: HolderId, answer: Any) -> None:
-        """A holder has answered about a room."""
+    def _take(self, holder: HolderId, news: Any) -> None:
         peer = self._fleet.peer(holder)
-        if self._lifecycle.grants.awaits(holder, PartId(answer.sequence_id)):
-            self._apply(event_for(answer, peer))
+        if isinstance(news, WorkerError):
+            if news.code == SESSION_RESUMED:
+                raise copy(news)
+            self._apply(self._recovery.lose(holder))
+        elif (taker := self._takers.get(type(news))) is not None:
+            self._apply_all(taker.take(holder, news))
+        elif self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
+            self._apply(event_for(news, peer))
         else:
-            text = f"{peer} sent {type(answer).__name__}, which nobody asked for"
+            text = f"{peer} sent {type(news).__name__}, which nobody asked for"
             self._fleet.lose(holder, ProtocolError(text))
 
     def _apply_all(self, happened: Iterable[events.Event]) -> None:
@@ -408,14 +406,17 @@ class Engine:
         self._count_load(wanted)
         tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
         if isinstance(tokens, StepSamples) and tokens.goes_ahead:
-            self._coming[step.lane] = tokens
-            coming = self._lifecycle.sequences.wanted(tokens.chunks)
-            sequences = tuple([chunk.sequence for chunk in coming])
-            self._apply(events.StepDone(step.lane, (), sequences))
+            self._go_ahead(step, tokens)
             return
         drawn = self._samples.accept(tokens) if isinstance(tokens, StepSamples) else ()
         self._apply(events.StepDone(step.lane, drawn))
         self._hand_out(step, drawn, ran_s)
+
+    def _go_ahead(self, step: LaneStep, tokens: StepSamples) -> None:
+        self._coming[step.lane] = tokens
+        coming = self._lifecycle.sequences.wanted(tokens.chunks)
+        sequences = tuple([chunk.sequence for chunk in coming])
+        self._apply(events.StepDone(step.lane, (), sequences))
 
     def _take_in(self, lane: int) -> None:
         """Take in the tokens of a lane's step that is over; wait for them, if

@@ -97,6 +97,10 @@ class Recovery(Extension):
         if not self._holders.are_lost:
             self.pause_s = 0.0
             return False
+        self._note_stranded()
+        return True
+
+    def _note_stranded(self) -> None:
         now = self._clock()
         if not self.pause_s or now - self._looked_s > _LOOK_AWAY_S:
             self._since_s = now
@@ -105,7 +109,6 @@ class Recovery(Extension):
             reasons = (self._fleet.gone or self._fleet.lost).values()
             raise copy(next(iter(reasons)))
         self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
-        return True
 
     def _may_come(self, stranded_s: float) -> bool:
         """Whether a replacement may still come, when all have been lost for so long."""

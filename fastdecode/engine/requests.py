@@ -227,13 +227,8 @@ class Requests:
             if sequence.request.request_id in failed:
                 continue
             if token.error is not None:
-                error = token.error
-                if error.code == NON_FINITE:
-                    sequence.is_spoilt = True
-                    text = f"{error.message}. Its step was attended by {', '.join(peers)}"
-                    error = RequestError(text, code=NON_FINITE)
                 failed.add(sequence.request.request_id)
-                drawn.append(Drawn(sequence, error=error))
+                drawn.append(_failed(sequence, token.error, peers))
                 continue
             stats.num_output_tokens += 1
             if generation.first_token_s is None:
@@ -287,3 +282,11 @@ class Requests:
         """End all of them with an error."""
         for request_id in self.ids:
             self.forget(request_id).fail(error)
+
+
+def _failed(sequence: Sequence, error: RequestError, peers: Iterable[str]) -> Drawn:
+    if error.code == NON_FINITE:
+        sequence.is_spoilt = True
+        text = f"{error.message}. Its step was attended by {', '.join(peers)}"
+        error = RequestError(text, code=NON_FINITE)
+    return Drawn(sequence, error=error)

@@ -31,8 +31,7 @@ from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.cutting import CacheKind
 from rworker.stream.memory import gather, scatter
 
-LINK_BYTES: Final = 64 << 20
-"""That may be under way on one connection, unanswered."""
+LINK_BYTES: Final = 64 << 20  # that may be under way on one connection, unanswered
 ANSWER_TIMEOUT_S: Final = 60.0
 _NO_PEER: Final = -1
 """No peer waits for an answer."""

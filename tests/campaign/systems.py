@@ -72,7 +72,10 @@ _ON_DEVICE: dict[str, Any] = {
     "kv_placement": "gpu", "kv_memory_gb": 0.006, "prefix_cache": "on", "cache_memory_gb": 0.05,
 }  # fmt: skip
 SYSTEMS: dict[str, System] = {
-    "DejaVu": System({"pp": 2, "prompt_pp": 1, "replicas": 1}, num_r_workers=4),
+    "DejaVu": System(
+        {"pp": 2, "prompt_pp": 1, "replicas": 1, "kv_memory_gb": 0.02, "r_threads": 1},
+        "rank", num_r_workers=0, blows_an_engine=1, num_ranks=9, is_served=True,
+    ),
     "DejaVu on devices": System(
         {"pp": 3, "kv_placement": "swap", "replicas": 1, "kv_memory_gb": 0.006},
         "device", num_r_workers=0, blows_an_engine=1,
@@ -100,7 +103,10 @@ SYSTEMS: dict[str, System] = {
     "hybrid, cache, replicas": System(
         {"kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1}
     ),
-    "FastDecode's schedule on prompt stages": System({"prompt_pp": 1, "schedule": "stabilized"}),
+    "FastDecode's schedule on prompt stages": System(
+        {"prompt_pp": 1, "schedule": "stabilized", "kv_memory_gb": 0.02, "r_threads": 1},
+        "rank", num_r_workers=0, blows_an_engine=1, num_ranks=6, is_served=True,
+    ),
     "server, R-workers": System({}, is_served=True),
     "server, engine killed": System({}, "engine", blows_an_engine=1, is_served=True),
     "server, HTTP process killed": System({}, "HTTP process", blows_an_engine=1, is_served=True),

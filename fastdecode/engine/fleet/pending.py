@@ -102,8 +102,7 @@ class Deadlines:
         return silent_s, f"has given no sign of life for {self.silence_s:g} s (worker_silence_s)"
 
 
-_OPENING: Final = -1
-"""In place of a job's number: the lower tier is being opened."""
+_OPENING: Final = -1  # in place of a job's number: the lower tier is being opened
 
 
 class PendingTransfers:
@@ -177,8 +176,7 @@ def _pull(sequence: int) -> int:
     return _OPENING - 1 - sequence
 
 
-_MOST_WAIT_S: Final = 60.0
-"""Then it is looked again, though nothing is overdue."""
+_MOST_WAIT_S: Final = 60.0  # then it is looked again, though nothing is overdue
 
 
 @dataclass(eq=False)

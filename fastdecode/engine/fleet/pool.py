@@ -354,18 +354,20 @@ class WorkerPool:
         wait_s = self.pending.wait_s(most_s)
         try:
             index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)
-        except PeerLostError as error:
-            self._lose(error.index, error)
         except WorkerError as error:
-            if error.code == TIMEOUT:
-                self._give_up_overdue()
-            else:
-                self._find_closed()
-        else:
-            return self._taken(index, message)
+            self._note_loss(error)
+            return None
         finally:
             self.pending.deadlines.end_look()
-        return None
+        return self._taken(index, message)
+
+    def _note_loss(self, error: WorkerError) -> None:
+        if isinstance(error, PeerLostError):
+            self._lose(error.index, error)
+        elif error.code == TIMEOUT:
+            self._give_up_overdue()
+        else:
+            self._find_closed()
 
     def look(self) -> list[tuple[HolderId, Answer]]:
         """Find out which workers are gone, while nobody awaits an answer: what is

@@ -11,8 +11,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import NO_STEP, Replicated
 
-MOST_LAG: Final = 1000
-"""Steps; a replica that is further behind counts as that far."""
+MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that far
 
 
 class _Replica(Enum):

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Between two attempts where somebody answers, but doesn't serve us; and after
 one that was let in is lost again soon. Twice as long every time that it is."""
-LONGEST_PAUSE_S = 60.0
-"""But not longer; and one that has served for so long isn't lost soon."""
+LONGEST_PAUSE_S = 60.0  # but not longer; and one that has served for so long isn't lost soon
 
 
 class Replacements(Protocol):

@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 Post = Callable[[Callable[["RunningCluster"], None]], None]
 """Has something done by the thread that owns the controller, between two of its
 steps."""
-NO_R_WORKER: Final = "no_r_worker"
-"""Code of why an instance that lives runs nothing."""
+NO_R_WORKER: Final = "no_r_worker"  # code of why an instance that lives runs nothing
 _REACH_S = 20.0
 """For instances that are being started at the same time, and whose models are
 loaded."""

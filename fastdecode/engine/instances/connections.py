@@ -33,8 +33,7 @@ InstanceLine: TypeAlias = Connection[ToInstance, FromInstance]
 BUSY: Final = "busy"
 _LOOK_S: Final = 1.0
 _LOOK_FOR_LOST_S: Final = 0.1
-_TRY_S: Final = 1.0
-"""Between two attempts at an address."""
+_TRY_S: Final = 1.0  # between two attempts at an address
 
 
 class InstanceConnectionHub(Hub[ToInstance, FromInstance], Protocol):

@@ -32,8 +32,7 @@ from fastdecode.wire.instances import InstanceHello, InstanceWelcome, ToInstance
 from fastdecode.wire.mpi.ranks import launched_size
 from rworker.transfers.neighbours import ThreadNeighbours
 
-CLOSING_S = 60.0
-"""How long instances may take to stop, all together."""
+CLOSING_S = 60.0  # how long instances may take to stop, all together
 
 
 class LocalHub(InprocHub[ToInstance, FromInstance]):

@@ -15,8 +15,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.cache.rates import TierCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 
-_MOST: Final = 1 << 53
-"""Of what is counted, and of seconds."""
+_MOST: Final = 1 << 53  # of what is counted, and of seconds
 _MOST_R_WORKERS: Final = 1 << 16
 _COUNTS: Final = (AdoptionCounts, TierCounts)
 """Totals that have totals of their own."""

@@ -29,8 +29,7 @@ from fastdecode.schedule.role_changes import role_changes
 logger = logging.getLogger(__name__)
 
 LOOKS_EVERY_S = 1.0
-_MOST_LENGTHS = 2000
-"""Of a window, that a planner gets."""
+_MOST_LENGTHS = 2000  # of a window, that a planner gets
 
 
 class Replanner:

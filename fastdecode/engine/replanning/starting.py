@@ -14,8 +14,7 @@ from fastdecode.core.config.instances import Instances
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.replanning.replanner import Replanner, Ticking
 
-ATTAINMENT: Final = 0.9
-"""Share of requests that are to keep the limits."""
+ATTAINMENT: Final = 0.9  # share of requests that are to keep the limits
 Post = Callable[[Callable[[Any], None]], None]
 """Has something done by the thread that owns the controller."""
 

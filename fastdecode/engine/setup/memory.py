@@ -17,13 +17,11 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
 from sworker.sampling.sampler import MAX_BLOCK_ELEMENTS
 
-CUDA_RESERVE_BYTES = 1 << 30
-"""Workspaces, fragmentation."""
+CUDA_RESERVE_BYTES = 1 << 30  # workspaces, fragmentation
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
 estimated on the large side."""
-UNIT_KERNELS = 12
-"""Of such a graph."""
+UNIT_KERNELS = 12  # of such a graph
 OLD_NODE_BYTES, NODE_BYTES = 64 << 10, 8 << 10
 """What a kernel of a graph takes with drivers before and from R550 on; the second
 is an estimate."""

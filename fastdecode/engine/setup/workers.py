@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REACH_TIMEOUT_S = 20.0
-"""For R-workers that are being started at the same time."""
+REACH_TIMEOUT_S = 20.0  # for R-workers that are being started at the same time
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePas
 from sworker.buffers import as_tensor
 from sworker.worker import SWorker
 
-_LOOK_EVERY_S = 0.05
-"""Whether the replacement of a lost R-worker has answered."""
+_LOOK_EVERY_S = 0.05  # whether the replacement of a lost R-worker has answered
 
 
 class LaterStage:

@@ -28,8 +28,7 @@ others get orders, of the first and of the one before."""
 StageConnection: TypeAlias = Connection[FromAnyStage, FromAnyStage]
 
 NOBODY = HolderId(-1)
-LOADING_TIMEOUT_S = 3600.0
-"""For a stage's weights to be read, by which it may give signs of life."""
+LOADING_TIMEOUT_S = 3600.0  # for a stage's weights to be read, by which it may give signs of life
 LOADING_SILENCE_S = 30.0
 """Meanwhile; what compiles kernels and reads weights shares its core with the
 thread that gives signs."""

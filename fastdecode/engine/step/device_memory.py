@@ -29,10 +29,8 @@ from sworker.paged import StoredKV
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-_SIGN = 0x80
-"""An R-worker stores int8 as value + 128."""
-_CELL = 8
-"""Elements of int4 that share 4 bytes in a stored row."""
+_SIGN = 0x80  # an R-worker stores int8 as value + 128
+_CELL = 8  # elements of int4 that share 4 bytes in a stored row
 
 
 class DeviceMemory:

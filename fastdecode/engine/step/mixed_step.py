@@ -37,8 +37,7 @@ _MOST_AHEAD, _SLICES_AHEAD = 2, 1
 another: other lanes' come behind them."""
 _TIMED_FIRST, _TIMED_EVERY = 4, 32
 """Which of the home lane's steps run layer by layer, to time attention."""
-_KEPT = 0.8
-"""Weight of earlier times when attention is timed again."""
+_KEPT = 0.8  # weight of earlier times when attention is timed again
 
 
 class DeviceLane:

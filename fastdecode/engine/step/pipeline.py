@@ -171,9 +171,7 @@ class Pipeline:
                     if step not in ready and step.can_go_on:
                         ready.append(step)
             if self._is_hybrid and ready:
-                # The lane on the device can always run; R-workers answer all the same.
-                while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
-                    self._take_in(*received, time.perf_counter())
+                self._take_in_all()
             if self._news or fleet.moves.has_moves:
                 return None
             if self._onward is not None and self._onward.has_orders:
@@ -292,15 +290,22 @@ class Pipeline:
         try:
             if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
                 self._take_attended(holder, message, now)
-            elif isinstance(message, Accepted | Refused | TakenOver | Welcome):
-                self._news.append((holder, message))
             else:
-                name = type(message).__name__
-                raise ProtocolError(
-                    f"{self._fleet.peer(holder)} sent {name}, which nobody asked for"
-                )
+                self._take_other(holder, message)
         except ProtocolError as error:
             self._fleet.lose(holder, error)
+
+    def _take_in_all(self) -> None:
+        """Take in what is here: the lane on the device can always run, and R-workers answer."""
+        fleet = self._fleet
+        while fleet.is_owed and (received := fleet.receive(most_s=0.0)) is not None:
+            self._take_in(*received, time.perf_counter())
+
+    def _take_other(self, holder: HolderId, message: Answer) -> None:
+        if not isinstance(message, Accepted | Refused | TakenOver | Welcome):
+            name = type(message).__name__
+            raise ProtocolError(f"{self._fleet.peer(holder)} sent {name}, which nobody asked for")
+        self._news.append((holder, message))
 
     def _take_attended(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._steps.get(result.lane)
@@ -320,12 +325,7 @@ class Pipeline:
             )
         step.s_compute_s += time.perf_counter() - arrived_s
         self._num_awaited = len(remote.awaited)
-        if is_last:
-            self._note_ready(step)
-
-    def _note_ready(self, step: LaneStep) -> None:
-        """Queue a step in flight if it can continue."""
-        if step not in self._ready and step.can_go_on:
+        if is_last and step not in self._ready and step.can_go_on:
             self._ready.append(step)
 
     def _first_to_come(self) -> Arrival | None:

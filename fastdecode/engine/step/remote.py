@@ -68,6 +68,10 @@ class AttentionPlan:
             record = StepRecord(batch.spans)
             remote = RemotePart(self, batch, record)
             return record, Begun((remote,), remote=remote)
+        return self._begin_shared(batch)
+
+    def _begin_shared(self, batch: StepBatch) -> tuple[StepRecord, Begun]:
+        """Begin a step some rows of which others attend, too, or alone."""
         held = None if self.prompts is None else self.prompts.begin(batch)
         batch = batch if held is None else held.batch
         if self.sinks is not None:
@@ -135,6 +139,7 @@ class RemotePart:
         self._spans = {span.holder: span for span in batch.spans}
         self._num_queries = {span.holder: span.num_queries for span in batch.spans}
         self._storing = {x: _Storing() for x, number in self._num_queries.items() if not number}
+        self.may_be_behind = bool(self._storing)  # the layer may be ready though no answer has come
         self._layer = -1
         self.awaited: set[HolderId] = set()
         """Holders without whose answers the layer is not ready."""
@@ -145,11 +150,6 @@ class RemotePart:
         self._staging.begin_step([self._share(span) for span in batch.spans])
         for span in batch.spans:
             plan.fleet.send(span.holder, span.begin)
-
-    @property
-    def may_be_behind(self) -> bool:
-        """True if the layer may be ready though no answer has come."""
-        return bool(self._storing)
 
     def _share(self, span: HolderSpan) -> Share:
         closed = tuple(closed.rows for closed in span.closed)
@@ -194,31 +194,17 @@ class RemotePart:
         Raises:
             ProtocolError: If it is not the answer that was due.
         """
-        span, storing = self._spans.get(holder), self._storing.get(holder)
-        layer = self._layer
-        if storing is not None:
-            layer = min(layer, storing.due(result.layer))
-        elif holder not in self.awaited:
-            span = None
-        if span is None or result.layer != layer or result.step != span.begin.step:
-            due = None if span is None else (span.begin.step, layer)
-            raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
-                f"{result.layer}, where (step, layer) {due} was due: are both ends of the same "
-                "version?"
-            )
-        self.record.r_s[holder] += result.compute_s
-        if storing is not None:
-            storing.take(layer)
-            if self._layer - storing.last_layer <= MAX_OWED_ANSWERS:
-                self.awaited.discard(holder)
-            return not self.awaited
-        o = self.o
+        if holder in self._storing:
+            return self._stored(holder, result)
+        span = self._spans.get(holder) if holder in self.awaited else None
+        if span is None or (result.step, result.layer) != (span.begin.step, self._layer):
+            raise self._not_due(span, holder, result, self._layer)
+        o, shape = self.o, (self._num_queries[holder], *self.o.shape[1:])
         try:
-            shape = (self._num_queries[holder], *o.shape[1:])
             result.check_arrays(shape, CARRIERS[o.dtype], want_lse=span.begin.want_lse)
         except ProtocolError as lie:
             raise ProtocolError(f"{self._plan.fleet.peer(holder)} {lie.message}") from None
+        self.record.r_s[holder] += result.compute_s
         if self._merge is not None:
             self._take_in(self._merge, span, result)
         elif self._staging.is_home and span.query_rows == slice(0, o.shape[0]):
@@ -228,6 +214,26 @@ class RemotePart:
             self._staging.receive(result.o, o, span.query_rows)
         self.awaited.discard(holder)
         return not self.awaited
+
+    def _stored(self, holder: HolderId, result: AttendResult) -> bool:
+        span, storing = self._spans[holder], self._storing[holder]
+        layer = min(self._layer, storing.due(result.layer))
+        if (result.step, result.layer) != (span.begin.step, layer):
+            raise self._not_due(span, holder, result, layer)
+        self.record.r_s[holder] += result.compute_s
+        storing.take(layer)
+        if self._layer - storing.last_layer <= MAX_OWED_ANSWERS:
+            self.awaited.discard(holder)
+        return not self.awaited
+
+    def _not_due(
+        self, span: HolderSpan | None, holder: HolderId, result: AttendResult, layer: int
+    ) -> ProtocolError:
+        due = None if span is None else (span.begin.step, layer)
+        return ProtocolError(
+            f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
+            f"{result.layer}, where (step, layer) {due} was due: are both ends of the same version?"
+        )
 
     def _take_in(self, merge: Merge, span: HolderSpan, result: AttendResult) -> None:
         rows = merge.own_rows(span)
@@ -252,12 +258,15 @@ class RemotePart:
     def take(self, o: Tensor | None) -> Tensor:
         """Give the layer's o [T, Hq, D], with zeros in the rows of lost holders."""
         self._staging.join()
-        if self.record.lost:
-            if len(self._spans) == 1 and self.record.lost & self._spans.keys():
-                self.o = torch.zeros_like(self.o)  # lent memory is never written
-            for holder in self.record.lost & self._spans.keys():
-                self.o[self._spans[holder].rows] = 0
+        if lost := self.record.lost & self._spans.keys():
+            self._clear(lost)
         return self.o
+
+    def _clear(self, lost: set[HolderId]) -> None:
+        if len(self._spans) == 1:
+            self.o = torch.zeros_like(self.o)  # lent memory is never written
+        for holder in lost:
+            self.o[self._spans[holder].rows] = 0
 
 
 class Leaving(NamedTuple):
