@@ -20,8 +20,7 @@ from fastdecode.engine.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fastdecode", "rworker", "sworker", "cpu_kernels", "cost_model")
-STEP = 12
-"""Prompts are over by then, and no request has ended."""
+STEP = 12  # prompts are over by then, and no request has ended
 PROMPTS = ["Once upon a time", "The old map showed", "On a stormy night"]
 
 

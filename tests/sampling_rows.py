@@ -29,8 +29,7 @@ def make_state(
 
 
 NUM_DRAWS = examples(8000)
-LEAST_EXPECTED = 5.0
-"""Draws of a cell of the chi-square test; rarer tokens are one cell."""
+LEAST_EXPECTED = 5.0  # draws of a cell of the chi-square test; rarer tokens are one cell
 NORMAL_QUANTILE = 3.719
 """The quantile for a probability of 0.9999: a right sampler misses it once in 10,000 tests."""
 

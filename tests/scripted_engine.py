@@ -52,8 +52,7 @@ BLOCK_SIZE = 16
 NUM_LAYERS = 2
 SPEC = AttentionSpec(1, 1, 16, 1.0)
 KV = KVSpec(NUM_LAYERS, 1, 16, DType.FLOAT32, BLOCK_SIZE)
-NUM_HEADS = 4
-"""Of those that share out heads."""
+NUM_HEADS = 4  # of those that share out heads
 HEADS_SPEC = AttentionSpec(NUM_HEADS, NUM_HEADS, 16, 1.0)
 HEADS_KV = replace(KV, num_kv_heads=NUM_HEADS)
 HELLO = Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)

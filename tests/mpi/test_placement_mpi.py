@@ -21,8 +21,7 @@ from server_process import CHECKPOINT, events, serving
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 
 SILENCE_S = 4.0
-LOSES_NOBODY_S = 60.0
-"""Of jobs whose ranks all live, however busy the machine is."""
+LOSES_NOBODY_S = 60.0  # of jobs whose ranks all live, however busy the machine is
 ENGINE = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
 ON_ONE_HOST = ["launch", "--r-threads", "1", "--kv-memory-gb", "0.004"]
 

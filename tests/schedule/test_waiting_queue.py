@@ -7,8 +7,7 @@ from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.waiting_queue import WaitingQueue
 
 MANY = 20_000
-FEW_COMPARISONS = 64
-"""Above 4 · log2(MANY), below any scan."""
+FEW_COMPARISONS = 64  # above 4 · log2(MANY), below any scan
 
 
 def sequence(number: int) -> Sequence:
