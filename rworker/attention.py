@@ -8,7 +8,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +24,6 @@ from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.blocks import Stocked
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Activations, AttendResult
-from rworker.compiling import compiled_by_two
 from rworker.instructions import (
     AwaitedBlocks,
     Compute,
@@ -130,8 +128,7 @@ class AttentionExecutor:
         """
         self._forget(prepare.holder)
         started = self._clock()
-        with compiled_by_two(prepare) if self._kernels is cpu_kernels else nullcontext():
-            self.compile(prepare)
+        self.compile(prepare)
         warm = self._clock()
         layout, num_layers = prepare.layout, len(prepare.attention)
         total_bytes = num_layers * prepare.num_blocks * layout.block_bytes

@@ -30,8 +30,7 @@ from cpu_kernels.codegen.compiled import part
 from cpu_kernels.codegen.simd import F32, I1, I64, broadcast, load_at, store_at, vec
 from cpu_kernels.codegen.translate import Emitter
 
-WORDS = 16
-"""Cells that a product sums up: 32 elements."""
+WORDS = 16  # cells that a product sums up: 32 elements
 MAX_TOTALS = 4
 _OPERANDS, _CELLS, _LAST_OPERANDS, _LAST_CELLS = 4, 5, 6, 7
 

@@ -31,8 +31,7 @@ from cpu_kernels.tokens.job import JOB as APPEND_JOB
 from cpu_kernels.tokens.job import fill_job as fill_append_job
 
 OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK, MORE_ROOM, NOT_LAST = range(7)
-MAX_POSITION = 1 << 24
-"""Kernels count tokens in float32, which is exact up to here."""
+MAX_POSITION = 1 << 24  # kernels count tokens in float32, which is exact up to here
 MAX_PARTIALS = (32 << 20) // 4
 """float32 of partial results that a call may have outstanding, unless a single
 sequence has more."""

@@ -10,6 +10,7 @@ tells the sources of the whole package.
 
 from __future__ import annotations
 
+import gc
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -60,6 +61,15 @@ class EntryCompiler(CompilerBase):
     """In place of Numba's compiler."""
 
     def compile_extra(self, func):
+        was_collecting = gc.isenabled()
+        gc.disable()  # compilers make many objects, and keep nearly all of them
+        try:
+            return self._compile(func)
+        finally:
+            if was_collecting:
+                gc.enable()
+
+    def _compile(self, func):
         state, context = self.state, self.state.targetctx
         context.__class__ = _Context  # it is this function's own
         identity = FunctionIdentity.from_function(func)

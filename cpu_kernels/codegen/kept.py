@@ -20,8 +20,6 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextvars import ContextVar
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -35,10 +33,6 @@ logger = logging.getLogger(__name__)
 _CHECKSUM_BYTES = sha256().digest_size
 _LONGEST_WAIT_S = 60.0  # for a process that compiles, which may have been stopped
 _LOOK_EVERY_S = 0.02
-
-
-on_missing: ContextVar[Callable[[], None] | None] = ContextVar("on_missing", default=None)
-"""Called in this thread when machine code is not on disk, before it is compiled."""
 
 
 @cache
@@ -180,12 +174,10 @@ def keep(compiler, function, *sources):
 
 
 def _announce():
-    """Log, once, that this process compiles, and call ``on_missing``."""
+    """Log, once, that this process compiles."""
     if not (KeptCode.announced or KeptCode.complained):  # which says so, too
         KeptCode.announced = True
         logger.warning("compiling kernels for this CPU, kept for the next start")
-    if (callback := on_missing.get()) is not None:
-        callback()
 
 
 def _complain(error):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -26,6 +25,7 @@ from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.options import option, switch
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
+from fastdecode.core.holders import HolderId
 from fastdecode.core.host.cpus import cpu_quota
 from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
 from fastdecode.core.install import pip_command
@@ -197,7 +197,7 @@ def _compiled(directory: str | None) -> Finding:
         raise ConfigError("--compile needs --model DIR, whose shapes kernels are compiled for")
     from fastdecode.core.model.checkpoint import open_checkpoint
     from rworker.attention import AttentionExecutor
-    from rworker.compiling import ROW_LOOPS, prepared
+    from rworker.instructions import Prepare
     from rworker.stream.chunks import layout_of
 
     spec = open_checkpoint(directory).spec()
@@ -207,17 +207,18 @@ def _compiled(directory: str | None) -> Finding:
         import torch
 
         from fastdecode.engine.setup.resolve import computed_in
-        from sworker.kernels import narrow
+        from sworker.kernels import narrow, row_loops
 
-        importlib.import_module(ROW_LOOPS)
         activations = computed_in(dtype, torch.device("cpu"))
+        if activations is not DType.FLOAT16:
+            row_loops.compiled(is_wide=activations is DType.FLOAT32)
         if activations is not dtype and narrow.is_possible():
             from sworker.kernels import narrow_loops
 
             narrow_loops.compiled(is_half=dtype is DType.FLOAT16)
     layout = layout_of(spec.kv_spec(dtype))
-    heads = sorted({each.num_q_heads for each in spec.attention})
-    AttentionExecutor(num_threads=2).prepare(prepared(layout, heads, activations))
+    prepare = Prepare(HolderId(0), layout, 1, tuple(spec.attention), activations)
+    AttentionExecutor(num_threads=2).prepare(prepare)
     return ok("kernels", f"compiled for {dtype.value} in {time.monotonic() - began_s:.0f} s")
 
 

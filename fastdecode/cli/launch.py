@@ -39,8 +39,7 @@ COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
 _OF_INSTANCES = ("generate", "run-batch", "serve")
 _LOCAL = ("localhost", "127.0.0.1")
 _LOOK_S = 1.0
-_ENDING_S = 20.0
-"""mpirun may take this long to end after the S-worker has reported."""
+_ENDING_S = 20.0  # mpirun may take this long to end after the S-worker has reported
 _TERMINATING_S = 5.0
 
 
