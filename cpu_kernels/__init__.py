@@ -1,8 +1,6 @@
 """CPU kernels of the R-part: append-then-attend over blocks of cached K and V.
 
-Importing this package compiles and loads nothing heavy: the kernels come with
-their first use.
-"""
+Importing this package compiles and loads nothing heavy: the kernels come with their first use."""
 
 from __future__ import annotations
 

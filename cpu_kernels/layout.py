@@ -60,8 +60,7 @@ ALIGNMENT: Final = 64
 HUGE_PAGE_BYTES: Final = 2 << 20
 
 _PACK: Final = {"float32": 1, "float16": 1, "bfloat16": 2, "int8": 4, "int4": 8}
-DTYPES: Final = tuple(_PACK)
-"""Element types a KV cache can have."""
+DTYPES: Final = tuple(_PACK)  # element types a KV cache can have
 SOURCES: Final = ("float32", "float16", "bfloat16")
 """Element types that q, k, v and o can have; the 16-bit ones travel as their bits in uint16."""
 CARRIERS: Final = {

@@ -1,14 +1,12 @@
 # mypy: ignore-errors
 # Compiled functions, and what emits their instructions: their types are not Python's.
-"""From one call's arrays to units of work: the checks that look at values, and
-the partition over threads.
+"""From one call's arrays to units of work: the checks that look at values, and the partition over
+threads.
 
-Work is cut by cached tokens: a sequence longer than a chunk gives a unit a
-chunk, so that one long sequence among short ones, or alone, still keeps all
-threads busy. Where the chunks fall depends on the sequence alone. How many KV
-heads a unit takes depends on the rest of the batch and on the threads, which
-changes nothing in the results.
-"""
+Work is cut by cached tokens: a sequence longer than a chunk gives a unit a chunk, so that one long
+sequence among short ones, or alone, still keeps all threads busy. Where the chunks fall depends on
+the sequence alone. How many KV heads a unit takes depends on the rest of the batch and on the
+threads, which changes nothing in the results."""
 
 from __future__ import annotations
 
@@ -134,14 +132,13 @@ def run_attend(
     entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts,
     positions, context_lens, slopes, out, lse, scale, softcap, window, append_entry, k, v,
 ):  # fmt: skip
-    """Check, partition, run. Returns (code, index) as ``check_values``, or
-    (MORE_ROOM, the length that ``partials``, memory for what chunks leave and for this call's
-    own numbers, must have), with nothing done.
+    """Check, partition, run. Returns (code, index) as ``check_values``, or (MORE_ROOM, the length
+    that ``partials``, memory for what chunks leave and for this call's own numbers, must have),
+    with nothing done.
 
-    Sequences whose partial results fit into ``partials`` together run as one,
-    the others after them. ``append_entry``: address of what writes k and v of
-    each sequence's last token, or 0 to write none.
-    """
+    Sequences whose partial results fit into ``partials`` together run as one, the others after
+    them. ``append_entry``: address of what writes k and v of each sequence's last token, or 0 to
+    write none."""
     shape = as_record(data_of(fields), SHAPE)
     code, index = check_values(
         shape, q.shape[0], pool.shape[0], tables, starts, positions, context_lens

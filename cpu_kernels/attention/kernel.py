@@ -60,12 +60,10 @@ from cpu_kernels.team import SCRATCH_BYTES, call_entry, fetch_add
 from cpu_kernels.tokens.append import APPEND_SCRATCH_BYTES
 
 CHUNK_TOKENS = 1024
-MAX_ROWS = 128
-"""Query rows (over all heads) of a unit."""
+MAX_ROWS = 128  # query rows (over all heads) of a unit
 MAX_TILE_ROWS = 16
 _BOUND_ROWS = MAX_ROWS + MAX_TILE_ROWS
-_ROW_STATE = 64
-"""Bytes of one number for each row of a tile: a vector."""
+_ROW_STATE = 64  # bytes of one number for each row of a tile: a vector
 
 JOB = np.dtype(
     [
@@ -160,17 +158,15 @@ def _round_up(number, multiple):
 
 @part
 def _tokens_to_read(job, num_tokens):
-    """Of a block with so many tokens of its sequence, the tokens that are prefetched and
-    read. More than half a block is read whole: whole register tiles are that much quicker.
-    """
+    """Of a block with so many tokens of its sequence, the tokens that are prefetched and read.
+    More than half a block is read whole: whole register tiles are that much quicker."""
     return num_tokens if 2 * num_tokens <= job.padded_tokens else job.block_size
 
 
 @part
 def _count_scores(variant, job, num_tokens):
-    """Scores that a row needs of a block with so many tokens of its sequence: of whole
-    steps of the product with V, and of whole vectors or, where the block is read whole,
-    register tiles."""
+    """Scores that a row needs of a block with so many tokens of its sequence: of whole steps of
+    the product with V, and of whole vectors or, where the block is read whole, register tiles."""
     weights = _round_up(num_tokens, variant.pack * variant.step_words)
     if _tokens_to_read(job, num_tokens) == num_tokens:
         return _round_up(weights, variant.lanes)

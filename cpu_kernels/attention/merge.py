@@ -13,8 +13,7 @@ from cpu_kernels.codegen.rows import add_row, copy_row, fill_row, write_row
 from cpu_kernels.codegen.simd import exp2_scalar
 
 LN_2 = 0.6931471805599453
-PARTIAL_HEADER = 16
-"""float32 of a partial result before its values: running max, sum, padding."""
+PARTIAL_HEADER = 16  # float32 of a partial result before its values: running max, sum, padding
 
 
 @part

@@ -73,12 +73,11 @@ def _walk(
 
 @part
 def score_block(variant, job, file, keys, is_asking, ahead, queries, scores, num_scores, num_tiles):
-    """Dot products of all rows with the first ``num_scores`` tokens of one
-    block's K: float32 [rows][num_scores]; prefetches the piece ``ahead`` if ``is_asking``.
+    """Dot products of all rows with the first ``num_scores`` tokens of one block's K: float32
+    [rows][num_scores]; prefetches the piece ``ahead`` if ``is_asking``.
 
-    What is left of the tokens after whole register tiles is read a vector at a time: a
-    block that has few tokens isn't read beyond them.
-    """
+    What is left of the tokens after whole register tiles is read a vector at a time: a block that
+    has few tokens isn't read beyond them."""
     step = variant.score_vectors * variant.lanes
     whole = num_scores // step * step
     _score_tiles(
@@ -202,13 +201,12 @@ def add_block(
     num_tiles,
     spare,
 ):
-    """state = state · rescale + weights · V over one block, of which the first
-    ``num_tokens`` are the sequence's.
+    """state = state · rescale + weights · V over one block, of which the first ``num_tokens`` are
+    the sequence's.
 
-    The other tokens hold what the block held before, perhaps NaN. A step of a product
-    that takes in some of them (half a word of bfloat16, or a part of an AMX tile) is
-    made on a copy in ``spare``.
-    """
+    The other tokens hold what the block held before, perhaps NaN. A step of a product that takes
+    in some of them (half a word of bfloat16, or a part of an AMX tile) is made on a copy in
+    ``spare``."""
     num_words = (num_tokens + variant.pack - 1) // variant.pack
     left, first_step = num_tokens % (variant.pack * variant.step_words), 1
     if variant.pack == 2 and left > 0:

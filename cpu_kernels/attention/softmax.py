@@ -92,12 +92,11 @@ def shape_scores(
 
 @part
 def scale_values(variant, num_scores, scales, num_tokens, v_scales):
-    """V's scales (a token's scale goes into its weight), made so that the
-    largest uses all of an integer weight.
+    """V's scales (a token's scale goes into its weight), made so that the largest uses all of an
+    integer weight.
 
-    Returns what a weight of one is worth then. Tokens that aren't the
-    sequence's get 0, whatever was there before.
-    """
+    Returns what a weight of one is worth then. Tokens that aren't the sequence's get 0, whatever
+    was there before."""
     zero, end = fill_lanes(variant, np.float32(0)), fill_lanes(variant, np.float32(num_tokens))
     top = zero
     for t in range(0, num_scores, variant.lanes):

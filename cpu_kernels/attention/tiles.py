@@ -319,9 +319,8 @@ def _row_addresses(builder, tile, address, stride):
 def begin_values(
     builder, shape, file: int64, factors: int64, state: int64, row_bytes: int64, due: boolean
 ):
-    """The tile that a block's weights · V is added to: the state (times its
-    rescale factor, if that's still due), or zeros where products are summed in
-    integers."""
+    """The tile that a block's weights · V is added to: the state (times its rescale factor, if
+    that's still due), or zeros where products are summed in integers."""
     kind = _tile_type(shape, shape.value_vectors)
     if isinstance(kind, AmxTileType):
         return Value(kind, load_state(builder, shape, kind, file, factors, state, row_bytes, due))

@@ -1,14 +1,11 @@
 # mypy: ignore-errors
 # Compiled functions, and what emits their instructions: their types are not Python's.
-"""AMX: a CPU's eight tile registers of 16 rows x 64 bytes, and what multiplies
-them.
+"""AMX: a CPU's eight tile registers of 16 rows x 64 bytes, and what multiplies them.
 
-``AmxTiles`` emits the instructions. ``SoftTiles`` emits their twins, which do
-the same to a **tile file** in memory: 64 bytes of configuration, then 1 KB for
-each register. A kernel is written once, and its variant says which of the two
-it is compiled with; the twins let a host without AMX test everything but the
-instructions themselves.
-"""
+``AmxTiles`` emits the instructions. ``SoftTiles`` emits their twins, which do the same to a **tile
+file** in memory: 64 bytes of configuration, then 1 KB for each register. A kernel is written once,
+and its variant says which of the two it is compiled with; the twins let a host without AMX test
+everything but the instructions themselves."""
 
 from __future__ import annotations
 
@@ -54,12 +51,10 @@ _XFEATURE_XTILEDATA = 18
 
 
 def ask_permission() -> bool:
-    """Ask Linux to let this process, with all its present and future threads,
-    use tile registers.
+    """Ask Linux to let this process, with all its present and future threads, use tile registers.
 
     Threads' register state grows by 8 KB, which is why Linux wants to be asked
-    (Documentation/arch/x86/xstate.rst).
-    """
+    (Documentation/arch/x86/xstate.rst)."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     system_call = ctypes.CDLL(None, use_errno=True).syscall

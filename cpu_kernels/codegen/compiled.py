@@ -5,8 +5,7 @@ they are made of.
 
 ``translate`` makes LLVM IR of an entry and of all that it calls, in one module. Numba does the
 rest: wrappers for Python, machine code, and what is kept on disk (``kept``) under a name that
-tells the sources of the whole package.
-"""
+tells the sources of the whole package."""
 
 from __future__ import annotations
 

@@ -2,16 +2,14 @@
 # Numba's types are not Python's.
 """Machine code that is kept on disk, for as long as its sources are what they were.
 
-Its name tells the sources and Numba's version: Numba looks at the time stamp of
-one file only, and fails on what a version of ours left there whose classes are
-no longer where they were. Each signature has a file of its own, with a checksum
-at its end; Numba's own index of them loses entries where two processes write to
-it, and a damaged one fails every later run. What can't be read is compiled,
-what can't be written isn't kept: no job fails for it.
+Its name tells the sources and Numba's version: Numba looks at the time stamp of one file only, and
+fails on what a version of ours left there whose classes are no longer where they were. Each
+signature has a file of its own, with a checksum at its end; Numba's own index of them loses
+entries where two processes write to it, and a damaged one fails every later run. What can't be
+read is compiled, what can't be written isn't kept: no job fails for it.
 
-Of processes that need the same machine code at the same time, as the R-workers of a host
-do, one compiles it, and the others wait for its file.
-"""
+Of processes that need the same machine code at the same time, as the R-workers of a host do, one
+compiles it, and the others wait for its file."""
 
 from __future__ import annotations
 

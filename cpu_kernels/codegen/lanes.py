@@ -93,10 +93,8 @@ def _shuffle(builder, a, b, indices):
 def _fold(builder, rows, lanes: int, combine):
     """Lane r = all lanes of rows[r], combined in a fixed tree.
 
-    Rows are folded two at a time, the halves of one beside the halves of the
-    other, until one vector holds them all with ``group`` lanes each, which then
-    fold within the vector.
-    """
+    Rows are folded two at a time, the halves of one beside the halves of the other, until one
+    vector holds them all with ``group`` lanes each, which then fold within the vector."""
     count = 1
     while count < len(rows):
         count *= 2

@@ -19,6 +19,7 @@ import builtins
 import inspect
 import operator
 from functools import cache, reduce
+from types import CodeType
 
 import numpy as np
 from llvmlite import ir
@@ -76,12 +77,22 @@ class Emitter:
         return found if self._result is None else Value(self._result, found)
 
 
+def _codes(code):
+    """A file's code, and that of all that it defines."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
 @cache
 def _definitions(path):
-    """The functions of a file, by the line where they begin."""
+    """The functions of a file, by the line where they begin, and the code of each."""
     with open(path, encoding="utf-8") as file:
         tree = ast.parse(file.read())
-    return {
+    compiled = compile(tree, path, "exec", dont_inherit=True)
+    codes = {(x.co_firstlineno, x.co_name): x for x in _codes(compiled)}
+    return codes, {
         min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]): node
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
@@ -92,7 +103,10 @@ def _definitions(path):
 def _parsed(function):
     """A function's definition, and the names that it assigns to more than once."""
     code = function.__code__
-    definition = _definitions(code.co_filename)[code.co_firstlineno]
+    codes, definitions = _definitions(code.co_filename)
+    if codes.get((code.co_firstlineno, code.co_name)) != code:
+        raise RuntimeError(f"{code.co_filename} has changed since it was imported: start again")
+    definition = definitions[code.co_firstlineno]
     counts = dict.fromkeys(code.co_varnames[: code.co_argcount], 1)
     for node in ast.walk(definition):
         name = node.target if isinstance(node, ast.AugAssign) else node
@@ -250,7 +264,11 @@ class _Function(ast.NodeVisitor):
             self.visit(statement)
 
     def generic_visit(self, node):
-        raise TypeError(f"{ast.unparse(node)} can't be translated")
+        self._refuse(node, True)
+
+    def _refuse(self, node, is_refused):
+        if is_refused:
+            raise TypeError(f"{ast.unparse(node)} can't be translated")
 
     def visit_Expr(self, node):
         self.visit(node.value)
@@ -318,10 +336,12 @@ class _Function(ast.NodeVisitor):
             builder.unreachable()
 
     def visit_While(self, node):
+        self._refuse(node, node.orelse)
         head, end = (self._builder.append_basic_block() for _ in range(2))
         self._builder.branch(head)
         self._builder.position_at_end(head)
         test = self._test(node.test)
+        self._refuse(node, test is False)
         if isinstance(test, Value):
             body = self._builder.append_basic_block()
             self._builder.cbranch(test.llvm, body, end)
@@ -331,6 +351,9 @@ class _Function(ast.NodeVisitor):
     def visit_For(self, node):
         builder = self._builder
         bounds = [self.visit(each) for each in node.iter.args]
+        is_range = self.visit(node.iter.func) is range and not node.iter.keywords
+        steps_up = len(bounds) < 3 or (not isinstance(bounds[2], Value) and bounds[2] > 0)
+        self._refuse(node, node.orelse or not (is_range and steps_up))
         bounds = [Value(types.int64, self._all.cast(builder, x, types.int64)) for x in bounds]
         if len(bounds) == 1:
             bounds.insert(0, self._all.value(builder, 0))
@@ -349,6 +372,7 @@ class _Function(ast.NodeVisitor):
         builder.position_at_end(body)
         self._bind(node.target.id, Value(types.int64, number))
         self._run_body(node.body, following, end)
+        self._names.pop(node.target.id, None)  # Python's is one less
 
     def _run_body(self, body, following, end):
         self._loops.append((following, end))
@@ -435,6 +459,7 @@ class _Function(ast.NodeVisitor):
         return function(*operands)
 
     def visit_Call(self, node):
+        self._refuse(node, node.keywords)
         callee = self.visit(node.func)
         args = [self.visit(each) for each in node.args]
         if isinstance(callee, (Part, Dispatcher)):

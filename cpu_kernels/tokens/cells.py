@@ -28,8 +28,7 @@ from cpu_kernels.codegen.simd import (
 from cpu_kernels.codegen.translate import Emitter
 from cpu_kernels.tokens.job import BFLOAT16, FLOAT16, FLOAT32, INT8
 
-SIDE = 16
-"""Tokens, and words or dims, that are moved at once."""
+SIDE = 16  # tokens, and words or dims, that are moved at once
 
 
 def _load_words(builder, address, row_bytes, row, halves: bool):

@@ -20,10 +20,8 @@ class CacheUse:
         RequestError: (code ``invalid_cache``).
     """
 
-    is_off: bool = False
-    """It leaves nothing behind, and takes nothing that others left."""
-    salt: str = ""
-    """It shares with requests of the same salt only."""
+    is_off: bool = False  # it leaves nothing behind, and takes nothing that others left
+    salt: str = ""  # it shares with requests of the same salt only
     turn: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     """It is a turn of a conversation, whose earlier turns had so many leading
     tokens of its prompt cached: its own last block is kept though it isn't
@@ -45,5 +43,4 @@ class CacheUse:
         return cls(cache == "off", "" if salt is None else cast(str, salt))
 
 
-SHARED = CacheUse()
-"""With all others of no salt."""
+SHARED = CacheUse()  # with all others of no salt

@@ -37,8 +37,7 @@ class EngineState:
     lifecycle: Lifecycle
     requests: Requests
     stats: EngineStats = field(init=False)
-    num_launched: int = 0
-    """Steps that were launched so far."""
+    num_launched: int = 0  # steps that were launched so far
 
     def __post_init__(self) -> None:
         hybrid = self.lifecycle.scheduler.hybrid

@@ -19,24 +19,15 @@ class Facts:
 
     num_r_workers: int
     """R-workers that it began with, in all stages; 0: KV is on the S-worker's device."""
-    r_threads: int
-    """CPU threads of each R-worker; where they differ, the most that one has."""
-    num_kv_blocks: int
-    """KV blocks of all R-workers together."""
-    dtype: DType
-    """Of weights and activations."""
-    kv_dtype: DType
-    """Of the KV cache."""
-    kv_placement: str
-    """Where it is: r, gpu or hybrid."""
-    max_model_len: int
-    """Most tokens of prompt and completion together."""
-    vocab_size: int
-    """Token ids are below it."""
-    load_s: float
-    """Seconds that loading the model and starting the R-workers took."""
-    stage_layers: tuple[int, ...] = ()
-    """Of each pipeline stage."""
+    r_threads: int  # CPU threads of each R-worker; where they differ, the most that one has
+    num_kv_blocks: int  # KV blocks of all R-workers together
+    dtype: DType  # of weights and activations
+    kv_dtype: DType  # of the KV cache
+    kv_placement: str  # where it is: r, gpu or hybrid
+    max_model_len: int  # most tokens of prompt and completion together
+    vocab_size: int  # token ids are below it
+    load_s: float  # seconds that loading the model and starting the R-workers took
+    stage_layers: tuple[int, ...] = ()  # of each pipeline stage
 
 
 def facts_of(config: EngineConfig, running: Any) -> Facts:

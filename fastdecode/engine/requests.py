@@ -228,6 +228,7 @@ class Requests:
                 continue
             if token.error is not None:
                 failed.add(sequence.request.request_id)
+                peers = list(peers)
                 drawn.append(_failed(sequence, token.error, peers))
                 continue
             stats.num_output_tokens += 1

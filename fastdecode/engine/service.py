@@ -373,8 +373,9 @@ class EngineService(Generic[T]):
     # The loop.
 
     def _own(self) -> None:
-        self._served = self._make()
-        self._note()
+        served = self._make()
+        self._numbers = self._numbers_of(served)
+        self._served = served
 
     def _live(self) -> None:
         """Make the engine, say what that raised, and run it to the end. One that
@@ -459,8 +460,11 @@ class EngineService(Generic[T]):
         return self._broken is None and self.served.engine.has_work
 
     def _note(self) -> None:
-        served, steps = self.served, self._steps
-        self._numbers = EngineNumbers(
+        self._numbers = self._numbers_of(self.served)
+
+    def _numbers_of(self, served: Any) -> EngineNumbers:
+        steps = self._steps
+        return EngineNumbers(
             steps.num,
             steps.ended_s,
             steps.longest_s,
@@ -486,8 +490,10 @@ class EngineService(Generic[T]):
         """End what is open, leave nothing in flight, and close the engine."""
         self._ended = ConfigError("the LLM was closed before this request was over", code="closed")
         for request_id in list(self._open):
-            self.served.engine.cancel(request_id)
-            self._end_with(request_id, self._ended)
+            try:
+                self._forget(request_id)
+            finally:
+                self._end_with(request_id, self._ended)
         self._hand_out()
         while self.has_work:
             self._step()
@@ -581,7 +587,7 @@ class EngineService(Generic[T]):
         fresh, self._fresh = self._fresh, {}
         for reader, deltas in fresh.items():
             reader.put(deltas)
-        while not self._open and self._drained:
+        while self._drained and (not self._open or self._is_finished.is_set()):
             self._drained.pop().put(None)
 
 

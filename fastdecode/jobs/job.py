@@ -63,15 +63,12 @@ class JobResult:
     num_done: int
     """Lines that are answered, now or in a run before, ``num_failed`` of them with an error."""
     num_failed: int
-    num_bad: int = 0
-    """Lines that fail in every run: bad ones, and prompts that are too long."""
-    num_run: int = 0
-    """Lines that were answered now."""
+    num_bad: int = 0  # lines that fail in every run: bad ones, and prompts that are too long
+    num_run: int = 0  # lines that were answered now
     num_run_failed: int = 0
     first_error: str | None = None
     """Error of the first line, in the input's order, that failed now."""
-    lost: FastDecodeError | None = None
-    """Failure of workers because of which lines are left."""
+    lost: FastDecodeError | None = None  # failure of workers because of which lines are left
     interrupted: bool = False
 
 

@@ -40,8 +40,7 @@ class Recovered:
 
     done: LineSet = field(default_factory=LineSet)
     num_failed: int = 0
-    num_torn_bytes: int = 0
-    """Bytes that were cut off at the end."""
+    num_torn_bytes: int = 0  # bytes that were cut off at the end
 
     def has(self, name: str) -> bool:
         """Return True if the line of a request or a turn of this name is answered."""
@@ -189,12 +188,12 @@ def _refusing(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(output: Path, remedy: str = "") -> Iterator[None]:
+def writing(output: Path, remedy: str = "", what: str = "write") -> Iterator[None]:
     """Raise an OSError as the failure of an output."""
     try:
         yield
     except OSError as error:
-        text = f"can't write the output file {output}: {explained(error)}{remedy}"
+        text = f"can't {what} the output file {output}: {explained(error)}{remedy}"
         raise FastDecodeError(text, code="output_failed") from None
 
 
@@ -293,7 +292,7 @@ class OrderedOutput:
         the disk is full, or gone (code ``output_failed``)."""
         line = _encoded(answer)
         if number != self._expected[0]:
-            with writing(self._path):
+            with self._writing("keep an answer beside"):
                 offset = self._early.seek(0, os.SEEK_END)
                 self._early.write(json.dumps(prompt).encode() + b"\n" + line)
                 self._offsets[number] = offset
@@ -324,15 +323,24 @@ class OrderedOutput:
                 with writing(self._path):
                     self._sink.close()
 
+    @contextlib.contextmanager
+    def _writing(self, what: str = "write") -> Iterator[None]:
+        try:
+            with writing(self._path, what=what):
+                yield
+        except FastDecodeError:
+            self._offsets.clear()  # what waits would come behind a gap
+            raise
+
     def _write_early(self, number: int) -> None:
-        with writing(self._path):
+        with self._writing("read an answer that was kept beside"):
             self._early.seek(self._offsets.pop(number))
             prompt, line = json.loads(self._early.readline()), self._early.readline()
         self._write(prompt, line)
 
     def _write(self, prompt: str | None, line: bytes) -> None:
         assert self._sink is not None, "not begun"
-        with writing(self._path):
+        with self._writing():
             self._sink.write(line)
         if self._on_line is not None:
             self._on_line(prompt, json.loads(line))

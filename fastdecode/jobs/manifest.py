@@ -40,27 +40,21 @@ _Whole: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 class Manifest:
     """Identity of a run. Everything but ``_FREE`` must be equal for a run to be resumed."""
 
-    run_id: str
-    """Stands in the ids of OpenAI answers."""
+    run_id: str  # stands in the ids of OpenAI answers
     created: str
     """Start of the run, ISO 8601. Chat templates get it as the date."""
     version: str
-    lines: str
-    """Format of the input's lines."""
+    lines: str  # format of the input's lines
     input_sha256: str
     dtype: str
     kv_dtype: str
     max_model_len: _Whole
-    run_seed: _Whole
-    """A line's seed comes from it and the line's id."""
-    sampling: dict[str, Any]
-    """Defaults that the command gave for lines that don't give them."""
-    model: dict[str, Any]
-    """Hash of each file, and chosen formats."""
+    run_seed: _Whole  # A line's seed comes from it and the line's id
+    sampling: dict[str, Any]  # defaults that the command gave for lines that don't give them
+    model: dict[str, Any]  # hash of each file, and chosen formats
     shard: str
     num_lines: _Whole
-    last_line: _Whole
-    """Number of the input's last line, blank ones left out."""
+    last_line: _Whole  # number of the input's last line, blank ones left out
 
     @classmethod
     def path_for(cls, output: Path) -> Path:
@@ -80,6 +74,8 @@ class Manifest:
         try:
             if content.get("format") != FORMAT:
                 raise ValueError(f"its format isn't {FORMAT}")
+            if unknown := content.keys() - {"format", *(f.name for f in fields(cls))}:
+                raise ValueError(f"it has unknown fields: {', '.join(sorted(unknown))}")
             manifest = convert(content, cls)
             datetime.fromisoformat(manifest.created)
             Shard.of(manifest.shard)

@@ -31,8 +31,7 @@ _PART: Final = ".part"  # suffix of a file that is not whole yet
 @dataclass(frozen=True)
 class Merged:
     num_answers: int
-    num_failed: int
-    """Answers that are errors."""
+    num_failed: int  # answers that are errors
     num_missing: int
     """Lines of the outputs' shards without an answer."""
     missing_shards: int

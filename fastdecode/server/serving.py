@@ -276,7 +276,7 @@ class Serving:
                 self._reload()
 
     def _on_silence(self) -> None:
-        """link.Cancel the requests of an HTTP process that reads nothing: it answers no client."""
+        """Cancel the requests of an HTTP process that reads nothing: it answers no client."""
         if not self._bridge.is_silent:
             self._tell("the HTTP process reads again")
             return

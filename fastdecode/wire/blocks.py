@@ -169,10 +169,8 @@ class AttendResult(Message, frozen=True, tag=68, eq=False):
     lane: Lane
     layer: Layer
     o: Activations
-    lse: F32Rows | None
-    """None unless the step wants it."""
-    compute_s: Seconds
-    """Seconds spent appending and attending, waiting excluded."""
+    lse: F32Rows | None  # none unless the step wants it
+    compute_s: Seconds  # seconds spent appending and attending, waiting excluded
 
     lends = True
 
@@ -219,15 +217,13 @@ class CloseSequence(ForHolder, frozen=True, tag=4):
 
 class TruncateSequence(Reserving, frozen=True, tag=13):
     sequence_id: Count
-    num_tokens: Tokens
-    """Tokens that it keeps, at most as many as it has."""
+    num_tokens: Tokens  # tokens that it keeps, at most as many as it has
     holder: CacheId = THE_ONLY
 
 
 class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
     sequence_id: Count
-    first_block: Block
-    """Place of the first key's block in the sequence's block table."""
+    first_block: Block  # place of the first key's block in the sequence's block table
     keys: Keys
     holder: CacheId = THE_ONLY
 
@@ -236,13 +232,11 @@ class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
 
 class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
     sequence_id: Count
-    num_reserved_tokens: SomeTokens
-    """Room in tokens, the cached ones included."""
+    num_reserved_tokens: SomeTokens  # room in tokens, the cached ones included
     num_tokens: SomeTokens
     """Tokens that the sequence takes of the cached blocks and the gap: all but some of the last
     block's, if not all."""
-    keys: Keys
-    """Keys of the cached blocks, in the order of their tokens."""
+    keys: Keys  # keys of the cached blocks, in the order of their tokens
     gap_start: Tokens = 0
     gap_stop: Tokens = 0
     """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
@@ -259,8 +253,7 @@ class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
 
 class ForgetBlocks(ForHolder, frozen=True, tag=18, eq=False):
     keys: Keys
-    is_below: bool = False
-    """True for blocks of the lower tier, which may lack them."""
+    is_below: bool = False  # true for blocks of the lower tier, which may lack them
     holder: CacheId = THE_ONLY
 
     in_every_stage = True
@@ -300,8 +293,7 @@ class ExpectTokens(ForHolder, frozen=True, tag=10, eq=False):
 
 class StoreChunk(ForHolder, frozen=True, tag=11, eq=False):
     model_hash: Text
-    kv: KVSpec
-    """Kind of the cache that stores the chunk."""
+    kv: KVSpec  # kind of the cache that stores the chunk
     form: ChunkForm
     first_layer: Layer
     num_layers: Layer
@@ -309,8 +301,7 @@ class StoreChunk(ForHolder, frozen=True, tag=11, eq=False):
     num_heads: Head
     sequence_ids: I64
     first_tokens: I32
-    num_tokens: I32
-    """At least 1 each."""
+    num_tokens: I32  # at least 1 each
     data: U8
     holder: CacheId = THE_ONLY
 
@@ -394,10 +385,8 @@ class DropCache(ForHolder, frozen=True, tag=20):
     session: Count
     cache: Holder
     """Holder of a replica in this session, or of the peer's own cache. It may be missing."""
-    holder: CacheId = THE_ONLY
-    """Another holder of the R-worker, for the answer."""
-    link: Count = 0
-    """Files of replicas that came over links up to this one are dropped, too."""
+    holder: CacheId = THE_ONLY  # another holder of the R-worker, for the answer
+    link: Count = 0  # files of replicas that came over links up to this one are dropped, too
 
     said_by = S_WORKERS
 

@@ -20,8 +20,8 @@ from fastdecode.core.config.options import declared, group_options
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 
-LEAST_SWAPPED = 3
-"""Stages, and lanes: two lanes would find all their KV on the device."""
+LEAST_SWAPPED = 3  # stages, and lanes: two lanes would find all their KV on the device
+_PRESET = (InstanceRole.PREFILL, InstanceRole.DECODE)  # of prompt_pp
 
 _OF_A_CONTROLLER = frozenset(
     (
@@ -43,8 +43,7 @@ class EngineConfig:
         ConfigError: names the option, its value, and what it may be.
     """
 
-    model: str
-    """A Hugging Face model directory."""
+    model: str  # A Hugging Face model directory
     s_part: SPart = field(default_factory=SPart)
     r_part: RPart = field(default_factory=RPart)
     batching: Batching = field(default_factory=Batching)
@@ -85,6 +84,12 @@ class EngineConfig:
         if self.s_part.prompt_pp and not self.instances.instances and self.s_part.tp == 1:
             apart = replace(self.instances, instances=("prefill", "decode"))
             object.__setattr__(self, "instances", apart)
+        if self.s_part.prompt_pp and InstanceRole.PREFILL not in (self.instances.roles or _PRESET):
+            raise ConfigError(
+                Given("prompt_pp", self.s_part.prompt_pp),
+                " is for an instance of the role prefill: add one to ",
+                Given("instances", ",".join(self.instances.instances)),
+            )
         self._check_of_this_process()
         self._check_disk()
         self._check_host_tier()
@@ -196,6 +201,13 @@ class EngineConfig:
                 " is not supported in an MPI job with ",
                 Given("prompt_pp", prompt_pp),
                 " yet: each instance balances its own. Remove one of them",
+            )
+        if self.instances.roles not in ((), _PRESET):
+            raise ConfigError(
+                Given("instances", ",".join(self.instances.instances)),
+                " is not supported in an MPI job with ",
+                Given("prompt_pp", prompt_pp),
+                ": write ROLE:R_WORKERS:pp=N for each instance",
             )
         of_prompts = 0 if self.r_part.is_on_device else prompt_pp
         of_tokens = num_ranks - 1 - of_prompts - tp * (prompt_pp + pp)

@@ -11,8 +11,7 @@ from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 
 MAX_INSTANCES = 64
-MAX_R_RANKS: Final = 1024
-"""Of an instance."""
+MAX_R_RANKS: Final = 1024  # of an instance
 _FORM: Final = "ROLE:R_WORKERS[:tp=N][:pp=N]"
 _RANKS: Final = re.compile(
     "(prefill|decode|both):(0|[1-9][0-9]{0,3})"
@@ -23,12 +22,9 @@ _RANKS: Final = re.compile(
 class InstanceRole(Enum):
     """What an instance is given; nothing else tells it from others."""
 
-    PREFILL = "prefill"
-    """Prompts, with which others go on."""
-    DECODE = "decode"
-    """Requests whose prompts others have run."""
-    BOTH = "both"
-    """Whole requests; prompts alone where it has no room for more."""
+    PREFILL = "prefill"  # prompts, with which others go on
+    DECODE = "decode"  # requests whose prompts others have run
+    BOTH = "both"  # whole requests; prompts alone where it has no room for more
 
     @property
     def prefills(self) -> bool:
@@ -47,12 +43,9 @@ class PlacedInstance:
     """An instance that is ranks of an MPI job: S-workers, and R-workers."""
 
     role: InstanceRole
-    num_r_workers: int
-    """Of all its stages; 0: KV is on its devices."""
-    tp: int = 1
-    """S-workers of each stage that act as one."""
-    pp: int = 1
-    """Pipeline stages."""
+    num_r_workers: int  # of all its stages; 0: KV is on its devices
+    tp: int = 1  # S-workers of each stage that act as one
+    pp: int = 1  # pipeline stages
 
     @property
     def num_s_workers(self) -> int:

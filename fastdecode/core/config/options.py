@@ -19,8 +19,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 from fastdecode.core.errors import ConfigError, Given
 
 _KEY = "option"
-REQUIRED: Final = dataclasses.MISSING
-"""The default of an option that must be given."""
+REQUIRED: Final = dataclasses.MISSING  # the default of an option that must be given
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class Option:
     """Properties of an option besides its name, type and default."""
 
     help: str
-    low: float = -math.inf
-    """Limits of a number, both inclusive."""
+    low: float = -math.inf  # limits of a number, both inclusive
     high: float = math.inf
     choices: tuple[str, ...] = ()
     """Texts that are accepted. An empty tuple accepts any. A number may be one of these, too."""

@@ -156,6 +156,8 @@ class LaneStep:
 
     def lose(self, holder: HolderId) -> None:
         """Expect no answer of a holder any more: its rows mean nothing."""
+        if holder not in self.record.r_s:
+            return  # it has no rows in the step
         self.record.lost.add(holder)
         self.is_looked_at = True
         if self.begun.remote is not None:

@@ -328,6 +328,12 @@ class Exchange:
             self._lose_rank(rank)
         elif connection is not None:
             connection.lose()
+            self._forget_if_over(connection)
+
+    def _forget_if_over(self, connection: MpiConnection[Any, Any]) -> None:
+        connection.let_go()
+        if connection.is_closed and connection.is_gone and not connection.leaving:
+            self._connections.pop((connection.rank, connection.line), None)
 
     def claim(self) -> None:
         """Give connections that others have opened to the hubs that they greet."""
@@ -342,10 +348,8 @@ class Exchange:
         while self.take_in():
             pass
         self.claim()
-        for key, connection in list(self._connections.items()):
-            connection.let_go()
-            if connection.is_closed and connection.is_gone and not connection.leaving:
-                del self._connections[key]
+        for connection in list(self._connections.values()):
+            self._forget_if_over(connection)
         if self.abandoned:
             self.abandoned[:] = [each for each in self.abandoned if not _is_done(each)]
 
@@ -366,8 +370,13 @@ class Exchange:
 
     def give_sign(self, rank: int) -> None:
         """Tell a rank that this one lives, unless the sign before is still under way."""
-        sign = self._signs.get(rank)
-        if (sign is None or _is_done(sign)) and (sign := self._post(rank, _SIGN)) is not None:
+        try:
+            if rank in self._signs and not self._signs[rank][0].Test():
+                return
+        except MPI.Exception as error:
+            self._note_deaths(error)
+            return
+        if (sign := self._post(rank, _SIGN)) is not None:
             self._signs[rank] = sign
 
     def send_text(self, rank: int, text: str) -> None:
@@ -410,6 +419,8 @@ class Exchange:
 
     def _add(self, rank: int, line: int) -> MpiConnection[Any, Any]:
         connection = MpiConnection[Any, Any](self, rank, line)
+        if (old := self._connections.get((rank, line))) is not None:
+            self.abandoned.extend(old.leaving)
         self._connections[rank, line] = connection
         if rank in self.left_s:
             connection.lose("its process has died" if rank in self.job.dead else None)
