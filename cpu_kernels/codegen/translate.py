@@ -352,7 +352,7 @@ class _Function(ast.NodeVisitor):
         builder = self._builder
         bounds = [self.visit(each) for each in node.iter.args]
         is_range = self.visit(node.iter.func) is range and not node.iter.keywords
-        steps_up = len(bounds) < 3 or (not isinstance(bounds[2], Value) and bounds[2] > 0)
+        steps_up = len(bounds) < 3 or isinstance(bounds[2], Value) or bounds[2] > 0
         self._refuse(node, node.orelse or not (is_range and steps_up))
         bounds = [Value(types.int64, self._all.cast(builder, x, types.int64)) for x in bounds]
         if len(bounds) == 1:
