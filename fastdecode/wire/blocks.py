@@ -404,8 +404,7 @@ class Replicate(ForHolder, frozen=True, tag=15):
     link: Count
     """Number of the link in reports. The link of the same number stays; another number makes a
     new one."""
-    timeout_s: Wait
-    """How long the neighbour may stay silent while it owes an answer."""
+    timeout_s: Wait  # how long the neighbour may stay silent while it owes an answer
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from copy import copy
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeAlias
 
@@ -73,7 +74,7 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         """Return what arrived here. Raises WorkerError: If it is the end."""
         if isinstance(arrival, WorkerError):
             self._ended = True
-            raise arrival
+            raise copy(arrival)  # or this frame and the error would keep each other
         return arrival
 
 

@@ -302,12 +302,12 @@ def test_headline_is_what_the_verdict_recommends(more: dict[str, int]) -> None:
 
 
 def test_small_gain_chooses_neither_latency_nor_sockets() -> None:
-    asked = {"model": "Llama-3 8B", "gpu": "RTX 4090", "cpu": "EPYC 9654"}
+    asked = {"model": "Llama-3 8B", "gpu": "L40S", "cpu": "EPYC 7452"}
     sizing = ask(Goal(max_sockets=4), **asked)  # type: ignore[arg-type]
     headline, both = sizing.headline, sizing.hybrid
     assert headline is not None and both is not None
     assert headline.tokens_per_s < both.tokens_per_s < 1.02 * headline.tokens_per_s
-    assert headline.kv_placement == "r" and headline.sockets < both.sockets
+    assert headline.kv_placement == "r" and headline.sockets <= both.sockets
     assert headline.tpot_s < both.tpot_s / 4
 
 
