@@ -121,8 +121,7 @@ class PendingSamples:
         rows = _rows_of(tokens.chunks, wanted)
         generations = self._requests.generations_of([tokens.chunks[row] for row in rows])
         found = [sampled[row] for row in rows]
-        holders = (span.holder for span in step.batch.spans)
-        peers = map(self._peer, holders)
+        peers = map(self._peer, (span.holder for span in step.batch.spans))
         return self._requests.accept(generations, found, self._stats, now, peers)
 
 
