@@ -34,11 +34,17 @@ _LOOK_EVERY_S = 0.02
 
 
 @cache
+def source_of(path: str) -> bytes:
+    """A file as it was first read: what is compiled is what its digest was made of."""
+    return Path(path).read_bytes()
+
+
+@cache
 def digest(*sources: Path) -> str:
     """Of these files, and Numba's version."""
     found = sha256(numba.__version__.encode())
     for path in sources:
-        found.update(path.read_bytes())
+        found.update(source_of(str(path)))
     return found.hexdigest()[:12]
 
 
@@ -132,6 +138,8 @@ class KeptCode(FunctionCache):
         found = self._loaded(sig, target_context)
         if found is None:
             _announce()
+            if sig in self._turns:  # to compile it has failed before
+                self._turns.pop(sig).give_back()
             key = self._index_key(sig, target_context.codegen())
             turn = Turn(self._cache_file.lock_path(key))
             turn.take()

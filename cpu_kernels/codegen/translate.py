@@ -19,7 +19,6 @@ import builtins
 import inspect
 import operator
 from functools import cache, reduce
-from types import CodeType
 
 import numpy as np
 from llvmlite import ir
@@ -29,6 +28,8 @@ from numba.core.extending import _Intrinsic
 from numba.core.fastmathpass import FastFloatBinOpVisitor, FastFloatCallVisitor
 from numba.misc.special import typeof
 from numba.np.numpy_support import from_dtype
+
+from cpu_kernels.codegen.kept import source_of
 
 I1 = ir.IntType(1)
 _OPERATORS = {
@@ -77,24 +78,12 @@ class Emitter:
         return found if self._result is None else Value(self._result, found)
 
 
-def _codes(code):
-    """A file's code, and that of all that it defines."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes(each)
-
-
 @cache
 def _definitions(path):
-    """The functions of a file, by the line where they begin, and the code of each."""
-    with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    compiled = compile(tree, path, "exec", dont_inherit=True)
-    codes = {(x.co_firstlineno, x.co_name): x for x in _codes(compiled)}
-    return codes, {
+    """The functions of a file, by the line where they begin."""
+    return {
         min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]): node
-        for node in ast.walk(tree)
+        for node in ast.walk(ast.parse(source_of(path)))
         if isinstance(node, ast.FunctionDef)
     }
 
@@ -103,10 +92,7 @@ def _definitions(path):
 def _parsed(function):
     """A function's definition, and the names that it assigns to more than once."""
     code = function.__code__
-    codes, definitions = _definitions(code.co_filename)
-    if codes.get((code.co_firstlineno, code.co_name)) != code:
-        raise RuntimeError(f"{code.co_filename} has changed since it was imported: start again")
-    definition = definitions[code.co_firstlineno]
+    definition = _definitions(code.co_filename)[code.co_firstlineno]
     counts = dict.fromkeys(code.co_varnames[: code.co_argcount], 1)
     for node in ast.walk(definition):
         name = node.target if isinstance(node, ast.AugAssign) else node
