@@ -189,12 +189,11 @@ def plan_attend(
 
 @cache
 def tiles_work(isa: Isa, compare: Comparison) -> bool:
-    """Whether a small random problem gives with a level's tiles what it gives
-    without; if not, a warning is logged.
+    """Whether a small random problem gives with a level's tiles what it gives without; if not, a
+    warning is logged.
 
-    AMX kernels were written without a CPU to run them on, so each process
-    convinces itself before it trusts them.
-    """
+    AMX kernels were written without a CPU to run them on, so each process convinces itself before
+    it trusts them."""
     trusted = next(known for known in reversed(host_levels()) if not known.tiles)
     problem = compare(isa.name, trusted.name)
     if problem:
@@ -220,11 +219,10 @@ def thread_scratch() -> int:
 
 
 def thread_partials(length: int) -> NDArray[np.float32]:
-    """The calling thread's memory for partial results: float32 [>= length],
-    kept for its next call.
+    """The calling thread's memory for partial results: float32 [>= length], kept for its next
+    call.
 
-    What a single sequence needs beyond ``MAX_PARTIALS`` is not kept.
-    """
+    What a single sequence needs beyond ``MAX_PARTIALS`` is not kept."""
     memory: NDArray[np.float32] | None = getattr(_thread, "partials", None)
     if memory is None or memory.size < length:
         memory = np.empty(length, np.float32)

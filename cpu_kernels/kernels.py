@@ -228,8 +228,7 @@ def attend(
 
 
 def compare_levels(tested: str, trusted: str) -> str:
-    """What attention shows against the level ``tested``; nothing if it agrees with
-    ``trusted``."""
+    """What attention shows against the level ``tested``; nothing if it agrees with ``trusted``."""
     return disagreement(tested, trusted, append, attend)
 
 

@@ -161,7 +161,7 @@ def from_r_worker() -> list[FromRWorker]:
         blocks.TakenOver(np.arange(-1, 4, dtype=np.int32)),
         blocks.ChunkStored(4 << 20),
         blocks.Replicated(2, 1, 77, 4),
-        blocks.Unprotected(2, "nobody is there", 4),
+        blocks.Unprotected(2, "no R-worker is there", 4),
         blocks.Dropped(2, 1),
         blocks.Fetching(2, 7, 4, 32, 0.125),
         blocks.Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),

@@ -36,7 +36,7 @@ BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
 """Prompts that begin with these break the engine's step, keep it, could never
 fit, or are answered with long words."""
 NUM_BLOCKS = 1000
-MOMENT_S = 1e-6  # A step that takes no time lets other threads go on, as a model's do
+MOMENT_S = 1e-6  # A step that takes no time lets other threads run, as a model's does
 
 
 class ScriptedEngine:

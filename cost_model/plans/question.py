@@ -242,7 +242,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(tree, cls)
         except msgspec.ValidationError as error:
-            raise refuse(f"it is no table of prices an hour by hardware name: {error}") from None
+            raise refuse(f"it is not a table of prices an hour by hardware name: {error}") from None
 
 
 def split_counts(spec: ModelSpec, more_than: int) -> list[int]:

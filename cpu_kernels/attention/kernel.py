@@ -158,15 +158,15 @@ def _round_up(number, multiple):
 
 @part
 def _tokens_to_read(job, num_tokens):
-    """Of a block with so many tokens of its sequence, the tokens that are prefetched and read.
-    More than half a block is read whole: whole register tiles are that much quicker."""
+    """Return how many tokens of a block are prefetched and read, if its sequence has ``num_tokens``
+    there. More than half a block is read whole: whole register tiles are that much quicker."""
     return num_tokens if 2 * num_tokens <= job.padded_tokens else job.block_size
 
 
 @part
 def _count_scores(variant, job, num_tokens):
-    """Scores that a row needs of a block with so many tokens of its sequence: of whole steps of
-    the product with V, and of whole vectors or, where the block is read whole, register tiles."""
+    """Return the scores that a row needs of a block, whose sequence has ``num_tokens`` there: of
+    whole steps of the product with V, and of whole vectors or register tiles."""
     weights = _round_up(num_tokens, variant.pack * variant.step_words)
     if _tokens_to_read(job, num_tokens) == num_tokens:
         return _round_up(weights, variant.lanes)

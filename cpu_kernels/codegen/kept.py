@@ -3,7 +3,7 @@
 """Machine code that is kept on disk, for as long as its sources are what they were.
 
 Its name tells the sources and Numba's version: Numba looks at the time stamp of one file only, and
-fails on what a version of ours left there whose classes are no longer where they were. Each
+fails on what an earlier version of this package left there, if its classes have moved. Each
 signature has a file of its own, with a checksum at its end; Numba's own index of them loses
 entries where two processes write to it, and a damaged one fails every later run. What can't be
 read is compiled, what can't be written isn't kept: no job fails for it.

@@ -1,12 +1,11 @@
 # mypy: ignore-errors
 # Compiled functions, and what emits their instructions: their types are not Python's.
-"""One vector: a number for each query row of a register tile, or for each of a
-few neighbouring tokens.
+"""One vector: a number for each query row of a register tile, or for each of a few neighbouring
+tokens.
 
-What a kernel keeps for its rows (running maxima, sums, rescale factors) is
-brought up to date for all rows of a tile at once, lane r for row r; a loop over
-rows would wait for one number's latency after another.
-"""
+What a kernel keeps for its rows (running maxima, sums, rescale factors) is brought up to date for
+all rows of a tile at once, lane r for row r; a loop over rows would wait for one number's latency
+after another."""
 
 from __future__ import annotations
 

@@ -3,14 +3,13 @@
 """From a function's syntax tree to LLVM IR, in one pass.
 
 Numba analyses bytecode, infers types and lowers each statement: two thirds of the time that
-compiling a kernel took. Kernels need little of it. A type is known as soon as a value is, since
-a variable keeps the type of its first value. What is known when a kernel is compiled (a variant
-and its fields, literals) is a Python value, computed here, and a branch that it rules out is
-never emitted. Numba still says what an operator, an attribute or a call means.
+compiling a kernel took. Kernels need little of it. A type is known as soon as a value is, since a
+variable keeps the type of its first value. What is known when a kernel is compiled (a variant and
+its fields, literals) is a Python value, computed here, and a branch that it rules out is never
+emitted. Numba still says what an operator, an attribute or a call means.
 
 Functions have arguments, ``if``, ``while``, ``for`` over ``range``, and tuples. They have no
-exceptions, closures over variables, or references to count.
-"""
+exceptions, closures over variables, or references to count."""
 
 from __future__ import annotations
 
@@ -297,9 +296,7 @@ class _Function(ast.NodeVisitor):
             self._variables[name] = first.type, memory
         kind, memory = self._variables[name]
         value = self._all.value(builder, value)
-        if value.type != kind and not (
-            isinstance(value.type, types.Integer) and isinstance(kind, types.Integer)
-        ):
+        if not self._fits(value.type, kind):
             raise TypeError(f"{name} of {self.llvm.name} is {kind} and becomes {value.type}")
         builder.store(self._all.cast(builder, value, kind), memory)
 
@@ -388,7 +385,14 @@ class _Function(ast.NodeVisitor):
             self.llvm.ftype = ir.FunctionType(value.llvm.type, self.llvm.ftype.args)
             self.llvm.type = self.llvm.ftype.as_pointer()
             self.llvm.return_value.type = value.llvm.type
+        if not self._fits(value.type, self.type):
+            raise TypeError(f"{self.llvm.name} returns {self.type} and {value.type}")
         self._builder.ret(self._all.cast(self._builder, value, self.type))
+
+    def _fits(self, kind, first):
+        """Return True if values of a type become those of the first without loss."""
+        is_known = isinstance(kind, types.Integer) and isinstance(first, types.Integer)
+        return kind == first or (is_known and kind.bitwidth <= first.bitwidth)
 
     # --- expressions
 

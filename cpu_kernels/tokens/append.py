@@ -144,9 +144,9 @@ def _put_column(dtype, row, first, end, cells, cells_bytes):
     for byte in range(first, end - 3, 4):
         store_u32(cells + byte // 4 * cells_bytes, load_u32(row + byte))
     if end % 4 > 0:
-        word = np.uint32(0)
+        word = np.uint64(0)
         for byte in range(end % 4):
-            word |= np.uint32(np.uint32(load_u8(row + end // 4 * 4 + byte)) << np.uint32(8 * byte))
+            word |= np.uint64(load_u8(row + end // 4 * 4 + byte)) << np.uint64(8 * byte)
         store_u32(cells + end // 4 * cells_bytes, word)
 
 

@@ -241,7 +241,7 @@ def _spelled(
 
 
 def _mixed(begun: str, wanted: str) -> RequestError:
-    remedy = f"go on with {wanted}, or under another conversation_id"
+    remedy = f"continue with {wanted}, or under another conversation_id"
     return _invalid(f"the conversation began as {begun}: {remedy}")
 
 

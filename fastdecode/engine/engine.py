@@ -55,6 +55,7 @@ from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, num_in_prompts
 from fastdecode.wire.blocks import SESSION_RESUMED
+from fastdecode.wire.traits import unasked
 from sworker.failures import raise_typed
 from sworker.worker import SWorker
 
@@ -221,7 +222,7 @@ class Engine:
         while self._pipeline.in_flight:
             self._run_on()
         self._take_in_all()
-        logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
+        logger.info("running %d lanes instead of %d", num_lanes, self._pipeline.num_lanes)
         self._apply(events.Regrouped(num_lanes))
         self._pipeline.resize(num_lanes)
         for extension in self._extensions:
@@ -324,8 +325,7 @@ class Engine:
         elif self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
             self._apply(event_for(news, peer))
         else:
-            text = f"{peer} sent {type(news).__name__}, which nobody asked for"
-            self._fleet.lose(holder, ProtocolError(text))
+            self._fleet.lose(holder, ProtocolError(f"{peer} {unasked(news)}"))
 
     def _apply_all(self, happened: Iterable[events.Event]) -> None:
         for event in happened:

@@ -21,7 +21,7 @@ Arriving: TypeAlias = PromptRequest | Turn
 MOST_WAITING = 1 << 14
 """Turns that wait for another one of their conversation; then no request is
 asked for."""
-TICK_S = 0.2  # how often whoever wants ticks gets one though nothing has come
+TICK_S = 0.2  # between two calls of ``on_tick`` while no token comes
 
 
 class RequestStream:

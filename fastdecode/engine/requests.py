@@ -219,7 +219,7 @@ class Requests:
         peers: Iterable[str] = (),
     ) -> tuple[Drawn, ...]:
         """Take in the tokens drawn just now. One that met an error ends its request: its
-        siblings get none. ``peers``: who attended the step."""
+        siblings get none. ``peers``: R-workers of the step."""
         drawn: list[Drawn] = []
         failed: set[str] = set()
         for generation, token in zip(generations, sampled, strict=True):

@@ -205,7 +205,7 @@ class EngineService(Generic[T]):
         if self._in_callers_thread is not None:
             self._in_callers_thread()
         if self._thread is None:
-            self._own()
+            self._make_engine()
         else:
             _start(self._thread, self._made, self.ask_to_close)
         atexit.register(self._leave)
@@ -372,16 +372,16 @@ class EngineService(Generic[T]):
 
     # The loop.
 
-    def _own(self) -> None:
+    def _make_engine(self) -> None:
         served = self._make()
         self._numbers = self._numbers_of(served)
         self._served = served
 
     def _live(self) -> None:
         """Make the engine, say what that raised, and run it to the end. One that
-        was made is closed, even where an interrupt comes before that was said."""
+        was made is closed, even if an interrupt comes before ``open`` has returned."""
         try:
-            self._own()
+            self._make_engine()
             self._made.put(None)
         except BaseException as error:
             self._is_closing = True
@@ -435,7 +435,7 @@ class EngineService(Generic[T]):
                 self._inbox.get_nowait()()
 
     def _see_off(self) -> None:
-        """The engine is closed: answer those who came too late; any thread."""
+        """Answer calls that came after the engine was closed; any thread."""
         with self._seeing_off:
             self._obey(0)
             self._hand_out()
@@ -476,7 +476,7 @@ class EngineService(Generic[T]):
         )
 
     def _break_down(self, error: BaseException) -> None:
-        """No step can be made any more. Every open request ends with the reason."""
+        """End every open request with the reason why no step can be made."""
         if self._broken is None:
             self._broken = without_frames(_typed(error))
         try:
@@ -548,8 +548,7 @@ class EngineService(Generic[T]):
         return [request_id for request_id, asked in self._open.items() if asked.reader is reader]
 
     def _forget(self, request_id: str) -> None:
-        """The engine is to let go of a request. A mistake in that ends no other
-        request."""
+        """Have the engine cancel a request. A bug in that ends no other request."""
         try:
             self.served.engine.cancel(request_id)
         except FastDecodeError:
@@ -661,8 +660,7 @@ def _cancelled() -> RequestError:
 
 
 def _typed(error: BaseException) -> FastDecodeError:
-    """What readers are told of a step that broke down. A mistake of ours stands
-    behind it as its cause."""
+    """Return the error that readers get after a step broke down. A bug is its cause."""
     if isinstance(error, FastDecodeError):
         return error
     logger.error("a step broke down", exc_info=error)
@@ -670,7 +668,7 @@ def _typed(error: BaseException) -> FastDecodeError:
 
 
 def _typed_of(what: str, error: BaseException) -> FastDecodeError:
-    """A mistake of ours, as readers are told of it; its cause is the mistake."""
-    told = FastDecodeError(f"{what}: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return without_frames(told)
+    """Return the error that readers get for a bug, which is its cause."""
+    shown = FastDecodeError(f"{what}: {type(error).__name__}: {error}")
+    shown.__cause__ = error
+    return without_frames(shown)

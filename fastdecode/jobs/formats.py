@@ -286,7 +286,7 @@ def _utf8(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        why = f'"{what}" has a lone surrogate, which is no character'
+        why = f'"{what}" has a lone surrogate, which is not a character'
         raise RequestError(why, code="invalid_text") from None
     return text
 

@@ -144,7 +144,7 @@ class Journal:
         ``output_failed``)."""
         if not self._num_unsynced:
             self._unsynced_since = self._clock()
-        with writing(self._path, "; when there is room, go on with --resume"):
+        with writing(self._path, "; when there is room, continue with --resume"):
             write_whole(self._fd, _encoded(answer))
         self._num_unsynced += 1
         self.sync_if_due()
@@ -160,7 +160,7 @@ class Journal:
         if not self._num_unsynced:
             return
         self.before_sync()
-        with writing(self._path, "; when there is room, go on with --resume"):
+        with writing(self._path, "; when there is room, continue with --resume"):
             os.fsync(self._fd)
         self._num_unsynced = 0
         self.num_syncs += 1

@@ -47,8 +47,8 @@ class ServeOptions(ChatOptions):
         "directory)", metavar="NAME", common=True,
     )  # fmt: skip
     api_key_file: str | None = option(
-        None, f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is "
-        "read again upon SIGHUP", metavar="FILE", common=True,
+        None, f"file with keys, one per line, # for comments; or give them in {KEYS_VARIABLE}. It "
+        "is read again upon SIGHUP", metavar="FILE", common=True,
     )  # fmt: skip
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
@@ -75,7 +75,7 @@ class ServeOptions(ChatOptions):
     body_timeout_s: float = _seconds(60.0, "time for a request's body")
     write_timeout_s: float = _seconds(
         60.0,
-        "cut off a client that takes nothing for so long; and an HTTP process that was stopped",
+        "cut off a client that takes nothing for this time; and an HTTP process that was stopped",
     )
     queue_timeout_s: float | None = _seconds(
         None, "end requests (503) whose first token takes longer (default: never)", 0.001
@@ -84,7 +84,7 @@ class ServeOptions(ChatOptions):
         None, "end requests that take longer (default: never)", 0.001
     )
     drain_timeout_s: float = _seconds(30.0, "upon SIGTERM, time for running requests to end", 0)
-    stall_s: float = _seconds(60.0, "not healthy when there is work, but no step within so long")
+    stall_s: float = _seconds(60.0, "not healthy when there is work, but no step within this time")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -412,8 +412,7 @@ class Replicate(ForHolder, frozen=True, tag=15):
 
 class Restore(ForHolder, frozen=True, tag=21):
     session: Count
-    link: Count
-    """Link of the replica that is in the file."""
+    link: Count  # link of the replica that is in the file
     holder: Holder = 0
 
     said_by = S_WORKERS
@@ -466,8 +465,7 @@ class UseTier(ForHolder, frozen=True, tag=40):
 class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
     job: Count
     keys: Keys
-    num_tokens: I32
-    """Tokens up to each block's end; ``Stocked`` reports them later."""
+    num_tokens: I32  # tokens up to each block's end; ``Stocked`` reports them later
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS

@@ -36,7 +36,7 @@ def parse_hosts(text: str) -> tuple[JobHost, ...]:
     """Return the hosts of a list like "a:2,b:0".
 
     Raises:
-        ConfigError: If it is no such list, names a host twice, or has no R-worker.
+        ConfigError: If it is not such a list, names a host twice, or has no R-worker.
     """
     hosts: list[JobHost] = []
     for part in text.split(","):

@@ -95,6 +95,11 @@ else:
     """uint16 has the bits of a 16-bit float: the dtype is agreed in ``Hello``."""
 
 
+def unasked(message: object) -> str:
+    """Return what is wrong with a message that was not due, to stand behind its sender's name."""
+    return f"sent {type(message).__name__}, which was not asked for"
+
+
 class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A message of the protocol. Its tag is its number on the wire: below 65 those to R-workers
     and stages, from 65 on their answers, from 129 on those to instances, from 193 on theirs. A
@@ -146,10 +151,7 @@ class Asking(Message, frozen=True):
         """Raise ProtocolError if ``answer`` is not an answer to this. Its text goes behind the
         peer's name."""
         if not isinstance(answer, self.answers):
-            raise ProtocolError(
-                f"sent {type(answer).__name__}, which nobody asked for: are all of the same "
-                "version?"
-            )
+            raise ProtocolError(f"{unasked(answer)}: are all of the same version?")
         for name in self.repeated:
             asked, found = getattr(self, name), getattr(answer, name)
             if found != asked:

@@ -79,7 +79,7 @@ def test_an_answer_that_nobody_asked_for_costs_the_r_worker_alone(
         made.engine.step()
         made.fleet.send(0, OpenSequence(1 << 40, 16))
         assert_right(ASKED, made.run())
-        assert list(made.fleet.lost) == [0] and "which nobody asked for" in caplog.text
+        assert list(made.fleet.lost) == [0] and "which was not asked for" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def group_of(num_members: int) -> tuple[GroupPool, list[Any]]:
     ("answer", "reason"),
     [
         (Accepted(8), "answered OpenSequence for sequence_id=8, where 7 was due"),
-        (Welcome("r1", 20, 16, 1), "sent Welcome, which nobody asked for"),
+        (Welcome("r1", 20, 16, 1), "sent Welcome, which was not asked for"),
     ],
 )
 def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, reason: str) -> None:

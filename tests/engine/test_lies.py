@@ -123,7 +123,7 @@ def test_an_answer_of_another_kind_than_was_asked() -> None:
     assert fleet.receive() == (1, Accepted(1))
     fleet.send(1, OpenSequence(2, 8))
     assert [holder for holder, _ in fleet.take_losses()] == [0]
-    assert "sent Welcome, which nobody asked for" in fleet.lost[0].message
+    assert "sent Welcome, which was not asked for" in fleet.lost[0].message
     assert fleet.take_losses() == []
 
 

@@ -19,7 +19,7 @@ MOST_LINES = {
     "fastdecode/cli": 3960,
     "fastdecode/conversations": 1333,
     "fastdecode/core": 10106,
-    "fastdecode/engine": 20005,
+    "fastdecode/engine": 20004,
     "fastdecode/jobs": 2469,
     "fastdecode/measure": 2422,
     "fastdecode/openai": 1407,

@@ -22,7 +22,7 @@ _RANKS: Final = re.compile(
 class InstanceRole(Enum):
     """What an instance is given; nothing else tells it from others."""
 
-    PREFILL = "prefill"  # prompts, with which others go on
+    PREFILL = "prefill"  # prompts, which other instances continue
     DECODE = "decode"  # requests whose prompts others have run
     BOTH = "both"  # whole requests; prompts alone where it has no room for more
 
@@ -43,7 +43,7 @@ class PlacedInstance:
     """An instance that is ranks of an MPI job: S-workers, and R-workers."""
 
     role: InstanceRole
-    num_r_workers: int  # of all its stages; 0: KV is on its devices
+    num_r_workers: int  # of all its stages; 0 if KV is on its devices
     tp: int = 1  # S-workers of each stage that act as one
     pp: int = 1  # pipeline stages
 
@@ -57,9 +57,9 @@ class PlacedInstance:
         return self.num_r_workers or self.pp
 
     def __str__(self) -> str:
-        told = (("tp", self.tp), ("pp", self.pp))
-        degrees = "".join(f":{name}={value}" for name, value in told if value > 1)
-        return f"{self.role.value}:{self.num_r_workers}{degrees}"
+        degrees = (("tp", self.tp), ("pp", self.pp))
+        suffix = "".join(f":{name}={value}" for name, value in degrees if value > 1)
+        return f"{self.role.value}:{self.num_r_workers}{suffix}"
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class SPart:
     prompt_pp: int = option(
         0,
         "stages of an instance that runs prompts (--instances prefill,decode, if none are given); "
-        "one with the stages of --pp fetches their keys and values; 0: --pp runs both",
+        "one with the stages of --pp fetches their keys and values. With 0, those of --pp run both",
         low=0,
         high=MAX_PP,
     )

@@ -26,6 +26,7 @@ from fastdecode.wire.blocks import (
     StoreBlocks,
 )
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
+from fastdecode.wire.traits import unasked
 
 GREETING_TIMEOUT_S: Final = 300.0
 """An R-worker may take so long, at least, to answer ``Hello``: it compiles kernels."""
@@ -259,7 +260,7 @@ class PendingReplies:
         """
         due = self._due[index]
         if not due or due[0].message is None:
-            raise ProtocolError(f"sent {type(answer).__name__}, which nobody asked for")
+            raise ProtocolError(unasked(answer))
         due[0].message.check(answer)
         if isinstance(answer, Welcome):  # what it was to move before is forgotten
             self.transfers.forget(index)

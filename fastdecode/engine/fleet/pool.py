@@ -32,6 +32,7 @@ from fastdecode.wire.messages import (
     Hello,
     ToRWorker,
 )
+from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 
 logger = logging.getLogger(__name__)
@@ -442,7 +443,7 @@ class WorkerPool:
         elif self.pending.transfers.take(index, message):
             self.events.hear_tier(index, message)
         else:
-            self._lied(index, f"sent {type(message).__name__}, which nobody asked for")
+            self._lied(index, unasked(message))
         return None
 
     def _answered(self, index: int, answer: Answer) -> tuple[HolderId, Answer] | None:

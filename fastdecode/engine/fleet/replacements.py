@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Between two attempts where somebody answers, but doesn't serve us; and after
 one that was let in is lost again soon. Twice as long every time that it is."""
-LONGEST_PAUSE_S = 60.0  # but not longer; and one that has served for so long isn't lost soon
+LONGEST_PAUSE_S = 60.0  # also the time after which a newcomer's loss is not "soon"
 
 
 class Replacements(Protocol):
@@ -106,7 +106,7 @@ class _Candidate(Generic[ConnectionT]):
         """It has said something, to ``hello`` if it was greeted.
 
         Raises:
-            ProtocolError: nobody asked for that, or it can't be.
+            ProtocolError: If that was not asked for, or is impossible.
         """
         if isinstance(answer, Dropped):
             self.has_made_way = self.makes_way

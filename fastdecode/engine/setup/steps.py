@@ -30,13 +30,13 @@ _PROMPT_ROWS = 64
 """Of a short prompt, in a step that decodes: a longer one computes for longer than
 its launches take."""
 LAYER_KERNELS = 11  # of a layer with its attention, at most, where kernels are fused
-_GRAPHS_SHARE = 32  # CUDA graphs may take one part in so many of the device's memory
+_GRAPHS_SHARE = 32  # CUDA graphs may take one part in 32 of the device's memory
 _CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
 """Of a layer's queries that go to closed parts of split sequences: of a lane's
 prompts, and as many of all decoding sequences. So they fit into one message
 even where lanes have become one whose prompts were booked apart."""
 
-_HELD_STEPS = 8  # prompts under way are held up to so many steps' tokens
+_HELD_STEPS = 8  # prompts under way are held up to the tokens of 8 steps
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fastdecode.wire.stages import (
     StageMessage,
     StagePass,
 )
+from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import Connection, loss
 
 ToStage: TypeAlias = ToRWorker | StageMessage
@@ -111,7 +112,7 @@ class StageLinks:
         """The peer of this index has said something; which stage it is.
 
         Raises:
-            WorkerError: it can't go on, or says what nobody asked for.
+            WorkerError: it can't go on, or sends what was not asked for.
         """
         stage = self._stage(index)
         if isinstance(message, Failed):
@@ -138,9 +139,7 @@ class StageLinks:
             WorkerError: it didn't owe one.
         """
         if not self._owed.take_any(self._index(stage), message):
-            raise self.loss(
-                stage, ProtocolError(f"it sent {type(message).__name__}, which nobody asked for")
-            )
+            raise self.loss(stage, ProtocolError(f"it {unasked(message)}"))
 
     def take_heard(self) -> list[tuple[int, FromAnyStage]]:
         """What stages have said, and which, in its order; told once."""

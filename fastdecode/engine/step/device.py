@@ -195,7 +195,7 @@ class DeviceStep:
             with s_worker.together():
                 forward = s_worker.begin_here(inputs, feed).run(self.attend)
             forward.is_over = True
-        if not self._record.lost:
+        if self.span.holder not in self._record.lost:
             if self._swap is not None:
                 self._swap.end_step(self.span.holder)
             self._worker.end_step(self.span.begin)

@@ -75,7 +75,7 @@ class Merge:
         """True if the log-sum-exp of every row is wanted."""
         return self._sinks is not None
 
-    def own_rows(self, span: HolderSpan) -> slice:
+    def answered_rows(self, span: HolderSpan) -> slice:
         """Return the rows whose o is the holder's own, before closed parts are merged."""
         later = self._later.get(span.holder)
         return slice(
@@ -107,7 +107,7 @@ class Merge:
         """Keep what a holder says of closed parts, and merge what it says of later chunks
         into o [T, Hq, D]."""
         assert result.lse is not None
-        own, num_own = self.own_rows(span), span.query_rows.stop - span.query_rows.start
+        own, num_own = self.answered_rows(span), span.query_rows.stop - span.query_rows.start
         lse, split = self._to_device(result.lse), own.stop - own.start
         if self._lse is not None:
             self._lse[own] = lse[:split]

@@ -35,6 +35,7 @@ from fastdecode.engine.step.lane_step import HostCopy, LaneStep, StageForward
 from fastdecode.wire.blocks import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Welcome
 from fastdecode.wire.stages import StageDone
+from fastdecode.wire.traits import unasked
 from fastdecode.wire.waiting import look_until_found
 from sworker.worker import SWorker
 
@@ -303,8 +304,7 @@ class Pipeline:
 
     def _take_other(self, holder: HolderId, message: Answer) -> None:
         if not isinstance(message, Accepted | Refused | TakenOver | Welcome):
-            name = type(message).__name__
-            raise ProtocolError(f"{self._fleet.peer(holder)} sent {name}, which nobody asked for")
+            raise ProtocolError(f"{self._fleet.peer(holder)} {unasked(message)}")
         self._news.append((holder, message))
 
     def _take_attended(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:

@@ -153,11 +153,11 @@ class RemotePart:
 
     def _share(self, span: HolderSpan) -> Share:
         closed = tuple(closed.rows for closed in span.closed)
-        return Share(span.query_rows, closed, span.rows, self._own_rows(span))
+        return Share(span.query_rows, closed, span.rows, self._answered_rows(span))
 
-    def _own_rows(self, span: HolderSpan) -> slice:
+    def _answered_rows(self, span: HolderSpan) -> slice:
         """Return the rows whose o is what the holder answers."""
-        return span.query_rows if self._merge is None else self._merge.own_rows(span)
+        return span.query_rows if self._merge is None else self._merge.answered_rows(span)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None
@@ -236,7 +236,7 @@ class RemotePart:
         )
 
     def _take_in(self, merge: Merge, span: HolderSpan, result: AttendResult) -> None:
-        rows = merge.own_rows(span)
+        rows = merge.answered_rows(span)
         if rows.start < rows.stop:
             self._staging.receive(result.o[: rows.stop - rows.start], self.o, rows)
         if result.lse is not None:

@@ -33,7 +33,7 @@ class LoadShape:
     prompt_tokens: int = option(128, "of each, on average", low=1, high=1 << 24)
     output_tokens: int = option(64, "of each, on average", low=1, high=1 << 24)
     spread: float = option(
-        0.0, "lengths are log-normal with this sigma; 0: all alike", low=0, high=5, metavar="S"
+        0.0, "lengths are log-normal with this sigma; 0 makes all equal", low=0, high=5, metavar="S"
     )
     vocab_size: int = option(
         1000, "prompts are random tokens from 10 to this", low=11, high=1 << 24

@@ -39,7 +39,7 @@ def _keep_part(cache: PrefixCache, held: HeldSequence, part: Part, count: int) -
     keys = cache.chains.of_tokens(held.token_ids[:end], held.salt)
     first, num_full = part.first_token // size, end // size
     names = [x for x in stock.keep(part, 0, keys[first:num_full], None) if x is not None]
-    stock[part.holder].want(names)  # somebody will start with them
+    stock[part.holder].want(names)  # a sequence will start with them
     stock.release(part.holder, names, for_good=False)
     # A sibling copies the last block when it appends its first own token.
     is_shared = held.num_siblings > 1 and end <= held.num_prompt_tokens

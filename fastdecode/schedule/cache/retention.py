@@ -10,7 +10,7 @@ takes the trailing half of the conversation with most blocks × idle time.
 
 Tiers of a simulation hold whole conversations, and ask which of them evicts
 blocks, and which blocks (``TierPolicy``). The engine asks what each block is worth
-(``Policy``), also of requests that are no turn of a conversation. What those
+(``Policy``), also of requests outside any conversation. What those
 have in common with others is their beginning, so of them the end goes first.
 """
 
@@ -58,7 +58,7 @@ class Policy(Protocol):
     """Chooses which cached blocks of an engine are evicted next."""
 
     def cost_of(self, num_tokens: int) -> float:
-        """Return what a block costs that ends with so many tokens."""
+        """Return what a block costs whose end is at ``num_tokens``."""
 
     def values(self, idle: IdleColumns) -> Values:
         """Return what each block is worth, [N]. The lowest is evicted first, of equal ones the
@@ -70,7 +70,7 @@ class TierPolicy(Protocol):
     """Chooses which conversation of a simulated tier evicts blocks next, and which blocks."""
 
     def cost_of(self, num_tokens: int) -> float:
-        """Return what a block costs that ends with so many tokens."""
+        """Return what a block costs whose end is at ``num_tokens``."""
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
