@@ -23,7 +23,7 @@ from fastdecode.wire.blocks import (
     Dropped,
     ExpectTokens,
     ExportSequence,
-    FetchBlocks,
+    Fetch,
     FetchChunk,
     ForgetBlocks,
     KeepBlocks,
@@ -31,7 +31,7 @@ from fastdecode.wire.blocks import (
     Replicate,
     Restore,
     ResumeSequence,
-    StoreBlocks,
+    Retain,
     StoreChunk,
     TakeOver,
     TruncateSequence,
@@ -282,7 +282,7 @@ class RWorkerState:
             case DescribeExport() | FetchChunk():
                 peer.look(message)
                 return about_offer(number, self._caches, message)
-            case UseTier() | StoreBlocks() | FetchBlocks() | ForgetBlocks(is_below=True):
+            case UseTier() | Retain() | Fetch() | ForgetBlocks(is_below=True):
                 return about_tier(number, self._caches.of(number, message.holder), message)
             case KeepBlocks() | ForgetBlocks():
                 cache = self._caches.of(number, message.holder)

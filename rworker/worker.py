@@ -13,7 +13,7 @@ from typing import Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, WorkerError, assert_never
 from fastdecode.core.host.facts import this_host
-from fastdecode.wire.blocks import ChunkStored, FetchedChunk, Stocked
+from fastdecode.wire.blocks import ChunkStored, FetchedChunk, Inventory
 from fastdecode.wire.codec import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
@@ -84,7 +84,7 @@ class RWorkerExecutor(Protocol):
     def tiers(self) -> Tiers:
         """Where kept blocks go beside the caches."""
 
-    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]: ...
+    def open_tier(self, wanted: OpenTier) -> Iterable[Inventory]: ...
 
 
 class Peer(Protocol):

@@ -43,11 +43,11 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk, Send
 from fastdecode.wire.blocks import (
-    FetchBlocks,
-    Fetching,
+    Done,
+    Fetch,
     ForgetBlocks,
     KeepBlocks,
-    Moved,
+    Progress,
     keys_of,
     words_of,
 )
@@ -68,24 +68,24 @@ class Moves:
         return len(self.under_way)
 
     def begin(self, order: Send, store: Store) -> None:
-        is_fetch = isinstance(order.message, FetchBlocks)
+        is_fetch = isinstance(order.message, Fetch)
         blocks = store.begin_move(keys_of(order.message.keys), is_fetch=is_fetch)
         self.under_way.append((order, blocks))
 
-    def next(self, stores: Seq[Store]) -> Fetching | Moved | None:
+    def next(self, stores: Seq[Store]) -> Progress | Done | None:
         """Let the oldest message arrive, or come half of the way, if there is one."""
         if not self.under_way:
             return None
         order, blocks = self.under_way[0]
-        is_fetch, job = isinstance(order.message, FetchBlocks), order.message.job
+        is_fetch, job = isinstance(order.message, Fetch), order.message.job
         keys = keys_of(order.message.keys)
         if is_fetch and self.tell():
-            return Fetching(order.holder, job, 1, 2, 0.5)
+            return Progress(order.holder, job, 1, 2, 0.5)
         self.under_way.pop(0)
         failed = {key for key in keys if self.fail()}
         failed = stores[order.holder].end_move(keys, blocks, is_fetch=is_fetch, failed=failed)
         self.num_fetched += (len(keys) - len(failed)) * is_fetch
-        return Moved(order.holder, job, words_of(sorted(failed)), 1, 1.0)
+        return Done(order.holder, job, words_of(sorted(failed)), 1, 1.0)
 
     def lose(self, worker: int) -> None:
         self.under_way = [move for move in self.under_way if move[0].holder != worker]

@@ -22,10 +22,10 @@ message                 direction  meaning, and the answer
 ``Replicated``          R → S      unasked: the neighbour has all that was cached when a lane's
                                    step had ended; at first, that it has room
 ``Unprotected``         R → S      unasked: the replica is lost, and why
-``UseTier``             S → R      open the lower tier → ``Stocked``, out of order
-``StoreBlocks``         S → R      copy cached blocks to the tier → ``Moved``, out of order
-``FetchBlocks``         S → R      make room for blocks of the tier, and copy them back
-                                   → ``Fetching`` now and then, then ``Moved``, out of order
+``UseTier``             S → R      open the lower tier → ``Inventory``, out of order
+``Retain``              S → R      copy cached blocks to the tier → ``Done``, out of order
+``Fetch``               S → R      make room for blocks of a source, and copy them
+                                   → ``Progress`` now and then, then ``Done``, out of order
 ``ExportSequence``      S → R      readers with this ticket may read a sequence; no answer
 ``Pull``                S → R      fetch an empty sequence's tokens from other R-workers
                                    → ``Pulled``, out of order
@@ -56,7 +56,7 @@ full blocks of open sequences are cached. A ``tail`` is the key of the last bloc
 
 **Tier.** A block that moves may not be forgotten before its job ends. A fetched block has its key
 at once: a sequence that resumes with it attends a layer when that has come. If the block fails,
-``Moved`` comes before the answer to the step's last layer, and nothing of that step is valid.
+``Done`` comes before the answer to the step's last layer, and nothing of that step is valid.
 
 **Sessions.** ``Hello.session`` is a secret of one engine's run. A replica outlives the neighbour
 that stores it, until the last S-worker of the session has left. A cache with ``Hello.outlives``
@@ -129,7 +129,7 @@ MAX_PIECES: Final = 1 << 14  # sequences of one chunk
 MAX_SOURCES: Final = 1 << 10  # sources of one pull
 MOST_LINK_BYTES: Final = 1 << 30
 """Bytes in flight on one replication link. A busy peer takes in twice that before it is lost."""
-MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Stocked``
+MOST_MOVED: Final = 1 << 12  # blocks of one job, and of one ``Inventory``
 MAX_SLOTS: Final = 1 << 24  # blocks of one holder's lower tier
 ON_DISK: Final = "disk:"
 """Stands for a neighbour's address: the replica goes into a file."""
@@ -462,10 +462,10 @@ class UseTier(ForHolder, frozen=True, tag=40):
         return replace(self, identity=blake2b(name, digest_size=32).hexdigest())
 
 
-class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
+class Retain(ForHolder, frozen=True, tag=41, eq=False):
     job: Count
     keys: Keys
-    num_tokens: I32  # tokens up to each block's end; ``Stocked`` reports them later
+    num_tokens: I32  # tokens up to each block's end; ``Inventory`` reports them later
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS
@@ -476,17 +476,20 @@ class StoreBlocks(ForHolder, frozen=True, tag=41, eq=False):
         check_rows(self.keys, num_tokens=self.num_tokens)
 
 
-class FetchBlocks(ForHolder, frozen=True, tag=42, eq=False):
+class Fetch(ForHolder, frozen=True, tag=42, eq=False):
     job: Count
     keys: Keys
+    source: Annotated[tuple[KVSource, ...], Meta(max_length=MAX_SOURCES)] = ()
+    """Empty for the cache's own tier."""
     holder: CacheId = THE_ONLY
 
     said_by = S_WORKERS
     is_transfer = True
     in_every_stage = True
+    is_long = True
 
 
-class Fetching(Message, frozen=True, tag=102):
+class Progress(Message, frozen=True, tag=102):
     holder: Holder
     job: Count
     num_there: Annotated[int, Meta(ge=1, lt=MAX_LAYERS)]
@@ -501,10 +504,11 @@ class Fetching(Message, frozen=True, tag=102):
             raise ProtocolError(f"num_there={self.num_there} of num_layers={self.num_layers}")
 
 
-class Moved(Message, frozen=True, tag=100, eq=False):
+class Done(Worded, frozen=True, tag=100, eq=False):
     holder: Holder
     job: Count
-    failed: Keys
+    missing: Keys
+    """Keys of blocks that were not moved."""
     num_bytes: Count
     seconds: Seconds
     num_unread: Count = 0
@@ -515,6 +519,8 @@ class Moved(Message, frozen=True, tag=100, eq=False):
     """Blocks since then that the disk did not take."""
     num_late: Count = 0
     """Blocks since then that a step could not wait for any longer."""
+    reason: Text = ""
+    """Why the job failed. Empty if its blocks failed one by one, or none did."""
 
     @property
     def faults(self) -> tuple[int, int, int, int]:
@@ -522,7 +528,7 @@ class Moved(Message, frozen=True, tag=100, eq=False):
         return self.num_unread, self.num_damaged, self.num_unwritten, self.num_late
 
 
-class Stocked(Message, frozen=True, tag=101, eq=False):
+class Inventory(Message, frozen=True, tag=101, eq=False):
     """Part of a list of the tier's blocks, the oldest first."""
 
     holder: Holder
@@ -610,7 +616,7 @@ class DescribeExport(Asking, frozen=True, tag=58):
 
 
 KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | ForgetBlocks
-TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks
+TierToRWorker: TypeAlias = UseTier | Retain | Fetch
 BlocksToRWorker: TypeAlias = (
     CloseSequence | TruncateSequence | KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
     | FetchChunk | TakeOver | DropCache | Replicate | Restore | ExportSequence | Pull
@@ -621,6 +627,6 @@ BlocksAnswer: TypeAlias = (
     Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | ExportDescription
 )
 ReplicationNews: TypeAlias = Replicated | Unprotected | Dropped
-TierNews: TypeAlias = Fetching | Moved | Stocked
+TierNews: TypeAlias = Progress | Done | Inventory
 MoveNews: TypeAlias = TierNews | Pulled
 """Reports on K and V that moved in the background."""

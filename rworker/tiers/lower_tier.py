@@ -18,7 +18,7 @@ class MoveJob:
     blocks: tuple[int, ...]
     """Of the cache, one for each key."""
     num_tokens: tuple[int, ...] = ()
-    """Up to each block's end, as ``StoreBlocks`` has them; none of a fetch."""
+    """Up to each block's end, as ``Retain`` has them; none of a fetch."""
     failed: set[int] = field(default_factory=set)
     """Places of blocks that could not be moved."""
     num_left: list[int] = field(default_factory=list)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import MOST_MOVED, Stocked, words_of
+from fastdecode.wire.blocks import MOST_MOVED, Inventory, words_of
 from rworker.tiers.disk import Disk
 from rworker.tiers.format import Entry, SlotShape
 from rworker.tiers.lower_tier import LowerTier
@@ -47,7 +47,7 @@ class Tiers:
         self._make_mover = make_mover
         self._tiers: dict[HolderId, LowerTier] = {}
 
-    def open(self, wanted: OpenTier, memory: CacheMemory) -> Iterator[Stocked]:
+    def open(self, wanted: OpenTier, memory: CacheMemory) -> Iterator[Inventory]:
         """Open a holder's, and say what it has; no slots, if it can't be had:
         that is warned of.
 
@@ -75,7 +75,7 @@ class Tiers:
 
     def use(
         self, holder: HolderId, tier: LowerTier, num_slots: int, entries: Sequence[Entry] = ()
-    ) -> Iterator[Stocked]:
+    ) -> Iterator[Inventory]:
         """A holder's is open, with so many slots; what it has."""
         self._tiers[holder] = tier
         return _pages(holder, num_slots, entries)
@@ -109,7 +109,7 @@ class Tiers:
             self.close(holder)
 
 
-def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterator[Stocked]:
+def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterator[Inventory]:
     """What there is, in messages of bounded size."""
     rest = iter(entries)
     page = list(islice(rest, MOST_MOVED))
@@ -117,7 +117,7 @@ def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterat
         following = list(islice(rest, MOST_MOVED))
         num_tokens = np.array([entry.num_tokens for entry in page], np.int32)
         keys = words_of([entry.key for entry in page])
-        yield Stocked(holder, num_slots, keys, num_tokens, is_last=not following)
+        yield Inventory(holder, num_slots, keys, num_tokens, is_last=not following)
         if not following:
             return
         page = following

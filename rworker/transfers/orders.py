@@ -16,13 +16,13 @@ from fastdecode.wire.blocks import (
     ExportDescription,
     ExportExpired,
     ExportSequence,
-    FetchBlocks,
+    Fetch,
     FetchChunk,
     ForgetBlocks,
     Pull,
     Replicate,
     Restore,
-    StoreBlocks,
+    Retain,
     TierToRWorker,
     UseTier,
 )
@@ -145,7 +145,7 @@ def about_tier(
             if books.moving:
                 raise ProtocolError("the lower tier is in use")
             return (OpenTier(number, cache.holder, message.identity),)
-        case StoreBlocks() | FetchBlocks():
+        case Retain() | Fetch():
             return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
         case ForgetBlocks():
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)

@@ -27,11 +27,11 @@ from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
 from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.wire.blocks import (
     KEY_WORDS,
+    Done,
     DropCache,
     Dropped,
-    Moved,
-    Stocked,
-    StoreBlocks,
+    Inventory,
+    Retain,
     TakeOver,
     UseTier,
     words_of,
@@ -140,9 +140,9 @@ def greet(stages: Stages) -> None:
     assert stages.later.welcomes((1, 2)) is not None
 
 
-def stocked(column: int, is_last: bool = True) -> Stocked:
+def stocked(column: int, is_last: bool = True) -> Inventory:
     no_keys = np.zeros((0, KEY_WORDS), np.int64)
-    return Stocked(column, 4, no_keys, np.zeros(0, np.int32), is_last)
+    return Inventory(column, 4, no_keys, np.zeros(0, np.int32), is_last)
 
 
 def test_who_gave_room_gets_it_back_when_another_stage_has_none() -> None:
@@ -254,24 +254,24 @@ def test_heads_are_shared_anew_though_no_answer_is_owed_when_a_stage_is_ready() 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_last: bool) -> None:
     stages = Stages()
-    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which was not asked for"):
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Inventory, which was not asked for"):
         stages.say(1, stocked(W, is_last))
     stages = Stages()
     stages.fleet.send(W, UseTier("0" * 64))
     stages.say(1, stocked(W, is_last=False))
     stages.say(1, stocked(W))
-    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which was not asked for"):
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Inventory, which was not asked for"):
         stages.say(1, stocked(W, is_last))
 
 
 def test_what_one_stage_couldnt_store_is_dropped_in_the_others() -> None:
     stages, key = Stages(), b"k" * 16
     keys = words_of([key])
-    stages.fleet.send(W, StoreBlocks(5, keys, np.ones(1, np.int32)))
-    assert isinstance(stages.heard(1), StoreBlocks) and isinstance(stages.heard(2), StoreBlocks)
-    stages.own(W, Moved(W, 5, words_of(()), 10, 0.5))
-    stages.say(1, Moved(W, 5, keys, 10, 0.5))
-    stages.say(2, Moved(W, 5, words_of(()), 10, 0.5))
+    stages.fleet.send(W, Retain(5, keys, np.ones(1, np.int32)))
+    assert isinstance(stages.heard(1), Retain) and isinstance(stages.heard(2), Retain)
+    stages.own(W, Done(W, 5, words_of(()), 10, 0.5))
+    stages.say(1, Done(W, 5, keys, 10, 0.5))
+    stages.say(2, Done(W, 5, words_of(()), 10, 0.5))
     (news,) = stages.fleet.moves.take_tiers()
     assert news.holder == W and stages.heard(1) is None
     assert (stages.heard(2).keys == keys).all()
@@ -366,8 +366,8 @@ def test_a_stage_has_time_to_give_its_r_worker_up() -> None:
         (ColumnLost(2, "gone", "it left"), "speaks of column 2, and there are 2"),
         (ColumnLost(-1, "gone", "it left"), "column -1"),
         (StageAnswer(1 << 40, 1, "", ""), "column 1099511627776"),
-        (Moved(2, 1, words_of(()), 1, 0.0), "column 2"),
-        (Stocked(-1, 1, words_of(()), np.zeros(0, np.int32), True), "column -1"),
+        (Done(2, 1, words_of(()), 1, 0.0), "column 2"),
+        (Inventory(-1, 1, words_of(()), np.zeros(0, np.int32), True), "column -1"),
         (Dropped(0, 2), "column 2"),
         (done(1, [5]), r"\[5\] of 2 columns lost"),
         (done(2, []), "as stage 2"),

@@ -17,10 +17,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.blocks import (
     SESSION_RESUMED,
-    FetchBlocks,
+    Fetch,
     KeepBlocks,
     Replicate,
-    StoreBlocks,
+    Retain,
     TakenOver,
     TakeOver,
 )
@@ -240,8 +240,8 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
     at this end still. What is on its way ends with ``Unlink``."""
     peers = Peers(has_tier=True)
     peers.say(FIRST, KeepBlocks(9, 0, KEY))
-    peers.say(FIRST, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
-    peers.say(FIRST, FetchBlocks(2, KEY + 100))
+    peers.say(FIRST, Retain(1, KEY, np.array([KV.block_size], np.int32)))
+    peers.say(FIRST, Fetch(2, KEY + 100))
     (cache,) = peers.state._caches
     if is_over:
         for job in (1, 2):
@@ -256,7 +256,7 @@ def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
     (cache,) = peers.state._caches
     assert not len(cache.books.store.cached) and not len(cache.books.moving)
     peers.say(SECOND, KeepBlocks(9, 0, KEY))
-    peers.say(SECOND, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
+    peers.say(SECOND, Retain(1, KEY, np.array([KV.block_size], np.int32)))
 
 
 def test_only_a_session_is_kept() -> None:

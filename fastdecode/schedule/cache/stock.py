@@ -20,7 +20,7 @@ from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
 from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.cache.window import Window, drop_unseen
 from fastdecode.schedule.plan import Send
-from fastdecode.wire.blocks import FetchBlocks, ForgetBlocks, KeepBlocks, StoreBlocks, words_of
+from fastdecode.wire.blocks import Fetch, ForgetBlocks, KeepBlocks, Retain, words_of
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Stock:
         missing = tuple(self._indices[holder].begin_fetch(keys, before, number))
         if missing:
             self.jobs[number] = Job(holder, missing, is_fetch=True)
-            self._fetches.append(Send(holder, FetchBlocks(number, words_of(missing))))
+            self._fetches.append(Send(holder, Fetch(number, words_of(missing))))
 
     def copy_down(self, holder: HolderId, lacking: int, num_blocks: int) -> None:
         """Copy blocks down that are evicted next.
@@ -228,7 +228,7 @@ class Stock:
             keys = tuple([block.key for block in blocks])
             self.jobs[number] = Job(holder, keys, is_fetch=False)
             num_tokens = np.array([block.num_tokens for block in blocks], np.int32)
-            self._orders.append(Send(holder, StoreBlocks(number, words_of(keys), num_tokens)))
+            self._orders.append(Send(holder, Retain(number, words_of(keys), num_tokens)))
 
     def end_job(self, number: int, failed: Seq[bytes], num_bytes: int, seconds: float) -> None:
         """End a job. ``failed``: keys of blocks that could not be moved."""

@@ -50,7 +50,7 @@ from fastdecode.schedule.life.restores import Restores
 from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.blocks import Fetching, Moved, Pulled, Stocked, keys_of
+from fastdecode.wire.blocks import Done, Inventory, Progress, Pulled, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ class Lifecycle:
                 self.endings.drop(event.request_id)
             case Ended():
                 self._cache.turns.end_conversation(event.token_ids, event.salt)
-            case Fetching() | Moved():
+            case Progress() | Done():
                 self.starting.hear(event)
             case Pulled():
                 self.handing.pulled(event)
-            case Stocked():
+            case Inventory():
                 blocks = dict(zip(keys_of(event.keys), event.num_tokens.tolist(), strict=True))
                 self._cache.stock.stocked(HolderId(event.holder), event.num_slots, blocks)
             case Regrouped():

@@ -21,11 +21,11 @@ from typing import TypeAlias
 from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.life.sequences import SequenceRecord, SequenceState
 from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
-from fastdecode.wire.blocks import Fetching, Moved, keys_of
+from fastdecode.wire.blocks import Done, Progress, keys_of
 
 
 @dataclass(frozen=True)
-class Progress:
+class Pace:
     """Of a fetch."""
 
     share: float
@@ -81,7 +81,7 @@ class Restores:
         self._stock = stock
         self._joins_early = joins_early
         self._awaiting: dict[int, list[SequenceRecord]] = {}  # by job
-        self._fetching: dict[int, Progress] = {}  # by job
+        self._fetching: dict[int, Pace] = {}  # by job
         self._ends_s: dict[int, float] = {}  # by lane: of the step under way
         self._beside: set[int] = set()  # lanes whose step began while somebody waited
         self.was_beside = False
@@ -111,23 +111,23 @@ class Restores:
         for job in start.awaits:
             self._awaiting.setdefault(job, []).append(life)
 
-    def hear(self, event: Fetching | Moved) -> Outcome:
+    def hear(self, event: Progress | Done) -> Outcome:
         """News of a job; nothing comes of that of a holder that was lost meanwhile."""
         if event.job not in self._stock.jobs:
             return Outcome()
-        if isinstance(event, Fetching):
+        if isinstance(event, Progress):
             return self._come_further(event)
-        failed = keys_of(event.failed)
+        failed = keys_of(event.missing)
         self._stock.end_job(event.job, failed, event.num_bytes, event.seconds)
         self._stock.counts.count_faults(*event.faults)
         return self._over(event.job, failed)
 
-    def _come_further(self, event: Fetching) -> Outcome:
+    def _come_further(self, event: Progress) -> Outcome:
         """More of a job's layers are there."""
         before = self._fetching.get(event.job)
         share = event.num_there / event.num_layers
         a_group = share if before is None else before.a_group
-        self._fetching[event.job] = Progress(share, a_group, event.seconds)
+        self._fetching[event.job] = Pace(share, a_group, event.seconds)
         lives = self._awaiting.get(event.job, ())
         awaiting = [(life, life.fetching) for life in lives if life.fetching is not None]
         return Outcome(tuple([one for one in awaiting if self._joins(*one)]))

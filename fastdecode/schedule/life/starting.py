@@ -16,7 +16,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceTable,
 )
 from fastdecode.schedule.plan import Start
-from fastdecode.wire.blocks import Fetching, Moved
+from fastdecode.wire.blocks import Done, Progress
 
 
 class Starting:
@@ -66,7 +66,7 @@ class Starting:
         self.restores.begin(life, start)
         self._table.tell(life, "waits for kept blocks")
 
-    def hear(self, event: Fetching | Moved) -> None:
+    def hear(self, event: Progress | Done) -> None:
         """Whoever waits for blocks goes on, or starts again without those that
         didn't come."""
         outcome = self.restores.hear(event)
