@@ -42,7 +42,6 @@ from rworker.checks import (
     checked_keys,
 )
 from rworker.stream.arriving_sequences import ArrivingSequences
-from rworker.transfers.exports import Exports
 
 
 @dataclass
@@ -152,8 +151,6 @@ class CacheState:
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self.arrivals = ArrivingSequences(hello.kv)
         """Sequences of which tokens are still to come as chunks."""
-        self.offers = Exports()
-        """Sequences that others may read."""
         self.moving = Moving(self.store)
         """Kept blocks on their way to the lower tier, or from there."""
         self._carrier = hello.activation_dtype.carrier
@@ -197,7 +194,6 @@ class CacheState:
         else:
             self.store.close(sequence)
         self.arrivals.forget(sequence)
-        self.offers.forget(sequence)
 
     def num_settled(self, sequence: int) -> int:
         """Tokens of a sequence that are there in every layer."""
@@ -282,7 +278,6 @@ class CacheState:
         settled = self.steps.settled
         assert not settled.keys() & set(self.arrivals), "a step has a sequence that is arriving"
         self.store.check_invariants()
-        assert self.offers.sequences <= self.store.tables.row_of.keys(), "what is closed is offered"
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 

@@ -35,8 +35,6 @@ class HolderCache:
     """A neighbour gets every change."""
     kept_for_s: float = math.inf
     """While it is kept: from now on."""
-    pulled: set[int] = field(default_factory=set)
-    """Sequences whose tokens come, or have come, from other R-workers."""
 
     def is_of(self, session: int) -> bool:
         """Whether it was opened in this session; 0 is none."""
@@ -121,6 +119,7 @@ class Caches:
         before, cache.owner = cache.owner, peer
         cache.plans.clear()
         cache.is_replicated = False
+        cache.books.hello = replace(cache.books.hello, reading=hello.reading)
         cache.books.moving.give_up()
         cache.books.store.cached.forget_all()
         return cache, before

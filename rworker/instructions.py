@@ -16,7 +16,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import FetchChunk, Pull, StoreChunk
+from fastdecode.wire.blocks import Fetch, FetchChunk, ReadBlocks, Retain, StoreChunk
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.stream.changes import Change
 from rworker.tiers.lower_tier import MoveJob
@@ -168,9 +168,11 @@ class ReadChunk:
 
     to: int
     holder: HolderId
-    request: FetchChunk
+    request: FetchChunk | ReadBlocks
     places: NDArray[np.int64]
     """As of ``PlaceChunk``."""
+    is_there: NDArray[np.uint8] | None = None
+    """Which of the blocks it has that ``ReadBlocks`` asked for. None for ``FetchChunk``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,25 +227,6 @@ class EndStep:
     step: int
 
 
-@dataclass(frozen=True, eq=False)
-class BeginPull:
-    """Fetch what a holder's sequence expects from other R-workers in the
-    background, and tell a peer."""
-
-    to: int
-    holder: HolderId
-    books: CacheState
-    message: Pull
-
-
-@dataclass(frozen=True)
-class EndPull:
-    """A holder's sequence is closed: what is being fetched for it isn't wanted."""
-
-    holder: HolderId
-    sequence: int
-
-
 @dataclass(frozen=True)
 class OpenTier:
     """Find out what a holder's lower tier has, if there is one, and tell a peer."""
@@ -262,6 +245,7 @@ class MoveBlocks:
     holder: HolderId
     books: CacheState
     move: MoveJob
+    message: Retain | Fetch
 
 
 @dataclass(frozen=True)
@@ -315,8 +299,6 @@ Occasional: TypeAlias = (
     | RemoveReplica
     | Follow
     | EndStep
-    | BeginPull
-    | EndPull
     | OpenTier
     | MoveBlocks
     | DropStored
