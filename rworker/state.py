@@ -25,16 +25,15 @@ from fastdecode.wire.blocks import (
     ExportSequence,
     Fetch,
     FetchChunk,
-    ForgetBlocks,
-    KeepBlocks,
+    Forget,
+    Name,
     Pull,
     Replicate,
     Restore,
-    ResumeSequence,
     Retain,
     StoreChunk,
     TakeOver,
-    TruncateSequence,
+    Truncate,
     UseTier,
 )
 from fastdecode.wire.messages import (
@@ -42,13 +41,12 @@ from fastdecode.wire.messages import (
     Accepted,
     Attend,
     BeginStep,
-    CloseSequence,
-    ExtendSequence,
+    Close,
+    Extend,
     Failed,
-    ForkSequence,
     Hello,
     Inspect,
-    OpenSequence,
+    Open,
     Refused,
     Shutdown,
     ToRWorker,
@@ -256,12 +254,12 @@ class RWorkerState:
     def _manage(self, number: int, peer: _Peer, message: AboutCaches) -> tuple[Instruction, ...]:
         """What a message between steps asks for."""
         match message:
-            case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
+            case Open() | Extend():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
             case StoreChunk() | FetchChunk(ticket="") | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case TruncateSequence():
+            case Truncate():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
@@ -273,7 +271,7 @@ class RWorkerState:
             case Restore():
                 peer.restored.add(message.holder)
                 return to_restore(peer.session, self._caches.at(message.holder), message)
-            case CloseSequence():
+            case Close():
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
                 return (*after_close(cache, message.sequence_id), *_followed(cache, message))
@@ -282,12 +280,12 @@ class RWorkerState:
             case DescribeExport() | FetchChunk():
                 peer.look(message)
                 return about_offer(number, self._caches, message)
-            case UseTier() | Retain() | Fetch() | ForgetBlocks(is_below=True):
+            case UseTier() | Retain() | Fetch() | Forget(is_below=True):
                 return about_tier(number, self._caches.of(number, message.holder), message)
-            case KeepBlocks() | ForgetBlocks():
+            case Name() | Forget():
                 cache = self._caches.of(number, message.holder)
                 books = cache.books
-                books.keep(message) if isinstance(message, KeepBlocks) else books.forget(message)
+                books.keep(message) if isinstance(message, Name) else books.forget(message)
                 return _followed(cache, message)
             case Hello():
                 return self._hello(number, peer, message)

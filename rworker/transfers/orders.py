@@ -18,7 +18,7 @@ from fastdecode.wire.blocks import (
     ExportSequence,
     Fetch,
     FetchChunk,
-    ForgetBlocks,
+    Forget,
     Pull,
     Replicate,
     Restore,
@@ -129,7 +129,7 @@ def _offer(books: CacheState, message: ExportSequence) -> None:
 
 
 def about_tier(
-    number: int, cache: HolderCache, message: TierToRWorker | ForgetBlocks
+    number: int, cache: HolderCache, message: TierToRWorker | Forget
 ) -> tuple[Instruction, ...]:
     """What a peer's message about a cache's lower tier comes to.
 
@@ -147,7 +147,7 @@ def about_tier(
             return (OpenTier(number, cache.holder, message.identity),)
         case Retain() | Fetch():
             return (MoveBlocks(number, cache.holder, books, books.moving.begin(message)),)
-        case ForgetBlocks():
+        case Forget():
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
 
 

@@ -19,7 +19,7 @@ from fastdecode.engine.stats import AttachedCounts
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.cache.resumed import keep_held
 from fastdecode.wire.blocks import TakenOver, TakeOver
-from fastdecode.wire.messages import CloseSequence
+from fastdecode.wire.messages import Close
 
 Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 """Tokens of parts, by holder."""
@@ -106,5 +106,5 @@ def _keep(
             fleet.send(order.holder, order.message)
         for part in there:
             tail = tails.get(part.part_id, b"").hex()
-            fleet.send(part.holder, CloseSequence(part.part_id, tail=tail))
+            fleet.send(part.holder, Close(part.part_id, tail=tail))
     return AttachedCounts(num_sequences, num_tokens, num_held, num_held_tokens)

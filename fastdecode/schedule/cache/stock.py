@@ -20,7 +20,7 @@ from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
 from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.cache.window import Window, drop_unseen
 from fastdecode.schedule.plan import Send
-from fastdecode.wire.blocks import Fetch, ForgetBlocks, KeepBlocks, Retain, words_of
+from fastdecode.wire.blocks import Fetch, Forget, Name, Retain, words_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Stock:
         for is_new, run in itertools.groupby(names, lambda name: name is not None):
             some = list(run)
             if is_new:
-                message = KeepBlocks(part.part_id, first, words_of([x for x in some if x]))
+                message = Name(part.part_id, first, words_of([x for x in some if x]))
                 self._orders.append(Send(part.holder, message))
             first += len(some)
         return names
@@ -182,7 +182,7 @@ class Stock:
     def forget(self, holder: HolderId, keys: Seq[bytes]) -> None:
         """Let a holder forget blocks that its index has forgotten."""
         if keys:
-            self._orders.append(Send(holder, ForgetBlocks(words_of(keys))))
+            self._orders.append(Send(holder, Forget(words_of(keys))))
 
     # Lower tiers.
 
@@ -300,7 +300,7 @@ class Stock:
         gone = sorted(keys)
         if gone:
             self._indices[holder].drop_below(gone)
-            self._orders.append(Send(holder, ForgetBlocks(words_of(gone), is_below=True)))
+            self._orders.append(Send(holder, Forget(words_of(gone), is_below=True)))
 
     def _forget_jobs(self, holder: HolderId) -> None:
         self.counts.num_slots -= self._indices[holder].num_slots
