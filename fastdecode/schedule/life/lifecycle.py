@@ -140,7 +140,7 @@ class Lifecycle:
             case Cancelled():
                 self.endings.drop(event.request_id)
             case Ended():
-                self._cache.turns.end_conversation(event.token_ids, event.salt)
+                self._cache.end_conversation(event.token_ids, event.salt)
             case Progress() | Done():
                 self.starting.hear(event)
             case Pulled():
