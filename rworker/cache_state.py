@@ -18,17 +18,16 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.wire.blocks import ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.blocks import NO_PARENT, Forget, Name
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
     Accepted,
     Attend,
     BeginStep,
-    CloseSequence,
-    ExtendSequence,
-    ForkSequence,
+    Close,
+    Extend,
     Hello,
-    OpenSequence,
+    Open,
     Refused,
 )
 from fastdecode.wire.traits import Role
@@ -156,31 +155,31 @@ class CacheState:
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 
-    def reserve(
-        self, message: OpenSequence | ForkSequence | ExtendSequence | ResumeSequence
-    ) -> Accepted | Refused:
+    def reserve(self, message: Open | Extend) -> Accepted | Refused:
         """Open a sequence, or enlarge its room."""
         store = self.store
         sequence, num_reserved = message.sequence_id, message.num_reserved_tokens
+        if isinstance(message, Open):
+            _check_origin(message)
         try:
-            if isinstance(message, OpenSequence):
-                store.open(sequence, num_reserved)
-            elif isinstance(message, ExtendSequence):
+            if isinstance(message, Extend):
                 store.extend(sequence, num_reserved)
-            elif isinstance(message, ResumeSequence):
+            elif message.keys is not None:
                 blocks = store.cached.of_keys(checked_keys(message.keys))
                 gap = range(message.gap_start, message.gap_stop)
                 store.resume(sequence, blocks, message.num_tokens, num_reserved, gap)
-            else:
+            elif message.parent_id != NO_PARENT:
                 self._check_settled(message)
-                store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
+                store.fork(message.parent_id, sequence, message.num_tokens, num_reserved)
                 if message.parent_id in self.arrivals:
-                    self.arrivals.fork(message.parent_id, sequence, message.num_shared_tokens)
+                    self.arrivals.fork(message.parent_id, sequence, message.num_tokens)
+            else:
+                store.open(sequence, num_reserved)
         except CapacityError as error:
             return Refused(sequence, error.code, error.message)
         return Accepted(sequence)
 
-    def close(self, message: CloseSequence) -> None:
+    def close(self, message: Close) -> None:
         """Free a sequence's blocks, or all but its last one, which is kept."""
         sequence = message.sequence_id
         if sequence in self.steps.settled:
@@ -217,7 +216,7 @@ class CacheState:
             self.store.truncate(sequence, num_tokens)
         self.steps.give_up()
 
-    def keep(self, message: KeepBlocks) -> None:
+    def keep(self, message: Name) -> None:
         """Keep blocks of an open sequence, whose K and V are there in every
         layer, when it is closed."""
         sequence, first = message.sequence_id, message.first_block
@@ -234,7 +233,7 @@ class CacheState:
         blocks = self.store.tables.of_row(row)[first : first + len(keys)].copy()
         self.store.cached.keep(keys, blocks)
 
-    def forget(self, message: ForgetBlocks) -> None:
+    def forget(self, message: Forget) -> None:
         """Keep blocks no more."""
         self.store.cached.forget(checked_keys(message.keys))
 
@@ -281,7 +280,7 @@ class CacheState:
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 
-    def _check_settled(self, message: ForkSequence) -> None:
+    def _check_settled(self, message: Open) -> None:
         """The shared tokens' K and V are there in every layer."""
         may_arrive = self.hello.role is Role.NEIGHBOUR
         if message.parent_id not in self.steps.settled and (
@@ -289,9 +288,9 @@ class CacheState:
         ):
             return
         settled = self.num_settled(message.parent_id)
-        if message.num_shared_tokens > settled:
+        if message.num_tokens > settled:
             raise ProtocolError(
-                f"sequence {message.sequence_id} would share {message.num_shared_tokens} tokens of "
+                f"sequence {message.sequence_id} would share {message.num_tokens} tokens of "
                 f"sequence {message.parent_id}, which has {settled} in every layer until its step "
                 "ends"
             )
@@ -326,6 +325,16 @@ class CacheState:
         for sequence, count in counts.items():
             if count > 1 and (count > 2 or tables.row(sequence) not in tables.gaps):
                 raise ProtocolError(f"sequence {sequence} is in the step twice")
+
+
+def _check_origin(message: Open) -> None:
+    """Raise ProtocolError unless what a sequence starts with comes from one place."""
+    num_origins = (message.keys is not None) + (message.parent_id != NO_PARENT)
+    if num_origins != (message.num_tokens > 0):
+        raise ProtocolError(
+            f"sequence {message.sequence_id} would start with {message.num_tokens} tokens from "
+            f"{num_origins} places: a parent, or cached blocks have them"
+        )
 
 
 def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:

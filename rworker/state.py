@@ -23,16 +23,15 @@ from fastdecode.wire.blocks import (
     ExpectTokens,
     Fetch,
     FetchChunk,
-    ForgetBlocks,
-    KeepBlocks,
+    Forget,
+    Name,
     ReadBlocks,
     Replicate,
     Restore,
-    ResumeSequence,
     Retain,
     StoreChunk,
     TakeOver,
-    TruncateSequence,
+    Truncate,
     UseTier,
 )
 from fastdecode.wire.messages import (
@@ -40,13 +39,12 @@ from fastdecode.wire.messages import (
     Accepted,
     Attend,
     BeginStep,
-    CloseSequence,
-    ExtendSequence,
+    Close,
+    Extend,
     Failed,
-    ForkSequence,
     Hello,
     Inspect,
-    OpenSequence,
+    Open,
     Refused,
     Shutdown,
     ToRWorker,
@@ -252,12 +250,12 @@ class RWorkerState:
     def _manage(self, number: int, peer: _Peer, message: AboutCaches) -> tuple[Instruction, ...]:
         """What a message between steps asks for."""
         match message:
-            case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
+            case Open() | Extend():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
             case StoreChunk() | FetchChunk() | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
-            case TruncateSequence():
+            case Truncate():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
@@ -269,19 +267,19 @@ class RWorkerState:
             case Restore():
                 peer.restored.add(message.holder)
                 return to_restore(peer.session, self._caches.at(message.holder), message)
-            case CloseSequence():
+            case Close():
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
                 return _followed(cache, message)
             case ReadBlocks():
                 peer.look(message)
                 return read_blocks(number, self._caches, message)
-            case UseTier() | Retain() | Fetch() | ForgetBlocks(is_below=True):
+            case UseTier() | Retain() | Fetch() | Forget(is_below=True):
                 return about_tier(number, self._caches.of(number, message.holder), message)
-            case KeepBlocks() | ForgetBlocks():
+            case Name() | Forget():
                 cache = self._caches.of(number, message.holder)
                 books = cache.books
-                books.keep(message) if isinstance(message, KeepBlocks) else books.forget(message)
+                books.keep(message) if isinstance(message, Name) else books.forget(message)
                 return _followed(cache, message)
             case Hello():
                 return self._hello(number, peer, message)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId, KVSource, Residence
 from fastdecode.core.sequence import NOTHING, Sequence
-from fastdecode.wire.blocks import Fetch, ForgetBlocks, KeepBlocks, Retain
+from fastdecode.wire.blocks import Fetch, Forget, Name, Retain
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Send:
     """Send a holder a message about cached blocks, which it does not answer."""
 
     holder: HolderId
-    message: KeepBlocks | ForgetBlocks | Retain | Fetch
+    message: Name | Forget | Retain | Fetch
 
 
 @dataclass(frozen=True)

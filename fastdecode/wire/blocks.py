@@ -3,11 +3,13 @@
 ======================  =========  =============================================================
 message                 direction  meaning, and the answer
 ======================  =========  =============================================================
-``CloseSequence``       S/R → R    free a sequence's blocks, or cache its last one; no answer
-``TruncateSequence``    S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
-``KeepBlocks``          S/R → R    cache full blocks of a sequence under keys; no answer
-``ResumeSequence``      S/R → R    open a sequence with cached blocks → ``Accepted``, ``Refused``
-``ForgetBlocks``        S/R → R    evict cached blocks, or copies in the tier; no answer
+``Open``                S/R → R    reserve room for a new sequence: empty, or starting with tokens
+                                   of a parent, or with cached blocks → ``Accepted``, ``Refused``
+``Close``               S/R → R    free a sequence's blocks, or cache its last one; no answer
+``Extend``              S/R → R    enlarge an open sequence's room → ``Accepted``, ``Refused``
+``Truncate``            S/R → R    forget a sequence's last tokens → ``Accepted``, ``Refused``
+``Name``                S/R → R    cache full blocks of a sequence under keys; no answer
+``Forget``              S/R → R    evict cached blocks, or copies in the tier; no answer
 ``ExpectTokens``        S/R → R    more tokens of sequences will arrive as chunks; no answer
 ``StoreChunk``          S/R → R    K and V of expected tokens → ``ChunkStored``
 ``FetchChunk``          S/R → R    read K and V of cached tokens → ``FetchedChunk``
@@ -131,6 +133,7 @@ ON_DISK: Final = "disk:"
 NO_STEP: Final = -1  # stands for a step's number: none has ended yet
 SESSION_RESUMED: Final = "session_resumed"
 """Error code for an S-worker whose cache another one has resumed."""
+NO_PARENT: Final = -1  # stands for a sequence: it starts without one
 MISSING: Final = -1  # stands for a number of tokens: the cache lacks the sequence
 
 
@@ -201,7 +204,33 @@ class Reserving(ForHolder, frozen=True):
         return next((answer for answer in found if isinstance(answer, Refused)), found[0])
 
 
-class CloseSequence(ForHolder, frozen=True, tag=4):
+class Open(Reserving, frozen=True, tag=2):
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, those that it starts with included, so that no later step of the sequence can
+    run out of blocks."""
+    num_tokens: Tokens = 0
+    """Tokens that it starts with: of the parent, whose blocks are shared, and copied when they are
+    first appended to; or of the cached blocks and the gap, all but some of the last block's, if
+    not all."""
+    keys: Keys | None = None  # keys of cached blocks, in the order of their tokens
+    gap_start: Tokens = 0
+    gap_stop: Tokens = 0
+    """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
+    cached."""
+    parent_id: Annotated[int, Meta(ge=NO_PARENT, le=MAX_ID)] = NO_PARENT
+    """Open sequence with at least ``num_tokens`` tokens, if it starts with these."""
+    holder: CacheId = THE_ONLY
+
+    def __post_init__(self) -> None:
+        if self.gap_stop < self.gap_start:
+            raise ProtocolError(f"gap_stop={self.gap_stop} is before gap_start={self.gap_start}")
+
+    def undo(self) -> Close:
+        return Close(self.sequence_id, self.holder)
+
+
+class Close(ForHolder, frozen=True, tag=4):
     sequence_id: Count
     holder: CacheId = THE_ONLY
     tail: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
@@ -210,13 +239,20 @@ class CloseSequence(ForHolder, frozen=True, tag=4):
     in_every_stage = True
 
 
-class TruncateSequence(Reserving, frozen=True, tag=13):
+class Extend(Reserving, frozen=True, tag=8):
+    sequence_id: Count
+    num_reserved_tokens: SomeTokens
+    """Room in tokens, not less than before."""
+    holder: CacheId = THE_ONLY
+
+
+class Truncate(Reserving, frozen=True, tag=13):
     sequence_id: Count
     num_tokens: Tokens  # tokens that it keeps, at most as many as it has
     holder: CacheId = THE_ONLY
 
 
-class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
+class Name(ForHolder, frozen=True, tag=16, eq=False):
     sequence_id: Count
     first_block: Block  # place of the first key's block in the sequence's block table
     keys: Keys
@@ -225,28 +261,7 @@ class KeepBlocks(ForHolder, frozen=True, tag=16, eq=False):
     in_every_stage = True
 
 
-class ResumeSequence(Reserving, frozen=True, tag=17, eq=False):
-    sequence_id: Count
-    num_reserved_tokens: SomeTokens  # room in tokens, the cached ones included
-    num_tokens: SomeTokens
-    """Tokens that the sequence takes of the cached blocks and the gap: all but some of the last
-    block's, if not all."""
-    keys: Keys  # keys of the cached blocks, in the order of their tokens
-    gap_start: Tokens = 0
-    gap_stop: Tokens = 0
-    """The gap, in tokens: whole blocks that are missing between cached ones. Equal if all are
-    cached."""
-    holder: CacheId = THE_ONLY
-
-    def __post_init__(self) -> None:
-        if self.gap_stop < self.gap_start:
-            raise ProtocolError(f"gap_stop={self.gap_stop} is before gap_start={self.gap_start}")
-
-    def undo(self) -> CloseSequence:
-        return CloseSequence(self.sequence_id, self.holder)
-
-
-class ForgetBlocks(ForHolder, frozen=True, tag=18, eq=False):
+class Forget(ForHolder, frozen=True, tag=18, eq=False):
     keys: Keys
     is_below: bool = False  # true for blocks of the lower tier, which may lack them
     holder: CacheId = THE_ONLY
@@ -579,10 +594,10 @@ class Inventory(Message, frozen=True, tag=101, eq=False):
             raise ProtocolError(f"blocks without tokens, or more than num_slots={self.num_slots}")
 
 
-KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | ForgetBlocks
+KeptToRWorker: TypeAlias = Open | Extend | Truncate | Close | Name | Forget
 TierToRWorker: TypeAlias = UseTier | Retain | Fetch
 BlocksToRWorker: TypeAlias = (
-    CloseSequence | TruncateSequence | KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
+    KeptToRWorker | TierToRWorker | ExpectTokens | StoreChunk
     | FetchChunk | TakeOver | DropCache | Replicate | Restore | ReadBlocks
 )  # fmt: skip
 ChunkAnswer: TypeAlias = ChunkStored | FetchedChunk

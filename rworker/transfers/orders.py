@@ -16,7 +16,7 @@ from fastdecode.wire.blocks import (
     BlockData,
     ChunkForm,
     Fetch,
-    ForgetBlocks,
+    Forget,
     ReadBlocks,
     Replicate,
     Restore,
@@ -80,7 +80,7 @@ def read_blocks(
 
 
 def about_tier(
-    number: int, cache: HolderCache, message: TierToRWorker | ForgetBlocks
+    number: int, cache: HolderCache, message: TierToRWorker | Forget
 ) -> tuple[Instruction, ...]:
     """What a peer's message about a cache's lower tier comes to.
 
@@ -99,7 +99,7 @@ def about_tier(
         case Retain() | Fetch():
             move = books.moving.begin(message)
             return (MoveBlocks(number, cache.holder, books, move, message),)
-        case ForgetBlocks():
+        case Forget():
             return (DropStored(cache.holder, tuple(checked_keys(message.keys))),)
 
 

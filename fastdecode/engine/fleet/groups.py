@@ -26,7 +26,7 @@ from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
-    ForgetBlocks,
+    Forget,
     MoveNews,
     Progress,
     Retain,
@@ -162,7 +162,7 @@ class CacheGroup:
             return  # other stages don't report it: nobody begins before all is there
         for each, keys in self.moves.take(member, news).items():
             if keys:
-                self._pool.send(each, ForgetBlocks(words_of(sorted(keys)), is_below=True))
+                self._pool.send(each, Forget(words_of(sorted(keys)), is_below=True))
 
     def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
         """Whether the arrays of an answer are the ones that were asked for. Once they

@@ -114,6 +114,8 @@ class Index:
         self._window = window
         self._blocks: dict[bytes, Block] = {}
         self._num_uses = 0
+        self.num_users = 0
+        """Users of all blocks, summed."""
         self._num_there = 0
         self.idle = Evictable(policy, only_ends=only_ends)
         self._resting = Evictable(policy)  # what the lower tier may evict
@@ -172,6 +174,7 @@ class Index:
             block.parent.has_branches |= block.parent.followed_by not in (None, key)
             block.parent.followed_by = key
         block.memory, block.num_users = Memory.READY, 1
+        self.num_users += 1
         self._num_there += 1
         self._update(block)
 
@@ -180,6 +183,7 @@ class Index:
         for key in keys:
             block = self._blocks[key]
             block.num_users += 1
+            self.num_users += 1
             block.was_hit |= as_hit
             self._update(block)
 
@@ -191,6 +195,7 @@ class Index:
         for key in reversed(keys):
             block = self._blocks[key]
             block.num_users -= 1
+            self.num_users -= 1
             if not block.num_users:
                 block.last_use, block.ended_s = self._num_uses, now_s
                 over += [block] if block.is_over else []
@@ -381,6 +386,7 @@ class Index:
         """Recount. ``used``: how many running sequences use each block."""
         every = self._blocks.values()
         assert {x.key: x.num_users for x in every if x.num_users} == dict(used), "miscounted users"
+        assert self.num_users == used.total()
         assert self._num_there == sum(1 for _ in self)
         assert self.num_stored == sum(x.below is Below.STORED for x in every) <= self.num_slots
         assert not any(x.is_over for x in every), "a block was to be forgotten"

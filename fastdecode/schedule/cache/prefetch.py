@@ -42,9 +42,9 @@ class Prefetch:
         ledger = self._ledger
         if len(ledger.shape.sizes(sequence.max_cached_tokens)) > 1:
             return  # where its parts will be isn't known
-        keys = ledger.cache.keys(sequence)
-        stock = ledger.cache.stock
+        chains, stock = ledger.cache.chains, ledger.cache.stock
         size, most_tokens = ledger.shape.block_size, len(sequence.token_ids) - 1
+        keys = chains.keys(sequence)[: most_tokens // size] if chains.is_shared(sequence) else []
 
         def num_unseen(num_blocks: int) -> int:
             return stock.window.num_unseen(min(num_blocks * size, most_tokens))

@@ -4,6 +4,7 @@ lower tier, and the messages that follow."""
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -17,10 +18,10 @@ from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.schedule.cache.blocks import Index, Memory
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
-from fastdecode.schedule.cache.retention import Policy
+from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.window import Window, drop_unseen
 from fastdecode.schedule.plan import Send
-from fastdecode.wire.blocks import Fetch, ForgetBlocks, KeepBlocks, Retain, words_of
+from fastdecode.wire.blocks import Fetch, Forget, Name, Retain, words_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Stock:
     Args:
         num_holders: holders, each of which has an index of blocks.
         block_size: tokens in a block.
-        policy: what idle blocks are worth.
+        policy: what idle blocks are worth. None for ``Retention``.
         clock: seconds; never goes back.
         only_ends: see ``Index``.
         window: tokens that the layer attends to that attends to most. None if it attends to all.
@@ -49,15 +50,16 @@ class Stock:
         self,
         num_holders: int,
         block_size: int,
-        policy: Policy,
-        clock: Clock,
+        policy: Policy | None = None,
+        clock: Clock = time.monotonic,
         *,
         only_ends: bool = False,
         window: int | None = None,
     ) -> None:
-        self._block_size = block_size
+        assert window is None or not only_ends, "parts of sequences are kept as a whole"
+        self.block_size: Final = block_size
         self.window: Final = Window(window, block_size)
-        self.policy: Final = policy
+        self.policy: Final = policy or Retention(block_size)
         self.now_s: Final = clock
         self._only_ends = only_ends
         self._indices = [self._empty() for _ in range(num_holders)]
@@ -105,13 +107,13 @@ class Stock:
         names = [None if key in index else key for key in keys]
         for place, (key, name) in enumerate(zip(keys, names, strict=True), first_block):
             if name is not None:
-                index.name(name, before, part.first_token + (place + 1) * self._block_size)
+                index.name(name, before, part.first_token + (place + 1) * self.block_size)
             before = key
         first = first_block
         for is_new, run in itertools.groupby(names, lambda name: name is not None):
             some = list(run)
             if is_new:
-                message = KeepBlocks(part.part_id, first, words_of([x for x in some if x]))
+                message = Name(part.part_id, first, words_of([x for x in some if x]))
                 self._orders.append(Send(part.holder, message))
             first += len(some)
         return names
@@ -182,7 +184,7 @@ class Stock:
     def forget(self, holder: HolderId, keys: Seq[bytes]) -> None:
         """Let a holder forget blocks that its index has forgotten."""
         if keys:
-            self._orders.append(Send(holder, ForgetBlocks(words_of(keys))))
+            self._orders.append(Send(holder, Forget(words_of(keys))))
 
     # Lower tiers.
 
@@ -300,7 +302,7 @@ class Stock:
         gone = sorted(keys)
         if gone:
             self._indices[holder].drop_below(gone)
-            self._orders.append(Send(holder, ForgetBlocks(words_of(gone), is_below=True)))
+            self._orders.append(Send(holder, Forget(words_of(gone), is_below=True)))
 
     def _forget_jobs(self, holder: HolderId) -> None:
         self.counts.num_slots -= self._indices[holder].num_slots

@@ -21,7 +21,7 @@ from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Extend, Instruction, TakenOver, TakeOver, Truncate
+from fastdecode.schedule.life.events import Ask, Instruction, TakenOver, TakeOver
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.sequences import (
     PendingAction,
@@ -29,6 +29,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceState,
     SequenceTable,
 )
+from fastdecode.wire.blocks import Extend, Truncate
 
 _UNDER_WAY: Final = HolderState.LEAVING, HolderState.INTERRUPTED, HolderState.ASKED
 """Meanwhile no step begins."""
@@ -210,7 +211,7 @@ class Adoptions:
             most = found.get(part.part_id, part.num_tokens)
             if wanted < most:
                 self._grants.ask(life, part)
-                self._out.append(Truncate(part, wanted))
+                self._out.append(Ask(part, Truncate(part.part_id, wanted)))
         return num_tokens
 
     def _resume(self, life: SequenceRecord, resuming: _Resuming) -> None:
@@ -228,7 +229,7 @@ class Adoptions:
         for part in sequence.residence.parts:
             if part.part_id in resuming.found:
                 self._grants.ask(life, part)
-                self._out.append(Extend(part))
+                self._out.append(Ask(part, Extend(part.part_id, part.num_tokens)))
 
     def _count(self, num_before: int, num_tokens: int) -> None:
         self.counts.num_sequences += 1

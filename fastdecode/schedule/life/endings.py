@@ -9,7 +9,7 @@ from __future__ import annotations
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import FinishReason
 from fastdecode.schedule.continuous import ContinuousScheduler
-from fastdecode.schedule.life.events import Close, Fail, Finish, Instruction
+from fastdecode.schedule.life.events import Ask, Fail, Finish, Instruction
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.sequences import (
     PendingAction,
@@ -17,6 +17,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceState,
     SequenceTable,
 )
+from fastdecode.wire.blocks import Close
 
 
 class Endings:
@@ -101,7 +102,8 @@ class Endings:
         """Close what is open of a sequence, which waits again, or is over."""
         self._out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self._grants.close(life):
-            self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
+            tail = (self._cache.stock.take_tail(part.part_id) or b"").hex()
+            self._out.append(Ask(part, Close(part.part_id, tail=tail)))
             self.was_refused = False
         self._table.cache(life, 0)
         life.sequence.residence = None

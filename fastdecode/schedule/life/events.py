@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId
-from fastdecode.core.sequence import NOTHING, FinishReason, Request, Sequence
+from fastdecode.core.sequence import FinishReason, Request, Sequence
 from fastdecode.schedule.plan import Chunk, Send
-from fastdecode.wire.blocks import MoveNews
+from fastdecode.wire.blocks import Close, Extend, MoveNews, Open, Truncate
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Submitted:
 @dataclass(frozen=True)
 class LaneIdle:
     """No step of the lane is in flight: what comes before its next one? →
-    ``Send``, ``Close``, ``Extend``, ``Open``, ``Fork``, ``Resume``"""
+    ``Send``, ``Ask``"""
 
     lane: int
 
@@ -169,58 +169,16 @@ Event: TypeAlias = "LaneIdle | LaneReady | StepDone | Came | BetweenSteps"
 
 
 @dataclass(frozen=True)
-class Open:
-    """Reserve room for a part. To be answered by ``Opened`` or ``Refused``."""
+class Ask:
+    """Send a part's holder a message, to which a part is a sequence. All but ``Close`` are to be
+    answered by ``Opened`` or ``Refused``."""
 
     part: Part
+    message: Open | Extend | Truncate | Close
 
-
-@dataclass(frozen=True)
-class Fork:
-    """As ``Open``, with the first tokens of another part on the same holder."""
-
-    part: Part
-    parent: Part
-    num_shared_tokens: int
-
-
-@dataclass(frozen=True)
-class Resume:
-    """As ``Open``, with the first tokens of kept blocks, which may have a gap
-    among them."""
-
-    part: Part
-    keys: tuple[bytes, ...]
-    """Of the blocks that are there."""
-    num_tokens: int
-    """Of the part, up to the end of what they hold, the gap included."""
-    gap: range = NOTHING
-    """Of the part, too."""
-
-
-@dataclass(frozen=True)
-class Extend:
-    """Enlarge an open part. To be answered by ``Opened`` or ``Refused``."""
-
-    part: Part
-
-
-@dataclass(frozen=True)
-class Close:
-    """Free a part."""
-
-    part: Part
-    tail: bytes | None = None
-    """The key by which its last block, which isn't full, is kept."""
-
-
-@dataclass(frozen=True)
-class Truncate:
-    """Forget a part's last tokens. To be answered by ``Opened`` or ``Refused``."""
-
-    part: Part
-    num_tokens: int
-    """That it keeps."""
+    @property
+    def holder(self) -> HolderId:
+        return self.part.holder
 
 
 @dataclass(frozen=True)
@@ -288,6 +246,5 @@ class Fail:
 
 
 Instruction: TypeAlias = (
-    "Open | Fork | Resume | Extend | Truncate | Close | Send | TakeOver | Pull | HandOver | "
-    "HasFetched | Run | Finish | Fail"
+    "Ask | Send | TakeOver | Pull | HandOver | HasFetched | Run | Finish | Fail"
 )

@@ -22,12 +22,12 @@ from fastdecode.schedule.life.adoption import Adoptions
 from fastdecode.schedule.life.coming import ComingTokens
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
+    Ask,
     BetweenSteps,
     Came,
     Cancelled,
     Ended,
     Event,
-    Extend,
     Instruction,
     Interrupted,
     Joined,
@@ -50,7 +50,7 @@ from fastdecode.schedule.life.restores import Restores
 from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
-from fastdecode.wire.blocks import Done, Inventory, Progress, Pulled, keys_of
+from fastdecode.wire.blocks import Done, Extend, Inventory, Progress, Pulled, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Lifecycle:
             case Cancelled():
                 self.endings.drop(event.request_id)
             case Ended():
-                self._cache.turns.end_conversation(event.token_ids, event.salt)
+                self._cache.end_conversation(event.token_ids, event.salt)
             case Progress() | Done():
                 self.starting.hear(event)
             case Pulled():
@@ -217,7 +217,7 @@ class Lifecycle:
             grow.sequence.residence = grow.residence
             part = grow.residence.parts[-1]
             self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
-            self._out.append(Extend(part))
+            self._out.append(Ask(part, Extend(part.part_id, part.num_tokens)))
         if self.keeps_blocks:
             self._out += self._cache.stock.take_fetches()
         for start in plan.starts:

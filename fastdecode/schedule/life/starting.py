@@ -3,9 +3,11 @@ waits before it is opened."""
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from fastdecode.core.sequence import shifted
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Fork, Instruction, Open, Resume
+from fastdecode.schedule.life.events import Ask, Instruction
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.restores import Restores
@@ -16,7 +18,7 @@ from fastdecode.schedule.life.sequences import (
     SequenceTable,
 )
 from fastdecode.schedule.plan import Start
-from fastdecode.wire.blocks import Done, Progress
+from fastdecode.wire.blocks import Done, Open, Progress, words_of
 
 
 class Starting:
@@ -82,14 +84,20 @@ class Starting:
         for index, part in enumerate(start.residence.parts):
             self._grants.ask(life, part)
             num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
+            opened = Open(part.part_id, part.num_tokens)
             if parent is not None and parent.residence is not None and num_shared > 0:
-                self._out.append(Fork(part, parent.residence.parts[index], num_shared))
+                parent_id = parent.residence.parts[index].part_id
+                opened = replace(opened, num_tokens=num_shared, parent_id=parent_id)
             elif parent is None and num_shared > 0 and not start.sources:
-                num_held = num_shared + len(start.gap)
                 gap = shifted(start.gap, -part.first_token)
-                self._out.append(Resume(part, start.kept[index], num_held, gap))
-            else:
-                self._out.append(Open(part))
+                opened = replace(
+                    opened,
+                    num_tokens=num_shared + len(gap),
+                    keys=words_of(start.kept[index]),
+                    gap_start=gap.start,
+                    gap_stop=gap.stop,
+                )
+            self._out.append(Ask(part, opened))
         self._table.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
 
     def _start_again(self, life: SequenceRecord, start: Start) -> None:

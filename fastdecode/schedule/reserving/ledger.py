@@ -16,8 +16,9 @@ from typing import Final
 
 from fastdecode.core.holders import HolderId, Part, Residence
 from fastdecode.core.sequence import Sequence
-from fastdecode.schedule.cache.prefix_cache import PrefixCache
+from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.cache.retention import is_short
+from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.holder_states import HolderState, HolderStates
 from fastdecode.schedule.reserving.capacity import Capacity, PartShape
 
@@ -51,7 +52,7 @@ class BlockLedger:
         block_size: int,
         part_tokens: int | None = None,
         max_closed_parts: int = 1 << 40,
-        cache: PrefixCache | None = None,
+        cache: Holdings | None = None,
         reserve: float = 0.0,
         swap_threshold: float = 0.25,
         device: HolderId | None = None,
@@ -65,7 +66,7 @@ class BlockLedger:
         """What would fit if nothing were reserved."""
         self._free = list(blocks)
         """Blocks that aren't reserved, as if nothing were kept."""
-        self.cache: Final = cache or PrefixCache(len(blocks), block_size)
+        self.cache: Final = cache or Holdings(Stock(len(blocks), block_size))
         self._reserve = reserve
         self._swap_threshold = swap_threshold
         self._max_closed_parts = max_closed_parts
