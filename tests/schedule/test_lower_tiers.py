@@ -16,8 +16,8 @@ from traffic import Harness
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.cache.rates import Rates, TierCounts
-from fastdecode.schedule.life.restores import Pace, Restores
 from fastdecode.schedule.life.sequences import SequenceState
+from fastdecode.schedule.life.starting import Pace, Starting
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.blocks import Progress
 
@@ -129,20 +129,21 @@ class Fetched:
             now_s=lambda: self.now_s, rates=rates, counts=TierCounts(), jobs={7: None}
         )
         traffic.has_lower = True
-        self.restores = Restores(traffic)
+        unused: Any = None
+        self.starting = Starting(traffic, unused, unused, unused, unused, [])
         self._life: Any = SimpleNamespace(state=SequenceState.FETCHING, pending=None, lane=0)
 
     def begin(self) -> None:
         start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)
-        self.restores.begin(self._life, start)
+        self.starting.wait(self._life, start)
 
     def begin_step(self, lane: int, num_in_prompt: int) -> None:
         request = Request("a", tuple(range(num_in_prompt)), SamplingParams(), 1, seed=0)
         chunk = Chunk(Sequence.of(SequenceId(0), request, 0), max(1, num_in_prompt))
-        self.restores.begin_step(lane, (chunk,))
+        self.starting.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:
-        return bool(self.restores.hear(Progress(0, 7, 1, 6, 0.25)).ready)
+        return bool(self.starting.joining(Progress(0, 7, 1, 6, 0.25)))
 
 
 @pytest.mark.parametrize(
