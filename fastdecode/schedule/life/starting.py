@@ -146,8 +146,8 @@ class Starting:
             self._awaiting.setdefault(job, []).append(life)
 
     def hear(self, event: Progress | Done) -> None:
-        """Open sequences that wait for a job, or start them again without what did not come. News of
-        a holder that was lost meanwhile has no effect."""
+        """Open sequences that wait for a job, or start them again without what did not come. News
+        of a holder that was lost meanwhile has no effect."""
         if event.job not in self._stock.jobs:
             return
         if isinstance(event, Progress):
