@@ -9,13 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lifecycles import lifecycle
 from random_traffic import POLICIES, keeping
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
-from fastdecode.schedule.cache.rates import Rates, TierCounts
+from fastdecode.schedule.cache.rates import Rates
+from fastdecode.schedule.life.endings import Endings
+from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.life.starting import Pace, Starting
 from fastdecode.schedule.plan import Chunk
@@ -125,12 +128,12 @@ class Fetched:
         rates.stepped(40, 1.0)
         rates.stepped(0, 0.2)
         rates.stepped_beside(0, 0.6)
-        traffic: Any = SimpleNamespace(
-            now_s=lambda: self.now_s, rates=rates, counts=TierCounts(), jobs={7: None}
-        )
-        traffic.has_lower = True
-        unused: Any = None
-        self.starting = Starting(traffic, unused, unused, unused, unused, [])
+        scheduler = lifecycle().scheduler
+        stock: Any = scheduler.ledger.cache.stock
+        stock.now_s, stock.rates, stock.jobs = lambda: self.now_s, rates, {7: None}
+        stock[HolderId(0)].num_slots = 1
+        endings = Endings(scheduler)
+        self.starting = Starting(endings, Handing(endings))
         self._life: Any = SimpleNamespace(state=SequenceState.FETCHING, pending=None, lane=0)
 
     def begin(self) -> None:

@@ -44,9 +44,8 @@ from fastdecode.schedule.life.events import (
     Submitted,
     TakenOver,
 )
-from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
+from fastdecode.schedule.life.sequences import PendingAction, SequenceState
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.blocks import Done, Extend, Inventory, Progress, Pulled, keys_of
@@ -71,21 +70,16 @@ class Lifecycle:
         self.scheduler = scheduler
         self.holders: Final = scheduler.ledger.holders
         """The state of each."""
-        self.sequences = SequenceTable()
-        self.grants = Grants()
-        self._out: list[Instruction] = []
-        self.endings = Endings(scheduler, self.sequences, self.grants, self._out)
+        self.endings = Endings(scheduler)
         """What becomes of sequences."""
-        self.adoptions = Adoptions(scheduler, self.sequences, self.grants, self.endings, self._out)
+        self.sequences, self.grants = self.endings.table, self.endings.grants
+        self._out = self.endings.out
+        self.adoptions = Adoptions(self.endings)
         """Lost holders that are gone on with from replicas; meanwhile no step begins."""
-        self.handing = Handing(scheduler, self.sequences, self.grants, self.endings, self._out)
+        self.handing = Handing(self.endings)
         """Sequences that go on elsewhere, or come from there."""
-        self._coming = ComingTokens(scheduler, self.sequences, self.endings, self.handing)
-        self.starting = Starting(
-            scheduler.ledger.cache.stock,
-            *(self.sequences, self.grants, self.endings, self.handing, self._out),
-            joins_early=joins_early,
-        )
+        self._coming = ComingTokens(self.endings, self.handing)
+        self.starting = Starting(self.endings, self.handing, joins_early=joins_early)
         """What sequences begin with."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache

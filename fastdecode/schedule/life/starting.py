@@ -20,16 +20,13 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from fastdecode.core.sequence import shifted
-from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Ask, Instruction
-from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.events import Ask
 from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.sequences import (
     PendingAction,
     SequenceRecord,
     SequenceState,
-    SequenceTable,
 )
 from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
 from fastdecode.wire.blocks import Done, Open, Progress, keys_of, words_of
@@ -73,30 +70,13 @@ class Starting:
     """See the module.
 
     Args:
-        stock: the blocks, and the jobs that fetch them.
-        table, grants, endings: of all sequences.
-        handing: of those that come from elsewhere.
-        out: where instructions go.
         joins_early: sequences join before all of their blocks are there.
     """
 
-    def __init__(
-        self,
-        stock: Stock,
-        table: SequenceTable,
-        grants: Grants,
-        endings: Endings,
-        handing: Handing,
-        out: list[Instruction],
-        *,
-        joins_early: bool = True,
-    ) -> None:
-        self._stock = stock
-        self._handing = handing
-        self._table = table
-        self._grants = grants
-        self._endings = endings
-        self._out = out
+    def __init__(self, endings: Endings, handing: Handing, *, joins_early: bool = True) -> None:
+        self._endings, self._handing = endings, handing
+        self._table, self._grants, self._out = endings.table, endings.grants, endings.out
+        self._stock = endings.scheduler.ledger.cache.stock
         self._joins_early = joins_early
         self._awaiting: dict[int, list[SequenceRecord]] = {}  # by job
         self._paces: dict[int, Pace] = {}  # by job
