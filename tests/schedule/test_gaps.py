@@ -17,7 +17,7 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.blocks import Index
-from fastdecode.schedule.cache.retention import IdleColumns, Policy, Values
+from fastdecode.schedule.cache.retention import Columns, Policy, Values
 from fastdecode.schedule.cache.reuse import reuses
 from fastdecode.schedule.cache.stock import Stock
 
@@ -33,8 +33,8 @@ class Anything:
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
-    def values(self, idle: IdleColumns) -> Values:
-        pairs = zip(idle.last_uses.tolist(), idle.num_tokens.tolist(), strict=True)
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        pairs = blocks[["last_use", "num_tokens"]].tolist()
         return np.array([hash((self.seed, *pair)) % 1009 for pair in pairs], np.float64)
 
 

@@ -9,15 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lifecycles import lifecycle
 from random_traffic import POLICIES, keeping
 from remembering_store import BLOCK_SIZE
 from traffic import Harness
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
-from fastdecode.schedule.cache.rates import Rates, TierCounts
-from fastdecode.schedule.life.restores import Pace, Restores
+from fastdecode.schedule.cache.rates import Rates
+from fastdecode.schedule.life.endings import Endings
+from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.sequences import SequenceState
+from fastdecode.schedule.life.starting import Pace, Starting
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.blocks import Progress
 
@@ -125,24 +128,25 @@ class Fetched:
         rates.stepped(40, 1.0)
         rates.stepped(0, 0.2)
         rates.stepped_beside(0, 0.6)
-        traffic: Any = SimpleNamespace(
-            now_s=lambda: self.now_s, rates=rates, counts=TierCounts(), jobs={7: None}
-        )
-        traffic.has_lower = True
-        self.restores = Restores(traffic)
+        scheduler = lifecycle().scheduler
+        stock: Any = scheduler.ledger.cache.stock
+        stock.now_s, stock.rates, stock.jobs = lambda: self.now_s, rates, {7: None}
+        stock[HolderId(0)].num_slots = 1
+        endings = Endings(scheduler)
+        self.starting = Starting(endings, Handing(endings))
         self._life: Any = SimpleNamespace(state=SequenceState.FETCHING, pending=None, lane=0)
 
     def begin(self) -> None:
         start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)
-        self.restores.begin(self._life, start)
+        self.starting.wait(self._life, start)
 
     def begin_step(self, lane: int, num_in_prompt: int) -> None:
         request = Request("a", tuple(range(num_in_prompt)), SamplingParams(), 1, seed=0)
         chunk = Chunk(Sequence.of(SequenceId(0), request, 0), max(1, num_in_prompt))
-        self.restores.begin_step(lane, (chunk,))
+        self.starting.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:
-        return bool(self.restores.hear(Progress(0, 7, 1, 6, 0.25)).ready)
+        return bool(self.starting.joining(Progress(0, 7, 1, 6, 0.25)))
 
 
 @pytest.mark.parametrize(

@@ -33,23 +33,15 @@ _BEYOND_ALL_TOKENS: Final = float(1 << 25)
 Values: TypeAlias = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class IdleColumns:
-    """Kept blocks that nobody uses, [N] each."""
-
-    costs: Values
-    """To compute it again; see ``Policy.cost_of``."""
-    idle_s: Values
-    """Since its last use."""
-    num_leases: Values
-    """Conversations that share it."""
-    last_uses: NDArray[np.int64]
-    """Number of its last use: a later one has a higher number."""
-    num_tokens: NDArray[np.int64]
-    """Up to its end."""
-    is_end: NDArray[np.bool_]
-    """No idle block is behind it."""
-
+COLUMNS: Final = np.dtype(
+    [
+        ("cost", "f8"), ("ended_s", "f8"), ("num_leases", "f8"), ("last_use", "i8"),
+        ("num_tokens", "i8"), ("is_end", "?"), ("kind", "u1"),
+    ]
+)  # fmt: skip
+"""Blocks that may be evicted: ``Policy.cost_of``, the time and the number of the last use,
+conversations that share it, tokens up to its end, and whether no other such block is behind it."""
+Columns: TypeAlias = NDArray[np.void]
 
 NumberT = TypeVar("NumberT", float, Values)
 
@@ -60,9 +52,9 @@ class Policy(Protocol):
     def cost_of(self, num_tokens: int) -> float:
         """Return what a block costs whose end is at ``num_tokens``."""
 
-    def values(self, idle: IdleColumns) -> Values:
-        """Return what each block is worth, [N]. The lowest is evicted first, of equal ones the
-        leading one, and an infinite one only after others. A value depends on its own block
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        """Return what each of ``COLUMNS`` is worth, [N]. The lowest is evicted first, of equal ones
+        the leading one, and an infinite one only after others. A value depends on its own block
         alone, and never rises with time."""
 
 
@@ -98,11 +90,10 @@ class Retention:
     def cost_of(self, num_tokens: int) -> float:
         return self.cost(num_tokens)
 
-    def values(self, idle: IdleColumns) -> Values:
-        idle_s, num_leases = np.maximum(idle.idle_s, _INSTANT_S), np.maximum(idle.num_leases, 1)
-        values = idle.costs / idle_s * num_leases
-        goes = idle.is_end | (idle.num_leases > 0)
-        return np.where(goes, values, np.inf)
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        idle_s = np.maximum(now_s - blocks["ended_s"], _INSTANT_S)
+        values = blocks["cost"] / idle_s * np.maximum(blocks["num_leases"], 1)
+        return np.where(blocks["is_end"] | (blocks["num_leases"] > 0), values, np.inf)
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
@@ -120,8 +111,9 @@ class LeastRecent:
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
-    def values(self, idle: IdleColumns) -> Values:
-        return idle.last_uses - idle.num_tokens / _BEYOND_ALL_TOKENS
+    def values(self, blocks: Columns, now_s: float) -> Values:
+        values: Values = blocks["last_use"] - blocks["num_tokens"] / _BEYOND_ALL_TOKENS
+        return values
 
     def score(
         self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float

@@ -18,16 +18,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
-from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Ask, Instruction, TakenOver, TakeOver
-from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.events import Ask, TakenOver, TakeOver
 from fastdecode.schedule.life.sequences import (
     PendingAction,
     SequenceRecord,
     SequenceState,
-    SequenceTable,
 )
 from fastdecode.wire.blocks import Extend, Truncate
 
@@ -60,31 +57,13 @@ class _Resuming:
 
 
 class Adoptions:
-    """Those under way.
+    """Those under way."""
 
-    Args:
-        scheduler: knows the holders' states, and books the tokens that are to be run again.
-        table: all sequences that aren't over.
-        grants: what is open of them.
-        endings: what becomes of those that no replica has.
-        out: what is to be done.
-    """
-
-    def __init__(
-        self,
-        scheduler: ContinuousScheduler,
-        table: SequenceTable,
-        grants: Grants,
-        endings: Endings,
-        out: list[Instruction],
-    ) -> None:
-        self._scheduler = scheduler
-        self._table = table
-        self._grants = grants
-        self._endings = endings
-        self._out = out
-        self._holders = scheduler.ledger.holders
-        self._cache = scheduler.ledger.cache
+    def __init__(self, endings: Endings) -> None:
+        self._endings, self._scheduler = endings, endings.scheduler
+        self._table, self._grants, self._out = endings.table, endings.grants, endings.out
+        self._holders = self._scheduler.ledger.holders
+        self._cache = self._scheduler.ledger.cache
         self._asked: dict[HolderId, list[tuple[SequenceRecord, Part]]] = {}
         self._resuming: dict[SequenceId, _Resuming] = {}
         self.counts = AdoptionCounts()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fastdecode.core.sequence import COMING, Sequence
-from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.life.handing import Handing
@@ -17,31 +16,15 @@ from fastdecode.schedule.life.sequences import (
     PendingAction,
     SequenceRecord,
     SequenceState,
-    SequenceTable,
 )
 
 
 class ComingTokens:
-    """Takes in what is drawn, or to be known later.
+    """Takes in what is drawn, or to be known later."""
 
-    Args:
-        scheduler: is told whose last token is coming.
-        table: all sequences that aren't over.
-        endings: what becomes of those whose last token is known.
-        handing: and of those that go on elsewhere.
-    """
-
-    def __init__(
-        self,
-        scheduler: ContinuousScheduler,
-        table: SequenceTable,
-        endings: Endings,
-        handing: Handing,
-    ) -> None:
-        self._handing = handing
-        self._scheduler = scheduler
-        self._table = table
-        self._endings = endings
+    def __init__(self, endings: Endings, handing: Handing) -> None:
+        self._endings, self._handing = endings, handing
+        self._scheduler, self._table = endings.scheduler, endings.table
 
     def expect(self, sequence: Sequence) -> None:
         """Its token is coming. After its last it doesn't step any more, and

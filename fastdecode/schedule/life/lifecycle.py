@@ -44,10 +44,8 @@ from fastdecode.schedule.life.events import (
     Submitted,
     TakenOver,
 )
-from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.restores import Restores
-from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
+from fastdecode.schedule.life.sequences import PendingAction, SequenceState
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.blocks import Done, Extend, Inventory, Progress, Pulled, keys_of
@@ -72,20 +70,16 @@ class Lifecycle:
         self.scheduler = scheduler
         self.holders: Final = scheduler.ledger.holders
         """The state of each."""
-        self.sequences = SequenceTable()
-        self.grants = Grants()
-        self._out: list[Instruction] = []
-        self.endings = Endings(scheduler, self.sequences, self.grants, self._out)
+        self.endings = Endings(scheduler)
         """What becomes of sequences."""
-        self.adoptions = Adoptions(scheduler, self.sequences, self.grants, self.endings, self._out)
+        self.sequences, self.grants = self.endings.table, self.endings.grants
+        self._out = self.endings.out
+        self.adoptions = Adoptions(self.endings)
         """Lost holders that are gone on with from replicas; meanwhile no step begins."""
-        self.handing = Handing(scheduler, self.sequences, self.grants, self.endings, self._out)
+        self.handing = Handing(self.endings)
         """Sequences that go on elsewhere, or come from there."""
-        self._coming = ComingTokens(scheduler, self.sequences, self.endings, self.handing)
-        self.starting = Starting(
-            Restores(scheduler.ledger.cache.stock, joins_early=joins_early),
-            *(self.sequences, self.grants, self.endings, self.handing, self._out),
-        )
+        self._coming = ComingTokens(self.endings, self.handing)
+        self.starting = Starting(self.endings, self.handing, joins_early=joins_early)
         """What sequences begin with."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
@@ -172,7 +166,7 @@ class Lifecycle:
         for holder in self.adoptions.about_to_leave:
             self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
         self.adoptions.ask()
-        self.starting.restores.forget_lost()
+        self.starting.forget_lost()
 
     def _about_holder(
         self, event: Lost | Interrupted | Leaving | TakenOver | Reopened | Joined
@@ -244,7 +238,7 @@ class Lifecycle:
             )
             self._out.append(Run(lane, chunks))
             if self.keeps_blocks:
-                self.starting.restores.begin_step(lane, chunks)
+                self.starting.begin_step(lane, chunks)
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
@@ -290,7 +284,7 @@ class Lifecycle:
         lives = self.sequences
         del lives.flying[event.lane]
         if self.keeps_blocks:
-            self.starting.restores.end_step(event.lane)
+            self.starting.end_step(event.lane)
         chunks = self._flying.pop(event.lane)
         cache = self._cache
         for chunk in lives.wanted(chunks):
@@ -313,7 +307,7 @@ class Lifecycle:
         holder = lost.holder
         self.adoptions.give_up(holder)
         self.scheduler.ledger.lose(holder, returns=lost.returns)
-        self.starting.restores.forget_lost()
+        self.starting.forget_lost()
         self.endings.looks_for_room = True
         for life in list(self.sequences.by_sequence.values()):
             if self.grants.lose(life, holder):
@@ -334,7 +328,7 @@ class Lifecycle:
         stock = self._cache.stock
         if not stock.has_lower:
             return
-        if self.starting.restores.was_beside:
+        if self.starting.was_beside:
             stock.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
         else:
             stock.rates.stepped(num_prompt_tokens, seconds)
