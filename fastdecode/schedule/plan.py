@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastdecode.core.holders import HolderId, KVSource, Residence
+from fastdecode.core.holders import HolderId, Residence
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.wire.blocks import Fetch, Forget, Name, Retain
 
@@ -36,8 +36,8 @@ class Start:
     """Jobs that fetch some of them: nothing is opened before these are due."""
     num_first_tokens: int = 1
     """That its first step runs."""
-    sources: tuple[KVSource, ...] = ()
-    """It isn't a fork, and starts with tokens that are fetched from there."""
+    is_handed: bool = False
+    """It isn't a fork, and starts with blocks that other engines keep."""
 
     @property
     def behind_gap(self) -> range:

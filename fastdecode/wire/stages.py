@@ -223,6 +223,8 @@ class StageHello(Asking, frozen=True, tag=44):
     """Its R-workers resume such caches, if they have any."""
     num_keepers: Holder = 0
     """R-workers that only keep its columns' replicas."""
+    reading: Count = 0
+    """``Hello.reading`` of its R-workers."""
 
     answers = (StageWelcome,)
 

@@ -9,11 +9,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.blocks import Done, Inventory, MoveNews, Progress, Pulled, keys_of, words_of
+from fastdecode.wire.blocks import Done, Inventory, MoveNews, Progress, keys_of, words_of
 
 
 class JoinedMoves:
-    """Joins reports: a block, or a sequence, is there when every member has its part.
+    """Joins reports: a block is there when every member has its part.
 
     Args:
         holder: the group.
@@ -25,7 +25,6 @@ class JoinedMoves:
         self._members = frozenset(members)
         self._moved: dict[int, dict[HolderId, Done]] = {}  # by job and member
         self._fetching: dict[int, dict[HolderId, Progress]] = {}
-        self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
         self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[HolderId, int] = {}
         self._whole: set[HolderId] = set()
@@ -46,8 +45,6 @@ class JoinedMoves:
             joined = self._take_moved(member, news)
         elif isinstance(news, Progress):
             joined = self._take_fetching(member, news)
-        elif isinstance(news, Pulled):
-            joined = self._take_pulled(member, news)
         else:
             joined = self._take_stocked(member, news)
         if joined is not None:
@@ -94,19 +91,9 @@ class JoinedMoves:
         num_bytes = sum(each.num_bytes for each in told.values())
         seconds = max(each.seconds for each in told.values())
         faults = map(sum, zip(*(each.faults for each in told.values()), strict=True))
-        return Done(news.holder, news.job, words_of(sorted(failed)), num_bytes, seconds, *faults)
-
-    def _take_pulled(self, member: HolderId, news: Pulled) -> Pulled | None:
-        """A sequence is here when all have their part of it."""
-        told = self._pulled.setdefault(news.sequence_id, {})
-        told[member] = news
-        if not told.keys() >= self._members:
-            return None
-        del self._pulled[news.sequence_id]
-        num_bytes = sum(each.num_bytes for each in told.values())
-        seconds = max(each.seconds for each in told.values())
         reason = next((each.reason for each in told.values() if each.reason), "")
-        return Pulled(news.holder, news.sequence_id, num_bytes, seconds, reason)
+        at = news.holder, news.job, words_of(sorted(failed))
+        return Done(*at, num_bytes, seconds, *faults, reason)
 
     def _take_stocked(self, member: HolderId, news: Inventory) -> Inventory | None:
         own = self._stocked.setdefault(member, {})

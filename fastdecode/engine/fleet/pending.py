@@ -21,8 +21,6 @@ from fastdecode.wire.blocks import (
     Inventory,
     MoveNews,
     Progress,
-    Pull,
-    Pulled,
     Retain,
 )
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
@@ -142,7 +140,7 @@ class PendingTransfers:
         number, jobs = number_of(news) if number is None else number, self._of[index]
         if number not in jobs:
             return False
-        if isinstance(news, Done | Pulled) or (isinstance(news, Inventory) and news.is_last):
+        if isinstance(news, Done) or (isinstance(news, Inventory) and news.is_last):
             del jobs[number]
         return True
 
@@ -153,28 +151,12 @@ class PendingTransfers:
 
 def job_of(message: ToRWorker) -> int:
     """The number of the job that a message asks for which is a transfer."""
-    match message:
-        case Retain() | Fetch():
-            return message.job
-        case Pull():
-            return _pull(message.sequence_id)
-    return _OPENING
+    return message.job if isinstance(message, Retain | Fetch) else _OPENING
 
 
 def number_of(news: MoveNews) -> int:
     """Of the job that a report is about."""
-    match news:
-        case Progress() | Done():
-            return news.job
-        case Pulled():
-            return _pull(news.sequence_id)
-        case Inventory():
-            return _OPENING
-
-
-def _pull(sequence: int) -> int:
-    """What is fetched for a sequence, in the place of a job's number."""
-    return _OPENING - 1 - sequence
+    return _OPENING if isinstance(news, Inventory) else news.job
 
 
 _MOST_WAIT_S: Final = 60.0  # then it is looked again, though nothing is overdue

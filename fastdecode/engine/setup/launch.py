@@ -33,6 +33,7 @@ from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, offer_for_replicas
 from fastdecode.engine.fleet.resharing import Resharing
+from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
@@ -42,10 +43,10 @@ from fastdecode.engine.setup.ranks import check_launched, meet_ranks
 from fastdecode.engine.setup.reach import (
     agreed_hello,
     device_beside,
-    exports_of,
     has_stage_ranks,
     make_attention,
     make_hello,
+    peer_terms,
     reach_workers,
     resolve_beside,
 )
@@ -196,6 +197,8 @@ class RunningEngine:
         hello = make_hello(self._checkpoint, self._own_spec, self.resolved)
         hello = agreed_hello(hello, self.resolved, self._ranks)
         hello = _for_session(hello, self._session, self.resolved.config)
+        self._reading = new_session() if self._is_instance else 0
+        hello = structs.replace(hello, reading=self._reading)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = self._replacements(hello, deadlines)
         resumes = self._session is not None and self._session.is_resumed and hello.outlives
@@ -433,8 +436,8 @@ class RunningEngine:
         if has_tiers or self._is_instance:
             extensions.append(Transfers(state))
         if self._is_instance:
-            exports = exports_of(self._address_of, self.spec, self.resolved)
-            extensions.append(KVExchange(state, exports))
+            terms = peer_terms(self._address_of, self.spec, self.resolved, self._reading)
+            extensions.append(KVExchange(state, terms))
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions

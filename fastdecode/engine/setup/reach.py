@@ -17,7 +17,7 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
-from fastdecode.engine.kv_exchange import ExportAddresses
+from fastdecode.engine.kv_exchange import PeerTerms
 from fastdecode.engine.setup.device_caches import (
     ReplicaKeeper,
     device_worker,
@@ -309,14 +309,14 @@ def resolve_beside(
     return replace(resolved, schedule=schedule)
 
 
-def exports_of(
-    address_of: Callable[[int], str], spec: ModelSpec, resolved: ResolvedConfig
-) -> ExportAddresses:
-    """How other instances' R-workers reach these, of which each has an address."""
+def peer_terms(
+    address_of: Callable[[int], str], spec: ModelSpec, resolved: ResolvedConfig, reading: int
+) -> PeerTerms:
+    """How other instances' R-workers read these, of which each has an address."""
     config = resolved.config
-    gbps, timeout_s = config.instances.fetch_gbps or 0.0, config.cluster.worker_timeout_s
-    bytes_per_s = gbps * _GBIT_BYTES
-    return ExportAddresses(address_of, spec.num_kv_heads, bytes_per_s, timeout_s)
+    bytes_per_s = (config.instances.fetch_gbps or 0.0) * _GBIT_BYTES
+    shape = spec.num_kv_heads, spec.num_layers
+    return PeerTerms(address_of, *shape, reading, bytes_per_s, config.cluster.worker_timeout_s)
 
 
 def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:

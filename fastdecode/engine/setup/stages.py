@@ -174,7 +174,8 @@ class StageSetup:
         if asked is None:
             return
         session = asked.session or greeting.session
-        greeting = replace(greeting, session=session, outlives=bool(asked.session))
+        kept = {"session": session, "outlives": bool(asked.session)}
+        greeting = replace(greeting, **kept, reading=asked.reading)
         with typed_start():
             welcome = self.greet(workers, fleet, replace(greeting, resumes=asked.resumes))
             attention = self.make_attention(workers, fleet, s_worker)
@@ -279,7 +280,8 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
     expected = setup.hello(len(fleet))
     if (
         not isinstance(hello, StageHello)
-        or replace(hello, num_lanes=expected.num_lanes, session=0, resumes=False) != expected
+        or replace(hello, num_lanes=expected.num_lanes, session=0, resumes=False, reading=0)
+        != expected
         or not 1 <= hello.num_lanes <= MAX_LANES
         or rest
     ):
@@ -304,9 +306,8 @@ def greet_stages(
         WorkerError: one can't.
     """
     kept = hello.session if hello.outlives else 0
-    asked = {
-        x.number: replace(x.hello(len(fleet)), session=kept, resumes=hello.resumes) for x in setups
-    }
+    same = {"session": kept, "resumes": hello.resumes, "reading": hello.reading}
+    asked = {x.number: replace(x.hello(len(fleet)), **same) for x in setups}
     return _welcomed(fleet, links, asked)
 
 

@@ -50,7 +50,7 @@ class Endings:
         if not siblings:
             del self.table.by_request[request_id]
         self.table.tell(life, f"finished: {reason}")
-        self.out.append(Finish(life.sequence, reason))
+        self.out.append(Finish(life.sequence, reason, self._cache.kept(life.sequence)))
         self.table.set_pending(life, PendingAction.DROP)
         self.settle(life)
 
@@ -75,8 +75,6 @@ class Endings:
         """Carry out what becomes of a sequence, once it is at rest."""
         if life.pending is PendingAction.RECOVER or not self.table.is_at_rest(life):
             return
-        if life.sources or life.importing:  # what was to be fetched isn't there, and isn't kept
-            self.table.cache(life, 0)
         is_closed = life.state is SequenceState.DONE
         if life.pending is PendingAction.DROP:
             if not is_closed:
@@ -94,13 +92,15 @@ class Endings:
 
     def set_aside(self, life: SequenceRecord) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
+        self.close(life)
+        self.table.cache(life, 0)
+        life.sequence.residence = None
+        life.stop_awaiting()
+
+    def close(self, life: SequenceRecord) -> None:
+        """Close what is open of a sequence. Blocks that are named now stay."""
         self.out += self._cache.stock.take_orders()  # of blocks that are still open
         for part in self.grants.close(life):
             tail = (self._cache.stock.take_tail(part.part_id) or b"").hex()
             self.out.append(Ask(part, Close(part.part_id, tail=tail)))
             self.was_refused = False
-        self.table.cache(life, 0)
-        life.sequence.residence = None
-        life.stop_awaiting()
-        life.sources = ()
-        life.importing.clear()
