@@ -217,13 +217,7 @@ class RWorker:
             case Prepare():
                 self.behind.drop(instruction.holder)
                 executor.prepare(instruction)
-            case (
-                LinkReplica()
-                | Follow()
-                | EndStep()
-                | MoveBlocks()
-                | DropStored()
-            ):
+            case LinkReplica() | Follow() | EndStep() | MoveBlocks() | DropStored():
                 self.behind.obey(instruction)
             case ReadReplica():
                 self._restore(instruction)

@@ -94,7 +94,6 @@ from fastdecode.wire.traits import (
     I64,
     KEY_WORDS,
     MAX_ID,
-    OWNERS,
     S_WORKERS,
     THE_ONLY,
     U8,

@@ -97,9 +97,9 @@ from fastdecode.wire.blocks import AttendResult as AttendResult
 from fastdecode.wire.blocks import (
     BlocksAnswer,
     BlocksToRWorker,
-    ReadBlocks,
     KeptToRWorker,
     MoveNews,
+    ReadBlocks,
     ReplicationNews,
     TierToRWorker,
     check_rows,

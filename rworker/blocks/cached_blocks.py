@@ -7,6 +7,7 @@ block that it has is neither free nor written, whoever else refers to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray

@@ -126,7 +126,10 @@ def check_read(hello: Hello, message: ReadBlocks) -> None:
     counts = message.num_tokens.tolist()
     least = kv.block_size if message.form is ChunkForm.BLOCKS else 1
     if not 1 <= len(counts) <= MAX_PIECES or min(counts) < least or max(counts) > kv.block_size:
-        raise ProtocolError(f"{len(counts)} blocks, with num_tokens outside {least}..{kv.block_size}")
+        raise ProtocolError(
+            f"{len(counts)} blocks are asked for, at most with {max(counts, default=0)} tokens: 1 to "
+            f"{MAX_PIECES} blocks of {least} to {kv.block_size} tokens are read at a time"
+        )
     _checked_bytes(kv, message, sum(counts))
 
 
@@ -139,9 +142,7 @@ def _check_sides(kv: KVSpec, chunk: StoreChunk | FetchChunk | ReadBlocks) -> Non
             raise ProtocolError(f"first_{name}={first} and num_{name}s={count} of {most} {name}s")
 
 
-def _checked_bytes(
-    kv: KVSpec, chunk: StoreChunk | FetchChunk | ReadBlocks, num_tokens: int
-) -> int:
+def _checked_bytes(kv: KVSpec, chunk: StoreChunk | FetchChunk | ReadBlocks, num_tokens: int) -> int:
     """Return the bytes of a chunk, at most ``MAX_CHUNK_BYTES``."""
     num_bytes = ChunkShape.of(layout_of(kv), chunk, num_tokens).num_bytes
     if num_bytes > MAX_CHUNK_BYTES:

@@ -153,9 +153,7 @@ class BackgroundTransfers:
             return False
         return any(not one.bytes_per_s for one in self._fetches.values())
 
-    def obey(
-        self, instruction: LinkReplica | Follow | EndStep | MoveBlocks | DropStored
-    ) -> None:
+    def obey(self, instruction: LinkReplica | Follow | EndStep | MoveBlocks | DropStored) -> None:
         """A transfer begins or ends, or has to know of a change."""
         self.is_used = True
         match instruction:

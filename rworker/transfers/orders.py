@@ -72,8 +72,8 @@ def read_blocks(
             is_there, counts = np.array(there, np.uint8), message.num_tokens[there]
             places = cached.of_keys(itertools.compress(keys, there)).astype(np.int64)
             if message.form is ChunkForm.TOKENS:
-                firsts = places * hello.kv.block_size
-                places = np.concatenate([np.arange(x, x + n) for x, n in zip(firsts, counts, strict=True)])
+                slots = zip(places * hello.kv.block_size, counts, strict=True)
+                places = np.concatenate([first + np.arange(count) for first, count in slots])
             request = replace(message, num_tokens=counts)
             return (ReadChunk(number, cache.holder, request, places, is_there),)
     return (Send(number, BlockData(np.zeros(len(keys), np.uint8), np.zeros(0, np.uint8))),)

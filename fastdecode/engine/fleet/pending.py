@@ -20,7 +20,6 @@ from fastdecode.wire.blocks import (
     Fetch,
     Inventory,
     MoveNews,
-    Progress,
     Retain,
 )
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome

@@ -106,17 +106,18 @@ class Claims:
 
     def _add_hand_over(self, delta: Delta, spec: ModelSpec) -> None:
         num_prompt = len(self._asked.prompt_token_ids)
-        if delta.sources:
-            if not self._asked.hands_over or self._has_offered:
-                raise _lie("a prompt is on offer that isn't to be handed over")
-            self._has_offered = True
-            for source in delta.sources:
-                if source.first_token + source.num_tokens > num_prompt:
-                    raise _lie(f"more is on offer than the prompt's {num_prompt} tokens")
-                if source.first_head + source.num_heads > spec.num_kv_heads:
-                    raise _lie("more heads are on offer than the model has")
-                if source.first_layer >= spec.num_layers:
-                    raise _lie("layers are on offer that the model does not have")
+        is_held = any(source.is_held for source in delta.sources)
+        if is_held and (not self._asked.hands_over or self._has_offered):
+            raise _lie("a prompt is on offer that isn't to be handed over")
+        self._has_offered |= is_held
+        most = num_prompt if is_held else num_prompt + self._asked.max_tokens
+        for source in delta.sources:
+            if source.end > most or source.is_held != is_held:
+                raise _lie(f"more is on offer than {most} tokens")
+            if source.first_head + source.num_heads > spec.num_kv_heads:
+                raise _lie("more heads are on offer than the model has")
+            if source.first_layer + source.num_layers > spec.num_layers:
+                raise _lie("layers are on offer that the model does not have")
         if delta.has_fetched:
             if not self._asked.sources or self._has_fetched:
                 raise _lie("a prompt is fetched that wasn't on offer")

@@ -244,7 +244,7 @@ class ClusterEngine(Controller):
         runs = []
         for delta in deltas:
             routed = self.routed_requests.by_run.get(delta.request_id)
-            run = None if routed is None else routed.any_run_of(delta)
+            run = None if routed is None else routed.run_of(delta)
             if run is None or run.claims is None:
                 continue
             if self.router.where(run) is not instance:

@@ -153,10 +153,10 @@ class Controller:
         told = list(deltas)
         for delta in told:
             routed = self.routed_requests.by_run.get(delta.request_id)
-            if routed is not None and delta.error is None and not routed.is_borrowed(delta):
-                is_whole = delta.has_fetched and routed.borrowing is None
-                self.num_handed_over += is_whole and not delta.fetch_failed
-                self.num_failed_fetches += delta.fetch_failed
+            if routed is not None and delta.error is None:
+                if delta.has_fetched and routed.sources:
+                    self.num_handed_over += not delta.fetch_failed
+                    self.num_failed_fetches += delta.fetch_failed
                 routed.tell(delta)
                 if self.observer is not None:
                     self.observer.told(routed)
@@ -193,22 +193,17 @@ class Controller:
 
     def _advance(self, routed: RoutedRequest, delta: Delta) -> None:
         """What a delta means for where a request is."""
-        if routed.is_borrowed(delta):
-            self.router.lent(routed, delta)
-            return
         if delta.error is not None:
             self._failed(routed, delta)
             return
-        if delta.has_fetched and routed.borrowing is not None:
-            self.router.give_back(routed)
-        elif delta.has_fetched:
+        if delta.has_fetched and routed.sources:
             self.router.release(routed)
         if routed.is_over:
             if self.observer is not None:
                 self.observer.over(routed)
             self.router.note_kept(routed)
             self.router.end(routed)
-        elif delta.sources and routed.stage is RequestStage.PREFILL:
+        elif routed.stage is RequestStage.PREFILL and any(x.is_held for x in delta.sources):
             routed.sources = delta.sources
             self.router.note_kept(routed)
             self.router.offer(routed)

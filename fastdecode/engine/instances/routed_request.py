@@ -10,9 +10,9 @@ from typing import Protocol
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import KVSource
-from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
-from fastdecode.schedule.dispatch import AssignDecode, AssignPrefill, DispatchJob
+from fastdecode.schedule.dispatch import DispatchJob
 from fastdecode.schedule.kept_prefixes import BlockChain
 
 
@@ -21,8 +21,6 @@ class RequestStage(Enum):
 
     QUEUED = "queued"
     """No instance has it."""
-    BORROWING = "borrowing"
-    """It is to run at one instance, with tokens that another one is asked for first."""
     PREFILL = "prefill"
     OFFERED = "offered"
     """Its prompt is done, and waits for an instance that has room."""
@@ -47,6 +45,8 @@ class _Reported:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     is_over: bool = False
+    kept_at: tuple[KVSource, ...] = ()
+    """Where its blocks may be read."""
 
 
 @dataclass(eq=False)
@@ -74,16 +74,6 @@ class RequestObserver(Protocol):
 
 
 @dataclass(eq=False)
-class Borrowing:
-    """The first tokens of a prompt, which another instance keeps and exports."""
-
-    run: InstanceRun
-    """At that instance."""
-    waiting: AssignPrefill | AssignDecode | None
-    """The run that is to import them; None: it has begun."""
-
-
-@dataclass(eq=False)
 class RoutedRequest:
     """One request.
 
@@ -101,9 +91,8 @@ class RoutedRequest:
     decoding: InstanceRun | None = None
     sources: tuple[KVSource, ...] = ()
     """Of its whole prompt."""
-    borrowing: Borrowing | None = None
     borrowed: tuple[KVSource, ...] = ()
-    """Sources of its prompt's first tokens."""
+    """Of its prompt's first tokens, which another instance may keep."""
     failure: FastDecodeError | None = None
     """Why the first instance that failed it did; None: none has."""
     said: list[_Reported] = field(init=False)
@@ -146,16 +135,6 @@ class RoutedRequest:
         """Whether any token of it is known."""
         return any(said.token_ids for said in self.said)
 
-    def any_run_of(self, delta: Delta) -> InstanceRun | None:
-        """The same, or the one that exports its first tokens."""
-        if self.borrowing is not None and self.is_borrowed(delta):
-            return self.borrowing.run
-        return self.run_of(delta)
-
-    def is_borrowed(self, delta: Delta) -> bool:
-        """Whether the run says so that exports its first tokens."""
-        return self.borrowing is not None and self.borrowing.run.name == delta.request_id
-
     def fail_at(self, instance: int, error: FastDecodeError) -> None:
         """An instance has failed it, and isn't given it again."""
         self.failure = self.failure or error
@@ -170,20 +149,6 @@ class RoutedRequest:
             max_tokens=1,
             hands_over=hands_over,
             sources=self.borrowed,
-        )
-
-    def prefix_run(self, name: str, num_tokens: int) -> Request:
-        """What an instance is asked that keeps so many of its prompt's first tokens: to
-        export them."""
-        return Request(
-            name,
-            self.request.prompt_token_ids[:num_tokens],
-            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
-            max_tokens=1,
-            seed=0,
-            cache=self.request.cache,
-            hands_over=True,
-            only_kept=True,
         )
 
     def whole_run(self, name: str) -> Request:
@@ -203,6 +168,8 @@ class RoutedRequest:
         run = self.run_of(delta)
         if run is None:
             return
+        if delta.sources:
+            self.said[delta.index].kept_at = delta.sources
         said, seen = self.said[delta.index], run.seen.setdefault(delta.index, _RunProgress())
         first_token, first_char = seen.num_tokens, seen.num_chars
         seen.num_tokens += len(delta.token_ids)

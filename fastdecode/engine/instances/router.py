@@ -4,22 +4,20 @@ the dispatcher's decisions."""
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.holders import KVSource, num_offered
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
 from fastdecode.engine.instances.engine_client import EngineClient
-from fastdecode.engine.instances.routed_request import (
-    Borrowing,
-    InstanceRun,
-    RequestStage,
-    RoutedRequest,
-)
+from fastdecode.engine.instances.routed_request import InstanceRun, RequestStage, RoutedRequest
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
@@ -31,7 +29,7 @@ from fastdecode.schedule.dispatch import (
 from fastdecode.schedule.kept_prefixes import BlockChain, KeptPrefixes
 
 _LEAST_BORROWED: Final = 4
-"""Blocks: fewer are run again, since two instances would have to take a turn each."""
+"""Blocks: to run fewer again takes no longer than to fetch them."""
 
 Failed = Callable[[RoutedRequest, Delta], None]
 """A run of a request has ended with an error."""
@@ -54,6 +52,8 @@ class RoutedRequests:
     def make(self, request: Request, listener: Listener | None) -> RoutedRequest:
         """Of a request that isn't queued yet. All of its sequences are reserved
         whole."""
+        if request.cache.is_off:  # its blocks get names when it is handed over, which no other has
+            request = replace(request, cache=replace(request.cache, salt=secrets.token_hex(16)))
         prompt, size = len(request.prompt_token_ids), self.block_size
         blocks = -(-(prompt + request.max_tokens - 1) // size)
         reserved = request.params.n * blocks * size
@@ -226,12 +226,12 @@ class Router:
             and self.roles[decision.instance] is InstanceRole.BOTH
         ):
             decision = self._kept(decision)
-        if not self._borrows(routed, decision):
-            self._begin(routed, decision)
+        self._begin(routed, decision)
 
     def _begin(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> None:
         """Submit a request to the instance that was decided on."""
         run = self._routed_requests.begin(routed, decision.instance)
+        routed.borrowed = self._kept_elsewhere(routed, decision.instance)
         every_step = isinstance(decision, AssignPrefill) or routed.is_watched
         if isinstance(decision, AssignPrefill):
             routed.stage, routed.offering = RequestStage.PREFILL, run
@@ -245,53 +245,18 @@ class Router:
         except FastDecodeError as error:
             self._failed(routed, Delta(run.name, 0, error=error))
 
-    def _borrows(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> bool:
-        """Whether another instance is asked first for tokens that it may keep."""
-        prefix = self._kept_elsewhere(routed, decision.instance)
-        if prefix is None:
-            return False
-        keeper, num_tokens = prefix
-        run = self._routed_requests.begin(routed, keeper)
-        asked = routed.prefix_run(run.name, num_tokens)
-        run.claims = Claims(asked)
-        routed.stage, routed.borrowing = RequestStage.BORROWING, Borrowing(run, decision)
-        try:
-            self.where(run).submit(asked, every_step=True)
-        except FastDecodeError:
-            self.give_back(routed)
-            return False
-        return True
-
-    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> tuple[int, int] | None:
-        """Another instance, and how many first tokens of a prompt it may keep; None: not many
-        more than this one."""
+    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> tuple[KVSource, ...]:
+        """Return where another instance may keep first tokens of a prompt: many more than this one
+        does, or none."""
         request, rooms = routed.request, self.dispatcher.decode
         others = [i for i, room in enumerate(rooms) if room.is_there and i != instance]
         needs_all = routed.sources or request.params.prompt_logprobs is not None
         if needs_all or request.cache.is_off or not others:
-            return None
+            return ()
         kept = self._prefixes.kept(self._prompt_blocks(routed))
-        keeper = max(others, key=lambda other: kept.get(other, 0))
-        num_tokens = kept.get(keeper, 0)
-        least = kept.get(instance, 0) + _LEAST_BORROWED * self._block_size
-        job = DispatchJob(routed.job.job_id, 0, num_tokens)
-        return (keeper, num_tokens) if num_tokens >= least and rooms[keeper].fits(job) else None
-
-    def lent(self, routed: RoutedRequest, delta: Delta) -> None:
-        """The run says something that exports the first tokens of a prompt."""
-        borrowing = routed.borrowing
-        assert borrowing is not None
-        if delta.sources:
-            routed.borrowed = delta.sources
-        elif delta.error is None and delta.finish_reason is None:
-            return  # it has drawn a token, which nobody wants
-        else:
-            # It doesn't keep what it was asked for.
-            self._prefixes.forget(self._prompt_blocks(routed), borrowing.run.instance)
-            self.give_back(routed)
-        waiting, borrowing.waiting = borrowing.waiting, None
-        if waiting is not None:
-            self._begin(routed, waiting)
+        least = num_offered(kept.get(instance, ())) + _LEAST_BORROWED * self._block_size
+        found = max((kept.get(i, ()) for i in others), key=num_offered)
+        return found if num_offered(found) >= least else ()
 
     def _prompt_blocks(self, routed: RoutedRequest) -> BlockChain:
         """Of its prompt, hashed once."""
@@ -301,13 +266,6 @@ class Router:
             routed.prompt_blocks = BlockChain.of(prompt, salt, self._block_size)
         return routed.prompt_blocks
 
-    def give_back(self, routed: RoutedRequest) -> None:
-        """The tokens that another instance exports aren't needed any more."""
-        borrowing, routed.borrowing, routed.borrowed = routed.borrowing, None, ()
-        if borrowing is not None:
-            self._routed_requests.end(borrowing.run)
-            self.where(borrowing.run).cancel(borrowing.run.name)
-
     def note_kept(self, routed: RoutedRequest) -> None:
         """The instance that has a request keeps its tokens from now on."""
         run = routed.decoding or routed.offering
@@ -315,7 +273,8 @@ class Router:
             return
         prompt = self._prompt_blocks(routed)
         for said in routed.said:
-            self._prefixes.note(prompt.then(said.token_ids), run.instance)
+            self._prefixes.note(prompt.then(said.token_ids), run.instance, said.kept_at)
+            said.kept_at = ()
 
     def _kept(self, bound: AssignPrefill) -> AssignPrefill | AssignDecode:
         """Whether the instance goes on with the prompt itself. It waits for no
@@ -338,9 +297,6 @@ class Router:
         decided = next((one for one in self._decided if one.job is routed.job), None)
         if decided is not None:
             self._decided.remove(decided)
-        elif routed.borrowing is not None:
-            decided = routed.borrowing.waiting
-        self.give_back(routed)
         self.release(routed)
         if decided is not None:
             give_back = (
@@ -372,28 +328,11 @@ class Router:
         self.registry.come_and_go(lost, is_there=False)
         had = []
         for routed in list(self._routed_requests.by_request.values()):
-            if routed.borrowing is not None and self._is_lost_with(routed, routed.borrowing, lost):
-                had.append(routed)
-                continue
             # What is being fetched from it is another's, who looks after that himself.
             run = routed.decoding or routed.offering
             if run is not None and self.where(run) is lost:
                 had.append(routed)
         return had
-
-    def _is_lost_with(
-        self, routed: RoutedRequest, borrowing: Borrowing, lost: EngineClient
-    ) -> bool:
-        """Whether a request is to go on elsewhere since an instance is lost that was to run
-        it. If the one is lost that exports its first tokens, they are run again."""
-        waiting = borrowing.waiting
-        if waiting is not None and self.instances[waiting.instance] is lost:
-            return True
-        if self.where(borrowing.run) is lost:
-            self.give_back(routed)
-            if waiting is not None:
-                self._begin(routed, waiting)
-        return False
 
     def set_role(self, name: str, role: InstanceRole) -> bool:
         """What an instance is given from now on; what it has it goes on with.

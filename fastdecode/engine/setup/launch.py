@@ -31,9 +31,8 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas, limits, offer_for_replicas
+from fastdecode.engine.fleet.replicas import Replicas, limits, new_session, offer_for_replicas
 from fastdecode.engine.fleet.resharing import Resharing
-from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach

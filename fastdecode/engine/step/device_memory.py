@@ -124,7 +124,9 @@ class DeviceMemory:
         """Of a block, in one layer."""
         return 2 * self._block_size * part[0, 0, 0].nbytes
 
-    def _there(self, chunk: FetchChunk | ReadBlocks | StoreChunk, places: NDArray[np.int64]) -> Tensor:
+    def _there(
+        self, chunk: FetchChunk | ReadBlocks | StoreChunk, places: NDArray[np.int64]
+    ) -> Tensor:
         """Slots on the device."""
         slots = torch.from_numpy(slots_of(chunk.form, places, self._block_size))
         return to_device(slots, self._cache.pool.device, self._gpu)

@@ -15,7 +15,6 @@ from typing import Final
 
 from fastdecode.core.errors import CapacityError, WorkerError, assert_never
 from fastdecode.core.holders import HolderId, PartId
-from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.adoption import Adoptions
