@@ -34,10 +34,9 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.cache.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
+from fastdecode.schedule.plan import Chunk, LanePlan, Start
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
@@ -87,7 +86,6 @@ class ContinuousScheduler:
         self._opening_steps = opening_steps
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
-        self._ahead = Prefetch(ledger)
         self.lanes = make_lanes(num_lanes)
         self.parked = Parked(ledger)
         """Those that run no more here, and keep what is cached."""
@@ -151,14 +149,7 @@ class ContinuousScheduler:
             starts = self._start_waiting(lane)
         elif may_start:
             lane.admission.begin_step(lane.step, len(lane.running), 0, 0)
-        return LanePlan(
-            tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts)
-        )
-
-    def move_ahead(self) -> None:
-        """Have blocks moved between tiers before anybody needs that."""
-        self.ledger.copy_down()
-        self._ahead.look(self.waiting)
+        return LanePlan(tuple(run.sequence for run in suspended), tuple(grows), tuple(starts))
 
     def chunks(self, lane_index: int) -> tuple[Chunk, ...]:
         """The lane's next step, as it was planned: of all that have their room;

@@ -55,15 +55,6 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Suspend:
-    """A running sequence gives its blocks back and waits again, its tokens
-    kept, to be recomputed when it starts anew, which may be in the same
-    plan."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True)
 class Grow:
     """A running sequence outgrows the room that it has: enlarge it."""
 
@@ -111,6 +102,7 @@ def num_in_prompts(chunks: Iterable[Chunk]) -> int:
 class LanePlan:
     """What comes before a lane's next step, in this order."""
 
-    suspends: tuple[Suspend, ...] = ()
+    suspends: tuple[Sequence, ...] = ()
+    """Running sequences that give their blocks back and wait again, to be recomputed."""
     grows: tuple[Grow, ...] = ()
     starts: tuple[Start, ...] = ()

@@ -201,8 +201,8 @@ class Lifecycle:
         # may need the room.
         if self.keeps_blocks:
             self._out += self._cache.stock.take_orders()
-        for suspend in plan.suspends:
-            life = self.sequences.by_sequence[suspend.sequence.sequence_id]
+        for sequence in plan.suspends:
+            life = self.sequences.by_sequence[sequence.sequence_id]
             self.sequences.counts.num_suspended += 1
             self.sequences.tell(life, "suspended")
             self.sequences.move(life, SequenceState.REQUEUED)
@@ -227,7 +227,7 @@ class Lifecycle:
         coming = self.scheduler.lanes[lane].num_next_tokens
         num_tokens = self.sequences.num_cached_tokens + flying + coming
         self._cache.stock.trim(num_tokens, self.scheduler.num_running)
-        self.scheduler.move_ahead()
+        self.scheduler.ledger.move_ahead(self.scheduler.waiting)
 
     def _run(self, lane: int) -> None:
         chunks = self.scheduler.chunks(lane)

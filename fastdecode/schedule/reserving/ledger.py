@@ -14,14 +14,18 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Final
 
-from fastdecode.core.holders import HolderId, Part, Residence
+from fastdecode.core.holders import HolderId, Part, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.holdings import Holdings
 from fastdecode.schedule.cache.retention import is_short
+from fastdecode.schedule.cache.reuse import leading_blocks
 from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.holder_states import HolderState, HolderStates
 from fastdecode.schedule.reserving.capacity import Capacity, PartShape
 
+MOST_AHEAD: Final = 4
+"""Requests at the head of the queue whose blocks are fetched ahead of their start, and most jobs
+of a holder that do so."""
 _NOTHING: Mapping[HolderId, int] = {}
 
 
@@ -71,6 +75,7 @@ class BlockLedger:
         self._swap_threshold = swap_threshold
         self._max_closed_parts = max_closed_parts
         self._closed_parts = [0] * len(blocks)
+        self._fetched_for = set[SequenceId]()
 
     def lose(self, holder: HolderId, *, returns: bool = False) -> None:
         """The holder is gone: nothing fits on it any more, until it ``returns``."""
@@ -94,10 +99,6 @@ class BlockLedger:
         """Blocks that nobody who runs needs: free ones, and those that are kept
         for who may come, and given up for who does."""
         return self.free_blocks(holder) + len(self.cache.stock[holder].idle)
-
-    def free_to_keep(self, holder: HolderId) -> int:
-        """Blocks that aren't reserved: so many may be kept."""
-        return self._free[holder]
 
     def holders_with_room(
         self, num_tokens: int, may_grow_to: int, taken: Mapping[HolderId, int] = _NOTHING
@@ -174,9 +175,9 @@ class BlockLedger:
         self.cache.make_room(part.holder, self._free[part.holder])
         return True
 
-    def copy_down(self) -> None:
-        """While fewer blocks are free, or copied, than there should be, have
-        lower tiers get more copies."""
+    def move_ahead(self, waiting: Iterable[Sequence]) -> None:
+        """Move blocks between tiers before they are needed: copy down where fewer are free, or
+        copied, than there should be, and fetch for the head of the queue, once for each request."""
         stock = self.cache.stock
         if not stock.has_lower:
             return
@@ -187,6 +188,32 @@ class BlockLedger:
             if index.num_slots and is_short(num_available, num_blocks, self._swap_threshold):
                 lacking = math.ceil(self._swap_threshold * num_blocks) - num_available
                 stock.copy_down(holder, lacking, num_blocks)
+        head = list(itertools.islice(waiting, MOST_AHEAD))
+        new = [sequence for sequence in head if sequence.sequence_id not in self._fetched_for]
+        self._fetched_for = {sequence.sequence_id for sequence in head}
+        for sequence in new:
+            self._fetch_ahead(sequence)
+
+    def _fetch_ahead(self, sequence: Sequence) -> None:
+        """Fetch into free blocks, and into idle ones that the lower tier has, too."""
+        cache, stock, most_tokens = self.cache, self.cache.stock, len(sequence.token_ids) - 1
+        is_split = len(self.shape.sizes(sequence.max_cached_tokens)) > 1  # to unknown places
+        if is_split or not cache.chains.is_shared(sequence) or not self.holders.open:
+            return
+        keys = cache.chains.keys(sequence)[: most_tokens // self.shape.block_size]
+        leading = {h: leading_blocks(stock, stock[h], keys, most_tokens) for h in self.holders.open}
+        best = max(leading, key=lambda holder: leading[holder].stop)
+        first = leading[best].start
+        chain = keys[first : leading[best].stop]
+        num_missing = sum(key not in stock[best] for key in chain)
+        num_jobs = sum(job.is_fetch and job.holder == best for job in stock.jobs.values())
+        room = self.free_blocks(best) + stock[best].idle.num_stored
+        if not num_missing or num_jobs >= MOST_AHEAD or room < num_missing:
+            return
+        cache.make_room(best, self._free[best] - num_missing)
+        # Unless some of these had to go for it.
+        if sum(key not in stock[best] for key in chain) == num_missing:
+            stock.fetch(best, chain, [keys[first - 1] if first else None, *chain[:-1]])
 
     def release(self, residence: Residence, sequence: Sequence | None = None) -> None:
         """Free what a sequence's parts have, but for what is kept of it."""
