@@ -177,7 +177,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class TakeOver:
-    """Let a copy take over a holder that is lost or leaves, with at most ``num_tokens`` of each part.
+    """Let a copy take over a holder that is lost or leaves, with at most these tokens of each part.
     Answered by ``TakenOver`` or ``Lost``."""
 
     holder: HolderId
@@ -199,8 +199,8 @@ class Pull:
 
 @dataclass(frozen=True)
 class HandOver:
-    """Offer a request's prompt, whose first tokens are drawn. It may be read at one of its sequences
-    until it is cancelled."""
+    """Offer a request's prompt, whose first tokens are drawn. It may be read at one of its
+    sequences until it is cancelled."""
 
     sequence: Sequence
 
