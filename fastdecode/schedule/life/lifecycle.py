@@ -2,7 +2,7 @@
 
 Nothing here waits, sends, or computes: ``handle`` takes an event and returns the instructions that
 follow, in order. A ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
-many of them are cached, and where. States of sequences are in ``fastdecode.schedule.life.sequences``.
+many of them are cached, and where. States are in ``fastdecode.schedule.life.sequences``.
 """
 
 from __future__ import annotations
