@@ -67,10 +67,11 @@ class KVExchange(Extension):
         match instruction:
             case events.HandOver(num_tokens=num_tokens):
                 assert sequence.residence is not None
-                counts = [
-                    (x, min(num_tokens, x.end) - x.first_token) for x in sequence.residence.parts
+                parts = [
+                    replace(part, num_tokens=min(num_tokens, part.end) - part.first_token)
+                    for part in sequence.residence.parts
+                    if part.first_token < num_tokens
                 ]
-                parts = [replace(part, num_tokens=count) for part, count in counts if count > 0]
                 self._requests.say(replace(delta, sources=self._sources(parts, is_held=True)))
             case events.HasFetched(failed=failed):
                 self._requests.say(replace(delta, has_fetched=True, fetch_failed=failed))

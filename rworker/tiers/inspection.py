@@ -15,9 +15,8 @@ from pathlib import Path
 from zlib import crc32
 
 from fastdecode.core.errors import ConfigError
-from rworker.tiers.disk import slot_files
+from rworker.tiers.disk import lock, make_own_directory, open_slots, read_slots, slot_files
 from rworker.tiers.format import PAGE_BYTES, Entry, Header, SlotShape, is_own
-from rworker.tiers.opening import lock, make_own_directory, open_slots, read_slots
 from rworker.tiers.slots import page_buffer
 
 

@@ -12,11 +12,10 @@ import numpy as np
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.blocks import MOST_MOVED, Inventory, words_of
-from rworker.tiers.disk import Disk
+from rworker.tiers.disk import Disk, open_slots
 from rworker.tiers.format import Entry, SlotShape
 from rworker.tiers.lower_tier import LowerTier
 from rworker.tiers.mover import CacheMemory, Mover
-from rworker.tiers.opening import open_slots
 from rworker.tiers.slots import SlotFile
 
 if TYPE_CHECKING:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
 from typing import Final
 
 from fastdecode.wire.blocks import Done, Progress, words_of
 from rworker.instructions import MoveBlocks
-from rworker.tiers.health import Faults
 from rworker.tiers.lower_tier import LowerTier
 
 
@@ -55,9 +53,9 @@ class BlockTransfer:
         self._order.books.moving.end(job.number, failed)
         words = words_of([job.keys[place] for place in sorted(failed)])
         num_bytes = 0 if tier is None else (len(job.keys) - len(failed)) * tier.stored_bytes
-        faults = Faults() if tier is None else tier.take_faults()
+        faults = (0, 0, 0, 0) if tier is None else tier.take_faults()
         at = self._order.holder, job.number, words, num_bytes, job.seconds
-        return Done(*at, *astuple(faults))
+        return Done(*at, *faults)
 
     def close(self) -> None:
         """See ``Transfer``: with its cache, a tier is closed, too."""

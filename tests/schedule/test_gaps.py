@@ -208,7 +208,7 @@ def test_of_all_that_is_kept_a_beginning_and_one_stretch_are_reused(
     there: str, most_tokens: int, window: int | None, spared: int | None, first: int, gap: range
 ) -> None:
     stock, keys = stock_of(there, window)
-    found = reuses(stock, keys, (99,), most_tokens, BLOCK_SIZE)
+    found = reuses(stock, keys, (99,), most_tokens)
     expected = [] if spared is None else [(spared, first, gap)]
     assert [(one.num_tokens, one.first_token, one.gap) for one in found] == expected
     for one in found:
@@ -218,16 +218,16 @@ def test_of_all_that_is_kept_a_beginning_and_one_stretch_are_reused(
 
 def test_split_sequences_start_with_contiguous_blocks_only() -> None:
     stock, keys = stock_of("x.xx")
-    (found,) = reuses(stock, keys, (8, 8), 99, BLOCK_SIZE)
+    (found,) = reuses(stock, keys, (8, 8), 99)
     assert (found.num_tokens, found.gap) == (4, range(0))
 
 
 def test_a_turns_end_is_reused_with_what_is_before_it() -> None:
     stock, keys = stock_of("xx.x.xx")
-    (found,) = reuses(stock, keys, (99,), 26, BLOCK_SIZE, with_tail=True)
+    (found,) = reuses(stock, keys, (99,), 26, with_tail=True)
     assert found.has_tail and found.gap == range(8, 20) and found.num_tokens == 26 - 12
     stock, keys = stock_of("xx.xxx.")
-    assert not reuses(stock, keys, (99,), 26, BLOCK_SIZE, with_tail=True)
+    assert not reuses(stock, keys, (99,), 26, with_tail=True)
 
 
 def test_who_lacks_what_somebody_is_computing_waits_for_it() -> None:

@@ -131,14 +131,14 @@ class Holdings:
             return []
         num_tokens, size = len(sequence.token_ids), self.block_size
         keys = self.chains.keys(sequence)
-        found = reuses(self.stock, keys, sizes, num_tokens - 1, size)
+        found = reuses(self.stock, keys, sizes, num_tokens - 1)
         ends = {sequence.request.cache.turn or 0}
         if self._ends:
             ends.update(*(self._ends.get(key, ()) for key in (None, *keys)))
         for end in ends:
             if end % size and end < num_tokens:
                 keys = self.chains.with_tail(sequence, end)
-                found += reuses(self.stock, keys, sizes, end, size, with_tail=True)
+                found += reuses(self.stock, keys, sizes, end, with_tail=True)
         return sorted(found, key=lambda reuse: -reuse.num_tokens)
 
     def is_coming(self, sequence: Sequence, found: Seq[Reuse]) -> bool:

@@ -1,17 +1,13 @@
-"""Whose cached blocks go down a tier, or are given up: policies over
-conversations and their blocks. Pure, with time passed in. The engine's kept
-blocks and ``fastdecode simulate`` ask the same ones.
+"""Policies of eviction, for the engine and for ``fastdecode simulate``.
 
-``retention`` values a block by what it would cost to compute it again, over the
-time since its last use (Pensieve, EuroSys 2025): the lowest value goes
-first. Leading blocks cost least, since they attend to least. ``lru`` takes the
-end of whatever was idle for longest. ``size-idle`` (Pensieve's first edition)
-takes the trailing half of the conversation with most blocks × idle time.
+``retention`` values a block by the cost to compute it again, over the time since its last use
+(Pensieve, EuroSys 2025). The lowest value goes first. Leading blocks cost least, since they attend
+to least. ``lru`` takes the end of what was idle for longest. ``size-idle`` (Pensieve's first
+edition) takes the trailing half of the conversation with most blocks × idle time.
 
-Tiers of a simulation hold whole conversations, and ask which of them evicts
-blocks, and which blocks (``TierPolicy``). The engine asks what each block is worth
-(``Policy``), also of requests outside any conversation. What those
-have in common with others is their beginning, so of them the end goes first.
+Tiers of a simulation hold whole conversations, and ask which of them evicts which blocks
+(``TierPolicy``). The engine asks what each block is worth (``Policy``). Requests outside any
+conversation share their beginnings with others, so their ends go first.
 """
 
 from __future__ import annotations
@@ -25,10 +21,8 @@ from numpy.typing import NDArray
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 
 POLICIES: Final = ("retention", "lru", "size-idle")
-_INSTANT_S: Final = 1e-9
-"""What was used this very moment was so long ago."""
-_BEYOND_ALL_TOKENS: Final = float(1 << 25)
-"""No sequence is as long."""
+_INSTANT_S: Final = 1e-9  # least idle time
+_BEYOND_ALL_TOKENS: Final = float(1 << 25)  # no sequence is as long
 
 Values: TypeAlias = NDArray[np.float64]
 
@@ -151,6 +145,5 @@ def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> Tie
 
 
 def is_short(num_free: int, num_slots: int, threshold: float) -> bool:
-    """Whether fewer slots than this share of them are free, so that some have
-    to be given up."""
+    """Return True if less than this share of the slots is free, so that some have to be freed."""
     return num_free < threshold * num_slots

@@ -15,11 +15,10 @@ import numpy as np
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId
-from fastdecode.schedule.cache.blocks import Block, Index, Memory
+from fastdecode.schedule.cache.blocks import Block, Index, Memory, Window
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.rates import Rates, TierCounts, most_stored
 from fastdecode.schedule.cache.retention import Policy, Retention
-from fastdecode.schedule.cache.window import Window, drop_unseen
 from fastdecode.schedule.plan import Send
 from fastdecode.wire.blocks import MOST_MOVED, Fetch, Forget, Name, Retain, words_of
 
@@ -170,7 +169,7 @@ class Stock:
 
     def drop_unseen(self, holder: HolderId, keys: Seq[bytes], num_past: int) -> None:
         """Drop a chain's blocks that no token behind ``num_past`` attends to."""
-        self._drop(holder, drop_unseen(self._indices[holder], keys, num_past, self.window))
+        self._drop(holder, self._indices[holder].drop_unseen(keys, num_past))
 
     def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Evict blocks that take memory that was never touched before (``FreshMemory``).
@@ -334,7 +333,7 @@ class Stock:
             assert found <= moving, "no job moves a block that is moved"
 
     def _empty(self) -> Index:
-        return Index(self.policy, only_ends=self._only_ends, window=self.window.num_tokens)
+        return Index(self.policy, only_ends=self._only_ends, window=self.window)
 
     def _drop(self, holder: HolderId, gone: list[bytes]) -> None:
         self.forget(holder, gone)

@@ -1,8 +1,4 @@
-"""What becomes of sequences: they wait again, are over, or are given up.
-
-A sequence's fate is carried out when it is **at rest** (see
-``fastdecode.schedule.life.lifecycle``).
-"""
+"""How sequences end, or wait again, once they are **at rest** (``PendingAction``)."""
 
 from __future__ import annotations
 
@@ -21,28 +17,22 @@ from fastdecode.wire.blocks import Close
 
 
 class Endings:
-    """Carries fates out.
-
-    Args:
-        scheduler: is told who waits again, and who is over.
-    """
+    """Carries out what is pending for sequences, and has what all of the lifecycle works on."""
 
     def __init__(self, scheduler: ContinuousScheduler) -> None:
         self.scheduler = scheduler
         self.table = SequenceTable()
-        """All sequences that are not over."""
         self.grants = Grants()
-        """What is open of them."""
         self.out: list[Instruction] = []
         """Instructions that follow from the present event."""
         self._cache = scheduler.ledger.cache
         self.looks_for_room = False
-        """Some that wait may fit nowhere any more."""
+        """Some waiting sequences may fit nowhere any more."""
         self.was_refused = False
-        """Somebody was, and since then nothing was freed."""
+        """A holder refused room, and nothing was freed since then."""
 
     def finish(self, life: SequenceRecord, reason: FinishReason) -> None:
-        """Its last token is known."""
+        """Finish a sequence whose last token is known."""
         self._cache.answered(life.sequence)
         request_id = life.sequence.request.request_id
         siblings = self.table.by_request[request_id]
@@ -55,8 +45,7 @@ class Endings:
         self.settle(life)
 
     def drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
-        """A request ends before its time, all of its sequences with it. None:
-        nobody wants to know."""
+        """End a request, and all of its sequences. ``error``: what its client is told, if any."""
         if error is not None:
             self.out.append(Fail(request_id, error))
         for life in self.table.by_request.pop(request_id):
@@ -65,14 +54,14 @@ class Endings:
             self.settle(life)
 
     def recompute(self, life: SequenceRecord) -> None:
-        """It has to start again."""
+        """Start a sequence again."""
         if life.pending in (None, PendingAction.RECOVER):
             self.table.set_pending(life, PendingAction.REQUEUE)
             self.table.counts.num_recomputed += 1
         self.settle(life)
 
     def settle(self, life: SequenceRecord) -> None:
-        """Carry out what becomes of a sequence, once it is at rest."""
+        """Carry out what is pending for a sequence, once it is at rest."""
         if life.pending is PendingAction.RECOVER or not self.table.is_at_rest(life):
             return
         is_closed = life.state is SequenceState.DONE
@@ -91,7 +80,7 @@ class Endings:
             self.looks_for_room = True
 
     def set_aside(self, life: SequenceRecord) -> None:
-        """Close what is open of a sequence, which waits again, or is over."""
+        """Close what is open of a sequence, that waits again, or is over."""
         self.close(life)
         self.table.cache(life, 0)
         life.sequence.residence = None
