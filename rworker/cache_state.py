@@ -31,8 +31,7 @@ from fastdecode.wire.messages import (
     Refused,
 )
 from fastdecode.wire.traits import Role
-from rworker.blocks.appending import Appended
-from rworker.blocks.gaps import past_of
+from rworker.blocks.appending import Appended, past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
 from rworker.checks import (
