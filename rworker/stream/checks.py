@@ -127,8 +127,8 @@ def check_read(hello: Hello, message: ReadBlocks) -> None:
     least = kv.block_size if message.form is ChunkForm.BLOCKS else 1
     if not 1 <= len(counts) <= MAX_PIECES or min(counts) < least or max(counts) > kv.block_size:
         raise ProtocolError(
-            f"{len(counts)} blocks are asked for, at most with {max(counts, default=0)} tokens: 1 to "
-            f"{MAX_PIECES} blocks of {least} to {kv.block_size} tokens are read at a time"
+            f"{len(counts)} blocks are asked for, at most with {max(counts, default=0)} tokens: 1 "
+            f"to {MAX_PIECES} blocks of {least} to {kv.block_size} tokens are read at a time"
         )
     _checked_bytes(kv, message, sum(counts))
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MOST_GB: Final = 1e6
 MOST_FILES: Final = 64
-"""Of R-workers that keep the same blocks' heads, in one directory."""
+"""Files of R-workers that cache the same heads of blocks, in one directory."""
 _NAMED: Final = re.compile(r"[0-9A-Za-z]{16}/slots-[0-9]{1,2}\.kv")
 _LOOKS: Final = 3
 _LOOK_S: Final = 0.01
@@ -30,16 +30,14 @@ _LOOK_S: Final = 0.01
 
 
 def open_slots(directory: Path, shape: SlotShape, num_bytes: int) -> SlotFile:
-    """The first file of this identity that nobody else has open, with what it
-    holds; a new one, if there is none.
+    """Open the first file of this identity that no process has open, or a new one.
 
     Args:
         directory: the user's own, or to be made.
-        num_bytes: that the file may take.
+        num_bytes: bytes that the file may take.
 
     Raises:
-        ConfigError: it can't be made, there isn't the room for it, or it
-            wouldn't hold a block.
+        ConfigError: If it can't be made, lacks room, or would not hold a block.
     """
     num_slots = shape.num_slots_within(num_bytes)
     if not num_slots:
@@ -63,11 +61,11 @@ def open_slots(directory: Path, shape: SlotShape, num_bytes: int) -> SlotFile:
 
 
 def make_own_directory(path: Path) -> None:
-    """Make it, if it isn't there.
+    """Make a directory, unless it exists.
 
     Raises:
-        OSError: it can't be made.
-        ConfigError: it isn't a directory, or not the user's alone.
+        OSError: If it can't be made.
+        ConfigError: If it is not a directory, or not the user's alone.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -80,12 +78,11 @@ def make_own_directory(path: Path) -> None:
 
 
 def read_slots(path: Path) -> tuple[int, Header, dict[int, Entry], int]:
-    """A file as it stands: its descriptor, which the caller closes, what it
-    says, and how many entries are damaged.
+    """Return a file's descriptor, which the caller closes, header, entries, and damaged entries.
 
     Raises:
-        ConfigError: it is none of ours, another user's, or damaged.
-        OSError: it can't be read.
+        ConfigError: If it is another program's, another user's, or damaged.
+        OSError: If it can't be read.
     """
     fd = os.open(path, FLAGS)
     try:
@@ -107,7 +104,7 @@ def read_slots(path: Path) -> tuple[int, Header, dict[int, Entry], int]:
 
 
 def _open(path: Path, shape: SlotShape, num_slots: int) -> SlotFile | None:
-    """The file, made if need be; None: another process has it open."""
+    """Open a file, or make it. None if another process has it open."""
     while True:
         make_own_directory(path.parent)  # it goes with its last file
         fd = os.open(path, FLAGS | os.O_CREAT, 0o600)
@@ -128,8 +125,7 @@ def _open(path: Path, shape: SlotShape, num_slots: int) -> SlotFile | None:
 
 
 def lock(fd: int) -> bool:
-    """Keep others from using a file for as long as it is open here; False:
-    another process uses it."""
+    """Lock a file for as long as it is open here. False if another process uses it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -138,7 +134,6 @@ def lock(fd: int) -> bool:
 
 
 def _lock_patiently(fd: int) -> bool:
-    """The same, though somebody may look at the file just now."""
     for _ in range(_LOOKS):
         if lock(fd):
             return True
@@ -147,14 +142,13 @@ def _lock_patiently(fd: int) -> bool:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether an open file is the one at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(fd))
     return False
 
 
 def _entries_of(path: Path, fd: int, shape: SlotShape, num_slots: int) -> dict[int, Entry]:
-    """What the file holds; it begins anew where it isn't what is wanted."""
+    """Return what a file holds. Empty it if it has another shape, or is damaged."""
     with contextlib.suppress(ConfigError):
         other, header, entries, num_damaged = read_slots(path)
         os.close(other)
@@ -175,7 +169,6 @@ def _entries_of(path: Path, fd: int, shape: SlotShape, num_slots: int) -> dict[i
 
 
 def _made(path: Path, fd: int, shape: SlotShape, num_slots: int) -> dict[int, Entry]:
-    """The file, empty and of full length."""
     if os.fstat(fd).st_size:
         os.ftruncate(fd, 0)
     logger.info("%s: making room for %d bytes", path, shape.file_bytes(num_slots))
@@ -189,7 +182,7 @@ def _made(path: Path, fd: int, shape: SlotShape, num_slots: int) -> dict[int, En
 
 
 def _strangeness(fd: int) -> str:
-    """Why a file isn't to be used; empty: it may be."""
+    """Return why a file can't be used. Empty if it can."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         return "it is not a file"
@@ -200,22 +193,22 @@ def _strangeness(fd: int) -> str:
 
 @dataclass(frozen=True)
 class Disk:
-    """A directory, and how much of it."""
+    """Where R-workers cache blocks."""
 
     directory: Path
     num_bytes: int
-    """Of each R-worker's file."""
+    """Bytes of each R-worker's file."""
 
 
 def disk_of(directory: str | None, gigabytes: float | None, num_workers: int = 1) -> Disk | None:
-    """What was asked for, which is there and has the room; None: nothing was.
+    """Return the directory that was asked for, which has the room. None if none was.
 
     Args:
-        num_workers: that keep a file there each.
+        num_workers: R-workers, each with a file there.
 
     Raises:
-        ConfigError: only one of the two was given; the directory can't be used,
-            or hasn't the room.
+        ConfigError: If only one of the two was given, or the directory can't be used, or lacks
+            room.
     """
     if directory is None and gigabytes is None:
         return None
@@ -251,8 +244,8 @@ def disk_of(directory: str | None, gigabytes: float | None, num_workers: int = 1
 
 
 def slot_files(directory: Path) -> list[Path]:
-    """Of all models, in a directory: files that are named as R-workers name
-    theirs (``open_slots``). Links aren't followed."""
+    """Return the files in a directory that are named as by ``open_slots``, of all models. Links are
+    not followed."""
     return sorted(
         path
         for path in directory.glob("*/slots-*.kv")

@@ -93,7 +93,7 @@ class JoinedMoves:
         faults = map(sum, zip(*(each.faults for each in told.values()), strict=True))
         reason = next((each.reason for each in told.values() if each.reason), "")
         at = news.holder, news.job, words_of(sorted(failed))
-        return Done(*at, num_bytes, seconds, *faults, reason)
+        return replace(Done(*at, num_bytes, seconds, *faults), reason=reason)
 
     def _take_stocked(self, member: HolderId, news: Inventory) -> Inventory | None:
         own = self._stocked.setdefault(member, {})
