@@ -1,7 +1,7 @@
 """Which instances have run which tokens, and where their blocks may be read.
 
-Blocks are known by their keys (``fastdecode.core.model.block_keys``). An instance may have evicted
-them meanwhile.
+Blocks are known by their keys (``fastdecode.core.model.block_keys``), and what an instance keeps
+behind the last full block by its tokens. It may have evicted them meanwhile.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeAlias
 
-from fastdecode.core.holders import KVSource
+from fastdecode.core.holders import KVSource, num_offered
 from fastdecode.core.model.block_keys import block_keys, root_key
 
 _MOST_BLOCKS: Final = 1 << 16
@@ -45,19 +45,26 @@ class BlockChain:
         return BlockChain(self.root, self.size, every, (*self.keys, *more))
 
 
+_Kept: TypeAlias = tuple[tuple[KVSource, ...], tuple[int, ...]]
+"""Where a block may be read, and tokens behind it of which there is a block that is not full."""
+
+
 class KeptPrefixes:
     """See the module."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, dict[int, tuple[KVSource, ...]]] = OrderedDict()
+        self._blocks: OrderedDict[bytes, dict[int, _Kept]] = OrderedDict()
 
     def note(self, run: BlockChain, instance: int, sources: tuple[KVSource, ...]) -> None:
         """Note where an instance has run these tokens."""
-        if not sources:
-            return
-        for key in run.keys:
-            self._blocks.setdefault(key, {})[instance] = sources
+        num_tokens = num_offered(sources)
+        keys = run.keys[: num_tokens // run.size]
+        for key in keys:
+            self._blocks.setdefault(key, {})[instance] = sources, ()
             self._blocks.move_to_end(key)
+        if keys:
+            tail = run.token_ids[len(keys) * run.size : num_tokens]
+            self._blocks[keys[-1]][instance] = sources, tail
         while len(self._blocks) > _MOST_BLOCKS:
             self._blocks.popitem(last=False)
 
@@ -66,9 +73,11 @@ class KeptPrefixes:
         which has to run."""
         found = dict[int, tuple[KVSource, ...]]()
         for place in reversed(range((len(prompt.token_ids) - 1) // prompt.size)):
-            for instance, sources in self._blocks.get(prompt.keys[place], {}).items():
-                if instance not in found:
-                    found[instance] = _first_tokens(sources, (place + 1) * prompt.size)
+            end = (place + 1) * prompt.size
+            for instance, (sources, tail) in self._blocks.get(prompt.keys[place], {}).items():
+                has_tail = prompt.token_ids[end:-1][: len(tail)] == tail
+                num_tokens = end + len(tail) * has_tail
+                found.setdefault(instance, _first_tokens(sources, num_tokens))
         return found
 
 

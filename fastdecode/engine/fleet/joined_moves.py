@@ -93,7 +93,9 @@ class JoinedMoves:
         faults = map(sum, zip(*(each.faults for each in told.values()), strict=True))
         reason = next((each.reason for each in told.values() if each.reason), "")
         at = news.holder, news.job, words_of(sorted(failed))
-        return replace(Done(*at, num_bytes, seconds, *faults), reason=reason)
+        done = Done(*at, num_bytes, seconds, reason=reason)
+        names = "num_unread", "num_damaged", "num_unwritten", "num_late"
+        return replace(done, **dict(zip(names, faults, strict=True)))
 
     def _take_stocked(self, member: HolderId, news: Inventory) -> Inventory | None:
         own = self._stocked.setdefault(member, {})

@@ -250,10 +250,11 @@ class Holdings:
 
     def num_offered(self, sequence: Sequence) -> int:
         """Count the tokens with which a sequence could start that other engines keep: whole blocks,
-        unless its prompt is held for it. One token at least has to run."""
+        unless its prompt is held for it, or they are the turn before. One token has to run."""
         most = min(num_offered(sequence.sources), len(sequence.token_ids) - 1)
         is_held = all(source.is_held for source in sequence.sources)
-        return most if is_held else most - most % self.block_size
+        has_tail = is_held or most == sequence.request.cache.turn
+        return most if has_tail else most - most % self.block_size
 
     def offer(self, sequence: Sequence) -> int:
         """Name all blocks of a running sequence whose parts are closed now, so that other engines
@@ -286,9 +287,11 @@ class Holdings:
         residence = sequence.residence
         if residence is None or sequence.is_spoilt or not self.chains.is_shared(sequence):
             return ()
-        counts = [min(sequence.num_cached, x.end) - x.first_token for x in residence.parts]
-        parts = zip(residence.parts, [x - x % self.block_size for x in counts], strict=True)
-        return tuple([replace(part, num_tokens=count) for part, count in parts if count > 0])
+        end = sequence.num_cached
+        if sequence.sequence_id not in self._answered:
+            end -= end % self.block_size
+        counts = [(part, min(end, part.end) - part.first_token) for part in residence.parts]
+        return tuple([replace(part, num_tokens=count) for part, count in counts if count > 0])
 
     def answered(self, sequence: Sequence) -> None:
         """Note that a running sequence has come to its end."""
