@@ -94,7 +94,11 @@ class JoinedMoves:
         num_bytes = sum(each.num_bytes for each in told.values())
         seconds = max(each.seconds for each in told.values())
         faults = map(sum, zip(*(each.faults for each in told.values()), strict=True))
-        return Done(news.holder, news.job, words_of(sorted(failed)), num_bytes, seconds, *faults)
+        reason = next((each.reason for each in told.values() if each.reason), "")
+        at = news.holder, news.job, words_of(sorted(failed))
+        done = Done(*at, num_bytes, seconds, reason=reason)
+        names = "num_unread", "num_damaged", "num_unwritten", "num_late"
+        return replace(done, **dict(zip(names, faults, strict=True)))
 
     def _take_pulled(self, member: HolderId, news: Pulled) -> Pulled | None:
         """A sequence is here when all have their part of it."""
