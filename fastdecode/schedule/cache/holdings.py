@@ -166,8 +166,9 @@ class Holdings:
         missing = self.chains.keys(sequence)
         if reuse is not None:
             missing = self._start_with(parts, reuse, missing)
-            if reuse.sources and (tail := parts[len(reuse.keys) - 1].tail) is not None:
-                self._passing[sequence.sequence_id] = parts[len(reuse.keys) - 1].holder, tail
+            last = parts[len(reuse.keys) - 1]
+            if last.tail is not None and num_offered(reuse.sources) % self.block_size:
+                self._passing[sequence.sequence_id] = last.holder, last.tail
         if missing and self.chains.is_shared(sequence):
             self.computing[sequence.sequence_id] = set(missing)
         num_hit = 0 if reuse is None else reuse.num_tokens
@@ -182,7 +183,7 @@ class Holdings:
             before = [keys[first - 1] if first else None, *used[:-1]]
             if gap:
                 before[own_gap.start] = keys[gap.stop - 1]
-            at = part.part.first_token, reuse.num_tokens
+            at = part.part.first_token, num_offered(reuse.sources)
             self.stock.fetch(part.holder, used, before, reuse.sources, *at)
             self.stock[part.holder].use(used, as_hit=True)
             split = own_gap.start if gap else len(used)
@@ -211,7 +212,9 @@ class Holdings:
         for place, part in enumerate(parts):
             num_full = part.num_full(num_tokens, self.block_size)
             names = theirs[place].names[:num_full] if theirs is not None and num_full else []
-            part.names = names + [None] * (num_full - len(names))
+            if self.chains.is_shared(sequence):  # else it names its blocks when it is handed over
+                names += [None] * (num_full - len(names))
+            part.names = names
             self.stock[part.holder].use(part.keys, as_hit=False)
 
     def keep(self, sequence: Sequence) -> None:
@@ -240,10 +243,11 @@ class Holdings:
             holders: where its parts are to be.
             sizes: tokens to reserve for each part.
         """
-        num_tokens = self.num_offered(sequence)
-        keys = self.chains.with_tail(sequence, num_tokens)
-        if not num_tokens % self.block_size:
-            del keys[-1]
+        num_tokens, end = self.num_offered(sequence), num_offered(sequence.sources)
+        if num_tokens % self.block_size:
+            keys = self.chains.with_tail(sequence, end)[: -(-end // self.block_size)]
+        else:
+            keys = self.chains.keys(sequence, num_tokens // self.block_size)
         return offered(
             self.stock, keys, holders, sizes, num_tokens, self.block_size, sequence.sources
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from fastdecode.core.holders import HolderId, KVSource
+from fastdecode.core.holders import HolderId, KVSource, num_offered
 from fastdecode.core.sequence import NOTHING
 from fastdecode.schedule.cache.blocks import Index
 from fastdecode.schedule.cache.stock import Stock
@@ -72,7 +72,7 @@ def offered(
         tuple(map(tuple, parts)),
         num_tokens,
         {},
-        num_tokens // block_size,
+        min(first, num_offered(sources) // block_size),
         sources=sources,
     )
 
