@@ -381,9 +381,9 @@ class Engine:
 
     def _await_rooms(self) -> None:
         """Take in the answers of holders that answer at once."""
-        while self._answer_at_once and self._lifecycle.grants:
+        while self._answer_at_once and self._lifecycle.grants.asked:
             self._take_news()  # one that was lost just now answers nothing
-            if self._lifecycle.grants:
+            if self._lifecycle.grants.asked:
                 self._pipeline.receive()
                 self._take_news()
         while self._fleet.is_owed_at_once:
