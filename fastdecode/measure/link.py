@@ -26,11 +26,11 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
-    CloseSequence,
+    Close,
     Failed,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     Refused,
     ToRWorker,
     Welcome,
@@ -123,12 +123,12 @@ class _Peer:
 
     def open(self, num_tokens: int) -> None:
         for sequence in self._ids.tolist():
-            self._connection.send(OpenSequence(sequence, num_tokens))
+            self._connection.send(Open(sequence, num_tokens))
             expect(self._connection.receive(TIMEOUT_S), Accepted)
 
     def close(self) -> None:
         for sequence in self._ids.tolist():
-            self._connection.send(CloseSequence(sequence))
+            self._connection.send(Close(sequence))
 
     def step(self, wait: Callable[[float], None] | None = None) -> list[float]:
         """Run a step. Return seconds of all layers but the first.

@@ -30,7 +30,7 @@ from fastdecode.wire.messages import (
     BeginStep,
     FromRWorker,
     Hello,
-    OpenSequence,
+    Open,
     ToRWorker,
     Welcome,
 )
@@ -136,7 +136,7 @@ class _Member:
 
     def _append(self, sequence: int, num_tokens: int) -> None:
         """Open a sequence, and store its tokens in a step of the same number, without queries."""
-        self._ask(OpenSequence(sequence, num_tokens), Accepted)
+        self._ask(Open(sequence, num_tokens), Accepted)
         none, new = np.zeros(1, np.int32), np.full(1, num_tokens, np.int32)
         ids = np.array([sequence], np.int64)
         self._connection.send(BeginStep(sequence, 0, ids, none, new, none, new))
