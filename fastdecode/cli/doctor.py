@@ -39,8 +39,7 @@ from fastdecode.measure.doctor import (
     ok,
     warn,
 )
-from fastdecode.measure.link import RConnection
-from fastdecode.measure.neighbours import NeighbourFacts, examine_neighbours
+from fastdecode.measure.link import NeighbourFacts, RConnection, examine_neighbours
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.mpi.ranks import S_RANK, StageRanks, launched_size
 
@@ -299,15 +298,12 @@ def _ways(
     found: Sequence[WorkerFacts],
 ) -> Iterator[NeighbourFacts]:
     """Measure the links between those R-workers that passed so far."""
-    reports = {facts.peer: facts.report for facts in found if not facts.error}
-    well = [
-        (connection, address, report.kv_bytes)
-        for connection, address in zip(asked, addresses, strict=True)
-        if not isinstance(connection, WorkerFacts)
-        and (report := reports.get(connection.peer)) is not None
-    ]
-    connections, names, kv_bytes = zip(*well, strict=True) if well else ((), (), ())
-    yield from examine_neighbours(connections, names, kv_bytes)
+    reports = {facts.peer: facts.report for facts in found if facts.report and not facts.error}
+    yield from examine_neighbours([
+        (one, address, reports[one.peer].kv_bytes)
+        for one, address in zip(asked, addresses, strict=True)
+        if one.peer in reports and not isinstance(one, WorkerFacts)
+    ])  # fmt: skip
 
 
 def _launcher() -> Finding:

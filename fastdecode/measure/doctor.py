@@ -21,8 +21,13 @@ from fastdecode.core.host.cpus import BINDING_VARIABLES
 from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.measure.link import RConnection, bytes_exchanged, expect, measure_link
-from fastdecode.measure.neighbours import NeighbourFacts
+from fastdecode.measure.link import (
+    NeighbourFacts,
+    RConnection,
+    bytes_exchanged,
+    expect,
+    measure_link,
+)
 from fastdecode.wire.messages import PROTOCOL_VERSION, Inspect, Report
 from fastdecode.wire.zmq.hub import io_threads_for
 from rworker.binding import parse_cpu_list
