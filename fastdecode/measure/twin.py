@@ -19,8 +19,7 @@ from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.measurement import RProfile, SProfile
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.measure.calibrate import SEffort, calibrate_s
-from fastdecode.measure.steady import time_steady_steps
+from fastdecode.measure.calibrate import SEffort, calibrate_s, time_steady_steps
 from rworker.measure import Effort, Host, measure_r_part
 
 # The twin's cached tokens, so that it is filled in seconds, and its sequences.
