@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.numbers import at_most
-from cost_model.printing import counted, labelled, round_to, seconds_text
+from cost_model.printing import counted, labelled, picked, round_to, seconds_text
 from fastdecode.core.config.options import REQUIRED, option
 
 MAX_MACHINES = 10_000
@@ -186,8 +186,10 @@ def as_json(asked: Disaggregation | None, swap: Swapping | None) -> dict[str, An
             "min_token_machines": memory and memory.fewest(tokens=True),
         }
     if swap is not None:
-        names = ("unswapped_s", "swapped_s", "crossover_tokens", "pays")
-        tree["swap"] = {"asked": swap, **{name: getattr(swap, name) for name in names}}
+        tree["swap"] = {
+            "asked": swap,
+            **picked(swap, "unswapped_s swapped_s crossover_tokens pays"),
+        }
     return tree
 
 

@@ -147,16 +147,11 @@ class Roles:
     def num(self) -> int:
         return self.prefill + self.decode + self.both
 
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        return self.prefill, self.decode, self.both
-
     def flips_to(self, other: Roles) -> int:
-        return sum(max(0, b - a) for a, b in zip(self.counts, other.counts, strict=True))
+        return sum(max(0, b - a) for a, b in zip(astuple(self), astuple(other), strict=True))
 
     def __str__(self) -> str:
-        named = zip(self.counts, ("prefill", "decode", "both"), strict=True)
-        return " + ".join(f"{count} {name}" for count, name in named if count)
+        return " + ".join(f"{count} {name}" for name, count in asdict(self).items() if count)
 
 
 @dataclass(frozen=True)

@@ -122,15 +122,8 @@ class Setup:
         if self.is_without_gpu:  # a CPU attends as the R-workers' do
             read = costs.kv_layer_bytes / r.token_s
             s = replace(s, kv_read_bytes_per_s=read, host_link_bytes_per_s=None)
-        return System(
-            s=s,
-            r=r,
-            link=LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic),
-            num_nics=self.num_nics,
-            transport=self.transport,
-            costs=costs,
-            workload=self.workload,
-        )
+        link = LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic)
+        return System(s, r, link, self.num_nics, costs, self.workload, self.transport)
 
 
 def _requests(text: str) -> int:

@@ -245,18 +245,7 @@ def _size(setup: Setup, goal: Goal, hardware: Hardware | None, prices: Prices | 
         if goal.max_sockets is not None:
             sockets, part = search.most_sockets, 1.0 / (1.0 + goal.gain)
         both = best_hybrid(system, gpu_only, sockets, limit_s, most_sequences=goal.batch, part=part)
-    sizing = Sizing(
-        setup=setup,
-        goal=goal,
-        system=system,
-        feasible=feasible,
-        plan=plan,
-        in_the_way=in_the_way,
-        nearest=nearest,
-        gpu_only=gpu_only,
-        hybrid=both,
-        most_tokens_per_s=most,
-    )
+    sizing = Sizing(setup, goal, system, feasible, plan, in_the_way, nearest, gpu_only, both, most)
     if plan is not None:
         rivals = tuple(_rivals(setup, goal))
         sizing = replace(

@@ -77,14 +77,9 @@ class Twin:
 
     def run(self, s: SProfile, r: RProfile, num_steps: int) -> dict[str, tuple[float, float]]:
         """Return what is predicted and what is measured, by quantity."""
-        system = System(
-            s=SPartModel.from_profile(s, self._costs),
-            r=RPartModel.from_profile(r, self._costs),
-            link=LinkModel.within_process(),
-            num_nics=1,
-            costs=self._costs,
-            workload=Workload(0, 1),
-        )
+        s_part, link = SPartModel.from_profile(s, self._costs), LinkModel.within_process()
+        r_part = RPartModel.from_profile(r, self._costs)
+        system = System(s_part, r_part, link, 1, self._costs, Workload(0, 1))
         twin = self.batch
         with contextlib.closing(RunningEngine(self._config)) as running:
             steps = time_steady_steps(running, twin.batch, twin.context_tokens, num_steps)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import astuple
 
 from cost_model.goodput.replanning import (
     InstanceProfile,
@@ -157,7 +158,7 @@ class Replanner:
             + dispatcher.prefill[i].num_tokens / dispatcher.prefill[i].batch_tokens
             for i in places
         ]
-        wanted = dict(zip(_ORDER, best.counts, strict=True))
+        wanted = dict(zip(_ORDER, astuple(best), strict=True))
         changes = role_changes([router.registry.roles[i] for i in places], wanted, busy)
         for index, role in changes.items():
             name = router.registry.all[places[index]].name
