@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from msgspec import structs
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
@@ -259,11 +260,8 @@ class _Member:
 
     def _open(self, holder: int, max_blocks: int) -> None:
         specs = (AttentionSpec(KV.num_kv_heads, KV.num_kv_heads, KV.head_dim, 0.1),) * KV.num_layers
-        hello = Hello(
-            PROTOCOL_VERSION, "streamed", KV, specs, KV.dtype, holder=holder,
-            session=self._session, max_blocks=max_blocks,
-        )  # fmt: skip
-        self._ask(hello, Welcome)
+        own = Hello(PROTOCOL_VERSION, "streamed", KV, specs, KV.dtype, holder=holder)
+        self._ask(structs.replace(own, session=self._session, max_blocks=max_blocks), Welcome)
 
     def _append(self, sequence: int, num_tokens: int) -> None:
         """Open a sequence, and store its tokens in a step, without queries."""
