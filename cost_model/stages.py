@@ -166,11 +166,7 @@ class SPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
-        """Return curves through what was measured.
-
-        Raises:
-            ConfigError: If the profile is of another model shape or dtype.
-        """
+        """Raises ConfigError: If the profile is of another model shape or dtype."""
         from cost_model.fit import fit_curve  # here: NumPy is slow to load
 
         asked = ModelShape.of(costs.spec)
@@ -263,11 +259,8 @@ class RPartModel(HardwarePart):
 
     @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
-        """Fit a line. An R-worker of the measured host counts as one socket.
-
-        Raises:
-            ConfigError: If the profile is of another head shape or KV dtype.
-        """
+        """Fit a line. An R-worker of the measured host counts as one socket. Raises ConfigError: If
+        the profile is of another head shape or KV dtype."""
         from cost_model.fit import fit_decode
 
         spec = costs.spec

@@ -105,11 +105,7 @@ def hardware_text(plan: PlacementPlan) -> str:
 
 
 def answer(question: Question, progress: Callable[[str], object] = lambda _: None) -> Answer:
-    """Search both ways.
-
-    Raises:
-        ConfigError: If the model fits on no instance.
-    """
+    """Search both ways. Raises ConfigError: If the model fits on no instance."""
     hardware = question.hardware
     search = Search(question, progress)
     if not search.degrees():

@@ -426,11 +426,8 @@ class TrafficWatch:
         return f"{rules.period_s:g} s are over" if is_due else None
 
     def decided(self, now_s: float, due: ReplanTrigger, judged: JudgedRoles | None) -> bool:
-        """Take the judgement. None if there is none.
-
-        Returns:
-            True if roles should change now: two windows in a row want the same.
-        """
+        """Take the judgement, if there is one. Return True if roles should change now: two windows
+        in a row want the same."""
         self._is_asked = False
         self._judged_at = now_s
         self._check_at = now_s + self.rules.cool_down_s

@@ -187,11 +187,8 @@ def simulate(
     decode: Sequence[DecodeSpec],
 ) -> GoodputRun:
     """Run both phases, or one by itself. Without prefill instances a prompt is finished when it
-    arrives. Without decode instances a request ends with its first token.
-
-    Args:
-        requests: Seconds of arrival, prompt and output tokens, by arrival.
-    """
+    arrives. Without decode instances a request ends with its first token. ``requests`` are seconds
+    of arrival, prompt and output tokens, by arrival."""
     cluster = _Cluster(prefill, decode)
     for number, (arrived_s, prompt, output) in enumerate(requests):
         cluster.requests[number] = _Request(arrived_s, output)
@@ -257,12 +254,8 @@ def greatest_rate(
     most: float,
     top: float | None = None,
 ) -> float:
-    """Return requests per second to 2 %, at most ``most``. 0 if no rate keeps the SLO.
-
-    Args:
-        top: Rates to try are this, and 2 % apart below it, so that rates of several instances
-            can be compared. None for ``most``.
-    """
+    """Return requests per second to 2 %, at most ``most``. 0 if no rate keeps the SLO. ``top`` and
+    rates 2 % apart below it are tried, so that those of several instances can be compared."""
     top = most if top is None else top
     step = 1 + PRECISION
 

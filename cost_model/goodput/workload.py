@@ -27,11 +27,7 @@ MIN_REQUESTS = 300
 
 
 def unit_gaps(num_gaps: int, cv: float, seed: int) -> np.ndarray:
-    """Draw gamma gaps of mean 1.
-
-    Args:
-        cv: Coefficient of variation. 1 is Poisson, 0 is a clock, above 1 bursts.
-    """
+    """Draw gamma gaps of mean 1. A coefficient of variation of 1 is Poisson, 0 is a clock."""
     if cv == 0.0:
         return np.ones(num_gaps)
     shape = 1.0 / (cv * cv)
@@ -45,11 +41,8 @@ class Draw:
     lengths: tuple[tuple[int, int], ...]
 
     def at(self, rate: float, num_requests: int | None = None) -> list[tuple[float, int, int]]:
-        """Return seconds of arrival, prompt and output tokens, by arrival.
-
-        Args:
-            num_requests: None for as many as were drawn. More repeat the draw.
-        """
+        """Return seconds of arrival, prompt and output tokens, by arrival. More requests than were
+        drawn repeat the draw."""
         num = len(self.gaps) if num_requests is None else num_requests
         # Where the draw begins again, there is a gap, too.
         gaps = np.resize(np.array((*self.gaps[1:], 1.0)), max(0, num - 1))

@@ -187,11 +187,7 @@ def _conversations(directory: Path) -> Finding:
 
 
 def _compiled(directory: str | None) -> Finding:
-    """Compile the kernels that an engine with default options compiles at its start.
-
-    Raises:
-        ConfigError: If there is no model.
-    """
+    """Compile the kernels that an engine with default options compiles at its start."""
     if directory is None:
         raise ConfigError("--compile needs --model DIR, whose shapes kernels are compiled for")
     from fastdecode.core.model.checkpoint import open_checkpoint
@@ -253,11 +249,8 @@ def _cache_disk(directory: Path) -> Finding:
 def _reach_all(
     options: DoctorOptions, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
 ) -> tuple[Sequence[RConnection | WorkerFacts], Sequence[str]]:
-    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes.
-
-    Returns:
-        Their connections, or why there is none, and their addresses for each other.
-    """
+    """Connect to every R-worker, given or in this MPI job, until ``opened`` closes. Return their
+    connections, or why there is none, and their addresses for each other."""
     addresses = options.r_worker_addresses
     if not addresses and launched_size() is None:
         return (), ()

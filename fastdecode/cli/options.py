@@ -132,11 +132,8 @@ def given(args: argparse.Namespace, group: type[Any]) -> dict[str, Any]:
 
 
 def read_options(args: argparse.Namespace, group: type[T]) -> T:
-    """Return a dataclass that ``add_options`` has drawn, with the values that were given.
-
-    Raises:
-        ConfigError: If a value does not fit its declaration, or the dataclass refuses it.
-    """
+    """Return a dataclass that ``add_options`` has drawn, with the values that were given. Raises
+    ConfigError: If a value does not fit its declaration, or the dataclass refuses it."""
     options = group(**given(args, group))
     check_options(options)
     return options
@@ -336,10 +333,7 @@ def measuring(
     args: argparse.Namespace, command: str, **outputs: Path | None
 ) -> Iterator[Callable[[str], None]]:
     """Write ``--status``, if it is given, while the command measures. Yield what reports a line.
-
-    Raises:
-        ConfigError: If the file can't be written, or is one of ``outputs``, by option.
-    """
+    Raises ConfigError: If the file can't be written, or is one of ``outputs``, by option."""
     from fastdecode.measure.status_file import status_file
 
     if args.status is not None:

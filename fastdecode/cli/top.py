@@ -1,6 +1,5 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server. ``fastdecode plot``:
-a picture of a run that is over.
-"""
+a picture of a run that is over."""
 
 from __future__ import annotations
 
@@ -80,11 +79,8 @@ def run_top(args: argparse.Namespace) -> int:
 
 
 def _statuses(options: TopOptions) -> Iterator[dict[str, Any]]:
-    """Yield one status after the other until the command has ended.
-
-    Raises:
-        ConfigError: If there is none. ``top`` may start before the command, and then waits.
-    """
+    """Yield one status after the other until the command has ended. Wait if ``top`` was started
+    before the command. Raises ConfigError: If there is no status."""
     look = _looker(options.place, options.api_key_file)
     is_first, is_waiting = True, False
     while True:

@@ -23,11 +23,8 @@ _BY_VALUE: Final = ("dtype", "load_format")  # options whose values may be vLLM'
 
 
 def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Return a command line with vLLM's options by their names here.
-
-    Raises:
-        ConfigError: If there is nothing like an option of vLLM here.
-    """
+    """Return a command line with vLLM's options by their names here. Raises ConfigError: If there
+    is nothing like one of them here."""
     known = {flag[2:].replace("-", "_") for flag in flags}
     made: list[str] = []
     waiting = iter(words)

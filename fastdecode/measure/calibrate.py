@@ -129,11 +129,8 @@ def time_steady_steps(
 ) -> SteadySteps:
     """Run prompts of about ``context_tokens`` random tokens, then time ``num_steps`` steps.
 
-    Sampling is greedy, and EOS is ignored. The engine is empty before and after.
-
-    Raises:
-        CapacityError: If the R-workers can't hold the whole batch at once.
-    """
+    Sampling is greedy, and EOS is ignored. The engine is empty before and after. Raises
+    CapacityError: If the R-workers can't hold the whole batch at once."""
     engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
     assert not engine.requests, "the engine is busy"
     prompt_len = max(1, context_tokens - WARM_UP_STEPS - num_steps // 2)
@@ -178,11 +175,7 @@ def cancel_all(engine: Engine) -> None:
 
 
 def time_prompt(running: RunningEngine, num_tokens: int) -> float:
-    """Return the seconds from submitting a prompt of random tokens to its first token.
-
-    Raises:
-        CapacityError: If the R-workers can't hold the prompt.
-    """
+    """Return the seconds from submitting a prompt of random tokens to its first token."""
     assert not running.engine.requests, "the engine is busy"
     requests, started = _requests(running, 1, num_tokens, 1), time.perf_counter()
     over = _submit(running, requests)

@@ -162,10 +162,8 @@ def judge(
 ) -> Iterator[Finding]:
     """Yield the findings about an S-worker's host and its R-workers, each as soon as possible.
 
-    Args:
-        lacks_for_triton: What the build of the S-worker's fused kernels lacks.
-        neighbours: Links from each R-worker to the next, taken after ``workers``.
-        cpu_quota: CPU time per second that this host's control groups allow, if limited.
+    ``neighbours`` are links from each R-worker to the next, taken after ``workers``. ``cpu_quota``
+    is the CPU time per second that this host's control groups allow, if limited.
     """
     if forces_tf32(environment):
         text = (

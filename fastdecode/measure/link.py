@@ -79,11 +79,8 @@ def measure_link(
     clock: Clock = time.perf_counter,
     wait: Callable[[float], None] = time.sleep,
 ) -> LinkTimes:
-    """Time round trips to a fresh R-worker.
-
-    Args:
-        batches: Sequences of each batch, whose q, k, v are sent and whose o is received.
-        repeats: Steps of each batch, after ``WARM_UP_STEPS``.
+    """Time round trips to a fresh R-worker: ``repeats`` steps of each batch, whose q, k, v are sent
+    and whose o is received, after ``WARM_UP_STEPS``.
 
     Raises:
         WorkerError: If the R-worker refused, failed, or didn't answer in time.
@@ -144,12 +141,9 @@ class _Peer:
             self._connection.send(CloseSequence(sequence))
 
     def step(self, wait: Callable[[float], None] | None = None) -> list[float]:
-        """Run a step. Return seconds of all layers but the first.
-
-        Args:
-            wait: None returns round trips without the R-worker's compute. Otherwise what sending
-                and receiving take of this thread, which sleeps by this while the answer arrives.
-        """
+        """Run a step. Return seconds of all layers but the first: of round trips without the
+        R-worker's compute. With ``wait``, by which this thread sleeps until the answer arrives, of
+        its own sending and receiving."""
         step, count = self._num_steps, len(self._ids)
         self._num_steps += 1
         one = np.ones(count, np.int32)
@@ -203,10 +197,7 @@ class NeighbourFacts:
 
 def examine_neighbours(ring: Sequence[tuple[RConnection, str, int]]) -> Iterator[NeighbourFacts]:
     """Measure the links of a ring of R-workers. Fewer than two have none. Their caches are lost.
-
-    Args:
-        ring: Of each R-worker its address for the others, and its memory for K and V.
-    """
+    ``ring`` has each R-worker's address for the others, and its memory for K and V."""
     # Each has its own sequence and its neighbour's, and a block for one more of each.
     room = min((kv_bytes for *_, kv_bytes in ring), default=0) // 2 // KV.block_bytes - 1
     session, num_blocks = 1 + secrets.randbelow(MAX_ID), min(MAX_BLOCKS, room)

@@ -14,7 +14,7 @@ ENOUGH = 200 << 20
 
 
 def examined(names: list[str], kv_bytes: int = ENOUGH) -> list[NeighbourFacts]:
-    """Of R-workers r0 and r1, which are called so."""
+    """Examine R-workers r0 and r1 under these names."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     neighbours = ThreadNeighbours()
     workers = [
@@ -27,7 +27,6 @@ def examined(names: list[str], kv_bytes: int = ENOUGH) -> list[NeighbourFacts]:
     finally:
         for worker in workers:
             worker.stop()
-        for worker in workers:
             worker.join(30)
 
 

@@ -58,11 +58,8 @@ class Record:
 
 
 class Endpoint:
-    """A server at http://HOST:PORT, perhaps with a path before /v1.
-
-    Raises:
-        ConfigError: If ``url`` is not such an address.
-    """
+    """A server at http://HOST:PORT, perhaps with a path before /v1. Raises ConfigError: If ``url``
+    is not such an address."""
 
     def __init__(self, url: str, key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         try:
@@ -89,10 +86,7 @@ class Endpoint:
 
     async def model(self, named: str | None = None) -> str:
         """Return the first model that the server names, or the one that the user has ``named``.
-
-        Raises:
-            ConfigError: If nothing answers, or none is named.
-        """
+        Raises ConfigError: If nothing answers, or none is named."""
         within = aiohttp.ClientTimeout(total=min(self._timeout_s, _MODELS_WITHIN_S))
         url = f"{self._url}/models"
         try:
