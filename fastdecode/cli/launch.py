@@ -274,7 +274,7 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
 
 
 def find_mpirun(given: str | None = None) -> str:
-    """Return the launcher beside this Python, likely mpi4py's. Raises ConfigError: If none exists."""
+    """Return this Python's mpirun, likely that of mpi4py. Raises ConfigError: If there is none."""
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
