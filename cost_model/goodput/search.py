@@ -263,7 +263,7 @@ class Search:
         self, kind: Kind, whats: Sequence[What], sockets_per_node: int | None = None
     ) -> Chosen | None:
         """Return the cheapest, with K and V on GPUs or on R-workers, and set ``limits``. A node's
-        instances share ``sockets_per_node`` by their GPUs. None: each may have any number."""
+        instances share ``sockets_per_node`` by their GPUs. With None each may have any number."""
         best = self.cheapest(kind, self._with_sockets(whats, sockets_per_node))
         if best is not None:
             tried = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}

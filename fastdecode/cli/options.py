@@ -53,7 +53,7 @@ def add_options(
     of ``REQUIRED`` makes argparse ask for it. ``read_options`` checks the limits.
 
     Args:
-        title: Draw them into a group, which ``--help=GROUP`` shows. None: into the parser itself.
+        title: Draw them into a group, which ``--help=GROUP`` shows, or with None into the parser.
         defaults: Texts for the help, by name, of defaults that the command chooses.
     """
     target = parser if title is None else parser.add_argument_group(title, description)
