@@ -55,7 +55,7 @@ class Question:
     described: str = ""
 
     def cost(self, gpus: int, sockets: int) -> tuple[float, float]:
-        """Return what is to be least, and then what is."""
+        """Return what to minimise, the more important first."""
         price = self.price(gpus, sockets)
         return (gpus, price) if self.objective == "gpu" else (price, gpus)
 

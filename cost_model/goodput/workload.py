@@ -80,7 +80,7 @@ def fit_trace(trace: RequestTrace) -> Fit:
     if mean_s > 0:
         rate, cv = 1 / mean_s, min(MAX_CV, float(gaps.std() / mean_s))
     else:
-        warnings.append("the requests arrive all at once: give --rate")
+        warnings.append("all requests arrive at once: give --rate")
     prompt, output = np.mean(lengths_of(trace), axis=0).tolist()
     return Fit(num, rate, cv, prompt, output, tuple(warnings))
 
@@ -93,9 +93,7 @@ def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, s
 def replayed(trace: RequestTrace) -> Draw:
     gaps = np.diff([request.arrival for request in trace.requests])
     if not len(gaps) or gaps.mean() <= 0:
-        raise ConfigError(
-            Given("replay"), ": the trace's requests arrive all at once; leave it out"
-        )
+        raise ConfigError(Given("replay"), ": all requests of the trace arrive at once. Remove it")
     return Draw((0.0, *(gaps / gaps.mean()).tolist()), tuple(lengths_of(trace)))
 
 
@@ -122,7 +120,7 @@ class Lengths:
         if not known or not 1 <= parts[0] <= 1e7 or not 0 <= parts[-1] * bool(colon) <= 5:
             raise ConfigError(
                 Given(option, text),
-                " is no length: give tokens like 512, or lognormal:512,0.8 (mean, and standard "
+                " is not a length: give tokens like 512, or lognormal:512,0.8 (mean, and standard "
                 f"deviation of the logarithms up to {MAX_LOG_SPREAD:g})",
             )
         return cls(parts[0], parts[1] if colon else 0.0)

@@ -34,7 +34,7 @@ class Server:
     base_url: str = option(REQUIRED, "http://HOST:PORT", metavar="URL")
     model: str | None = option(None, "default: the first that is served", metavar="NAME")
     timeout_s: float = option(
-        TIMEOUT_S, "a request that takes longer is given up, an error", low=0.1, high=1e6, unit="s"
+        TIMEOUT_S, "a request that takes longer counts as an error", low=0.1, high=1e6, unit="s"
     )
     json: Path | None = option(None, "write the figures there")
 
@@ -43,9 +43,9 @@ class Server:
 class Goodput:
     slo: str | None = option(None, "such as ttft=400ms,tpot=40ms", metavar="LIMITS")
     attainment: float = option(
-        0.9, "part of the requests that is to keep the SLO", low=0, high=1, metavar="A"
+        0.9, "part of the requests that must keep the SLO", low=0, high=1, metavar="A"
     )
-    find_goodput: bool = switch("look for the greatest rate at which it does, beginning at --rate")
+    find_goodput: bool = switch("search the greatest rate at which it does, from --rate")
 
 
 def add_bench_serve(parser: argparse.ArgumentParser) -> None:

@@ -100,7 +100,9 @@ def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
 
 def _lines(found: Contents) -> list[str]:
     if found.is_held:
-        about = f"{found.path}: {found.num_bytes} bytes; a process uses it, look again afterwards"
+        about = (
+            f"{found.path}: {found.num_bytes} bytes; a process uses it: try again once it has ended"
+        )
         return [about, "not verified"]
     told = [
         f"{found.path}: {found.conversations} conversations, {found.turns} turns, "

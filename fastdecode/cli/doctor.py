@@ -53,17 +53,17 @@ _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"  # Open MPI's variable for its ne
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    model: str | None = option(None, "the model to be run: R-workers must serve it", metavar="DIR")
+    model: str | None = option(None, "model of the job: R-workers must serve it", metavar="DIR")
     compile: bool = switch("compile what --model runs on this CPU, before the first start")
     r_worker_addresses: tuple[str, ...] = option(
         (), "R-worker at tcp://HOST:PORT; repeatable", flag="--r-worker", metavar="ADDRESS"
     )
     key: str | None = option(None, "the cluster's key, for R-workers elsewhere", metavar="FILE")
     conversations: Path | None = option(
-        None, "where conversations are kept: whether they can be, and are whole", metavar="DIR"
+        None, "directory of conversations: can it keep them, and are they whole", metavar="DIR"
     )
     cache_disk: Path | None = option(
-        None, "where R-workers here are to keep KV blocks: how quick its disk is", metavar="DIR"
+        None, "directory for KV blocks of R-workers here: how fast is its disk", metavar="DIR"
     )
     features: bool = switch("print which features work together, and nothing else")
     json: bool = switch("print the findings and the facts behind them as JSON")

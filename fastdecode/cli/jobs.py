@@ -75,7 +75,7 @@ class MergeOptions:
     output: Path = option(
         REQUIRED, "all answers; replaced if it exists; FILE.gz: compressed; -: stdout", short="-o"
     )
-    partial: bool = switch("also if lines or shards are missing")
+    partial: bool = switch("merge even if lines or shards are missing")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -168,8 +168,8 @@ def run_run_batch(args: argparse.Namespace) -> int:
     config = _prepare(args)
     from fastdecode.jobs.opening import open_job
 
-    defaults = {"sampling": sampling_given(args), "model_defaults": model_defaults(args)}
-    options = JobOptions(**given(args, JobOptions), **defaults)
+    sampling = {"sampling": sampling_given(args), "model_defaults": model_defaults(args)}
+    options = JobOptions(**(given(args, JobOptions) | sampling))
     with Bar(sys.stderr, "checking") as bar:
         job = open_job(options, config, tell, bar.update)
     code = 0
@@ -178,7 +178,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
         if job.num_pending == 0:
             tell("fastdecode run-batch: nothing is left to do")
         else:
-            before_ending(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+            before_ending(lambda _: tell(f"to continue: {resume_command(args.argv)}"))
             progress = Progress(sys.stderr)
             stopping = Stopping(options.grace_s)
             result, code = _run(job, args, stopping, progress, session=job.session)
@@ -189,7 +189,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
     )
     if result.num_done < result.num_lines:
         same = ", with the same lines on standard input" if args.input == STANDARD else ""
-        tell(f"to go on{same}: {resume_command(args.argv)}")
+        tell(f"to continue{same}: {resume_command(args.argv)}")
     else:
         _advise(result, args)
     return _exit_code(result) or code

@@ -109,7 +109,7 @@ def run_launch(args: argparse.Namespace) -> int:
     if hosts is None:
         if not instances:
             counts = "how many R-workers each of them gets: A:2,B:2"
-            raise ConfigError(f"say on which --hosts, and {counts}")
+            raise ConfigError(f"--hosts is missing: give the hosts, and {counts}")
         hosts = (JobHost("localhost", sum(each.num_places for each in instances)),)
     if job.command in _OF_INSTANCES and job.prompt_pp and not instances:
         instances, hosts = _prompts_apart(job, hosts)
@@ -278,7 +278,7 @@ def find_mpirun(given: str | None = None) -> str:
     beside = Path(sys.executable).with_name("mpirun")
     found = given or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
-        remedy = f"{pip_command('mpi')} brings one, or say --mpirun FILE"
+        remedy = f"{pip_command('mpi')} installs one. Or give --mpirun FILE"
         raise ConfigError(f"there is no mpirun: {remedy}")
     return found
 

@@ -86,7 +86,7 @@ class Wanted:
         "requests that keep both"
     )
     affinity: str = option("high", "low: K and V stay on a node", choices=("high", "low"))
-    objective: str = option("gpu", "what is to be least", choices=("gpu", "cost"))
+    objective: str = option("gpu", "what to minimise", choices=("gpu", "cost"))
     prices: str = option("gpu=1,socket=0.05", "of a GPU and of a socket", metavar="P")
 
 
@@ -171,7 +171,7 @@ def _question(args: argparse.Namespace) -> Question:
     slo = Slo.parse(args.slo, args.attainment)
     draw, rate, described = _drawn(arrivals) if arrivals.trace is None else _traced(arrivals)
     if rate is None:
-        raise ConfigError("at which rate do they come? Give --rate, in requests a second")
+        raise ConfigError("--rate is missing: give the request rate, in requests per second")
     most = nodes.max_sockets
     if args.affinity == "low":
         most = min(most, nodes.nodes * nodes.sockets_per_node)
@@ -193,7 +193,9 @@ def _drawn(asked: Arrivals) -> tuple[Draw, float | None, str]:
     from cost_model.goodput.workload import GENERATOR, Lengths, drawn
 
     if asked.prompt_len is None or asked.output_len is None:
-        raise ConfigError("what comes? Give --trace, or --prompt-len and --output-len")
+        raise ConfigError(
+            "the requests are missing. Give --trace, or --prompt-len and --output-len"
+        )
     if asked.replay:
         raise ConfigError("--replay needs a --trace to replay")
     cv = 1.0 if asked.cv is None else asked.cv

@@ -228,7 +228,7 @@ def _serve(
             say(f"the keys stay as they are: {error}")
         else:
             bridge.send(Keys(keys))
-            say(f"keys that let in: {len(keys) or 'none is needed'}")
+            say(f"accepted keys: {len(keys) or 'none is needed'}")
 
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")

@@ -73,7 +73,7 @@ class Parts:
         1, "pipeline stages, each with GPUs and R-workers of its own", low=1, high=MAX_PP
     )
     own: bool = switch(
-        "what do I get? Every way to use --gpus GPUs and --max-sockets sockets, in one table; "
+        "show every way to use --gpus GPUs and --max-sockets sockets, in one table; "
         "with --gpu none some of the sockets are S-workers"
     )
     transport: str = option(
@@ -216,7 +216,7 @@ def _print_choices(
         raise ConfigError(f"--pp {parts.pp} is for one plan, and this is a table. Remove it")
     by = args.sort or "tokens"
     if by == "cost" and prices is None:
-        raise ConfigError(Given("sort", by), ": what do they cost? Give ", Given("prices"))
+        raise ConfigError(Given("sort", by), " needs prices. Give ", Given("prices"))
     goal, workload = read_options(args, Goal), _workload(args)
 
     def plan(setup: Setup, asked: Goal) -> Any:
@@ -309,7 +309,7 @@ def _workload(args: argparse.Namespace) -> Workload:
         lengths = (0, args.seq_len)
     elif args.output_len is None:
         either = "Give --seq-len, or --prompt-len and --output-len"
-        raise ConfigError(f"how long are the sequences? {either}")
+        raise ConfigError(f"the sequence lengths are missing. {either}")
     if args.seq_len is not None and args.seq_len >= LONG_OUTPUT:
         tell(
             f"fastdecode size: --seq-len {args.seq_len} means {args.seq_len:,} output tokens "

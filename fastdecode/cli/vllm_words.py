@@ -35,7 +35,7 @@ def as_here(words: Sequence[str], flags: Collection[str]) -> list[str]:
         name = flag[2:].replace("-", "_")
         name = name.removeprefix("no_") if flag.startswith("--no-") else name
         if flag == "--api-key" and "api_key_file" in known:
-            why = " would show the key to everybody on this host: use --api-key-file FILE"
+            why = " would show the key to all users of this host. Use --api-key-file FILE"
             raise ConfigError(Given("api_key"), why)
         if not flag.startswith("--") or not _is_vllms(name, flag in flags, known):
             made.append(word)

@@ -66,7 +66,7 @@ class Endpoint:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ConfigError(f"--base-url {url} is no address: {error}") from None
+            raise ConfigError(f"--base-url {url} is not an address: {error}") from None
         if "@" in parts.netloc:
             raise ConfigError(f"--base-url has a name or key before @: give it in {KEY_VARIABLE}")
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
@@ -103,7 +103,7 @@ class Endpoint:
                 f"--base-url: nothing answers at {place}: {explained(error)}"
             ) from None
         except (ValueError, LookupError, TypeError, aiohttp.ClientError):
-            why = "what it answers is no list of models; is this a server of OpenAI's API?"
+            why = "its answer is not a list of models. Is this a server of OpenAI's API?"
         if named is not None:
             return named
         raise ConfigError(f"{url} doesn't name a model: {why}")
