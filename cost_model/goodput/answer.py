@@ -1,5 +1,4 @@
-"""The whole question, answered: a model on GPUs, requests, an SLO. As text, JSON, or a placement
-file."""
+"""Answer to a question of goodput (a model, GPUs, requests, an SLO): text, JSON, placement file."""
 
 from __future__ import annotations
 

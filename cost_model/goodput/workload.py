@@ -1,4 +1,4 @@
-"""What a plan is made for: arrivals and lengths, fitted to a trace and drawn again, or given.
+"""Requests of a plan: arrivals and lengths, fitted to a trace and drawn again, or given.
 
 Arrivals are a rate and a coefficient of variation of the gaps (gamma; 1 is Poisson). Lengths are
 drawn jointly, a request's prompt with its answer: long prompts often have short answers, and KV is

@@ -39,8 +39,8 @@ class GpuOnly:
     tpot_s: float
     tokens_per_s: float
     limit: str
-    """What keeps the batch from growing: memory, latency, ``--batch``, gain (more sequences add
-    little), or that nothing larger was measured."""
+    """Limit of the batch: memory, latency, ``--batch``, gain (more sequences add little), or that
+    nothing larger was measured."""
     kv_room_bytes: float
 
 

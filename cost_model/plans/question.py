@@ -1,4 +1,4 @@
-"""What a planner asks: a model, hardware, a workload, and promises to keep. Checked once, here."""
+"""The planner's question: a model, hardware, a workload, and promises to keep. Checked here."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Is it worth it, beside the same GPU on its own?"""
+    """The recommendation: to offload, or to use the GPU alone."""
 
     offload: bool
     gain: float

@@ -71,7 +71,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """What every rank of an MPI job but the first gets."""
+    """Options of every rank of an MPI job but the first."""
 
     kv_memory_gb: float | None = option(None, "KV cache; default: its share", unit="GB")
     r_threads: int | None = option(None, "CPU threads; default: its share")

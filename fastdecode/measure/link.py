@@ -61,7 +61,7 @@ MIN_BLOCKS, MAX_BLOCKS = 4, 32  # of the copied sequence, 1 MiB each
 
 
 class LinkTimes(NamedTuple):
-    """As the fields of the same names in ``fastdecode.core.measurement.NetProfile``."""
+    """Fields of the same names in ``fastdecode.core.measurement.NetProfile``."""
 
     transfer: tuple[Point, ...]
     round_trip: Timing

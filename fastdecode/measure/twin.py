@@ -28,7 +28,7 @@ MAX_TWIN_BATCH = 64
 
 
 class Twin:
-    """What runs here instead of a plan."""
+    """A plan's batch as this machine can run it."""
 
     def __init__(self, model: str, device: str, plan: PlanFile) -> None:
         dtype, kv_dtype, planned = plan.question.dtype, plan.question.kv_dtype, plan.steady
