@@ -292,11 +292,12 @@ def _ways(
 ) -> Iterator[NeighbourFacts]:
     """Measure the links between those R-workers that passed so far."""
     reports = {facts.peer: facts.report for facts in found if facts.report and not facts.error}
-    yield from examine_neighbours([
+    ring = [
         (one, address, reports[one.peer].kv_bytes)
         for one, address in zip(asked, addresses, strict=True)
         if one.peer in reports and not isinstance(one, WorkerFacts)
-    ])  # fmt: skip
+    ]
+    yield from examine_neighbours(ring)
 
 
 def _launcher() -> Finding:
