@@ -128,7 +128,7 @@ class KVSource:
 
     address: Annotated[str, Meta(max_length=1 << 8)]
     """As R-workers call each other."""
-    reading: Annotated[int, Meta(ge=0, lt=1 << 63)]
+    reading: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     """The right to read them; nobody else has it."""
     first_token: Annotated[int, Meta(ge=0, le=MAX_SEQUENCE_TOKENS)]
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_SEQUENCE_TOKENS)]

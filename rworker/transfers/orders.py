@@ -74,7 +74,7 @@ def read_blocks(
             if message.form is ChunkForm.TOKENS:
                 slots = zip(places * hello.kv.block_size, counts, strict=True)
                 places = np.concatenate([first + np.arange(count) for first, count in slots])
-            request = replace(message, num_tokens=counts)
+            request = replace(message, keys=message.keys[there], num_tokens=counts)
             return (ReadChunk(number, cache.holder, request, places, is_there),)
     return (Send(number, BlockData(np.zeros(len(keys), np.uint8), np.zeros(0, np.uint8))),)
 
