@@ -33,7 +33,7 @@ from fastdecode.jobs.options import JobOptions
 from fastdecode.jobs.session import JobSession, session_path
 from fastdecode.jobs.survey import OnLook, Survey, kind_of_lines, survey, unseen
 from fastdecode.openai.requests import RequestReader
-from fastdecode.text.chat_format import AUTO
+from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
@@ -190,7 +190,7 @@ def _lines(
         undo.callback(template.close)
         special = TokenizerFiles.read(model).special_ids()
     names = options.served_model_name or (config.model, Path(os.path.abspath(config.model)).name)
-    chat_format = options.chat_format(template, special)
+    chat_format = ChatFormat.of(template, special, options)
     reader = RequestReader(
         options.sampling, names, template is not None, model_defaults=options.model_defaults,
         chat_format=chat_format,

@@ -23,6 +23,7 @@ from fastdecode.server.link import Opening, StatusReport
 from fastdecode.server.metrics import Metrics
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
+from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
@@ -99,7 +100,7 @@ class Front:
             self.template is not None,
             is_online=True,
             model_defaults=opening.model_defaults,
-            chat_format=self.options.chat_format(self.template, self.codec.special_tokens),
+            chat_format=ChatFormat.of(self.template, self.codec.special_tokens, self.options),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
         self.metrics = Metrics(opening.max_model_len, self.names[0])
