@@ -29,7 +29,6 @@ from fastdecode.openai.body_errors import (
     refuse_unknown,
 )
 from fastdecode.openai.chat import read_messages
-from fastdecode.openai.formats import FORMAT_FIELDS, read_format
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
@@ -40,6 +39,16 @@ COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
+FORMAT_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+_SCHEMA_FIELDS = ("schema", "name", "description", "strict")
+FORMAT_TYPES = ("text", "json_object", "json_schema")
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
@@ -180,7 +189,7 @@ class RequestReader:
                 tools = Tools.of(*(body.get(name) for name in TOOL_FIELDS))
             chat = self._chat(body, tools)
         prompts = _prompts(body.get("prompt")) if chat is None else (chat,)
-        structured, format_field = read_format(body)
+        structured, format_field = _format(body)
         params = self._params(body, structured, format_field, is_chat=is_chat)
         answer_format = None
         if chat is not None:
@@ -368,3 +377,44 @@ def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
         refuse("max_completion_tokens", "and max_tokens, its older name, differ: give one of them")
     said = {} if wanted is None else {"logprobs": (top or 0) if wanted else None}
     return said if most is None else {**said, "max_tokens": most}
+
+
+def _format(body: Mapping[str, Any]) -> tuple[StructuredOutputs | None, str | None]:
+    """Return what the answer must be, and the field that says so. Raises BodyError."""
+    given = [name for name in FORMAT_FIELDS if body.get(name) is not None]
+    if "response_format" in given and _format_type(body["response_format"]) == "text":
+        given.remove("response_format")
+    if not given:
+        return None, None
+    if len(given) > 1:
+        refuse(given[1], f"and {given[0]} say both what the answer must be: give one of them")
+    (name,) = given
+    wanted = body[name]
+    if name == "response_format":
+        wanted = _of_response_format(wanted)
+    elif name != "structured_outputs":
+        wanted = {name.removeprefix("guided_"): wanted}
+    with blaming(otherwise=name):
+        return StructuredOutputs.of(wanted), name
+
+
+def _of_response_format(value: Any) -> dict[str, Any]:
+    """Return a format as ``StructuredOutputs.of`` takes it."""
+    if _format_type(value) == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, (dict, bool, str)):
+        refuse("response_format.json_schema", 'must be an object with a "schema", a JSON schema')
+    refuse_unknown(described, _SCHEMA_FIELDS, (), "response_format.json_schema")
+    return {"json": schema}
+
+
+def _format_type(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in FORMAT_TYPES:
+        refuse("response_format.type", f"must be one of {', '.join(FORMAT_TYPES)}")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    given = {name: each for name, each in value.items() if each is not None}
+    refuse_unknown(given, known, (), f"response_format of the type {kind}")
+    return str(kind)

@@ -19,8 +19,7 @@ from fastdecode.conversations.turns import no_reuse_warning
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.openai.answers import answer_body
-from fastdecode.openai.chunks import ChunkWriter
+from fastdecode.openai.answers import ChunkWriter, answer_body
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
