@@ -18,13 +18,7 @@ from typing import Final, TypeAlias
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
-from fastdecode.core.sequence import (
-    SHARED,
-    CacheUse,
-    Completion,
-    SamplingParams,
-    check_prompt,
-)
+from fastdecode.core.sequence import SHARED, CacheUse, Completion, SamplingParams, check_prompt
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Chat, Message, PromptOrChat
 from fastdecode.text.codec import TextCodec

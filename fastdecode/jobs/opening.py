@@ -39,10 +39,7 @@ from fastdecode.text.tokenizer_files import TokenizerFiles, find_tokenizer
 
 
 def open_job(
-    options: JobOptions,
-    config: EngineConfig,
-    tell: Callable[[str], None],
-    on_look: OnLook = unseen,
+    options: JobOptions, config: EngineConfig, tell: Callable[[str], None], on_look: OnLook = unseen
 ) -> BatchJob:
     """Check everything that can be checked without a model, find out what is left to do, and hold
     the output. Raises ConfigError, ModelError: If something is wrong with options, files or the

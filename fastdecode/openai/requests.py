@@ -20,14 +20,7 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.openai.body_errors import (
-    SHOWN,
-    BodyError,
-    blamed,
-    blaming,
-    refuse,
-    refuse_unknown,
-)
+from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, blaming, refuse, refuse_unknown
 from fastdecode.openai.chat import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat

@@ -68,14 +68,7 @@ _NAMES: Final = {
 }
 """A chat's field → the field that it was."""
 _INVALID: Final = "invalid_input"
-_TEXTS: Final = (
-    "input_text",
-    "output_text",
-    "text",
-    "reasoning_text",
-    "summary_text",
-    "refusal",
-)
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 """Types of parts that are text."""
 
 

@@ -21,10 +21,7 @@ _TEXT: Final = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 def response_body(
-    request: BodyRequest,
-    outputs: Sequence[RequestOutput],
-    codec: TextCodec,
-    **names: Any,
+    request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec, **names: Any
 ) -> dict[str, Any]:
     """Return the ``response`` of a request with one prompt. ``names``: As of ``ResponseWriter``."""
     (output,) = outputs
