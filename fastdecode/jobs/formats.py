@@ -29,7 +29,7 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.jobs.lines import MAX_LINE_BYTES, Identify, LineId
-from fastdecode.openai.answers import answer_body, error_body, status, usage
+from fastdecode.openai.answers import AnswerHead, answer_body, error_body, status, usage
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, LABELS, BodyRequest, RequestReader
 from fastdecode.openai.response_bodies import RESPONSES_URL
@@ -186,11 +186,9 @@ class OpenAILines(_Lines):
         self, number: int, request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         write = answer_body if request.echo is None else response_body
-        body = write(
-            request, outputs, codec, answer_id=f"{self.run_id}-{number}",
-            created_s=int(self.clock()), model=request.model or self.reader.served_model_names[0],
-        )  # fmt: skip
-        return self._line(number, request.line_id, 200, body)
+        model = request.model or self.reader.served_model_names[0]
+        head = AnswerHead(f"{self.run_id}-{number}", int(self.clock()), model)
+        return self._line(number, request.line_id, 200, write(request, outputs, codec, head))
 
     def refusal(
         self, number: int, line_id: LineId | None, error: FastDecodeError

@@ -69,25 +69,17 @@ def open_job(
                 "were cut off"
             )
 
-        turns = _turns(turns_path, model, found, recovered)
-        if turns is not None:
+        if not recovered.done:
+            database.remove(turns_path)
+        turns = None
+        if found.num_turns:
+            turns = ConversationStore(turns_path, identity_of(model), counts=recovered.has)
             undo.callback(turns.close)
             journal.before_sync = turns.sync
         session = _session(options, config, recovered, tell)
         rules = AnswerRules(manifest.run_seed, template, manifest.date)
         undo.pop_all()
         return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
-
-
-def _turns(
-    path: Path, model: Path, found: Survey, recovered: Recovered
-) -> ConversationStore | None:
-    """Return the turns of the lines that are answered, if lines are turns."""
-    if not recovered.done:
-        database.remove(path)
-    if not found.num_turns:
-        return None
-    return ConversationStore(path, identity_of(model), counts=recovered.has)
 
 
 def _session(

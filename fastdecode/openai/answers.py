@@ -17,20 +17,22 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import TokenText
 
 
+@dataclass(frozen=True)
+class AnswerHead:
+    answer_id: str
+    created_s: int
+    """Unix time."""
+    model: str
+
+
 def answer_body(
-    request: BodyRequest,
-    outputs: Sequence[RequestOutput],
-    codec: TextCodec,
-    *,
-    answer_id: str,
-    created_s: int,
-    model: str,
+    request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec, head: AnswerHead
 ) -> dict[str, Any]:
     """Return a ``text_completion`` or ``chat.completion`` object. ``outputs`` are one for each of
-    the request's prompts, none of them an error. ``created_s`` is Unix time."""
-    writer = ChoiceWriter(request, codec, answer_id)
+    the request's prompts, none of them an error."""
+    writer = ChoiceWriter(request, codec, head)
     body = {
-        **writer.head("chat.completion", created_s, model),
+        **writer.head("chat.completion"),
         "choices": [
             writer.choice(place, output, completion)
             for place, output in enumerate(outputs)
@@ -83,22 +85,22 @@ def finish_reason(reason: str, *, has_calls: bool) -> str:
 class ChoiceWriter:
     """Writes the choices of one answer, and what chunks of a stream have of them."""
 
-    def __init__(self, request: BodyRequest, codec: TextCodec, answer_id: str) -> None:
+    def __init__(self, request: BodyRequest, codec: TextCodec, head: AnswerHead) -> None:
         self.request = request
-        self.answer_id = answer_id
+        self._head = head
         self.with_token_ids = request.want_token_ids or codec.vocabulary is None
         self.tokens = TokenText(codec.vocabulary_of(request.params))
         self._codec = codec
 
-    def head(self, kind: str, created_s: int, model: str) -> dict[str, Any]:
+    def head(self, kind: str) -> dict[str, Any]:
         """Return an answer's first fields. ``kind`` is the ``object`` of a chat's."""
         prefix, kind = ("chatcmpl", kind) if self.request.is_chat else ("cmpl", "text_completion")
-        answer_id = f"{prefix}-{self.answer_id}"
-        return {"id": answer_id, "object": kind, "created": created_s, "model": model}
+        head, answer_id = self._head, f"{prefix}-{self._head.answer_id}"
+        return {"id": answer_id, "object": kind, "created": head.created_s, "model": head.model}
 
     def choice_id(self, number: int) -> str:
         """Return a choice's name, for the ids of its calls."""
-        return f"{self.answer_id}/{number}"
+        return f"{self._head.answer_id}/{number}"
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
         """Return one completion of the prompt at ``place`` in the request."""
@@ -203,19 +205,15 @@ class ChunkWriter:
         request: BodyRequest,
         prompts: Sequence[Sequence[int]],
         codec: TextCodec,
-        *,
-        answer_id: str,
-        created_s: int,
-        model: str,
+        head: AnswerHead,
     ) -> None:
         assert request.stream is not None, "the request is not for a stream"
         self._request, self._options = request, request.stream
-        self._writer, self._codec = ChoiceWriter(request, codec, answer_id), codec
+        self._writer, self._codec = ChoiceWriter(request, codec, head), codec
         self._prompts = prompts
         self._choices: dict[int, _Choice] = {}
         self._num_cached = [0] * len(prompts)
-        head = self._writer.head("chat.completion.chunk", created_s, model)
-        self._head = json.dumps(head)[:-1] + ', "choices": ['
+        self._head = json.dumps(self._writer.head("chat.completion.chunk"))[:-1] + ', "choices": ['
 
     def events(self, place: int, delta: Delta) -> str:
         """Return the chunk of a delta of the prompt at ``place``. It is empty if all text is held

@@ -21,25 +21,18 @@ from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, blaming, refuse, refuse_unknown
-from fastdecode.openai.chat import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
-from fastdecode.text.chats import Chat, PromptOrChat, Rendering
+from fastdecode.text.chats import Chat, Message, PromptOrChat, Rendering, check_content
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
-FORMAT_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FORMAT_FIELDS = ("response_format", "structured_outputs", *_GUIDED_FIELDS)
 _SCHEMA_FIELDS = ("schema", "name", "description", "strict")
 FORMAT_TYPES = ("text", "json_object", "json_schema")
 
@@ -106,6 +99,12 @@ STREAM_FIELDS = ("stream", "stream_options")
 # OpenAI's obfuscation pads chunks to hide their sizes; we send none.
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
+INVALID_MESSAGES = "invalid_messages"
+MAX_MESSAGES = 100_000
+_MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
+_MESSAGE_FIELDS = ("role", "content", *_MESSAGE_TEXTS, "tool_calls")
+_EMPTY_FIELDS = ("function_call", "audio", "annotations")
+"""A message may have them, as long as they are null or empty."""
 
 
 @dataclass(frozen=True)
@@ -411,3 +410,75 @@ def _format_type(value: Any) -> str:
     given = {name: each for name, each in value.items() if each is not None}
     refuse_unknown(given, known, (), f"response_format of the type {kind}")
     return str(kind)
+
+
+def read_messages(messages: object) -> list[Message]:
+    """Return a chat's messages, checked. Raises BodyError."""
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        refuse("messages", "must be a list with at least one message", INVALID_MESSAGES)
+    return [_message(each, f"messages[{place}]") for place, each in enumerate(messages)]
+
+
+def _message(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        refuse(where, "must be an object", INVALID_MESSAGES)
+    _check_fields(message, where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        refuse(f"{where}.role", "must be a string", INVALID_MESSAGES)
+    if role == "function":
+        refuse(f"{where}.role", "'function' is not supported: use 'tool'", "unsupported_field")
+    calls = message.get("tool_calls") or []
+    if calls and role != "assistant":
+        refuse(f"{where}.tool_calls", "belongs to messages of the assistant", INVALID_MESSAGES)
+    with blaming(otherwise=f"{where}.content"):
+        check_content(message, where, is_strict=True)
+    names = ("role", "content", *_MESSAGE_TEXTS)
+    given = {name: message[name] for name in names if message.get(name) is not None}
+    plain: dict[str, Any] = {"content": "", **given}
+    if role == "tool":
+        plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
+    if calls and not isinstance(calls, list):
+        refuse(f"{where}.tool_calls", "must be a list", INVALID_MESSAGES)
+    if calls:
+        places = (f"{where}.tool_calls[{place}]" for place in range(len(calls)))
+        plain["tool_calls"] = [_call(*each) for each in zip(calls, places, strict=True)]
+    return plain
+
+
+def _check_fields(message: Mapping[str, Any], where: str) -> None:
+    for name, value in message.items():
+        if name in _EMPTY_FIELDS:
+            if value:
+                refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
+        elif name not in _MESSAGE_FIELDS and value is not None:
+            known = ", ".join(_MESSAGE_FIELDS)
+            refuse(f"{where}.{name}", f"is unknown: a message has {known}", "unknown_field")
+    for name in _MESSAGE_TEXTS:
+        if not isinstance(message.get(name), (str, type(None))):
+            refuse(f"{where}.{name}", "must be a string", INVALID_MESSAGES)
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        refuse(where, 'must be an object with a "function"', INVALID_MESSAGES)
+    if call.get("type") not in ("function", None):
+        refuse(f"{where}.type", 'must be "function"', "unsupported_field")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        refuse(f"{where}.function.name", "must be a string", INVALID_MESSAGES)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, dict, type(None))):
+        refuse(f"{where}.function.arguments", "must be a JSON object, as text", INVALID_MESSAGES)
+    return {
+        "id": _call_id(call.get("id"), f"{where}.id"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _call_id(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        refuse(where, "must be a string, the call's id", INVALID_MESSAGES)
+    return value

@@ -16,7 +16,6 @@ from typing import Final
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.order import OpenTurns
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
 from fastdecode.server.client import RequestTable
@@ -180,14 +179,6 @@ class Front:
     def trouble(self) -> str | None:
         since_s = self.client.waiting_since_s
         return self.outlook.trouble(since_s, time.monotonic(), self.options.stall_s)
-
-    def expected_tokens(self, requests: list[Request]) -> int:
-        """Return about how many tokens requests will have in the KV cache."""
-        expected = self.opening.expected_output_tokens
-        return sum(
-            len(request.prompt_token_ids) + request.params.n * min(request.max_tokens, expected)
-            for request in requests
-        )
 
     def enter(self, number: int, num_sequences: int, num_tokens: int) -> None:
         """Put a request into the queue, or update its size. Raises HttpRefusal: If it is full."""

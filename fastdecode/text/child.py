@@ -79,11 +79,11 @@ class ChildDiedError(ChildFailedError):
 
 
 class LimitedChild:
-    """Asks a child process, which starts with the first question and ends with this process.
-    ``opening`` says what it does: see ``open_service``."""
+    """Asks a child process, which starts with the first question and ends with this process. It
+    runs a ``template`` or a ``tokenizer``, which ``given`` describes."""
 
-    def __init__(self, opening: Mapping[str, Any], limits: Limits) -> None:
-        self._opening = {"limits": asdict(limits), **opening}
+    def __init__(self, kind: str, given: Mapping[str, Any], limits: Limits) -> None:
+        self._opening = {"kind": kind, "given": given, "limits": asdict(limits)}
         self._limits = limits
         self._asking = threading.Lock()  # an answer belongs to the caller that asked
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
@@ -204,22 +204,17 @@ def main(fd: int) -> None:
             with contextlib.suppress(OSError, ValueError):  # not every system has them all
                 resource.setrlimit(kind, (most, most))
         _limit_time(limits["open_cpu_s"])
+        load = {"template": _template, "tokenizer": _tokenizer}[opening["kind"]]
         opened: list[Answer] = []
-        connection.send_bytes(_answered(lambda _: opened.append(open_service(opening)), {}))
+        connection.send_bytes(_answered(lambda _: opened.append(load(**opening["given"])), {}))
         while opened:
             question = unpack(connection.recv_bytes())
             _limit_time(limits["cpu_s"])
             connection.send_bytes(_answered(opened[0], question))
 
 
-def open_service(opening: dict[str, Any]) -> Answer:
-    """Load a ``template`` or a ``tokenizer``, and try it: one that never ends is known before work
-    starts. Raises whatever the libraries raise, panics among it."""
-    is_template = "template" in opening
-    return _template(**opening["template"]) if is_template else _tokenizer(**opening["tokenizer"])
-
-
 def _tokenizer(path: str, added: list[dict[str, Any]]) -> Answer:
+    """Load a tokenizer, and try it: one that never ends is known before work starts."""
     tokenizer = load_tokenizer(Path(path), added)
     for text in ("", TRIAL_TEXT):
         with contextlib.suppress(Exception):  # a small vocabulary may lack letters

@@ -58,9 +58,9 @@ class TextCodec:
             return cls(None)
         memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * path.stat().st_size
         limits = limits or Limits(memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)
-        opening = {"tokenizer": {"path": str(path.resolve()), "added": list(files.added)}}
+        given = {"path": str(path.resolve()), "added": list(files.added)}
         # The child has loaded it, and decoded each of its tokens, before it is loaded here.
-        encoder = LimitedChild(opening, limits)
+        encoder = LimitedChild("tokenizer", given, limits)
         try:
             encoder.open()
         except ChildFailedError as error:
