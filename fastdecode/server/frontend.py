@@ -232,9 +232,9 @@ class _Frontend:
                 front.outlook.is_ready = True
             case link.Keys(keys):
                 self._guard.keys = tuple(keys)
-            case link.Drain() | link.CutOff():
+            case link.Drain(cuts):
                 front.outlook.is_draining = True
-                if isinstance(message, link.CutOff):
+                if cuts:
                     self._cut(RequestError("the server is shutting down", code="draining"))
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
