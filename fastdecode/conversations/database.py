@@ -136,8 +136,7 @@ def remove(path: Path) -> None:
 
 
 def erase(path: Path) -> None:
-    """Overwrite a database with zeros, and remove it. Raises BlockingIOError: If another process
-    holds it."""
+    """Overwrite a database with zeros and remove it. Raises BlockingIOError: If it is in use."""
     connection = _connect(path, "rw")
     try:
         with _telling_locks():

@@ -115,8 +115,7 @@ class ConversationStore:
     def append(
         self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None:
-        """Write a turn. Raises FastDecodeError: (code ``output_failed``) If the disk is full or
-        fails. Nothing of the turn is kept."""
+        """Write a turn. Raises FastDecodeError: (``output_failed``) If nothing of it is kept."""
         is_late = time.monotonic() - self._synced_s >= self._sync_s
         if is_late or self._num_unsynced >= self._sync_turns:
             self.sync()
@@ -219,8 +218,7 @@ class Contents:
 
 
 def file_of(place: Path) -> Path:
-    """Return the file of a directory of conversations, or ``place`` if it is a file. Raises
-    ConfigError: If there is none."""
+    """Return a directory's file, or ``place`` if it is one. Raises ConfigError: If it is none."""
     path = place / FILE if place.is_dir() else place
     if not path.is_file():
         raise ConfigError(f"there are neither conversations nor KV blocks in {place}")
@@ -254,8 +252,7 @@ def inspect(path: Path) -> Contents:
 
 
 def clear(path: Path) -> None:
-    """Overwrite and remove a file of conversations, damaged or whole. Raises ConfigError: If a
-    process uses it, or it can't be written."""
+    """Overwrite and remove a file, damaged or whole. Raises ConfigError: If that fails."""
     with database.refusing(path, "conversations"):
         database.erase(path)
 

@@ -46,8 +46,7 @@ class Spelled:
         return cls(len(text), digest_of(text), end)
 
     def rest_of(self, text: str) -> str | None:
-        """Return what follows in ``text`` after all that the tokens spell. None if it begins
-        otherwise."""
+        """Return what follows the tokens' text in ``text``. None if ``text`` begins otherwise."""
         said, rest = text[: self.num_chars], text[self.num_chars :]
         if len(said) < self.num_chars or digest_of(said) != self.digest:
             return None

@@ -264,8 +264,7 @@ def _blank(fields: dict[str, Any], names: Set[str]) -> None:
 
 
 def load_object(raw: bytes | None, number: int, code: str = "invalid_json") -> dict[str, Any]:
-    """Return the JSON object of a line, which is None if it is too long. Raises: RequestError: If
-    there is none."""
+    """Return a line's JSON object. Raises RequestError: If it has none, or is too long (None)."""
     if raw is None:
         why = f"line {number} is longer than {MAX_LINE_BYTES} bytes: split it"
         raise RequestError(why, code="line_too_long")

@@ -140,8 +140,7 @@ class Journal:
         """Do nothing: answers stand in the order in which they come."""
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write one answer. Raises FastDecodeError: If the disk is full, or gone (code
-        ``output_failed``)."""
+        """Write one answer. Raises FastDecodeError: (``output_failed``) If the disk refuses it."""
         if not self._num_unsynced:
             self._unsynced_since = self._clock()
         with writing(self._path, "; when there is room, continue with --resume"):
@@ -284,8 +283,7 @@ class OrderedOutput:
         self._expected.append(number)
 
     def append(self, number: int, prompt: str | None, answer: dict[str, Any]) -> None:
-        """Write an answer and those that waited for it, or let it wait. Raises FastDecodeError: If
-        the disk is full, or gone (code ``output_failed``)."""
+        """Write an answer and those that waited for it, or let it wait. Raises as ``Journal``."""
         line = _encoded(answer)
         if number != self._expected[0]:
             with self._writing("keep an answer beside"):

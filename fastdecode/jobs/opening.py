@@ -169,8 +169,7 @@ def _lines(
     source: LineSource,
     undo: contextlib.ExitStack,
 ) -> tuple[LineFormat, ChatTemplate | None]:
-    """Return the format of a job's lines, without a run's id, and the template of its chats, which
-    ``undo`` closes."""
+    """Return the format of a job's lines, and the template of its chats, which ``undo`` closes."""
     if kind_of_lines(source) == "simple":
         return simple_lines(options), None
     template = ChatTemplate.load(model, _template_file(options))
@@ -223,8 +222,7 @@ def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
 def _begin(
     options: JobOptions, config: EngineConfig, journal: Journal, lines: str, found: Survey
 ) -> tuple[Manifest, Recovered]:
-    """Begin or resume a run. Return its manifest, and what is in its output. Raises ConfigError:
-    If there is an output, and this job may not resume it."""
+    """Begin or resume a run. Raises ConfigError: If this job may not resume what was begun."""
     path, is_empty = Manifest.path_for(options.output), journal.is_empty
     if not (options.resume or options.overwrite or is_empty):
         raise ConfigError(

@@ -28,8 +28,7 @@ class AnswerHead:
 def answer_body(
     request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec, head: AnswerHead
 ) -> dict[str, Any]:
-    """Return a ``text_completion`` or ``chat.completion`` object. ``outputs`` are one for each of
-    the request's prompts, none of them an error."""
+    """Return a completion's or a chat's object. There is an output for each prompt, no error."""
     writer = ChoiceWriter(request, codec, head)
     body = {
         **writer.head("chat.completion"),
@@ -153,8 +152,7 @@ class ChoiceWriter:
     def logprobs(
         self, steps: Sequence[TokenLogprob], offsets: Sequence[int]
     ) -> Mapping[str, Any] | None:
-        """Return those of consecutive tokens. ``offsets`` are the places in the text where each
-        begins, which chats don't have."""
+        """Return those of consecutive tokens, which begin at ``offsets``. Chats have none."""
         if self.request.is_chat:
             return {"content": [self._chat_step(step) for step in steps], "refusal": None}
         return {
@@ -193,11 +191,9 @@ class _Choice:
 
 
 class ChunkWriter:
-    """Writes one request's deltas as chunks, each a JSON object in a text. ``prompts`` are the
-    tokens of each of the request's prompts.
+    """Writes one request's deltas as chunks. ``prompts`` are the prompts' tokens.
 
-    A choice's first chunk comes with its first token, and only then has the role: clients take
-    it for the first token.
+    A choice's role comes with its first token: clients take that chunk for the first token.
     """
 
     def __init__(
@@ -216,8 +212,7 @@ class ChunkWriter:
         self._head = json.dumps(self._writer.head("chat.completion.chunk"))[:-1] + ', "choices": ['
 
     def events(self, place: int, delta: Delta) -> str:
-        """Return the chunk of a delta of the prompt at ``place``. It is empty if all text is held
-        back."""
+        """Return a delta's chunk. It is empty if all text is held back."""
         number = place * self._request.params.n + delta.index
         before = self._choices.get(number)
         choice = before or self._new_choice(place)

@@ -185,7 +185,11 @@ class RequestReader:
         params = self._params(body, structured, format_field, is_chat=is_chat)
         answer_format = None
         if chat is not None:
-            answer_format, params = self._answer_format(chat, tools, params)
+            with blaming(*TOOL_FIELDS):
+                chat_format = self.chat_format.continuing(chat.how.continued(chat.messages))
+                answer_format = chat_format.answer(tools)
+                if answer_format is not None:
+                    params = chat_format.params(params, tools)
             format_field = "tools" if tools is not None and tools.must_call else format_field
         if stream is not None and params.prompt_logprobs is not None:
             refuse("prompt_logprobs", "can't be streamed: leave out stream")
@@ -256,16 +260,6 @@ class RequestReader:
             param = format_field if param == "structured_outputs" else param
             raise BodyError(str(error), code=error.code, param=param) from None
 
-    def _answer_format(
-        self, chat: Chat, tools: Tools | None, params: SamplingParams
-    ) -> tuple[AnswerFormat | None, SamplingParams]:
-        """Return the format of a chat's answer, None for plain text, and sampling parameters that
-        make the model write it. Raises BodyError."""
-        with blaming(*TOOL_FIELDS):
-            chat_format = self.chat_format.continuing(chat.how.continued(chat.messages))
-            answer = chat_format.answer(tools)
-            return answer, params if answer is None else chat_format.params(params, tools)
-
     def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
             text = (
@@ -326,8 +320,7 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
 
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
-    """Raise BodyError if the body has unknown fields, or asks for what we don't do. ``also`` are
-    fields besides ``FIELDS``."""
+    """Raise BodyError if a field is unknown, but for ``also``, or asks for what isn't supported."""
     asks_nothing: Mapping[str, Sequence[object]] = {
         "best_of": [body.get("n") or 1],
         # Prompts have them, chats have what the template writes.

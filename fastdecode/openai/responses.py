@@ -67,8 +67,7 @@ class _Item:
 
 
 class ResponseWriter:
-    """Writes one answer as a ``response``, and its deltas as events. ``prompts`` has the tokens of
-    the request's only prompt."""
+    """Writes one answer as a ``response``, and its deltas as events. There is one prompt."""
 
     def __init__(
         self,

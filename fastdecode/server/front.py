@@ -91,8 +91,7 @@ class QueueAdmission:
         """Times at which requests left the queue with a token, their sequences and tokens."""
 
     def enter(self, key: Hashable, num_requests: int, num_tokens: int, now: float) -> None:
-        """Queue a request, or update the size of a queued one. Raises HttpRefusal: If a limit would
-        be exceeded. The request is then not queued."""
+        """Queue a request, or update its size. Raises HttpRefusal: If it exceeds a limit."""
         self.remove(key)
         excess = self.num_requests + num_requests - self._max_requests
         excess_tokens = self.num_tokens + num_tokens - self.max_tokens
@@ -107,8 +106,7 @@ class QueueAdmission:
         self.num_tokens += num_tokens
 
     def remove(self, key: Hashable, started_s: float | None = None) -> None:
-        """Remove a request, if it is queued. ``started_s`` is when its sequences all had a token,
-        which counts for the drain rate. None if it has failed."""
+        """Remove a request, if it is queued. With ``started_s`` it counts for the drain rate."""
         left = self._queued.pop(key, None)
         if left is None:
             return

@@ -103,8 +103,7 @@ async def _serve(connected: socket.socket) -> None:
 
 
 def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration, loaded. Raises ConfigError: If TLS's files are of no use, or
-    others may read the key."""
+    """Return uvicorn's configuration. Raises ConfigError: If TLS's files are unsafe or no use."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -140,8 +139,7 @@ def _configured(options: ServeOptions, app: Any) -> uvicorn.Config:
 
 
 def _room_for_connections(wanted: int) -> int:
-    """Return how many of ``wanted`` connections this process may hold, 1 or more. Raise the soft
-    limit of open files towards the hard one for them."""
+    """Return how many of ``wanted`` connections fit. Raise the soft limit of files for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -90,8 +90,7 @@ class LimitedChild:
         self._stop: weakref.finalize[..., Any] | None = None
 
     def open(self) -> None:
-        """Start the child, unless it runs. Raises ChildFailedError: If it can't do its work. The
-        next question tries again."""
+        """Start the child, unless it runs. Raises ChildFailedError: If it can't do its work."""
         if self._running is not None:
             return
         ours, theirs = socket.socketpair()
@@ -204,7 +203,8 @@ def main(fd: int) -> None:
             with contextlib.suppress(OSError, ValueError):  # not every system has them all
                 resource.setrlimit(kind, (most, most))
         _limit_time(limits["open_cpu_s"])
-        load = {"template": _template, "tokenizer": _tokenizer}[opening["kind"]]
+        is_template = opening["kind"] == "template"
+        load: Callable[..., Answer] = _template if is_template else _tokenizer
         opened: list[Answer] = []
         connection.send_bytes(_answered(lambda _: opened.append(load(**opening["given"])), {}))
         while opened:
@@ -247,8 +247,7 @@ def _template(source: str, tool_source: str | None, special_tokens: dict[str, st
 
 
 def _compiled(source: str) -> Any:
-    """Return a template in Jinja's sandbox, with what transformers gives it. Raises Refusal: If
-    the source isn't one."""
+    """Return a template in Jinja's sandbox, with what transformers gives it. Raises Refusal."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Scope

@@ -122,8 +122,7 @@ class TextCodec:
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """Return a new sequence's text. Raises RequestError: (code ``no_tokenizer``) If there are
-        stop strings, but no tokenizer."""
+        """Return a new sequence's text. Raises RequestError: If stop strings lack a tokenizer."""
         vocabulary = self.vocabulary_of(params)
         if params.detokenize and params.stop and vocabulary is None:
             raise no_tokenizer("stop strings need text", "use stop_token_ids, or ")
