@@ -55,26 +55,19 @@ _LEAST_LONG: Final = 10**18  # whole numbers from here on are checked
 
 
 class LineError(BodyError):
-    """A line that can't be answered. ``conversation_id``: The conversation it names."""
+    """A line that can't be answered."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str,
-        line_id: LineId | None = None,
-        param: str | None = None,
-        conversation_id: object = None,
-    ) -> None:
-        super().__init__(message, code=code, param=param)
-        self.line_id = line_id
-        self.conversation_id = conversation_id if isinstance(conversation_id, str) else None
+    line_id: LineId | None = None
+    conversation_id: str | None = None
+    """The conversation that the line names."""
 
 
 class _Lines:
     name: ClassVar[str]
     id_field: ClassVar[str]
     json_code: ClassVar[str] = "invalid_json"
+    _id_of: Callable[[dict[str, Any], int], LineId]
+    _request_of: Callable[[dict[str, Any], int], BodyRequest]
 
     def parse(self, raw: bytes | None, number: int) -> BodyRequest:
         """Return what a line asks. Raises: LineError: If it can't be answered."""
@@ -85,43 +78,23 @@ class _Lines:
             line_id = self._id_of(line, number)
             return replace(self._request_of(line, number), line_id=line_id)
         except RequestError as error:
-            body = line.get("body", line)
-            raise LineError(
-                str(error),
-                code=error.code,
-                line_id=line_id,
-                param=getattr(error, "param", None),
-                conversation_id=body.get("conversation_id") if isinstance(body, dict) else None,
-            ) from None
-
-    def _id_of(self, line: dict[str, Any], number: int) -> LineId:
-        raise NotImplementedError
-
-    def _request_of(self, line: dict[str, Any], number: int) -> BodyRequest:
-        raise NotImplementedError
+            refused = LineError(str(error), code=error.code, param=getattr(error, "param", None))
+            refused.line_id, body = line_id, line.get("body", line)
+            named = body.get("conversation_id") if isinstance(body, dict) else None
+            refused.conversation_id = named if isinstance(named, str) else None
+            raise refused from None
 
 
+@dataclass(frozen=True)
 class SimpleLines(_Lines):
-    """Simple lines.
-
-    Args:
-        defaults: Parameters of lines that don't give them.
-        greedy: The same for lines that give ``temperature`` 0. None for ``defaults``.
-        numbers: True if every answer has the ``line`` that it is for. Otherwise errors have.
-    """
+    defaults: SamplingParams
+    """Parameters of lines that don't give them."""
+    greedy: SamplingParams | None = None
+    """The same for lines that give ``temperature`` 0. None for ``defaults``."""
+    numbers: bool = True
+    """Every answer has the ``line`` that it is for. Otherwise errors have."""
 
     name, id_field = "simple", "id"
-
-    def __init__(
-        self,
-        defaults: SamplingParams,
-        greedy: SamplingParams | None = None,
-        *,
-        numbers: bool = True,
-    ) -> None:
-        self._defaults = defaults
-        self._greedy = greedy or defaults
-        self._numbers = numbers
 
     def _id_of(self, line: dict[str, Any], number: int) -> LineId:
         line_id = line.get("id")
@@ -134,7 +107,8 @@ class SimpleLines(_Lines):
         refuse_unknown(line, _SIMPLE_FIELDS, (), f"line {number}")
         # null is the same as not given
         given = {name: line[name] for name in _SAMPLING_FIELDS if line.get(name) is not None}
-        params = replace(self._greedy if given.get("temperature") == 0 else self._defaults, **given)
+        greedy = self.greedy if given.get("temperature") == 0 else None
+        params = replace(greedy or self.defaults, **given)
         cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
         conversation_id = check_turn(line.get("conversation_id"), params, 1)
         return BodyRequest(
@@ -145,7 +119,7 @@ class SimpleLines(_Lines):
         self, number: int, request: BodyRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         (output,) = outputs
-        place = {"line": number} if self._numbers else {}
+        place = {"line": number} if self.numbers else {}
         return {"id": request.line_id, **place, **output_fields(output)}
 
     def refusal(

@@ -223,7 +223,12 @@ class _Frontend:
             case link.Deltas(deltas):
                 front.client.deliver(deltas)
             case link.StatusReport():
-                self._see(message)
+                self._channel.send(link.StatusAck())
+                now_s = time.monotonic()
+                front.outlook.seen, front.outlook.seen_s = message, now_s
+                front.metrics.see(now_s, message)
+                if message.state in ("broken", "closed") and front.client.num_open:
+                    front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
             case link.Ready(kv_tokens):
                 if front.options.max_queued_tokens is None:
                     front.admission.max_tokens = _QUEUED_CAPACITIES * kv_tokens
@@ -238,15 +243,6 @@ class _Frontend:
                     self._ending = asyncio.create_task(self._end())
             case _:
                 raise ProtocolError(f"the engine's process said {type(message).__name__}")
-
-    def _see(self, seen: link.StatusReport) -> None:
-        self._channel.send(link.StatusAck())
-        front = self._front
-        now_s = time.monotonic()
-        front.outlook.seen, front.outlook.seen_s = seen, now_s
-        front.metrics.see(now_s, seen)
-        if seen.state in ("broken", "closed") and front.client.num_open:
-            front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 
     async def _end(self) -> None:
         await self._until_answered()

@@ -206,7 +206,7 @@ async def read_body(request: HttpRequest, options: ServeOptions) -> bytes:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Return an object of finite numbers and bounded depth. Raises HttpRefusal: If it is none."""
+    """Return an object of finite numbers and bounded depth. Raises HttpRefusal: If it isn't one."""
     try:
         said = json.loads(raw.decode("utf-8"), parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
