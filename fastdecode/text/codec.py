@@ -242,9 +242,10 @@ class SequenceText:
         untaken = self._untaken + fresh
         self._num_seen, num_safe = len(self._pieces), len(untaken)
         if self.stop and not (self._is_over or self.keeps_stop):
-            # An end that begins a stop string grows by no more than what is fresh.
-            ends = (untaken[len(self._untaken) - num :] for num in self._begun)
-            self._begun = [num_begun(end, stop) for end, stop in zip(ends, self.stop, strict=True)]
+            for i, stop in enumerate(self.stop):
+                # An end that begins a stop string grows by no more than what is fresh.
+                end = untaken[len(self._untaken) - self._begun[i] :]
+                self._begun[i] = num_begun(end, stop)
             num_safe -= max(self._begun)
         self._num_taken += num_safe
         self._untaken = untaken[num_safe:]
