@@ -84,7 +84,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=run_doctor)
     add_options(parser, DoctorOptions)
-    ranks = "in an MPI job: of every rank but the first"
+    ranks = "in an MPI job, for every rank but the first"
     add_options(parser, RankOptions, "R-worker ranks", ranks)
     add_exit_code_option(parser)
 
