@@ -281,7 +281,8 @@ class Stock:
         counts.num_failed += 0 if job.source else len(bad)
         kept = (index.get(key) for key in job.keys)
         void = {x.key for x in kept if x is not None and x.memory is Memory.VOID}
-        self._drop_below(job.holder, bad | void)
+        if not job.source:
+            self._drop_below(job.holder, bad | void)
         self.forget(job.holder, index.end_job(number, job.keys, bad, self.now_s()))
         if job.source:
             return
