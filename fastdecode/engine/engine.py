@@ -42,13 +42,11 @@ from fastdecode.core.sequence import Request
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.figures import EngineFigures, figures_of
-from fastdecode.engine.pending_samples import PendingSamples, StepSamples
-from fastdecode.engine.prompt_samples import PromptSampler
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import FOR_HOLDERS, event_for, holder_of, message_for
-from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.samples import Samples, StepSamples
+from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
@@ -100,7 +98,7 @@ class Engine:
         self._reporting = (*extensions, self._recovery)  # the latter has no part in steps
         self._doers = {kind: each for each in self._reporting for kind in each.instructions}
         self._takers = {kind: each for each in self._reporting for kind in each.answers}
-        self._samples = PendingSamples(
+        self._samples = Samples(
             s_worker,
             state.lifecycle.sequences,
             state.requests,
@@ -171,8 +169,6 @@ class Engine:
         except FastDecodeError:
             self._apply(events.Cancelled(request.request_id))
             raise
-        if request.params.prompt_logprobs is not None:
-            self._samples = PromptSampler.of(self._samples)
 
     def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""

@@ -1,22 +1,88 @@
-"""What an engine has done since it started, in numbers."""
+"""What an engine has done since it started, how it is, and what is known of it once it is ready:
+values only, which other threads and processes may read."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, cast
 
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
+from fastdecode.core.model.identity import Identity
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.replicas import ReplicaFigures
-from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.schedule.cache.rates import TierCounts
+from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 from fastdecode.schedule.life.sequences import SequenceCounts
+from fastdecode.wire.transport import loss
 
 if TYPE_CHECKING:
+    from fastdecode.engine.instances.cluster import RunningCluster
+    from fastdecode.engine.setup.launch import RunningEngine
     from sworker.swap.figures import SwapFigures  # would bring torch to who controls instances
+
+LOWEST_S = 1e-6
+HIGHEST_S = 1e6
+GROWTH = 1.02
+
+
+class LatencyHistogram:
+    """Counts durations in buckets, each 2% wider than the one before: a
+    percentile is off by 1% at most.
+
+    Durations below a microsecond count as one, those above 11 days as 11 days.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * (_bucket(HIGHEST_S) + 1)
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, duration_s: float) -> None:
+        self._counts[_bucket(duration_s)] += 1
+        self._num += 1
+
+    def add_all(self, other: LatencyHistogram) -> None:
+        """Those that another has counted, too."""
+        for bucket, count in enumerate(other._counts):
+            self._counts[bucket] += count
+        self._num += other._num
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """By bucket, as far as there are any."""
+        return {bucket: count for bucket, count in enumerate(self._counts) if count}
+
+    def add_count(self, bucket: int, count: int) -> None:
+        """So many more in a bucket. Raises IndexError: there is none like that."""
+        if bucket < 0 or count < 0:
+            raise IndexError(f"{count} durations in bucket {bucket}")
+        self._counts[bucket] += count
+        self._num += count
+
+    def percentile(self, percent: float) -> float | None:
+        """Seconds that ``percent`` of the durations don't exceed (nearest
+        rank); None if there are none."""
+        assert 0 < percent <= 100
+        rank = math.ceil(self._num * percent / 100)
+        seen = 0
+        for bucket, count in enumerate(self._counts):
+            seen += count
+            if count and seen >= rank:
+                return LOWEST_S * math.exp((bucket + 0.5) * math.log(GROWTH))
+        return None
+
+
+def _bucket(duration_s: float) -> int:
+    return int(math.log(min(max(duration_s, LOWEST_S), HIGHEST_S) / LOWEST_S) / math.log(GROWTH))
 
 
 @dataclass(frozen=True)
@@ -134,3 +200,101 @@ class EngineStats(SequenceCounts):
         self.load_sum += load
         self.load_peak = max(self.load_peak, load)
         self.num_prompt_tokens += num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class HolderFigures:
+    """A holder, which is an R-worker wherever there are R-workers."""
+
+    name: str
+    lost: str | None
+    """Why it is lost, without its name; None: it isn't."""
+    kv_blocks: int
+    kv_blocks_used: int
+    """Reserved, or in use: not those that are only kept for requests to come."""
+    load_tokens: int
+    """Cached for sequences that run."""
+    busy_s: float
+    """Its compute, summed over all steps."""
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    lanes: int
+    r_workers: tuple[HolderFigures, ...]
+
+    def lost_with(self, why: str) -> EngineFigures:
+        """Of an engine that is gone: so are its holders, and nothing of them is in use."""
+        gone = (
+            replace(each, lost=each.lost or why, kv_blocks_used=0, load_tokens=0)
+            for each in self.r_workers
+        )
+        return replace(self, r_workers=tuple(gone))
+
+
+def figures_of(
+    stats: EngineStats, scheduler: ContinuousScheduler, fleet: HolderPool
+) -> EngineFigures:
+    """Return the figures as they are between two steps."""
+    loads: Counter[HolderId] = Counter()  # tokens cached for sequences that run
+    for lane in scheduler.lanes:
+        for run in lane.running.values():
+            for part in run.residence.parts:
+                cached = run.sequence.num_present - part.first_token
+                loads[part.holder] += max(0, min(part.num_tokens, cached))
+    holders, lost = [], fleet.lost
+    for holder in map(HolderId, range(len(fleet))):
+        num_blocks, name = scheduler.ledger.capacity.blocks(holder), fleet.peer(holder)
+        used, why = num_blocks - scheduler.ledger.available_blocks(holder), None
+        if holder in lost:
+            used, why = 0, loss(name, lost[holder]).removeprefix(f"{name} is lost: ")
+        busy_s = stats.r_busy_each_s[holder]
+        holders.append(HolderFigures(name, why, num_blocks, used, loads[holder], busy_s))
+    return EngineFigures(len(scheduler.lanes), tuple(holders))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an LLM once it is ready."""
+
+    num_r_workers: int
+    """R-workers that it began with, in all stages; 0: KV is on the S-worker's device."""
+    r_threads: int  # CPU threads of each R-worker; where they differ, the most that one has
+    num_kv_blocks: int  # KV blocks of all R-workers together
+    dtype: DType  # of weights and activations
+    kv_dtype: DType  # of the KV cache
+    kv_placement: str  # where it is: r, gpu or hybrid
+    max_model_len: int  # most tokens of prompt and completion together
+    vocab_size: int  # token ids are below it
+    load_s: float  # seconds that loading the model and starting the R-workers took
+    stage_layers: tuple[int, ...] = ()  # of each pipeline stage
+
+
+def facts_of(config: EngineConfig, running: RunningCluster | RunningEngine) -> Facts:
+    """Return the facts of what runs by ``config``."""
+    identity: Identity
+    layers: tuple[int, ...] = ()
+    if config.instances.instances:
+        cluster = cast("RunningCluster", running)
+        identity, kv_placement = cluster.identity, config.r_part.kv_placement
+        decoding = [x for x in cluster.welcomes if x.role.decodes] or list(cluster.welcomes)
+        num_kv_blocks = sum(x.num_tokens // x.block_size for x in decoding)
+        kv_placement = "r" if kv_placement == "auto" else kv_placement
+    else:
+        engine = cast("RunningEngine", running)
+        identity = engine.resolved.identity
+        kv_placement = engine.resolved.config.r_part.kv_placement
+        num_kv_blocks = sum(welcome.num_blocks for welcome in engine.welcomes)
+        layers = tuple(map(len, engine.resolved.layers))
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=num_kv_blocks,
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        kv_placement=kv_placement,
+        max_model_len=identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
+        stage_layers=layers,
+    )
