@@ -14,8 +14,7 @@ from torch import Tensor
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import COMING
 from fastdecode.core.trace import Trace
-from fastdecode.engine.prompt_logprobs import AskedRows
-from fastdecode.engine.requests import Requests
+from fastdecode.engine.requests import AskedRows, Requests
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep

@@ -29,7 +29,7 @@ from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import limits, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.session.attach import attach
+from fastdecode.engine.session import attach
 from fastdecode.jobs.session import JobSession
 from fastdecode.text.codec import TextCodec
 

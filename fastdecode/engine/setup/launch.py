@@ -25,7 +25,6 @@ from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension, StepTiming
-from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
@@ -34,9 +33,9 @@ from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, offer_for_replicas
 from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.kv_exchange import KVExchange
+from fastdecode.engine.recovery import recovery_of
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.session.attach import attach
-from fastdecode.engine.session.recorder import Recorder
+from fastdecode.engine.session import Recorder, attach
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import check_launched, meet_ranks
 from fastdecode.engine.setup.reach import (
