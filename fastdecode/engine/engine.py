@@ -44,15 +44,22 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.reservations import FOR_HOLDERS, event_for, holder_of, message_for
 from fastdecode.engine.samples import Samples, StepSamples
 from fastdecode.engine.stats import EngineFigures, EngineStats, figures_of
 from fastdecode.engine.step.batch import StepBatch
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
-from fastdecode.schedule.plan import Chunk, num_in_prompts
-from fastdecode.wire.blocks import SESSION_RESUMED
+from fastdecode.schedule.plan import Chunk, Send, num_in_prompts
+from fastdecode.wire.blocks import SESSION_RESUMED, ResumeSequence, TruncateSequence, words_of
+from fastdecode.wire.messages import (
+    CloseSequence,
+    ExtendSequence,
+    ForkSequence,
+    OpenSequence,
+    Refused,
+    ToRWorker,
+)
 from fastdecode.wire.traits import unasked
 from sworker.failures import raise_typed
 from sworker.worker import SWorker
@@ -60,20 +67,15 @@ from sworker.worker import SWorker
 logger = logging.getLogger(__name__)
 
 _OPENING: Final = (events.Open, events.Fork, events.Resume)
+_FOR_HOLDERS: Final = {*_OPENING, events.Extend, events.Truncate, events.Close, Send}
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread submits and
-    steps.
+    """Runs requests to their end. Not thread-safe: one thread submits and steps.
 
     Args:
-        s_worker: every layer that has weights.
-        pipeline: runs the lanes' steps.
-        state: of holders, sequences and requests.
-        recovery: decides what follows the loss of an R-worker; None: its
-            sequences are recomputed, and nobody replaces it.
-        extensions: the features that are on.
-        trace: told what every step did.
+        recovery: Decides what follows the loss of an R-worker. None: its sequences are
+            recomputed, and nothing replaces it.
     """
 
     def __init__(
@@ -90,7 +92,6 @@ class Engine:
         self._fleet = state.fleet
         self._lifecycle = state.lifecycle
         self.requests: Final[Requests] = state.requests
-        """Those that are waiting or running."""
         self.stats: Final[EngineStats] = state.stats
         self._trace = None if isinstance(trace, NoTrace) else trace
         self._recovery = recovery or Recovery(state)
@@ -319,7 +320,11 @@ class Engine:
         elif (taker := self._takers.get(type(news))) is not None:
             self._apply_all(taker.take(holder, news))
         elif self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
-            self._apply(event_for(news, peer))
+            part_id = PartId(news.sequence_id)
+            if isinstance(news, Refused):
+                self._apply(events.Refused(part_id, peer, news.code, news.message))
+            else:
+                self._apply(events.Opened(part_id))
         else:
             self._fleet.lose(holder, ProtocolError(f"{peer} {unasked(news)}"))
 
@@ -340,8 +345,9 @@ class Engine:
     def _carry_out(self, instruction: Any) -> None:
         """Send it to its holder, hand it to its request, or to the extension that handles it."""
         kind = type(instruction)
-        if kind in FOR_HOLDERS:
-            self._fleet.send(holder_of(instruction), message_for(instruction))
+        if kind in _FOR_HOLDERS:
+            holder = instruction.holder if kind is Send else instruction.part.holder
+            self._fleet.send(holder, message_for(instruction))
             if kind in _OPENING:
                 for extension in self._extensions:
                     extension.opened(instruction)
@@ -456,3 +462,27 @@ def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:
     return frozenset(
         holder for holder, kind in kinds.items() if kind is HolderKind.R_WORKER or not has_r_workers
     )
+
+
+def message_for(instruction: Any) -> ToRWorker:
+    """Return what the holder is told. To a holder, a part is a sequence."""
+    if isinstance(instruction, Send):
+        return instruction.message
+    part = instruction.part
+    match instruction:
+        case events.Open():
+            return OpenSequence(part.part_id, part.num_tokens)
+        case events.Fork():
+            parent_id, num_shared = instruction.parent.part_id, instruction.num_shared_tokens
+            return ForkSequence(parent_id, part.part_id, num_shared, part.num_tokens)
+        case events.Resume():
+            keys, gap = words_of(instruction.keys), instruction.gap
+            return ResumeSequence(
+                part.part_id, part.num_tokens, instruction.num_tokens, keys, gap.start, gap.stop
+            )
+        case events.Extend():
+            return ExtendSequence(part.part_id, part.num_tokens)
+        case events.Truncate():
+            return TruncateSequence(part.part_id, instruction.num_tokens)
+        case _:
+            return CloseSequence(part.part_id, tail=(instruction.tail or b"").hex())

@@ -111,14 +111,11 @@ class StepTiming(Extension):
         self._lanes = lanes
 
     def num_lanes(self, current: int) -> int:
-        """See ``Extension``."""
         return current if self._lanes is None else self._lanes.decide()
 
     def regrouped(self, num_lanes: int) -> None:
-        """See ``Extension``."""
         if self._lanes is not None:
             self._lanes.regrouped(num_lanes)
 
     def completed(self, step: LaneStep, seconds: float) -> None:
-        """See ``Extension``."""
         step.tell(self._times, self._lanes, seconds)

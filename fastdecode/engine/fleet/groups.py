@@ -268,7 +268,6 @@ class GroupPool:
 
     @property
     def gone(self) -> dict[int, WorkerError]:
-        """See ``WorkerPool``."""
         return self.members.gone
 
     @property
@@ -279,25 +278,20 @@ class GroupPool:
 
     @property
     def is_owed(self) -> bool:
-        """See ``WorkerPool``."""
         return bool(self._kept) or (self.members.is_owed and not self.is_greeting)
 
     @property
     def is_owed_at_once(self) -> bool:
-        """See ``WorkerPool``."""
         return bool(self._kept) or self.members.is_owed_at_once
 
     def peer(self, holder: HolderId) -> str:
-        """See ``WorkerPool``."""
         return self.groups[holder].peer
 
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
-        """See ``WorkerPool``."""
         shards, placement = self.groups[holder].shards, self.members.placement
         return {placement[member]: shard for member, shard in shards.items()}
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        """See ``WorkerPool``."""
         return message.of_column(holder) if len(self.groups) > 1 else message
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
@@ -313,25 +307,20 @@ class GroupPool:
         return told
 
     def members_of(self, holder: HolderId) -> Collection[HolderId]:
-        """See ``WorkerPool``."""
         return self.groups[holder].shards
 
     def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
-        """See ``WorkerPool``."""
         return self.groups[holder].shards
 
     def owner(self, member: HolderId) -> HolderId:
-        """See ``WorkerPool``."""
         return self._owners.get(member, self.groups[0]).holder
 
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
-        """See ``WorkerPool``."""
         group = self.groups[holder]
         lost, group.lost_members = group.lost_members, []
         return lost
 
     def go_on(self, holder: HolderId) -> None:
-        """See ``WorkerPool``."""
         group = self.groups[holder]
         group.begin(group.shards)
         group.loss = None
@@ -346,7 +335,6 @@ class GroupPool:
         group.send(message)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
-        """See ``WorkerPool``."""
         return self._kept.popleft() if self._kept else self._receive(most_s)
 
     def take_in(self) -> None:
@@ -371,7 +359,6 @@ class GroupPool:
         return None
 
     def look(self) -> None:
-        """See ``WorkerPool``."""
         for received in self.members.look():
             if (joined := self._take(*received)) is not None:
                 self._keep(joined)

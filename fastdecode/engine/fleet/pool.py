@@ -496,12 +496,10 @@ class MixedPool(WorkerPool):
 
     @property
     def r_workers(self) -> list[HolderId]:
-        """See ``WorkerPool``."""
         return [x for x in super().r_workers if self._device is None or x != self._device_index]
 
     @property
     def is_owed_at_once(self) -> bool:
-        """See ``WorkerPool``."""
         return self.pending.owes_answer(self._device_index)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:

@@ -82,7 +82,6 @@ class Protection:
         return self._states.get(holder) is _Replica.ENDED
 
     def has_caught_up(self, holder: HolderId) -> bool:
-        """See ``CAUGHT_UP``."""
         return self._states.get(holder) is _Replica.CAUGHT_UP
 
     def count(self) -> None:

@@ -192,7 +192,6 @@ class HubReplacements(Generic[ConnectionT]):
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``."""
         return self._timeout_s
 
     def limit(

@@ -537,11 +537,9 @@ class HeadReplicas(Replicas):
 
     @property
     def adopted(self) -> set[HolderId]:
-        """See ``Replicas``."""
         return self._adopted
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
-        """See ``Replicas``."""
         assert isinstance(replacements, Resharing)
         super().hand_over_to(replacements.keep_replicas(lambda: self.has_ended))
 
@@ -557,7 +555,6 @@ class HeadReplicas(Replicas):
         return []
 
     def emptied(self, holder: HolderId) -> None:
-        """See ``Replicas``."""
         self.rings[0].end_all()
         self._fleet.give_up(holder)
 

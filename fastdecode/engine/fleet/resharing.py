@@ -163,7 +163,6 @@ class Resharing:
 
     @property
     def timeout_s(self) -> float:
-        """See ``Replacements``."""
         if self._num_left and self._num_left != self._too_few:
             return math.inf
         return 0.0 if self._places is None else self._places.timeout_s
@@ -203,7 +202,6 @@ class Resharing:
         return {} if self._welcome is None else {GROUP: self._welcome}
 
     def admit(self, worker: int) -> None:
-        """See ``Replacements``."""
         self._end_greeting()
         self._welcome = None
         self._limit()

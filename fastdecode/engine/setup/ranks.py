@@ -167,11 +167,9 @@ class _KeptByRank:
         self._most_tokens = resolved.stored_tokens
 
     def cache(self, num_blocks: int) -> PagedKV:
-        """See ``KVMaker``."""
         return PagedKV(self._kv, self._attention, num_blocks, self._device, dtype=self._dtype)
 
     def lanes(self, num_blocks: int, num_lanes: int) -> SwappedKV:
-        """See ``KVMaker``."""
         return SwappedKV(
             self._kv, self._attention, num_blocks, num_lanes, self._device,
             most_tokens=self._most_tokens, dtype=self._dtype,

@@ -91,7 +91,6 @@ class LaterStage:
     # What the pipeline asks of it: see ``NextStage``.
 
     def leave(self, step: LaneStep) -> LaterStageForward:
-        """See ``NextStage``."""
         x = step.forward.output
         if self._next is None:
             x = _rows(x, self._s_worker.upload(torch.from_numpy(step.wanted_rows)))
@@ -103,12 +102,10 @@ class LaterStage:
         )
 
     def take_done(self) -> tuple[StageDone, ...]:
-        """See ``NextStage``."""
         return ()
 
     @property
     def has_orders(self) -> bool:
-        """See ``NextStage``."""
         return self._links.has_heard
 
     def _send(self, step: LaneStep, x: Activations) -> None:

@@ -127,7 +127,6 @@ class StagePool(WorkerPool):
         return [HolderId(index) for index in range(self._num_own)]
 
     def revive(self, holder: HolderId, *, has_cache: bool = True) -> None:
-        """See ``WorkerPool``."""
         self.has_replacement.pop(holder, None)
         super().revive(holder, has_cache=has_cache)
 
@@ -138,7 +137,6 @@ class StagePool(WorkerPool):
         return [*super().take_losses(), *lost]
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
-        """See ``WorkerPool``."""
         lost = [x for x in holders if not self.is_here(x) and self.is_lost(x)]
         if not all(map(self.has_replacement.get, lost)):
             return False
@@ -154,7 +152,6 @@ class StagePool(WorkerPool):
         return self._relayed[place], column
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
-        """See ``WorkerPool``."""
         if self.is_here(holder):
             super().send(holder, message)
             return
@@ -172,7 +169,6 @@ class StagePool(WorkerPool):
         self._stages.tell(stage, self._places(named, holder, column))
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
-        """See ``WorkerPool``."""
         self._give_up_worker(self.placement[holder], error)
 
     def _give_up_worker(self, index: int, error: FastDecodeError) -> None:

@@ -151,7 +151,6 @@ class HeadsRegreeting:
         self._fleet.send(column, self._hello)
 
     def answered(self) -> None:
-        """See ``ColumnRegreeting``."""
         self._members.pending.deadlines = self._deadlines
 
 

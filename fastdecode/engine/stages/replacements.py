@@ -47,7 +47,6 @@ class ColumnReplacements:
         self._places.limit(num_blocks)
 
     def look(self, lost: Collection[int]) -> dict[int, Welcome]:
-        """See ``Replacements``."""
         if not self._fleet.later.are_welcome:
             return {}  # the job begins
         if len(self._fleet.lost) == len(self._fleet):
@@ -63,7 +62,6 @@ class ColumnReplacements:
         return {holder: welcome for holder, welcome in found.items() if welcome is not None}
 
     def admit(self, worker: int) -> None:
-        """See ``Replacements``."""
         self._greeting.discard(HolderId(worker))
 
     def _is_vacant(self, group: CacheGroup) -> bool:

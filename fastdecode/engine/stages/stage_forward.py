@@ -127,7 +127,6 @@ class FirstStageForward:
         return step.forward.logits(np.arange(num_draws))
 
     def deliver(self, done: StageDone) -> None:
-        """See ``StageForward``."""
         self.reports.append(done)
 
 
@@ -145,12 +144,10 @@ class FirstStage:
         self._s_worker, self._later, self._fleet = s_worker, fleet.later, fleet
 
     def leave(self, step: LaneStep) -> FirstStageForward:
-        """See ``NextStage``."""
         output = self._s_worker.to_host(step.forward.output, step.lane)
         return FirstStageForward(step, self._later, output, self._fleet)
 
     def take_done(self) -> list[StageDone]:
-        """See ``NextStage``."""
         return self._later.take_done()
 
 
@@ -180,14 +177,12 @@ class LaterStageForward:
         return self.copy.done
 
     def go_on(self) -> Tensor | None:
-        """See ``StageForward``."""
         x = as_array(self.copy.host)
         self._send(x)
         self._report(x)
         return torch.empty((0, 0))
 
     def deliver(self, done: StageDone) -> None:
-        """See ``StageForward``."""
         raise ProtocolError(f"stage {done.stage} reports to the wrong stage")
 
 
