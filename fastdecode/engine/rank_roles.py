@@ -89,7 +89,7 @@ def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoRetu
 
 def _serve_s_worker(config: EngineConfig, role: RankRole) -> NoReturn:
     from fastdecode.engine.setup.ranks import mirror_leader, resolve_rank
-    from fastdecode.engine.setup.stage_ranks import serve_stage
+    from fastdecode.engine.setup.stages import serve_stage
 
     let_rank_0_stop()
     if role is RankRole.MIRROR:

@@ -15,7 +15,7 @@ from recorded_gpu import RecordedGpu
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.engine.setup import s_worker
-from fastdecode.engine.setup.steps import lane_graphs
+from fastdecode.engine.setup.scheduling import lane_graphs
 from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
 from sworker.load.weights import load_model
 from sworker.worker import PaddedPass, SWorker

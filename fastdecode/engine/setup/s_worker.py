@@ -15,7 +15,7 @@ from fastdecode.core.host.openmp import is_spinning_chosen, spins_long, spins_on
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
-from fastdecode.engine.setup.steps import lane_graphs
+from fastdecode.engine.setup.scheduling import lane_graphs
 from fastdecode.engine.setup.transport import shares_thread
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs

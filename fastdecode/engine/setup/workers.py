@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,11 @@ from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.tiers.disk import Disk
-from rworker.transfers.neighbours import ThreadNeighbours
+from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
     from fastdecode.engine.step.device import DeviceAttention
-    from fastdecode.wire.mpi.connection import MpiConnection
     from fastdecode.wire.mpi.ranks import StageRanks
     from sworker.worker import SWorker
 
@@ -98,6 +97,56 @@ class Reached:
         return f"greeting {len(peers)} R-worker(s){whose}: {', '.join(peers)}{spare}"
 
 
+class WorkerThreads:
+    """R-workers as threads of this process.
+
+    Args:
+        names: Of each, among their neighbours.
+        kv_bytes, num_threads, disk: KV cache, CPU threads and room for kept blocks of each.
+        hub: Gets a connection to each.
+        first: The first one's index in the hub that they are known by.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        kv_bytes: int,
+        num_threads: int,
+        hub: InprocHub[ToRWorker, FromRWorker],
+        neighbours: Neighbourhood,
+        disk: Disk | None = None,
+        first: int = 0,
+    ) -> None:
+        self._first = first
+        self._threads = [
+            start_worker_thread(
+                name,
+                kv_bytes=kv_bytes,
+                num_threads=num_threads,
+                hub=hub,
+                neighbours=neighbours,
+                disk=disk,
+            )
+            for name in names
+        ]
+
+    def close(self, lost: Collection[int], timeout_s: float) -> None:
+        """Stop them. See ``Reached``."""
+        for thread in self._threads:
+            thread.stop()
+        for index, thread in enumerate(self._threads, self._first):
+            if index in lost:
+                thread.connection.close()
+            else:
+                thread.join(timeout_s)
+
+
+def name_prefix(beside: Colocation | None, stage: int) -> str:
+    """Return what names of an engine's R-workers begin with, of a later stage's too."""
+    engine = "" if beside is None else f"{beside.name}-"
+    return f"{engine}s{stage}-" if stage else engine
+
+
 def reach_threads(
     num_workers: int,
     *,
@@ -108,45 +157,17 @@ def reach_threads(
     stage: int = 0,
     beside: Colocation | None = None,
 ) -> Reached:
-    """R-workers as threads of this process.
+    """Start R-workers as threads of this process; see ``WorkerThreads``.
 
     Args:
-        num_workers: how many.
-        kv_bytes: KV cache of each.
-        num_threads: CPU threads of each.
-        disk: where the kept blocks of each may go; None: nowhere.
-        hub: gets a connection to each; None: one that has no others.
-        stage: whose they are.
-        beside: other engines' in this process; None: they reach each other alone.
+        hub: None: one that has no others.
+        beside: Other engines' in this process. None: they reach each other alone.
     """
     hub = InprocHub() if hub is None else hub
     neighbours = ThreadNeighbours() if beside is None else beside.neighbours
-    engine = "" if beside is None else f"{beside.name}-"
-    whose = engine + (f"s{stage}-" if stage else "")
-    names = tuple(f"{whose}r{index}" for index in range(num_workers))
-    threads = [
-        start_worker_thread(
-            name,
-            kv_bytes=kv_bytes,
-            num_threads=num_threads,
-            hub=hub,
-            neighbours=neighbours,
-            disk=disk,
-        )
-        for name in names
-    ]
-
-    def close(lost: Collection[int], timeout_s: float) -> None:
-        for thread in threads:
-            thread.stop()
-        for index, thread in enumerate(threads):
-            if index in lost:
-                thread.connection.close()
-            else:
-                thread.join(timeout_s)
-
-    addresses = tuple(map(neighbours.address_of, names))
-    return Reached(hub, close, addresses=addresses)
+    names = [f"{name_prefix(beside, stage)}r{index}" for index in range(num_workers)]
+    threads = WorkerThreads(names, kv_bytes, num_threads, hub, neighbours, disk)
+    return Reached(hub, threads.close, addresses=tuple(map(neighbours.address_of, names)))
 
 
 def reach_inline(
@@ -206,7 +227,11 @@ def reach_stage_ranks(
     def close(lost: Collection[int], timeout_s: float) -> None:
         if not stage:
             links.shut_down()
-        _part_with(hub.connections[:num_r_workers], lost)
+        for index, connection in enumerate(hub.connections[:num_r_workers]):
+            if index in lost:
+                connection.give_up()
+            else:
+                _shut_down(connection)
         for other in links.gone:
             others[other].give_up()
         hub.close()
@@ -296,17 +321,6 @@ def reach_addresses(
 
     replacements = partial(HubReplacements, hub)
     return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
-
-
-def _part_with(
-    connections: Iterable[MpiConnection[ToRWorker, FromRWorker]], lost: Collection[int]
-) -> None:
-    """Those that are left shut down; what was sent to others is given up."""
-    for index, connection in enumerate(connections):
-        if index in lost:
-            connection.give_up()
-        else:
-            _shut_down(connection)
 
 
 def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:
