@@ -81,7 +81,7 @@ def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
     for keeper, cache in ((0, 2), (1, 0)):
         ring.ends[keeper].send(Dropped(keeper, cache))
     ring.fleet.look()
-    members.take_news(9, ring.fleet.events.take_replicas())
+    members.take_news(9, ring.fleet.take_replications())
     ring.now_s = 7.9
     assert not members.end_all() and not ring.fleet.gone
     ring.now_s = 8.0

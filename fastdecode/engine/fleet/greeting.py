@@ -57,7 +57,7 @@ def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> 
         fleet.send(holder, fleet.tier_of(holder, message))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.moves.of_tiers if isinstance(news, Stocked)]
+    told = [news for news in fleet.moves if isinstance(news, Stocked)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -194,38 +194,6 @@ class CacheGroup:
         return joined
 
 
-class GroupMoves:
-    """Reports on transfers, of whole groups.
-
-    Args:
-        groups: whose.
-        take_in: has groups take in what members have reported.
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup], take_in: Callable[[], None]) -> None:
-        self._groups = groups
-        self._take_in = take_in
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether there are reports that weren't taken yet."""
-        self._take_in()
-        return any(group.moves.news for group in self._groups)
-
-    @property
-    def of_tiers(self) -> list[MoveNews]:
-        """Reports that weren't taken yet."""
-        self._take_in()
-        return [news for group in self._groups for news in group.moves.news]
-
-    def take_tiers(self) -> list[MoveNews]:
-        """The same; each is taken once."""
-        taken = self.of_tiers
-        for group in self._groups:
-            group.moves.news.clear()
-        return taken
-
-
 class GroupPool:
     """Cache groups as the engine sees them; see ``WorkerPool``.
 
@@ -247,7 +215,6 @@ class GroupPool:
         self._share_out = share_out
         self.is_greeting = False
         """The members of a lost group are greeted again; no step waits for them."""
-        self.moves: Final = GroupMoves(self.groups, self._take_moves)
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a group is sent first that replaces a lost one."""
         self._kept: deque[tuple[HolderId, Answer]] = deque()
@@ -294,6 +261,25 @@ class GroupPool:
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         return message.of_column(holder) if len(self.groups) > 1 else message
 
+    @property
+    def has_moves(self) -> bool:
+        return bool(self.moves)
+
+    @property
+    def moves(self) -> list[MoveNews]:
+        for news in self.members.take_moves():
+            member = HolderId(news.holder)
+            group = self._group_of(member)
+            if group is not None and group.loss is None:
+                group.take_moved(member, news)
+        return [news for group in self.groups for news in group.moves.news]
+
+    def take_moves(self) -> list[MoveNews]:
+        taken = self.moves
+        for group in self.groups:
+            group.moves.news.clear()
+        return taken
+
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The groups that have lost a member, and why. Each is reported once, until
         it is revived."""
@@ -305,9 +291,6 @@ class GroupPool:
                 if self.give_up(group.holder, error):
                     told.append((group.holder, error))
         return told
-
-    def members_of(self, holder: HolderId) -> Collection[HolderId]:
-        return self.groups[holder].shards
 
     def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
         return self.groups[holder].shards
@@ -402,12 +385,6 @@ class GroupPool:
         if group is None or joined is None or group.loss is not None:
             return None
         return group.holder, joined
-
-    def _take_moves(self) -> None:
-        for news in self.members.events.take_tiers():
-            group = self._group_of(HolderId(news.holder))
-            if group is not None and group.loss is None:
-                group.take_moved(HolderId(news.holder), news)
 
 
 HolderPool: TypeAlias = WorkerPool | GroupPool

@@ -410,7 +410,7 @@ class Replicas:
         """Take in what members have reported of their replicas. ``last_step``: that
         has begun."""
         self._fleet.members.hear_reports()
-        heard = self._fleet.members.events.take_replicas()
+        heard = self._fleet.members.take_replications()
         for ring in self.rings:
             ring.take_news(last_step, [x for x in heard if x.holder in ring.circle])
 
@@ -426,7 +426,7 @@ class Replicas:
 
     def is_leaving(self, holder: HolderId) -> bool:
         """Whether a member of a holder is on its way back to its own place."""
-        return any(self._ring_of[x].is_leaving(x) for x in self._fleet.members_of(holder))
+        return any(self._ring_of[x].is_leaving(x) for x in self._fleet.shards_of(holder))
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """A holder is lost since members are; sequences are on it, or not (``is_used``).
@@ -465,7 +465,7 @@ class Replicas:
 
     def _moving(self, holder: HolderId) -> list[HolderId] | None:
         """The members that others are to serve; None: no R-worker can."""
-        members = list(self._fleet.members_of(holder))
+        members = list(self._fleet.shards_of(holder))
         if len(members) > 1:  # some may have been lost while steps in flight ended
             if not all(self._lose_members(holder, is_used=True)):
                 return None
@@ -488,7 +488,7 @@ class Replicas:
         there = {part: count for part, count in counts.items() if count != MISSING}
         kept = list(compress(takeover.asked_keys, answer.is_kept.tolist()))
         is_less = there != takeover.asked or len(kept) < len(takeover.asked_keys)
-        if is_less and len(self._fleet.members_of(holder)) > 1:
+        if is_less and len(self._fleet.shards_of(holder)) > 1:
             self._ask(holder, there, kept)
             return None
         del self._takeovers[holder]
@@ -500,7 +500,7 @@ class Replicas:
 
     def emptied(self, holder: HolderId) -> None:
         """Nothing is left of what was taken over, or nobody can take it over."""
-        for member in self._fleet.members_of(holder):
+        for member in self._fleet.shards_of(holder):
             self._ring_of[member].give_up(member)
         self._fleet.give_up(holder)
 
@@ -508,7 +508,7 @@ class Replicas:
         """Whether a member of a lost holder is there, and has part in a ring still: it would
         forget the replica that it keeps when it is greeted again."""
         lost = self._fleet.members.is_lost
-        members = self._fleet.members_of(holder)
+        members = self._fleet.shards_of(holder)
         return any(not lost(x) and self._ring_of[x].is_member(x) for x in members)
 
     def mend(self, vacant: Collection[HolderId] = (), *, may_return: bool = False) -> None:
@@ -522,7 +522,7 @@ class Replicas:
         """
         leaving: list[HolderId] = []
         for holder in vacant:
-            members = self._fleet.members_of(holder)
+            members = self._fleet.shards_of(holder)
             if len(members) > 1:  # some may have been lost since
                 self._lose_members(holder, is_used=False)
             leaving += members if may_return else ()

@@ -85,7 +85,7 @@ class StageLinks:
         the answer, if it is one that a stage answers. ``num_answers``: of
         R-workers, one after the other, that this takes."""
         if isinstance(message, StageHello | StagePass):
-            self._owed.ask_for(self._index(stage), message.answers, NOBODY, num_answers)
+            self._owed.ask(self._index(stage), message, NOBODY, num_answers)
 
     def _index(self, stage: int) -> int:
         """Of a stage, as a peer."""

@@ -159,9 +159,7 @@ class StagePool(WorkerPool):
         if index in self.gone:
             return
         named = message.for_holder(holder)
-        self.pending.ask(index, named, holder)
-        if named.answers:
-            self.pending.allow(index, _NUM_ANSWERS)
+        self.pending.ask(index, named, holder, _NUM_ANSWERS)
         stage, column = self.origin(holder)
         if self._placed.get(holder, holder) != index:
             self._placed[holder] = index

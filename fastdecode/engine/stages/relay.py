@@ -256,10 +256,10 @@ class Relay:
                 self._take_welcome(column, answer)
             else:
                 losses.append((column, answer))
-        for moved in self._pool.moves.take_tiers():
+        for moved in self._pool.take_moves():
             if isinstance(moved, Moved | Stocked | Pulled):
                 self._links.tell(FIRST_STAGE, moved)
-        for replicated in self._members.events.take_replicas():
+        for replicated in self._members.take_replications():
             self._links.tell(FIRST_STAGE, replicated)
         for column, error in losses:
             self._report_lost(column, error)
