@@ -62,9 +62,8 @@ from fastdecode.engine.setup.stages import (
     later_setups,
     whole_columns,
 )
+from fastdecode.engine.stages.first_stage import ColumnReplacements, FirstStage
 from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
-from fastdecode.engine.stages.replacements import ColumnReplacements
-from fastdecode.engine.stages.stage_forward import FirstStage
 from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice

@@ -24,7 +24,6 @@ from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
 from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
-from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.blocks import Accepted, DropCache, Dropped, Refused, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
@@ -318,7 +317,7 @@ class ColumnPool(GroupPool):
             super().__init__(members, shards)
         self.of_stages: Final = members
         """All members; later stages' are among them."""
-        self.later: Final = LaterStages(stages)
+        self.later: Final = stages
         """The stages behind this one."""
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
