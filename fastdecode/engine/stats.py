@@ -13,8 +13,8 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.model.identity import Identity
+from fastdecode.engine.fleet.failovers import ReplicaFigures
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.fleet.replicas import ReplicaFigures
 from fastdecode.schedule.cache.rates import TierCounts
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridCounts

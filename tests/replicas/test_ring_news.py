@@ -7,9 +7,10 @@ from state_machine import HELLO
 from values import replace
 
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.failovers import Failovers
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replicas import Failovers, Replicas
+from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.wire.blocks import NO_STEP, Dropped, Replicate, Replicated
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect

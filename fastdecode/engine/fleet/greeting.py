@@ -1,4 +1,4 @@
-"""What a fleet's holders are told and answer before the first step."""
+"""What a fleet's holders are told, answer and offer before the first step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
-from fastdecode.core.errors import CapacityError, ConfigError
+from fastdecode.core.errors import CapacityError, ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.fleet.ring import DISK
+from fastdecode.schedule.ring import num_offered
 from fastdecode.wire.blocks import Stocked, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
@@ -80,3 +82,95 @@ def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
         assert isinstance(welcome, Welcome), "nothing else was asked"
         welcomes[holder] = welcome
     return welcomes
+
+
+def offer_for_replicas(
+    fleet: HolderPool,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    keepers: Mapping[HolderId, HolderId],
+) -> dict[HolderId, Welcome]:
+    """Have every R-worker that is there offer what leaves room for the replicas; see
+    ``offer_as_kept`` and ``offer_halves``; on disk replicas have all the room.
+    ``keepers``: see ``LinkOptions``.
+
+    Raises:
+        ConfigError, WorkerError: as these; or an R-worker has no disk for them.
+    """
+    if DISK in keepers.values():
+        check_disks(fleet, welcomes)
+        return dict(welcomes)
+    if keepers:
+        return offer_as_kept(fleet, hello, welcomes, keepers)
+    return offer_halves(fleet, hello, welcomes)
+
+
+def check_disks(fleet: HolderPool, welcomes: Mapping[HolderId, Welcome]) -> None:
+    for holder, welcome in welcomes.items():
+        if not welcome.has_tier:
+            raise ConfigError(
+                Given("replicas", "disk"),
+                f" needs a disk, and {fleet.members.peer(holder)} has none: add ",
+                Given("cache_disk"),
+                " and ",
+                Given("cache_disk_gb"),
+                " where it is started (R-workers of a command of their own: there)",
+            )
+
+
+def offer_as_kept(
+    fleet: HolderPool,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    keepers: Mapping[HolderId, HolderId],
+) -> dict[HolderId, Welcome]:
+    """Have each holder offer as many KV blocks as its keeper, an R-worker without a holder,
+    has room for.
+
+    Raises:
+        ConfigError: a keeper hasn't the memory for a replica.
+        WorkerError: a keeper is lost, or does not answer.
+    """
+    members = fleet.members
+    rooms = greet(members, hello, among=keepers.values())
+    for keeper in keepers.values():
+        if keeper not in rooms:
+            raise members.gone[members.placement[keeper]]
+    # A keeper's own cache, which the session needs, has one block.
+    offered = {
+        holder: min(welcome.num_blocks, rooms[keepers[holder]].num_blocks - 1)
+        for holder, welcome in welcomes.items()
+    }
+    if min(offered.values()) < 1:
+        raise ConfigError(
+            "the host has no memory for a replica of a KV block: raise ", Given("kv_memory_gb")
+        )
+    greet(members, replace(hello, max_blocks=1), among=keepers.values())
+    return greet(fleet, hello, offered)
+
+
+def offer_halves(
+    fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
+) -> dict[HolderId, Welcome]:
+    """Have every R-worker that is there offer half of its KV blocks; see
+    ``replicate``. One whose cache is resumed has offered half before, and stays."""
+    there = sorted(welcomes)
+    if len(there) == 1 < len(fleet):
+        return dict(welcomes)  # all others are lost, and it goes on alone
+    wholes = [welcomes[x].num_blocks * (1 + welcomes[x].is_resumed) for x in there]
+    offered = dict(zip(there, num_offered(wholes), strict=True))
+    resumed = {x: welcomes[x].num_blocks for x in there if welcomes[x].is_resumed}
+    return greet(fleet, hello, offered | resumed)
+
+
+def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
+    """The KV blocks that each R-worker may offer when it is greeted later.
+
+    Args:
+        num_blocks: what R-workers that were present have offered. One that was absent may
+            offer as many as each of them; if all were, as many as it has.
+        num_workers: the first of ``num_blocks``; others are no R-workers.
+    """
+    offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
+    least = min(filter(None, offered.values()), default=0)
+    return {index: number or least for index, number in offered.items()} if least else {}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Final
 
 from fastdecode.core.clock import Clock
@@ -19,8 +20,8 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.protection import Protection
 from fastdecode.wire.blocks import (
+    NO_STEP,
     ON_DISK,
     DropCache,
     Dropped,
@@ -32,6 +33,87 @@ from fastdecode.wire.blocks import (
 from fastdecode.wire.transport import TIMEOUT
 
 logger = logging.getLogger(__name__)
+
+
+MOST_LAG: Final = 1000  # steps; a replica that is further behind counts as that far
+
+
+class _Replica(Enum):
+    """Of a holder."""
+
+    NEW = "new"
+    """To be kept; its keeper has reported nothing yet."""
+    KEPT = "kept"
+    CAUGHT_UP = "caught up"
+    """It has had all that was cached at the end of some step."""
+    ENDED = "ended"
+    """There is none, or it isn't kept up to date any more."""
+
+
+class Protection:
+    """Of holders' replicas.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._states: dict[HolderId, _Replica] = {}
+        self._unprotected_since_s: float | None = None
+        self.unprotected_s = 0.0
+        """In which some R-worker had no replica, up to the last ``count``."""
+        self.lags: Counter[int] = Counter()
+        """Steps that had begun since the one that a neighbour has, at most
+        ``MOST_LAG``: how often it was said."""
+
+    @property
+    def bare(self) -> set[HolderId]:
+        """Those that have no replica that could be gone on with."""
+        kept = _Replica.KEPT, _Replica.CAUGHT_UP
+        return {holder for holder, state in self._states.items() if state not in kept}
+
+    @property
+    def members(self) -> set[HolderId]:
+        """Holders that are to have replicas, or had until they were lost."""
+        return set(self._states)
+
+    def begin(self, holder: HolderId) -> None:
+        """A new replica is to be kept, of which nothing was heard yet."""
+        self._states[holder] = _Replica.NEW
+
+    def end(self, holder: HolderId) -> None:
+        """Its replica isn't kept up to date any more."""
+        self._states[holder] = _Replica.ENDED
+
+    def only(self, kept: Collection[HolderId], members: Collection[HolderId]) -> None:
+        """Of the ring's members, replicas are kept of these; others don't count any more."""
+        self._states = dict.fromkeys(members, _Replica.ENDED) | {
+            holder: self._states.get(holder, _Replica.KEPT) for holder in kept
+        }
+
+    def hear(self, news: Replicated, last_step: int) -> None:
+        """How far a replica is. ``last_step``: that has begun."""
+        holder = HolderId(news.holder)
+        has_caught_up = news.step != NO_STEP
+        if self._states.get(holder) in (_Replica.NEW, _Replica.KEPT):
+            self._states[holder] = _Replica.CAUGHT_UP if has_caught_up else _Replica.KEPT
+        if has_caught_up:
+            self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
+
+    def is_cut(self, holder: HolderId) -> bool:
+        """Whether there is no replica, or it isn't kept up to date any more."""
+        return self._states.get(holder) is _Replica.ENDED
+
+    def has_caught_up(self, holder: HolderId) -> bool:
+        return self._states.get(holder) is _Replica.CAUGHT_UP
+
+    def count(self) -> None:
+        """Count the time in which some R-worker has no replica, up to now."""
+        now = self._clock()
+        if self._unprotected_since_s is not None:
+            self.unprotected_s += now - self._unprotected_since_s
+        self._unprotected_since_s = now if self.bare else None
 
 
 DISK: Final = HolderId(-1)
@@ -66,34 +148,6 @@ class LinkOptions:
         return ON_DISK if keeper == DISK else self.addresses[keeper]
 
 
-class Links:
-    """The last link of each holder: its number is in all reports on it.
-
-    Args:
-        fleet: the holders.
-        options: of all links.
-    """
-
-    def __init__(self, fleet: WorkerPool, options: LinkOptions) -> None:
-        self._fleet = fleet
-        self._options = options
-        self._numbers: Counter[HolderId] = Counter()
-
-    def number(self, holder: HolderId) -> int:
-        """Of its last link; 0: there was none."""
-        return self._numbers[holder]
-
-    def begin(self, holder: HolderId) -> None:
-        """What it is told next is about a new link."""
-        self._numbers[holder] += 1
-
-    def tell(self, holder: HolderId, keeper: str) -> None:
-        """Have a holder replicate to the R-worker at ``keeper``. Empty to stop replicating."""
-        options = self._options
-        number, timeout_s = self._numbers[holder], options.timeout_s
-        self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
-
-
 class Ring:
     """Of a fleet's holders, each an R-worker. The next of each keeps its replica.
 
@@ -115,7 +169,8 @@ class Ring:
         self._keepers: dict[HolderId, HolderId] = {}
         # Replicas that end, and their keepers: since when they are to be dropped.
         self._dropping: dict[tuple[HolderId, HolderId], float] = {}
-        self.links: Final = Links(fleet, options)
+        self._links: Counter[HolderId] = Counter()
+        """Number of each holder's last link, which is in all reports on it. 0 if there was none."""
         self.protection: Final = Protection(clock)
         """Which replicas are there."""
 
@@ -161,8 +216,7 @@ class Ring:
         self.protection.only(self._keepers.keys(), members)
         new = {holder for holder in self._keepers if before.get(holder) != self._keepers[holder]}
         for holder in new:
-            self._begin(holder)
-            self.links.tell(holder, self.options.address(self._keepers[holder]))
+            self._begin(holder, self.options.address(self._keepers[holder]))
         self.protection.count()
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
@@ -193,14 +247,13 @@ class Ring:
     def restore(self, holder: HolderId) -> None:
         """The R-worker that a lost holder was moved to reads the replica, if it is in a file."""
         if self._is_in_file(holder):
-            order = Restore(self.options.session, self.links.number(holder), holder)
+            order = Restore(self.options.session, self._links[holder], holder)
             self._fleet.send(holder, order)
 
     def keep_again(self, holder: HolderId) -> None:
         """The R-worker that restored a holder keeps its replica in a file."""
         if self._is_in_file(holder):
-            self._begin(holder)
-            self.links.tell(holder, ON_DISK)
+            self._begin(holder, ON_DISK)
 
     def _is_in_file(self, holder: HolderId) -> bool:
         return self._keepers.get(holder) == DISK
@@ -229,8 +282,7 @@ class Ring:
         """A cache that a neighbour goes on with is copied to whoever has come in
         its holder's place."""
         self._keepers[holder] = holder
-        self._begin(holder)
-        self.links.tell(holder, self.options.addresses[holder])
+        self._begin(holder, self.options.addresses[holder])
         self.protection.count()
 
     def stop_copying(self, holder: HolderId, source: HolderId) -> None:
@@ -253,7 +305,7 @@ class Ring:
         if isinstance(news, Dropped):
             self._dropping.pop((HolderId(news.cache), holder), None)
             return
-        number = self.links.number(holder)
+        number = self._links[holder]
         if news.link > number:
             text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
             self._fleet.lose(holder, ProtocolError(text))
@@ -267,21 +319,28 @@ class Ring:
             self.protection.end(holder)
         self.protection.count()
 
-    def _begin(self, holder: HolderId) -> None:
-        """A link of the holder's to a new keeper, of whom nothing was heard yet."""
-        self.links.begin(holder)
+    def _begin(self, holder: HolderId, keeper: str) -> None:
+        """Begin a link of the holder's to a new keeper, of which nothing was heard yet."""
         self.protection.begin(holder)
+        self._tell(holder, keeper)
+
+    def _tell(self, holder: HolderId, keeper: str) -> None:
+        """Have a holder replicate to the R-worker at ``keeper`` over a new link. Empty to stop
+        replicating."""
+        self._links[holder] += 1
+        options = self.options
+        number, timeout_s = self._links[holder], options.timeout_s
+        self._fleet.send(holder, Replicate(keeper, options.num_bytes, number, timeout_s))
 
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
         """Have a cache dropped."""
         if keeper not in self._fleet.gone:
             self._dropping[holder, keeper] = self._deadlines.clock()
-            link = self.links.number(holder) if self.options.are_in_files else 0
+            link = self._links[holder] if self.options.are_in_files else 0
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper, link))
 
     def _end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""
         self.protection.end(holder)
         if holder not in self._fleet.lost:
-            self.links.begin(holder)
-            self.links.tell(holder, "")
+            self._tell(holder, "")

@@ -26,11 +26,11 @@ from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension, StepTiming
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas, limits, offer_for_replicas
+from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
 from fastdecode.engine.recovery import recovery_of

@@ -23,10 +23,9 @@ from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.replicas import limits, offer_for_replicas
 from fastdecode.engine.fleet.resharing import greet_members, in_heads
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.setup.devices import choose_device
