@@ -18,7 +18,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
@@ -132,7 +131,7 @@ class Failovers:
         """The ring's holders, lost ones included."""
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can go on for, and don't yet."""
-        self.replacements: HubReplacements[Any] | None = None
+        self.replacements: HubReplacements | None = None
         """R-workers that get what neighbours took over. None if none may come."""
         self._handovers: dict[HolderId, Handover] = {}  # under way, by the lost holder
         self._pauses: dict[HolderId, tuple[float, float]] = {}  # until when, and how long

@@ -16,21 +16,27 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
     Fetching,
     ForgetBlocks,
+    Moved,
     MoveNews,
+    Pulled,
+    Stocked,
     StoreBlocks,
     UseTier,
+    keys_of,
     words_of,
 )
 from fastdecode.wire.messages import (
@@ -45,8 +51,104 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 
+NewsT = TypeVar("NewsT")
+
 Shards = Mapping[HolderId, Shard]
 """What each member keeps, in the order of heads."""
+
+
+class JoinedMoves:
+    """Joins members' reports of transfers and tiers: a block, or a sequence, is there when every
+    member has its part."""
+
+    def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
+        self._holder = holder
+        self._members = frozenset(members)
+        self._moved: dict[int, dict[HolderId, Moved]] = {}  # by job and member
+        self._fetching: dict[int, dict[HolderId, Fetching]] = {}
+        self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
+        self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
+        self._num_slots: dict[HolderId, int] = {}  # of members that have reported all
+        self._stores: set[int] = set()  # jobs
+        self.news: deque[MoveNews] = deque()
+        """What all members have reported, and wasn't taken."""
+
+    def begin_store(self, job: int) -> None:
+        """Note that the members are asked to store blocks."""
+        self._stores.add(job)
+
+    def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
+        """Take in a member's report. Return the blocks that members are to drop, since
+        others lack them: disks would fill with what is of no use."""
+        match news:
+            case Moved():
+                return self._take_moved(member, news)
+            case Fetching():
+                self._take_fetching(member, news)
+            case Pulled():
+                told = self._all_told(self._pulled, news.sequence_id, member, news)
+                if told:
+                    reason = next((each.reason for each in told if each.reason), "")
+                    num_bytes = sum(each.num_bytes for each in told)
+                    seconds = max(each.seconds for each in told)
+                    ids = self._holder, news.sequence_id
+                    self.news.append(Pulled(*ids, num_bytes, seconds, reason))
+            case Stocked():
+                return self._take_stocked(member, news)
+        return {}
+
+    def _all_told(
+        self, table: dict[int, dict[HolderId, NewsT]], number: int, member: HolderId, news: NewsT
+    ) -> list[NewsT]:
+        """Keep a report. Return all members' and forget them, once all have reported."""
+        told = table.setdefault(number, {})
+        told[member] = news
+        return list(table.pop(number).values()) if told.keys() >= self._members else []
+
+    def _take_fetching(self, member: HolderId, news: Fetching) -> None:
+        """The group is as far as its slowest member; one whose part is over reports
+        nothing more."""
+        told = self._fetching.setdefault(news.job, {})
+        told[member] = news
+        over = self._moved.get(news.job, {})
+        under_way = [told[x] for x in told if x not in over]
+        if under_way and told.keys() | over.keys() >= self._members:
+            slowest = min(under_way, key=lambda x: x.num_there)
+            self.news.append(replace(slowest, holder=self._holder))
+
+    def _take_moved(self, member: HolderId, news: Moved) -> dict[HolderId, set[bytes]]:
+        own_failed = {x: set(keys_of(y.failed)) for x, y in self._moved.get(news.job, {}).items()}
+        own_failed[member] = set(keys_of(news.failed))
+        told = self._all_told(self._moved, news.job, member, news)
+        if not told:
+            return {}
+        self._fetching.pop(news.job, None)
+        failed = {key for own in own_failed.values() for key in own}
+        num_bytes = sum(each.num_bytes for each in told)
+        seconds = max(each.seconds for each in told)
+        faults = map(sum, zip(*(each.faults for each in told), strict=True))
+        words = words_of(sorted(failed))
+        self.news.append(Moved(self._holder, news.job, words, num_bytes, seconds, *faults))
+        # Who asked for a fetch gives blocks up by itself.
+        is_store = news.job in self._stores
+        self._stores.discard(news.job)
+        return {x: failed - own for x, own in own_failed.items()} if is_store else {}
+
+    def _take_stocked(self, member: HolderId, news: Stocked) -> dict[HolderId, set[bytes]]:
+        own = self._stocked.setdefault(member, {})
+        own.update(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
+        if news.is_last or member in self._num_slots:
+            self._num_slots[member] = news.num_slots
+        if not self._num_slots.keys() >= self._members:
+            return {}
+        first, *others = (self._stocked[each] for each in self._members)
+        shared = [key for key in first if all(key in stock for stock in others)]
+        num_tokens = np.array([first[key] for key in shared], np.int32)
+        num_slots = min(self._num_slots.values())
+        self.news.append(
+            Stocked(self._holder, num_slots, words_of(shared), num_tokens, is_last=True)
+        )
+        return {x: set(stock).difference(shared) for x, stock in self._stocked.items()}
 
 
 class _Asked:

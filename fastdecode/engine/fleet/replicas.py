@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class Replicas:
         """What happened to replicas so far; links are counted of the first ring."""
         self._session = options.session
         self._begin_s = options.begin_s
-        self._places: HubReplacements[Any] | None = None
+        self._places: HubReplacements | None = None
         self._takeovers: dict[HolderId, _Takeover] = {}  # under way
 
     def begin(self) -> None:

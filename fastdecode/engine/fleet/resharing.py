@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -152,7 +152,7 @@ class Resharing:
         self._group = fleet.groups[GROUP]
         self._hello = hello
         self._deadlines = deadlines
-        self._places: HubReplacements[Any] | None = places
+        self._places: HubReplacements | None = places
         self._have_ended: Callable[[], bool] | None = None
         self._usual: Deadlines | None = None
         """Those of the members' answers; None: nobody is being greeted."""
@@ -174,7 +174,7 @@ class Resharing:
     def limit(self, num_blocks: Mapping[int, int]) -> None:
         """See ``Replacements``. What a group may offer depends on who is left."""
 
-    def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements[Any] | None:
+    def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements | None:
         """The members that share the heads anew keep replicas, too. Returns who may
         replace one.
 

@@ -26,8 +26,8 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.greeting import greet, limits, offer_for_replicas
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
+from fastdecode.engine.fleet.replacements import SpareHub
 from fastdecode.engine.fleet.resharing import greet_members, in_heads
-from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.greeting import keepers_of, make_hello
 from fastdecode.engine.setup.ranks import meet_ranks

@@ -16,8 +16,7 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection, RHub
-from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
+from fastdecode.engine.fleet.replacements import Replacements, SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
