@@ -33,9 +33,6 @@ class RequestChecker:
     """Tokenises prompts, and refuses what a model can't do.
 
     Args:
-        codec: the model's.
-        vocab_size: token ids are below it.
-        max_model_len: most tokens of prompt and completion together.
         begun: what an earlier run had drawn for requests of the same ids.
         seeds: seeds of requests that have none, in turn; None: random ones.
     """

@@ -25,13 +25,7 @@ from fastdecode.schedule.times import MeasuredTimes
 
 @dataclass
 class EngineState:
-    """What the engine and its extensions share.
-
-    Args:
-        fleet: the holders of KV.
-        lifecycle: the state of every sequence.
-        requests: waiting or running.
-    """
+    """What the engine and its extensions share."""
 
     fleet: HolderPool
     lifecycle: Lifecycle
@@ -102,7 +96,6 @@ class StepTiming(Extension):
     """Measures the parts of every step.
 
     Args:
-        times: where they are kept.
         lanes: decides on the number of lanes; None: it stays what it is.
     """
 

@@ -28,11 +28,8 @@ class RequestStream:
     """One reading of deltas, from its first request to its last.
 
     Args:
-        service: runs them.
-        checker: makes requests of what arrives.
         most_sequences: so many are in the engine, waiting ones among them,
             before another request is asked for.
-        talk: the turns of conversations among them.
         every_step: read of every step; or of each sequence only once it is
             over.
     """
@@ -195,14 +192,7 @@ class RequestStream:
 
 
 class RequestStreams:
-    """What a service's requests say, read by one reader at a time.
-
-    Args:
-        service: runs them.
-        checker: makes requests of what arrives.
-        most_sequences: see ``RequestStream``.
-        conversations: that requests may be turns of.
-    """
+    """What a service's requests say, read by one reader at a time."""
 
     def __init__(
         self,

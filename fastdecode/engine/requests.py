@@ -252,11 +252,8 @@ class Requests:
     """All that an engine has not finished yet.
 
     Args:
-        codec: between text and token ids.
         eos_token_ids: any of them ends a sequence, unless the request ignores
             EOS.
-        vocab_size: of the model.
-        masks: what structured outputs allow.
     """
 
     def __init__(

@@ -94,9 +94,6 @@ def _keep(
 class Recorder(Extension):
     """Records the tokens and places of running sequences, so that another process can
     go on with them.
-
-    Args:
-        lives: All sequences that aren't over.
     """
 
     def __init__(self, session: Session, lives: SequenceTable) -> None:

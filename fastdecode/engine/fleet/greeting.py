@@ -27,7 +27,6 @@ def greet(
     may take longer than anything that follows.
 
     Args:
-        hello: to all.
         max_blocks: the most that each is to offer; None: as many as it can.
         among: greets these; None: all holders.
 
@@ -46,9 +45,6 @@ def greet(
 def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
     """Have these open their lower tiers, and later those that come in a lost
     one's place. Waits until they have; what they have is news (``unasked``).
-
-    Args:
-        identity: of the blocks that are kept.
 
     Returns:
         How many blocks they can have, and how many are there, in all.

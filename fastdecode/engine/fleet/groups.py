@@ -166,8 +166,6 @@ class CacheGroup:
     """One holder of several members.
 
     Args:
-        holder: what the engine calls it.
-        pool: of the members.
         shards: what each keeps; it may be known later (``begin``).
     """
 
@@ -301,7 +299,6 @@ class GroupPool:
 
     Args:
         members: one holder a member; ``WorkerPool`` counts and times what they owe.
-        shards: of each group.
         share_out: the shards of the first group, when it is greeted; None: they stay.
     """
 

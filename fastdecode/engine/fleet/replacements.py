@@ -128,12 +128,7 @@ class _Candidate:
 
 
 class _Pauses:
-    """How long nobody is sought, by the place that one was lost from.
-
-    Args:
-        clock: seconds.
-        longest_s: a pause.
-    """
+    """How long nobody is sought, by the place that one was lost from."""
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
         self._clock = clock
@@ -168,8 +163,6 @@ class HubReplacements:
     ``Replacements``.
 
     Args:
-        hub: whose connections are to be replaced.
-        hello: what a new R-worker is greeted with.
         deadlines: how long to go on when all are lost; and how long one that is
             greeted may take.
     """
@@ -359,8 +352,6 @@ class SpareHub:
     Args:
         hub: all of them; behind them there may be others, which aren't to R-workers.
         num_spares: the last R-workers.
-        addresses: what R-workers call each other.
-        clock: seconds, for deadlines.
     """
 
     def __init__(

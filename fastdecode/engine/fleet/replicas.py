@@ -67,10 +67,8 @@ class Replicas:
     recomputed on other holders.
 
     Args:
-        fleet: the holders.
         rings: of members, with the options of their links. Every member of a group
             that keeps other layers is in a ring of its own.
-        clock: seconds.
     """
 
     def __init__(
@@ -311,10 +309,6 @@ def replicate(
     holders keep the replicas, holders offer what these R-workers have room for.
 
     Args:
-        hello: what all were greeted with.
-        welcomes: what they said.
-        options: of the links.
-        clock: seconds.
         circle: the holders that have replicas; None: all. Others offer all that they have.
 
     Raises:

@@ -133,9 +133,6 @@ class Resharing:
     """See the module, and ``fastdecode.engine.fleet.replacements.Replacements``.
 
     Args:
-        fleet: the one group.
-        hello: what its members are greeted with again.
-        deadlines: how long an answer may take, and a silence last.
         places: R-workers that may replace a member; None: there are none.
     """
 

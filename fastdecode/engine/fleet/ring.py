@@ -51,11 +51,7 @@ class _Replica(Enum):
 
 
 class Protection:
-    """Of holders' replicas.
-
-    Args:
-        clock: seconds.
-    """
+    """Of holders' replicas."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -149,14 +145,7 @@ class LinkOptions:
 
 
 class Ring:
-    """Of a fleet's holders, each an R-worker. The next of each keeps its replica.
-
-    Args:
-        fleet: the holders.
-        options: of all links.
-        clock: seconds.
-        deadlines: of those that are to drop a replica.
-    """
+    """Of a fleet's holders, each an R-worker. The next of each keeps its replica."""
 
     def __init__(
         self, fleet: WorkerPool, options: LinkOptions, clock: Clock, deadlines: Deadlines

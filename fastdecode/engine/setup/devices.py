@@ -21,7 +21,6 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     Args:
         name: cpu, cuda, cuda:N, or auto: cuda if torch sees a GPU here, else
             cpu.
-        rank: which S-worker.
 
     Raises:
         ConfigError: it is none of these, or isn't there.

@@ -26,7 +26,6 @@ class PlacementHost:
     """What placements are compared on.
 
     Args:
-        free: memory of the GPU.
         num_r_workers: that are asked for; 0: none.
         is_here: whether they are threads of this process.
     """

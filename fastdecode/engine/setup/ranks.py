@@ -107,9 +107,6 @@ def mirror_leader(
     """What all but the first of the S-workers do that act as one, from loading
     their part of the model until that one lets them go.
 
-    Args:
-        resolve: decides what the user left open, for this rank.
-
     Raises:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
@@ -153,13 +150,7 @@ def agree_on_kv(resolved: ResolvedConfig, ranks: Ranks) -> int:
 
 
 class _KeptByRank:
-    """See ``sworker.ranks.kv.KVMaker``.
-
-    Args:
-        spec: of the rank's stage.
-        resolved: as on rank 0.
-        ranks: it, and the others.
-    """
+    """See ``sworker.ranks.kv.KVMaker``."""
 
     def __init__(self, spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks) -> None:
         self._kv, self._attention = kept_by_rank(spec, resolved, ranks.shard.rank)

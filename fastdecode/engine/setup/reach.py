@@ -205,7 +205,6 @@ def reach_device(
         kv_bytes: Memory for the K and V of each; as many blocks as fit in it are offered.
         swap: The lanes' memory, if they are swapped.
         beside: Other engines, which read from these caches. None if there are none.
-        stage: The stage that the device is of.
         replica_bytes: Memory of an R-worker in this process that keeps the replica of a cache.
             None if none does.
         replica_threads: CPU threads that it attends with once it has taken over.

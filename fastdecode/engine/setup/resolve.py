@@ -141,9 +141,6 @@ def resolve(
 ) -> ResolvedConfig:
     """Decide everything that the user left open.
 
-    Args:
-        rank: which of the S-workers that act as one this is, counted from 0.
-
     Raises:
         ConfigError: the device doesn't exist, max_model_len exceeds the
             model's, or the memory doesn't suffice.

@@ -227,9 +227,6 @@ def lane_graphs(config: EngineConfig, num_layers: int, num_lanes: int) -> tuple[
     evenly; a short prompt may come to its rows. With KV on both sides the home
     lane may have all sequences, and so may the first away lane; the home lane's
     decode steps are whole graphs, or slices of some layers.
-
-    Args:
-        num_layers: of this S-worker.
     """
     placement, most = config.r_part.kv_placement, config.batching.max_num_sequences
     is_whole = placement == "gpu"
@@ -276,11 +273,8 @@ def schedule_for(
 ) -> ContinuousScheduler:
     """
     Args:
-        spec: of the whole model.
         blocks: KV blocks of each of ``holders``; 0: it is lost.
-        times: of steps, as ``measured_times`` makes them.
         is_instance: others fetch its prompts.
-        first_part_id: see ``make_scheduler``.
     """
     block_size = resolved.config.r_part.block_size
     at_once = all(holder.answers_at_once for holder in holders)

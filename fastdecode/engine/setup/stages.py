@@ -385,7 +385,6 @@ def serve_stage(
     until that one lets them go.
 
     Args:
-        resolve: Decides what the user left open, for this rank.
         beside: Other engines, which read from this stage. None if there are none.
 
     Returns:

@@ -101,8 +101,6 @@ class WorkerThreads:
 
     Args:
         names: Of each, among their neighbours.
-        kv_bytes, num_threads, disk: KV cache, CPU threads and room for kept blocks of each.
-        hub: Gets a connection to each.
         first: The first one's index in the hub that they are known by.
     """
 
@@ -177,12 +175,7 @@ def reach_inline(
     disk: Disk | None = None,
     stage: int = 0,
 ) -> Reached:
-    """One R-worker in this very thread; see ``rworker.inline``.
-
-    Args:
-        stage: whose it is.
-        kv_bytes, num_threads, openmp_library, disk: see ``make_inline_worker``.
-    """
+    """One R-worker in this very thread; see ``rworker.inline``."""
     worker = make_inline_worker(
         f"s{stage}-r0" if stage else "r0",
         kv_bytes=kv_bytes,
@@ -200,7 +193,6 @@ def reach_stage_ranks(
     this process leads the stage of that number. Each decides its own memory and threads.
 
     Args:
-        ranks: which are what.
         elsewhere: the stage's R-workers, or what is in their place, which are
             no ranks; None: they are.
 
@@ -286,7 +278,6 @@ def reach_addresses(
         key_file: with the cluster's key; None: R-workers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
-        reach_timeout_s: how long to wait for all of them.
         ends_them: closing shuts them down.
 
     Raises:
@@ -333,7 +324,6 @@ def with_spares(workers: Reached, num_spares: int) -> Reached:
     """R-workers of which the last are spare.
 
     Args:
-        workers: all of them, of one stage.
         num_spares: so many; 0: none.
 
     Raises:

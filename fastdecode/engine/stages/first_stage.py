@@ -32,7 +32,6 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
 
     Args:
         x: [T, H] of its rows, the output of the first one's last layer.
-        lost: columns whose rows mean nothing.
     """
     begun = [span.begin for span in batch.spans]
     lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
@@ -73,12 +72,6 @@ def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.in
 class FirstStageForward:
     """A step of the first stage: it leaves for the later ones, and its rows
     that draw a token come home.
-
-    Args:
-        step: its own layers are done.
-        later: the stages.
-        output: of its last layer, on its way to the host.
-        fleet: the columns.
     """
 
     def __init__(
@@ -130,12 +123,7 @@ class FirstStageForward:
 
 
 class FirstStage:
-    """What the first stage does with its steps; see ``NextStage``.
-
-    Args:
-        s_worker: its S-worker.
-        fleet: the columns.
-    """
+    """What the first stage does with its steps; see ``NextStage``."""
 
     has_orders = False
 
@@ -162,10 +150,7 @@ class ColumnReplacements:
     then, in any stage, so its R-workers may forget what they have.
 
     Args:
-        fleet: the columns.
-        hello: what R-workers of the first stage are greeted with.
         places: R-workers that may replace these.
-        timeout_s: how long to go on looking when all columns are lost.
     """
 
     def __init__(

@@ -38,7 +38,6 @@ class LaterStageForward:
     Args:
         output: Of the stage's last layer, on its way to the host; of the last
             stage, the rows that draw a token.
-        leave: Passes it on.
     """
 
     reports = ()
@@ -64,13 +63,8 @@ class LaterStage:
     stage and its R-workers.
 
     Args:
-        number: which it is, counted from 0; 1 and up.
         behind: The stage that it passes steps on to. None: home.
-        s_worker: its layers.
-        attention: on its columns.
         links: to the first, the one before and the one behind.
-        num_lanes: most that there may be.
-        relay: between the first stage and its R-workers.
     """
 
     def __init__(

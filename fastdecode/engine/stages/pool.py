@@ -49,7 +49,6 @@ class StagePool(WorkerPool):
     """Of a stage. Losing another stage raises WorkerError at once.
 
     Args:
-        hub, timeout_s, silence_s, clock, absent: see ``WorkerPool``.
         stages: the other stages, which the hub's last connections are to.
         relayed: the stages whose R-workers this one reaches over their links.
         num_columns: None: as many as R-workers that are connected here.
@@ -291,10 +290,7 @@ class ColumnPool(GroupPool):
     other stage are members of one column.
 
     Args:
-        members: all R-workers.
-        stages: the links to other stages.
         layers: of each stage that has R-workers.
-        shares_heads: see above.
     """
 
     def __init__(

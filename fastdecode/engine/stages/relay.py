@@ -57,8 +57,6 @@ class ColumnRegreeting:
     R-worker is a column's.
 
     Args:
-        pool: the R-workers, one a column.
-        hello: what they are greeted with.
         places: R-workers that may replace a lost one.
         most_blocks: of each; none: as many as it has.
     """
@@ -104,9 +102,6 @@ class HeadsRegreeting:
     remaining ones, and replacements.
 
     Args:
-        fleet: the one group of the stage's R-workers.
-        hello: what it is greeted with.
-        deadlines: of its answers.
         places: R-workers that may replace a lost one; None: there are none.
     """
 
@@ -161,9 +156,6 @@ class Relay:
     """Passes messages on, in their order.
 
     Args:
-        pool: the columns.
-        links: to the first stage.
-        session: of their caches.
         regreeting: greets R-workers again; None: lost ones have no replacements.
         addresses: what the R-workers that keep columns call each other, as it is; empty:
             they do not reach each other.
