@@ -175,7 +175,7 @@ def test_there_is_room_for_what_forks_copy() -> None:
 def test_what_a_user_meets() -> None:
     config = EngineConfig.of("llama-8b", r_workers=2)
     resolved = resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(40 * GB))
-    assert resolved.kv_bytes == resolved.memory.kv_bytes < 12 * GB
+    assert resolved.memory.kv_bytes < 12 * GB
     with pytest.raises(ConfigError, match="llama-8b"):
         resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(12 * GB))
 

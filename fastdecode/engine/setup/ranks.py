@@ -146,7 +146,7 @@ def mirror_leader(
 
 def agree_on_kv(resolved: ResolvedConfig, ranks: Ranks) -> int:
     """Bytes of KV that every rank's device has room for. All ranks call it."""
-    return ranks.agree(resolved.kv_bytes)[0]
+    return ranks.agree(resolved.memory.kv_bytes)[0]
 
 
 class _KeptByRank:

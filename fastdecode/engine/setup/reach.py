@@ -74,7 +74,7 @@ def reach_workers(
         # A runtime's threads serve both parts only where both want as many.
         threads = s_threads or torch.get_num_threads() // resolved.stages_at_once
         workers = reach_inline(
-            kv_bytes=resolved.kv_bytes,
+            kv_bytes=resolved.memory.kv_bytes,
             num_threads=resolved.r_threads,
             openmp_library=openmp_library() if resolved.r_threads == max(1, threads) else None,
             disk=own_disk(config, num_engines),
@@ -83,7 +83,7 @@ def reach_workers(
     elif resolved.transport == "inproc":
         workers = reach_threads(
             config.r_part.r_workers + config.cluster.spare_r_workers,
-            kv_bytes=resolved.kv_bytes,
+            kv_bytes=resolved.memory.kv_bytes,
             num_threads=resolved.r_threads,
             disk=own_disk(config, num_engines),
             hub=hub,
@@ -140,7 +140,7 @@ def reach_own_device(
     resolved: ResolvedConfig, beside: Colocation | None = None, stage: int = 0
 ) -> Reached:
     """Reach the cache on this S-worker's device; or its lanes' caches, which are swapped."""
-    config, device, kv_bytes = resolved.config, resolved.device, resolved.kv_bytes
+    config, device, kv_bytes = resolved.config, resolved.device, resolved.memory.kv_bytes
     num_here = 1 if has_stage_ranks(resolved) else config.s_part.pp
     num_here *= config.s_part.tp
     num_engines = 1 if beside is None else beside.num_engines
@@ -285,7 +285,7 @@ def device_beside(
         return None
     neighbours = None if beside is None else beside.neighbours
     executor = TorchExecutor(resolved.device)
-    return device_worker(executor, resolved.device_kv_bytes, beside, neighbours=neighbours)
+    return device_worker(executor, resolved.memory.device_kv_bytes, beside, neighbours=neighbours)
 
 
 def make_attention(
@@ -320,7 +320,7 @@ def make_attention(
         )
         holders = (*holders[:-1], on_device)
     remote = plan(holders, prompts=_held_prompts(spec, resolved, s_worker))
-    remote.prepare(resolved.most_lanes)
+    remote.prepare(resolved.lanes.most)
     if device is None:
         return remote
     whole = whole_steps(s_worker, device)

@@ -19,7 +19,7 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.placing import PlacementHost, place
-from fastdecode.engine.setup.scheduling import Steps
+from fastdecode.engine.setup.scheduling import LaneLimits, Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_size
@@ -41,21 +41,15 @@ class ResolvedConfig:
     free: FreeMemory
     """Before anything is loaded."""
     r_threads: int
-    kv_bytes: int
-    """Of each R-worker in this process."""
     memory: MemoryPlan
     schedule: ScheduleOptions
     """With the number of lanes to start with."""
     prompts_on_r: bool
     """Whether R-workers attend prompts."""
-    adapts_lanes: bool
-    """Whether the number of lanes follows what steps turn out to take."""
-    most_lanes: int
-    """That there may ever be; there is memory for so many."""
+    lanes: LaneLimits
+    """Numbers of lanes that there may ever be; there is memory for the most."""
     max_graphs: int
     """CUDA graphs at most; 0: S-steps run as they are."""
-    device_kv_bytes: int
-    """Of the cache on the device beside R-workers'; 0: there is none."""
     transport: str
     """inproc (R-workers as threads), inline (one in the S-worker's own thread),
     mpi, zmq, or local (the KV cache is on ``device``)."""
@@ -184,7 +178,7 @@ def resolve(
         usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
         weight_dtype=identity.dtype if stays_narrow(weights, device) else None,
     )
-    plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
+    lanes, schedule, memory = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
         config=config,
         identity=identity,
@@ -192,14 +186,11 @@ def resolve(
         device=device,
         free=free,
         r_threads=_r_threads(config, num_cores, device, shares_cores=shares_cores),
-        kv_bytes=plan.memory.kv_bytes,
-        memory=plan.memory,
-        schedule=plan.schedule,
+        memory=memory,
+        schedule=schedule,
         prompts_on_r=prompts_on_r,
-        adapts_lanes=plan.lanes.adapt,
-        most_lanes=plan.lanes.most,
+        lanes=lanes,
         max_graphs=steps.max_graphs,
-        device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
         why_placed=placed.why,
     )

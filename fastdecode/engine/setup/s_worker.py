@@ -38,10 +38,10 @@ def make_s_worker(
     """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
     if ranks is not None:
-        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
+        return ParallelSWorker(spec, model, ranks, graphs, resolved.lanes.most)
     idle_threads = watch(resolved.device, computes_alone=shares_thread(resolved.config))
     return SWorker(
-        spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes,
+        spec, model, resolved.device, graphs, num_lanes=resolved.lanes.most,
         idle_threads=idle_threads,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def step_graphs(
     """What runs the model's small S-steps as CUDA graphs, if that was chosen.
     Several S-workers pad to the same buckets, whatever each one's GPU has room
     for: they add up rows of one shape."""
-    num_lanes, max_graphs = resolved.most_lanes, resolved.max_graphs
+    num_lanes, max_graphs = resolved.lanes.most, resolved.max_graphs
     if ranks is not None:
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.groups import Batching
@@ -55,28 +55,12 @@ even where lanes have become one whose prompts were booked apart."""
 _HELD_STEPS = 8  # prompts under way are held up to the tokens of 8 steps
 
 
-@dataclass(frozen=True)
-class LaneLimits:
+class LaneLimits(NamedTuple):
     """Numbers of lanes that there may be."""
 
     first: int
     fewest: int
     most: int
-
-    @classmethod
-    def fixed(cls, num_lanes: int) -> LaneLimits:
-        return cls(num_lanes, num_lanes, num_lanes)
-
-    @property
-    def adapt(self) -> bool:
-        return self.fewest < self.most
-
-
-@dataclass(frozen=True)
-class StepSetup:
-    lanes: LaneLimits
-    schedule: ScheduleOptions
-    memory: MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -104,7 +88,7 @@ class Steps:
     weight_dtype: DType | None = None
     """Dtype of weights in memory. None if it is that of activations."""
 
-    def plan(self, *, may_overlap: bool) -> StepSetup:
+    def plan(self, *, may_overlap: bool) -> tuple[LaneLimits, ScheduleOptions, MemoryPlan]:
         """As many lanes as may be of use and there is memory for.
 
         Raises:
@@ -128,9 +112,8 @@ class Steps:
         if asked is not None or not may_overlap:
             # On shared cores stages take turns, each with all of them: every
             # lane more would read the weights once more.
-            yield LaneLimits.fixed(
-                asked or (num_stages if config.r_part.swaps else self.usual_lanes)
-            )
+            fixed = asked or (num_stages if config.r_part.swaps else self.usual_lanes)
+            yield LaneLimits(fixed, fixed, fixed)
             return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
         # are computed for so many lanes, and no others.
@@ -138,14 +121,24 @@ class Steps:
         if self.config.batching.schedule != "fixed-f":
             for most in range(max(MAX_AUTO_LANES, first), 1, -1):
                 yield LaneLimits(min(first, most), 1, most)
-        yield LaneLimits.fixed(first)
-        yield LaneLimits.fixed(num_stages)
+        yield LaneLimits(first, first, first)
+        yield LaneLimits(num_stages, num_stages, num_stages)
 
-    def _planned(self, lanes: LaneLimits) -> StepSetup:
+    def _planned(self, lanes: LaneLimits) -> tuple[LaneLimits, ScheduleOptions, MemoryPlan]:
         config = self.config
         on_gpu = self.free.device_bytes is not None
         batching = _batching(config, lanes.first, on_gpu=on_gpu)
-        schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
+        row_elements = max(each.num_q_heads * each.head_dim for each in self.spec.attention)
+        fit = _CLOSED_BYTES // (row_elements * self.dtype.size_bytes)
+        closed_rows = max(1, min(fit, ScheduleOptions.max_closed_rows))
+        schedule = ScheduleOptions(batching, config.r_part.split_tokens, closed_rows)
+        graphs = self._lane_graphs(lanes.most)
+        buckets = Buckets.choose(graphs, self.max_graphs)
+        # Of one prompt as long as they may be, or of several steps' prompts, if one may take
+        # several steps.
+        longest, held_bytes = self.spec.max_model_len, 0
+        if longest > batching.chunk_tokens():
+            held_bytes = self.held_token_bytes * min(longest, _HELD_STEPS * batching.step_tokens)
         sizes = StepSizes(
             num_lanes=lanes.most,
             step_tokens=batching.step_tokens,
@@ -153,10 +146,10 @@ class Steps:
             itemsize=self.dtype.size_bytes,
             weight_itemsize=(self.weight_dtype or self.dtype).size_bytes,
             num_shards=config.s_part.tp,
-            num_graphs=self._buckets(lanes.most).num_graphs(self._lane_graphs(lanes.most)),
-            num_kernels=self._buckets(lanes.most).num_kernels(self._lane_graphs(lanes.most)),
+            num_graphs=buckets.num_graphs(graphs),
+            num_kernels=buckets.num_kernels(graphs),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
-            held_bytes=self._held_bytes(batching),
+            held_bytes=held_bytes,
         )
         memory = plan_memory(
             self.spec,
@@ -165,7 +158,7 @@ class Steps:
             self.free,
             gpu_memory_fraction=config.s_part.gpu_memory_fraction,
         )
-        return StepSetup(lanes, schedule, memory)
+        return lanes, schedule, memory
 
     def _kv_demand(self, num_lanes: int, schedule: ScheduleOptions) -> KVDemand:
         r_part, swaps = self.config.r_part, self.config.r_part.swaps
@@ -187,22 +180,6 @@ class Steps:
             num_stages=self.num_stages_on_host,
         )
 
-    def _held_bytes(self, batching: Batching) -> int:
-        """Of one prompt as long as they may be, or of several steps' prompts;
-        nothing if each runs in one step."""
-        longest = self.spec.max_model_len
-        if longest <= batching.chunk_tokens():
-            return 0
-        return self.held_token_bytes * min(longest, _HELD_STEPS * batching.step_tokens)
-
-    @property
-    def _max_closed_rows(self) -> int:
-        row_bytes = (
-            max(spec.num_q_heads * spec.head_dim for spec in self.spec.attention)
-            * self.dtype.size_bytes
-        )
-        return max(1, min(_CLOSED_BYTES // row_bytes, ScheduleOptions.max_closed_rows))
-
     @property
     def max_graphs(self) -> int:
         if not self.uses_graphs:
@@ -210,9 +187,6 @@ class Steps:
         total = self.free.device_total_bytes
         each = max(GRAPH_BYTES, UNIT_KERNELS * self.free.graph_node_bytes)
         return min(MAX_GRAPHS, total // _GRAPHS_SHARE // each) if total else MAX_GRAPHS
-
-    def _buckets(self, num_lanes: int) -> Buckets:
-        return Buckets.choose(self._lane_graphs(num_lanes), self.max_graphs)
 
     def _lane_graphs(self, num_lanes: int) -> tuple[LaneGraphs, ...]:
         if not self.uses_graphs:
@@ -306,15 +280,16 @@ def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
     place of KV; None: nothing does, and steps aren't timed for it."""
     is_greedy = resolved.schedule.batching.schedule == "greedy"
     is_hybrid = resolved.config.r_part.kv_placement == "hybrid"
-    return MeasuredTimes() if resolved.adapts_lanes or is_hybrid or not is_greedy else None
+    adapts = resolved.lanes.fewest < resolved.lanes.most
+    return MeasuredTimes() if adapts or is_hybrid or not is_greedy else None
 
 
 def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
     """What decides how many lanes there are; None: the user has."""
-    if not resolved.adapts_lanes:
+    if resolved.lanes.fewest == resolved.lanes.most:
         return None
     num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
-    return LaneControl(times, num_lanes, most=resolved.most_lanes, num_stages=num_stages)
+    return LaneControl(times, num_lanes, most=resolved.lanes.most, num_stages=num_stages)
 
 
 def _hybrid_options(resolved: ResolvedConfig, holders: Seq[Holder]) -> HybridOptions | None:

@@ -85,7 +85,7 @@ class StageSetup:
             self.checkpoint.model_hash,
             stage=self.number,
             num_columns=num_columns,
-            num_lanes=resolved.most_lanes,
+            num_lanes=resolved.lanes.most,
             first_layer=layers.start,
             num_layers=len(layers),
             hidden_size=self.spec.hidden_size,
