@@ -266,7 +266,7 @@ class LLM:
         refuse_arguments(others)
         ids = as_ids(conversation_id, len(batch))
         if ids is None:
-            return self._run_all(_requests(batch, every, uses), every, progress)
+            return self._run_all(_requests(zip(batch, every, uses, strict=True)), every, progress)
         self._warn_of_turns(cache)
         turns = [
             Turn(str(i), whose, TurnPrompter(prompt, self.codec), its, use)
@@ -368,7 +368,8 @@ class LLM:
                 ]
             prompts, outputs = chat_prompts(chats, template, self.codec, how)
         params = [every[place] for place in prompts]
-        requests = _requests([ids for _, ids in prompts.values()], params, [cache] * len(prompts))
+        given = zip(prompts.values(), params, strict=True)
+        requests = _requests((ids, its, cache) for (_, ids), its in given)
         answered = self._run_all(requests, params, progress)
         for (place, (text, _)), output in zip(prompts.items(), answered, strict=True):
             output = replace(output, request_id=str(place), prompt=text)
@@ -386,7 +387,7 @@ class LLM:
         return copy(self._default_params)
 
     def _checked_params(self, params: object, count: int) -> list[SamplingParams]:
-        """One for each of so many requests. Raises RequestError."""
+        """Return one for each of ``count`` requests. Raise RequestError if that can't be."""
         every = as_params(params, count, self._default_params)
         if self.config.instances.instances and any(its.logits_processors for its in every):
             raise RequestError(
@@ -527,12 +528,8 @@ def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
     return template
 
 
-def _requests(
-    prompts: Sequence[Prompt], params: Sequence[SamplingParams], uses: Sequence[CacheUse]
-) -> Iterator[PromptRequest]:
-    """One a prompt."""
-    for i, (prompt, its, use) in enumerate(zip(prompts, params, uses, strict=True)):
-        yield PromptRequest(str(i), prompt, its, use)
+def _requests(given: Iterable[tuple[Prompt, SamplingParams, CacheUse]]) -> list[PromptRequest]:
+    return [PromptRequest(str(i), *each) for i, each in enumerate(given)]
 
 
 @contextlib.contextmanager
