@@ -62,8 +62,9 @@ from fastdecode.engine.setup.stages import (
     later_setups,
     whole_columns,
 )
+from fastdecode.engine.setup.workers import pools_of
 from fastdecode.engine.stages.first_stage import ColumnReplacements, FirstStage
-from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.step.device import DeviceAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.reached_device import ReachedDevice
@@ -161,17 +162,8 @@ class RunningEngine:
         if self._device is not None:
             self._opened.callback(self._device.close)
         self._session = session if self.resolved.transport == "zmq" else None
-        pool, self._fleet = pool_of(
-            self._workers.hub,
-            cluster.worker_timeout_s,
-            cluster.worker_silence_s,
-            self._workers.absent,
-            self._device,
-            self._workers.stages,
-            self.resolved.layers,
-            shares_heads=config.r_part.r_partition == "heads",
-            num_keepers=len(self._workers.keepers),
-        )
+        layers = self.resolved.layers
+        pool, self._fleet = pools_of(self._workers, config, self._device, layers)
         self._gone = pool.gone  # as it is, whenever they are closed
         if config.r_part.replicas and not self._workers.keepers:
             neighbour(

@@ -15,9 +15,11 @@ from fastdecode.core.host.cpus import available_cores
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.pool import RConnection, RHub
+from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements, SpareHub, SpareReplacements
+from fastdecode.engine.fleet.resharing import in_heads
 from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, HubBehind, JoinedHub, SoleHub
@@ -94,6 +96,34 @@ class Reached:
         spare = f"; {self.num_spares} more to spare" if self.num_spares else ""
         whose = " of the first stage" if self.stages is not None else ""
         return f"greeting {len(peers)} R-worker(s){whose}: {', '.join(peers)}{spare}"
+
+
+def pools_of(
+    workers: Reached, config: EngineConfig, device: RConnection | None, layers: Sequence[range]
+) -> tuple[WorkerPool, HolderPool]:
+    """Return the R-workers of an engine, and its holders; with other stages, of the first one.
+
+    Args:
+        device: With a cache beside R-workers'. None if there is none.
+        layers: Of each stage.
+    """
+    cluster, hub = config.cluster, workers.hub
+    given = hub, cluster.worker_timeout_s, cluster.worker_silence_s
+    shares_heads, num_keepers = config.r_part.r_partition == "heads", len(workers.keepers)
+    if workers.stages is not None:
+        members = StagePool(
+            *given,
+            absent=workers.absent,
+            stages=workers.stages,
+            relayed=range(1, len(layers)),
+            num_columns=1 if shares_heads else None,
+            num_keepers=num_keepers,
+        )
+        return members, ColumnPool(members, workers.stages, layers, shares_heads=shares_heads)
+    keepers = range(len(hub.connections) - num_keepers, len(hub.connections))
+    make = MixedPool if device is not None or keepers else WorkerPool
+    pool = make(*given, absent=workers.absent, device=device, keepers=keepers)
+    return pool, in_heads(pool) if shares_heads else pool
 
 
 class WorkerThreads:

@@ -21,9 +21,9 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
-from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
-from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
+from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
+from fastdecode.engine.fleet.pool import RHub, WorkerPool
+from fastdecode.engine.fleet.resharing import share_out_heads
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.blocks import Accepted, DropCache, Dropped, Refused, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
@@ -336,40 +336,3 @@ def column_shards(members: StagePool, layers: Mapping[int, range]) -> list[dict[
         {members.member(stage, column): Shard(layers=each) for stage, each in layers.items()}
         for column in range(members.num_columns)
     ]
-
-
-def pool_of(
-    hub: RHub,
-    timeout_s: float,
-    silence_s: float,
-    absent: Mapping[int, WorkerError],
-    device: RConnection | None,
-    stages: StageLinks | None,
-    layers: Sequence[range],
-    *,
-    shares_heads: bool,
-    num_keepers: int = 0,
-) -> tuple[WorkerPool, HolderPool]:
-    """The R-workers of an engine, and its holders; with other stages, of the first one.
-    ``layers``: of each stage that decodes; ``num_keepers``: see ``StagePool``."""
-    if num_keepers and stages is None:
-        num_workers = len(hub.connections)
-        keepers = range(num_workers - num_keepers, num_workers)
-        protected = MixedPool(hub, timeout_s, silence_s, absent=absent, keepers=keepers)
-        return protected, protected
-    if stages is None:
-        make = WorkerPool if device is None else MixedPool
-        pool = make(hub, timeout_s, silence_s, absent=absent, device=device)
-        return pool, in_heads(pool) if shares_heads else pool
-    assert device is None
-    members = StagePool(
-        hub,
-        timeout_s,
-        silence_s,
-        absent=absent,
-        stages=stages,
-        relayed=range(1, len(layers)),
-        num_columns=1 if shares_heads else None,
-        num_keepers=num_keepers,
-    )
-    return members, ColumnPool(members, stages, layers, shares_heads=shares_heads)
