@@ -39,45 +39,14 @@ class Generation:
     """Tokens that were drawn before it was submitted, and have no logprobs here."""
     eos_token_ids: tuple[int, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        sequence: Sequence,
-        codec: TextCodec,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        masks: GrammarMasks,
-        now: float,
-    ) -> Generation:
-        """Of a sequence that has just been submitted. What was drawn for it
-        before counts as if it were now."""
-        request = sequence.request
-        sampling = SamplingState(
-            params=request.params,
-            seed=request.seed,
-            prompt_token_ids=request.prompt_token_ids,
-            eos_token_ids=eos_token_ids,
-            vocab_size=vocab_size,
-            sample_index=sequence.index,
-            bad_words=request.bad_words,
-        )
-        text = codec.sequence_text(request.params, request.prompt_token_ids)
-        generation = cls(sequence, sampling, text, now, eos_token_ids=eos_token_ids)
-        for token in request.drawn.get(sequence.index, ()):
-            generation.append(SampledToken(token), eos_token_ids)
-            generation.num_known += 1
-        if request.params.structured_outputs is not None:
-            drawn = request.drawn.get(sequence.index, ())
-            sampling.grammar = masks.state(request.params.structured_outputs, drawn)
-        return generation
-
-    def append(self, drawn: SampledToken, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+    def append(self, drawn: SampledToken) -> FinishReason | None:
         """Take in a token. Returns why the sequence is over, if the token says so."""
         params, token = self.sequence.request.params, drawn.token_id
+        is_eos = token in self.eos_token_ids and not params.ignore_eos
         self.sampling.observe(token)
         if drawn.logprob is not None:
             self.logprobs.append(drawn.logprob)
-        if (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
+        if is_eos or token in params.stop_token_ids:
             self.text.append_last(token)
             return "stop"
         is_over = self.text.append(token)
@@ -243,7 +212,6 @@ class Group:
             self.listener.tell(delta)
 
     def fail(self, error: FastDecodeError) -> None:
-        """The request ends with an error."""
         if self.listener is not None:
             self.listener.tell(Delta(self.request.request_id, 0, error=error))
 
@@ -294,18 +262,35 @@ class Requests:
         listener: Listener | None,
     ) -> None:
         """A request that has just been submitted."""
-        generations = [
-            Generation.of(
-                sequence, self._codec, self._eos_token_ids, self._vocab_size, self._masks, now
-            )
-            for sequence in sequences
-        ]
+        generations = [self._generation(sequence, now) for sequence in sequences]
         group = Group(request, generations, listener, len(generations))
         if request.params.prompt_logprobs is not None:
             self.prompt_questions = self.prompt_questions or PromptQuestions()
             group.prompt_logprobs = self.prompt_questions.add(request)
         self._groups[request.request_id] = group
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
+
+    def _generation(self, sequence: Sequence, now: float) -> Generation:
+        """Return the generation of a sequence that has just been submitted. What was drawn for it
+        before counts as if it were now."""
+        request, drawn = sequence.request, sequence.request.drawn.get(sequence.index, ())
+        sampling = SamplingState(
+            params=request.params,
+            seed=request.seed,
+            prompt_token_ids=request.prompt_token_ids,
+            eos_token_ids=self._eos_token_ids,
+            vocab_size=self._vocab_size,
+            sample_index=sequence.index,
+            bad_words=request.bad_words,
+        )
+        text = self._codec.sequence_text(request.params, request.prompt_token_ids)
+        generation = Generation(sequence, sampling, text, now, eos_token_ids=self._eos_token_ids)
+        for token in drawn:
+            generation.append(SampledToken(token))
+        generation.num_known = len(drawn)
+        if request.params.structured_outputs is not None:
+            sampling.grammar = self._masks.state(request.params.structured_outputs, drawn)
+        return generation
 
     def generations_of(self, chunks: Iterable[Chunk]) -> list[Generation]:
         """What the chunks' sequences have generated."""
@@ -339,7 +324,7 @@ class Requests:
                 if not generation.num_known:
                     stats.ttft.add(now - generation.submitted_s)
             generation.last_token_s = now
-            reason = generation.append(token, self._eos_token_ids)
+            reason = generation.append(token)
             drawn.append(Drawn(sequence, token.token_id, reason))
         return tuple(drawn)
 
