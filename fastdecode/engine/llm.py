@@ -40,11 +40,7 @@ from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, Given, RequestError, WorkerError
-from fastdecode.core.model.generation_defaults import (
-    GENERATION_CONFIGS,
-    generation_defaults,
-    told,
-)
+from fastdecode.core.model.generation_defaults import GENERATION_CONFIGS, generation_defaults, told
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
 from fastdecode.core.resuming import Session

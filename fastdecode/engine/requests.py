@@ -225,11 +225,7 @@ class Requests:
     """
 
     def __init__(
-        self,
-        codec: TextCodec,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        masks: GrammarMasks,
+        self, codec: TextCodec, eos_token_ids: tuple[int, ...], vocab_size: int, masks: GrammarMasks
     ) -> None:
         self._masks = masks
         self.prompt_questions: PromptQuestions | None = None
@@ -255,11 +251,7 @@ class Requests:
         return len(self._generations)
 
     def add(
-        self,
-        request: Request,
-        sequences: Iterable[Sequence],
-        now: float,
-        listener: Listener | None,
+        self, request: Request, sequences: Iterable[Sequence], now: float, listener: Listener | None
     ) -> None:
         """A request that has just been submitted."""
         generations = [self._generation(sequence, now) for sequence in sequences]

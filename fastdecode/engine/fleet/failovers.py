@@ -178,10 +178,7 @@ class Failovers:
         return [holder for holder in self.adopted if self._advance(holder, found, is_used)]
 
     def _advance(
-        self,
-        holder: HolderId,
-        found: Mapping[int, Welcome],
-        is_used: Callable[[HolderId], bool],
+        self, holder: HolderId, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
     ) -> bool:
         handover, protection = self._handovers.get(holder), self._ring.protection
         assert self.replacements is not None

@@ -24,14 +24,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
 from fastdecode.wire.blocks import MoveNews, ReplicationNews, UseTier
-from fastdecode.wire.messages import (
-    Answer,
-    AttendResult,
-    Failed,
-    FromRWorker,
-    Hello,
-    ToRWorker,
-)
+from fastdecode.wire.messages import Answer, AttendResult, Failed, FromRWorker, Hello, ToRWorker
 from fastdecode.wire.traits import unasked
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 

@@ -57,9 +57,7 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     elif has_r_workers:
         command += " : -n 2 fastdecode r-worker"
     raise ConfigError(
-        Given("tp", s_part.tp),
-        f" needs an MPI launcher: {command}",
-        code="no_mpi_launcher",
+        Given("tp", s_part.tp), f" needs an MPI launcher: {command}", code="no_mpi_launcher"
     )
 
 

@@ -40,14 +40,7 @@ from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.relay import ColumnRegreeting, HeadsRegreeting, Regreeting, Relay
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import (
-    MAX_LANES,
-    PROTOCOL_VERSION,
-    Failed,
-    Hello,
-    Shutdown,
-    Welcome,
-)
+from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
 from sworker.dtypes import torch_dtype
@@ -128,11 +121,7 @@ class StageSetup:
                 raise failure from None
 
     def _run(
-        self,
-        workers: Reached,
-        fleet: HolderPool,
-        links: StageLinks,
-        opened: contextlib.ExitStack,
+        self, workers: Reached, fleet: HolderPool, links: StageLinks, opened: contextlib.ExitStack
     ) -> None:
         resolved = self.resolved
         ranks: Ranks | None = None

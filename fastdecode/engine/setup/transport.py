@@ -25,12 +25,7 @@ def has_one_worker(config: EngineConfig) -> bool:
     return (
         r_part.r_workers == 1
         and not others
-        and config.batching.lanes
-        in (
-            None,
-            1,
-            config.s_part.pp,
-        )
+        and config.batching.lanes in (None, 1, config.s_part.pp)
     )
 
 

@@ -282,13 +282,7 @@ def beside_stages(
     if workers.answers_at_once and not workers.keepers:
         joined = HubBehind(workers.hub.connections, hub)
     # A column answers when all stages have.
-    return replace(
-        workers,
-        hub=joined,
-        close=close_all,
-        answers_at_once=False,
-        stages=links,
-    )
+    return replace(workers, hub=joined, close=close_all, answers_at_once=False, stages=links)
 
 
 def reach_addresses(

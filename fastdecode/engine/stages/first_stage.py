@@ -75,11 +75,7 @@ class FirstStageForward:
     """
 
     def __init__(
-        self,
-        step: LaneStep,
-        later: StageLinks,
-        output: Fetched,
-        fleet: ColumnPool,
+        self, step: LaneStep, later: StageLinks, output: Fetched, fleet: ColumnPool
     ) -> None:
         self._step, self._later, self._fleet = step, later, fleet
         self.copy = output
