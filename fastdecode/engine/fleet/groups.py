@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.blocks import (
     Fetching,
@@ -223,7 +222,8 @@ class CacheGroup:
         """Send each member that it concerns its part, or nothing where one of these
         is lost."""
         pool = self._pool
-        due = self._concerned(message)
+        everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
+        due = self._members if everywhere else self._here
         if pool.gone and any(map(pool.is_lost, due)):
             return
         if isinstance(message, Hello):
@@ -238,11 +238,6 @@ class CacheGroup:
                 self._asked[member].append(asked)
         for member in due:
             pool.send(member, message.part(self.shards[member]))
-
-    def _concerned(self, message: ToRWorker) -> Sequence[HolderId]:
-        """The members that a message is for."""
-        everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
-        return self._members if everywhere else self._here
 
     def take(self, member: HolderId, answer: Answer) -> Answer | None:
         """A member has answered. The group's answer, once all have."""
@@ -309,6 +304,7 @@ class GroupPool:
         share_out: Callable[[WorkerPool, Hello], Shards] | None = None,
     ) -> None:
         self.members: Final = members
+        self.pending, self.gone = members.pending, members.gone
         self.groups: Final = [CacheGroup(HolderId(i), members, x) for i, x in enumerate(shards)]
         self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
@@ -326,15 +322,6 @@ class GroupPool:
     def holders(self) -> list[HolderId]:
         """All groups."""
         return [group.holder for group in self.groups]
-
-    @property
-    def pending(self) -> PendingReplies:
-        """What members owe."""
-        return self.members.pending
-
-    @property
-    def gone(self) -> dict[int, WorkerError]:
-        return self.members.gone
 
     @property
     def lost(self) -> dict[HolderId, WorkerError]:
@@ -469,7 +456,7 @@ class GroupPool:
             self.send(holder, own)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
-        """A group is greeted."""
+        """Begin to greet a group."""
         share_out = self._share_out if group is self.groups[0] else None
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 
