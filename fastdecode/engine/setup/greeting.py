@@ -20,7 +20,6 @@ from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import GREETING_TIMEOUT_S
 from fastdecode.engine.fleet.replicas import Replicas, new_session, replicate
 from fastdecode.engine.fleet.ring import DISK, LinkOptions
-from fastdecode.engine.setup.ranks import agree_on_kv
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
@@ -40,7 +39,7 @@ def make_hello(
     outlive R-workers.
 
     S-workers that act as one, each with KV on its own device, offer as many blocks as all of
-    them have room for. Every rank takes part (``agree_on_kv``).
+    them have room for. Every rank takes part.
     """
     kv, attention = kept_by_rank(spec, resolved, 0)
     hello = Hello(
@@ -53,7 +52,7 @@ def make_hello(
     )
     if ranks is None or resolved.transport != "local":
         return hello
-    num_bytes = agree_on_kv(resolved, ranks)
+    num_bytes = ranks.agree(resolved.memory.kv_bytes)[0]
     if resolved.config.r_part.swaps:
         num_bytes //= NUM_SLOTS  # a lane's
     return structs.replace(hello, max_blocks=max(1, num_bytes // kv.block_bytes))

@@ -53,7 +53,7 @@ from fastdecode.engine.setup.reach import (
     reach_workers,
 )
 from fastdecode.engine.setup.resolve import resolve_for_this_host
-from fastdecode.engine.setup.s_worker import make_s_worker
+from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
 from fastdecode.engine.setup.stages import (
     ThreadStages,
@@ -77,9 +77,7 @@ from fastdecode.text.grammars import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import Hello, Welcome
 from fastdecode.wire.transport import TIMEOUT
-from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
-from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
 
@@ -269,20 +267,10 @@ class RunningEngine:
         decoding = self._checkpoint.about_decoding(self.spec, resolved.dtype)
         for line in filter(None, (decoding, resolved.about_products, resolved.why_placed)):
             tell(line)
-        device, shard = resolved.device, None
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(resolved)
             self._opened.callback(self._ranks.close)
-            device, shard = self._ranks.device, self._ranks.shard
-        return load_model(
-            self._checkpoint,
-            device=device,
-            dtype=torch_dtype(resolved.dtype),
-            kv_dtype=resolved.kv_dtype,
-            max_model_len=config.s_part.max_model_len,
-            shard=shard,
-            layers=resolved.layers[0],
-        )[1]
+        return load_stage(self._checkpoint, resolved, 0, self._ranks)[1]
 
     def _greet(self, hello: Hello, replacements: Replacements | None) -> dict[HolderId, Welcome]:
         """Return the answers of those that are there, by holder; of those that have

@@ -23,12 +23,11 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolve_for_this_host
-from fastdecode.engine.setup.s_worker import prepare
+from fastdecode.engine.setup.s_worker import load_stage, prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi.ranks import StageRanks, launched_size, local_rank
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
-from sworker.load.weights import load_model
 from sworker.paged import PagedKV
 from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
 from sworker.ranks.parallel import mirror
@@ -86,17 +85,15 @@ def meet_ranks(resolved: ResolvedConfig) -> Ranks:
 
 
 def resolve_rank(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
-    """What one of an engine's S-workers is made with: all ranks of the MPI job are that
-    engine's."""
-    return resolve_for_this_host(config, spec, rank=_device_number(config.s_part))
+    """Resolve for one of an engine's S-workers: all ranks of the MPI job are that engine's.
 
-
-def _device_number(s_part: SPart) -> int:
-    """Which of a host's GPUs this rank takes, counted from the one that was
-    asked for: its place among the host's S-workers, as far as anybody says."""
-    ranks = StageRanks(s_part.pp, s_part.tp)
-    place = ranks.place(mpi_job.join().rank)
-    return place if s_part.pp == 1 else max(place, local_rank())
+    A rank takes the GPU of its place among the host's S-workers, counted from the one that was
+    asked for, as far as any launcher tells it.
+    """
+    s_part = config.s_part
+    place = StageRanks(s_part.pp, s_part.tp).place(mpi_job.join().rank)
+    number = place if s_part.pp == 1 else max(place, local_rank())
+    return resolve_for_this_host(config, spec, rank=number)
 
 
 def mirror_leader(
@@ -110,41 +107,21 @@ def mirror_leader(
         WorkerError: another rank is gone.
     """
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
-    max_model_len = config.s_part.max_model_len
-    planned = checkpoint.spec(max_model_len=max_model_len)
+    planned = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve(config, planned)
     stage = resolved.ranks.stage(mpi_job.join().rank)
     ranks = meet_ranks(resolved)
-    dtype = torch_dtype(resolved.dtype)
     with typed_start():
-        spec, model = load_model(
-            checkpoint,
-            device=ranks.device,
-            dtype=dtype,
-            kv_dtype=resolved.kv_dtype,
-            max_model_len=max_model_len,
-            shard=ranks.shard,
-            layers=resolved.layers[stage],
-            with_embedding=not stage,
-            with_head=not stage,
-        )
+        spec, model = load_stage(checkpoint, resolved, stage, ranks)
         make_kv = None
         if resolved.transport == "local":
-            agree_on_kv(resolved, ranks)
-            own_spec = (
-                planned
-                if len(resolved.layers) == 1
-                else stage_spec(planned, resolved.layers[stage])
-            )
+            ranks.agree(resolved.memory.kv_bytes)
+            is_whole = len(resolved.layers) == 1
+            own_spec = planned if is_whole else stage_spec(planned, resolved.layers[stage])
             make_kv = _KeptByRank(own_spec, resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
     mirror(spec, model, ranks, step_graphs, make_kv)
     ranks.close()
-
-
-def agree_on_kv(resolved: ResolvedConfig, ranks: Ranks) -> int:
-    """Bytes of KV that every rank's device has room for. All ranks call it."""
-    return ranks.agree(resolved.memory.kv_bytes)[0]
 
 
 class _KeptByRank:

@@ -13,16 +13,19 @@ import torch
 from fastdecode.core.host.cpus import available_cores
 from fastdecode.core.host.openmp import is_spinning_chosen, spins_long, spins_on
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
+from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.scheduling import lane_graphs
 from fastdecode.engine.setup.transport import shares_thread
 from sworker.device import feed_gpu
+from sworker.dtypes import torch_dtype
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import call_layers, fuse
 from sworker.kernels.packing import pack, widen
 from sworker.kernels.spinning import IdleThreads, watch_idle_threads
 from sworker.kernels.threads import openmp_library
+from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
@@ -30,6 +33,23 @@ from sworker.ranks.sharding import parallelize
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
+
+
+def load_stage(
+    checkpoint: Checkpoint, resolved: ResolvedConfig, stage: int, ranks: Ranks | None
+) -> tuple[ModelSpec, Model]:
+    """Load a stage's layers; of several S-workers that act as one, this one's share."""
+    return load_model(
+        checkpoint,
+        device=resolved.device if ranks is None else ranks.device,
+        dtype=torch_dtype(resolved.dtype),
+        kv_dtype=resolved.kv_dtype,
+        max_model_len=resolved.config.s_part.max_model_len,
+        shard=None if ranks is None else ranks.shard,
+        layers=resolved.layers[stage],
+        with_embedding=not stage,
+        with_head=not stage,
+    )
 
 
 def make_s_worker(

@@ -33,7 +33,7 @@ from fastdecode.engine.setup.greeting import keepers_of, make_hello
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import make_attention, reach_workers
 from fastdecode.engine.setup.resolve import ResolvedConfig
-from fastdecode.engine.setup.s_worker import make_s_worker
+from fastdecode.engine.setup.s_worker import load_stage, make_s_worker
 from fastdecode.engine.setup.workers import Reached, beside_stages
 from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
@@ -43,9 +43,7 @@ from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Hello, Shutdown, Welcome
 from fastdecode.wire.mpi.job import join
 from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
-from sworker.dtypes import torch_dtype
 from sworker.failures import raise_typed, typed_start
-from sworker.load.weights import load_model
 from sworker.ranks.group import Ranks
 
 logger = logging.getLogger(__name__)
@@ -129,17 +127,7 @@ class StageSetup:
             if resolved.config.s_part.tp > 1:
                 ranks = meet_ranks(resolved)
                 opened.callback(ranks.close)
-            model = load_model(
-                self.checkpoint,
-                device=resolved.device if ranks is None else ranks.device,
-                dtype=torch_dtype(resolved.dtype),
-                kv_dtype=resolved.kv_dtype,
-                max_model_len=resolved.config.s_part.max_model_len,
-                shard=None if ranks is None else ranks.shard,
-                layers=resolved.layers[self.number],
-                with_embedding=False,
-                with_head=False,
-            )[1]
+            _, model = load_stage(self.checkpoint, resolved, self.number, ranks)
             s_worker = make_s_worker(self.spec, model, resolved, ranks)
             greeting = make_hello(self.checkpoint, self.own_spec, resolved, ranks)
         asked = _await_hello(self, fleet, links)
